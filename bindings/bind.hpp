@@ -1,0 +1,10 @@
+// One function per bound part; module.cc calls them in the order of the data flow.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace uec::python {
+
+void bind_planner(nanobind::module_& m);
+
+}  // namespace uec::python

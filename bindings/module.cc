@@ -1,0 +1,6 @@
+#include "bind.hpp"
+
+NB_MODULE(_core, m) {
+  m.doc() = "The C++ core and the host engine. Use the functions of `ultraep_comm` instead.";
+  uec::python::bind_planner(m);
+}

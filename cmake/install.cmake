@@ -1,0 +1,15 @@
+# `find_package(ultraep_comm)` gives ultraep_comm::core and ultraep_comm::host.
+include(CMakePackageConfigHelpers)
+
+install(TARGETS ultraep_core ultraep_host EXPORT ultraep_comm COMPONENT dev
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(DIRECTORY src/core src/host COMPONENT dev
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp")
+install(EXPORT ultraep_comm NAMESPACE ultraep_comm:: FILE ultraep_comm-targets.cmake COMPONENT dev
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)
+configure_package_config_file(cmake/ultraep_comm-config.cmake.in ultraep_comm-config.cmake
+  INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)
+write_basic_package_version_file(ultraep_comm-config-version.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/ultraep_comm-config.cmake
+  ${CMAKE_CURRENT_BINARY_DIR}/ultraep_comm-config-version.cmake
+  COMPONENT dev DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)

@@ -1,0 +1,10 @@
+# One switch for the whole build, so that no target is left uninstrumented.
+if(ULTRAEP_SANITIZE STREQUAL "thread")
+  add_compile_options(-fsanitize=thread -g -O1)
+  add_link_options(-fsanitize=thread)
+elseif(ULTRAEP_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1)
+  add_link_options(-fsanitize=address,undefined)
+elseif(NOT ULTRAEP_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "ULTRAEP_SANITIZE is '${ULTRAEP_SANITIZE}'; expected empty, 'thread' or 'address'")
+endif()

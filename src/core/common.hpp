@@ -1,0 +1,34 @@
+// Types that every part of the core shares. No CUDA include, no exception, no allocation.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define UEC_HD __host__ __device__
+#else
+#define UEC_HD
+#endif
+
+namespace uec {
+
+// The group's constants. Arrays are borrowed and outlive every call on the group.
+struct Topology {
+  int32_t num_ranks = 0;           // G
+  int32_t num_experts = 0;         // E
+  int32_t slots_per_rank = 0;      // S
+  const int32_t* home = nullptr;   // [E] owner of each expert
+  const int32_t* domain = nullptr; // [G] ranks with equal values reach each other's memory
+  bool allow_cross_domain = false;
+
+  UEC_HD bool may_hold(int32_t expert, int32_t rank) const {
+    return home[expert] != rank &&
+           (allow_cross_domain || domain[home[expert]] == domain[rank]);
+  }
+};
+
+UEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+UEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+}  // namespace uec
