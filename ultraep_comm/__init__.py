@@ -1,1 +1,25 @@
-"""x."""
+"""ultraep_comm: collective communication for irregular expert transfers.
+
+Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
+"""
+
+from ultraep_comm import errors
+from ultraep_comm.collectives import gather_load, replicate_experts
+from ultraep_comm.group import Group, new_group, new_loopback_groups
+from ultraep_comm.plan import Plan
+from ultraep_comm.segments import BoundWeights, Segment
+from ultraep_comm.work import Work
+
+__version__ = "0.1.0"
+__all__ = [
+    "BoundWeights",
+    "Group",
+    "Plan",
+    "Segment",
+    "Work",
+    "errors",
+    "gather_load",
+    "new_group",
+    "new_loopback_groups",
+    "replicate_experts",
+]

@@ -1,0 +1,161 @@
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "core/counts.hpp"
+#include "core/digest.hpp"
+#include "host/engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+using host::Engine;
+using host::EngineConfig;
+using host::EngineLayout;
+
+// Addresses cross the boundary as integers: a tensor's data_ptr() costs a tenth of a conversion.
+template <class T>
+T* at(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+std::vector<T*> pointers(const std::vector<uint64_t>& addresses) {
+  std::vector<T*> result;
+  for (const uint64_t address : addresses) result.push_back(at<T>(address));
+  return result;
+}
+
+uint64_t plan_digest(const Topology& t, uint64_t slot_quota, uint64_t home_quota) {
+  uint64_t digest = 0;
+  if (slot_quota != 0)
+    digest = digest_ints(digest, at<const int32_t>(slot_quota),
+                         int64_t{t.num_ranks} * t.slots_per_rank);
+  if (home_quota != 0) digest = digest_ints(digest, at<const int32_t>(home_quota), t.num_experts);
+  return digest;
+}
+
+// True once a Python signal handler has raised; the exception is then pending.
+bool signalled() {
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+bool wait(Engine& engine, uint64_t epoch) {
+  bool raised = false, done = false;
+  {
+    const nb::gil_scoped_release release;
+    done = engine.wait(epoch, [&] { return raised = raised || signalled(); });
+  }
+  if (raised) throw nb::python_error();
+  return done;
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::class_<EngineConfig>(m, "EngineConfig")
+      .def(nb::init<>())
+      .def_rw("rank", &EngineConfig::rank)
+      .def_rw("num_experts", &EngineConfig::num_experts)
+      .def_rw("slots_per_rank", &EngineConfig::slots_per_rank)
+      .def_rw("home", &EngineConfig::home)
+      .def_rw("domain", &EngineConfig::domain)
+      .def_rw("allow_cross_domain", &EngineConfig::allow_cross_domain)
+      .def_rw("segment_bytes", &EngineConfig::segment_bytes)
+      .def_rw("tile_bytes", &EngineConfig::tile_bytes)
+      .def_rw("num_workers", &EngineConfig::num_workers)
+      .def_rw("call_timeout", &EngineConfig::call_timeout)
+      .def_rw("wait_timeout", &EngineConfig::wait_timeout)
+      .def_rw("peer_sockets", &EngineConfig::peer_sockets)
+      .def("set_cost",
+           [](EngineConfig& c, int64_t store_per_kib, int64_t load_per_kib, int64_t group,
+              int64_t hop, int64_t parallel_ranks) {
+             c.cost = {store_per_kib, load_per_kib, group, hop, parallel_ranks};
+           })
+      .def("set_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
+        c.bases = pointers<uint8_t>(bases);
+      });
+
+  nb::class_<EngineLayout>(m, "EngineLayout")
+      .def(nb::init<const EngineConfig&>())
+      .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
+      .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
+      .def_ro("slot_offset", &EngineLayout::slot_offset)
+      .def_ro("region_bytes", &EngineLayout::region_bytes)
+      .def_ro("region_offset", &EngineLayout::region_offset)
+      .def_ro("main_idx", &EngineLayout::main_idx)
+      .def_ro("num_mains", &EngineLayout::num_mains)
+      .def_ro("max_mains", &EngineLayout::max_mains);
+
+  nb::class_<host::Report>(m, "Report")
+      .def_prop_ro("fault", [](const host::Report& r) { return static_cast<int>(r.fault); })
+      .def_prop_ro("flag", [](const host::Report& r) { return static_cast<int>(r.wait.flag); })
+      .def_prop_ro("peer", [](const host::Report& r) { return r.wait.peer; })
+      .def_prop_ro("expert", [](const host::Report& r) { return r.wait.expert; })
+      .def_prop_ro("piece", [](const host::Report& r) { return r.wait.piece; })
+      .def_prop_ro("seen", [](const host::Report& r) { return r.wait.seen; })
+      .def_prop_ro("expected", [](const host::Report& r) { return r.wait.expected; })
+      .def_ro("root", &host::Report::root)
+      .def_ro("epoch", &host::Report::epoch)
+      .def_ro("seconds", &host::Report::seconds)
+      .def_ro("all_called", &host::Report::all_called);
+
+  nb::class_<Engine>(m, "Engine")
+      .def(nb::init<EngineConfig>())
+      .def("add_region",
+           [](Engine& e, const std::vector<uint64_t>& bases) {
+             return e.add_region(pointers<const uint8_t>(bases));
+           })
+      .def("check",
+           [](const Engine& e, uint64_t slot_expert) {
+             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
+             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
+           })
+      .def("replicate",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
+              bool background) {
+             host::ReplicateArgs args;
+             args.slot_expert = at<const int32_t>(slot_expert);
+             args.plan_digest = plan_digest(e.topology(), slot_quota, home_quota);
+             args.mains = at<const uint64_t>(mains);
+             args.segments = at<const int32_t>(segments);
+             args.num_segments = num_segments;
+             args.mode = mode;
+             args.region = region;
+             Mode chosen;
+             const nb::gil_scoped_release release;
+             const uint64_t epoch = e.replicate(args, background, &chosen);
+             return std::make_pair(epoch, static_cast<int>(chosen));
+           })
+      .def("gather",
+           [](Engine& e, uint64_t row, uint64_t table) {
+             return e.gather(at<const int32_t>(row), at<int32_t>(table), false);
+           },
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
+      .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait", &wait)
+      .def("is_completed", &Engine::is_completed)
+      .def("failed_epoch", &Engine::failed_epoch)
+      .def("report", &Engine::report)
+      .def_prop_ro("epoch", &Engine::epoch)
+      .def_prop_ro("bytes_stored", &Engine::bytes_stored);
+
+  m.def("count_experts", [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts,
+                            uint64_t counts) {
+    return is_long ? count_experts(at<const int64_t>(ids), num_ids, num_experts, at<int32_t>(counts))
+                   : count_experts(at<const int32_t>(ids), num_ids, num_experts,
+                                   at<int32_t>(counts));
+  });
+}
+
+}  // namespace uec::python

@@ -1,0 +1,74 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <numeric>
+
+#include "bind.hpp"
+#include "core/cost.hpp"
+#include "core/schedule.hpp"
+#include "core/validate.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+using Ints = std::vector<int32_t>;
+
+// The schedule of a plan as plain lists, for tests and models. The engines build their own.
+nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain,
+              int32_t slots_per_rank, bool allow_cross_domain,
+              const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
+              bool may_pull, const std::vector<int64_t>& cost) {
+  const Topology t{static_cast<int32_t>(domain.size()), static_cast<int32_t>(home.size()),
+                   slots_per_rank, home.data(), domain.data(), allow_cross_domain};
+  if (slot_expert.size() != domain.size() * slots_per_rank || cost.size() != 5)
+    throw nb::value_error("slot_expert must be [num_ranks * slots_per_rank], cost five integers");
+  if (check_plan(t, slot_expert.data()).fault != PlanFault::kNone)
+    throw nb::value_error("the plan is not legal on this topology");
+
+  const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
+  Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
+      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1);
+  std::vector<int64_t> egress(ranks), extra(2 * replicas + 2);
+  Schedule s{Mode::kDirect, 0, expert.data(), first.data(), rank.data(), slot.data(),
+             boundary.data(), egress.data()};
+  const ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
+
+  Ints segment(segment_bytes.size());
+  std::iota(segment.begin(), segment.end(), 0);
+  std::vector<int64_t> first_tile(1);
+  for (const int64_t bytes : segment_bytes)
+    first_tile.push_back(first_tile.back() + ceil_div(bytes, tile_bytes));
+  const TileMap tiles{static_cast<int32_t>(segment.size()), segment.data(), segment_bytes.data(),
+                      first_tile.data(), tile_bytes};
+
+  PlanShape shape;
+  const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
+  make_schedule(t, tiles, slot_expert.data(), mode, may_pull, model, scratch, shape, s);
+  const int32_t total = s.first[s.num_experts];
+  nb::dict d;
+  d["mode"] = static_cast<int>(s.mode);
+  d["expert"] = Ints(expert.begin(), expert.begin() + s.num_experts);
+  d["first"] = Ints(first.begin(), first.begin() + s.num_experts + 1);
+  d["replica_rank"] = Ints(rank.begin(), rank.begin() + total);
+  d["replica_slot"] = Ints(slot.begin(), slot.begin() + total);
+  d["boundary"] = Ints(boundary.begin(), boundary.begin() + total + 2 * s.num_experts);
+  d["egress"] = egress;
+  d["max_exports"] = shape.max_exports;
+  d["max_imports"] = shape.max_imports;
+  d["chained"] = shape.chained;
+  d["modelled_ps"] = modelled_time(t, tiles, shape, s, model);
+  return d;
+}
+
+}  // namespace
+
+void bind_schedule(nb::module_& m) {
+  m.def("make_schedule", &make, "slot_expert"_a, "home"_a, "domain"_a, "slots_per_rank"_a,
+        "allow_cross_domain"_a, "segment_bytes"_a, "tile_bytes"_a, "mode"_a, "may_pull"_a,
+        "cost"_a);
+}
+
+}  // namespace uec::python

@@ -1,0 +1,173 @@
+// The words that ranks exchange, what they promise, and the two policies that carry them.
+//
+// A publish is a release store of one 64-bit flag into a peer's symmetric memory; an observe is an
+// acquire load of a flag in one's own. Flags carry the epoch and are compared with ==, so a flag of
+// an earlier call never satisfies a later wait, and nothing has to be cleared between calls.
+//
+//   flag      written by            means, at epoch k                      pairs with
+//   call      every rank            I am in call k, and this is my digest  every gate and judge()
+//   open      slot or main owner    my earlier work is done; write, read   Worker::gate_open
+//   ready     home (push)           this group is in your slot             Worker::group_ready
+//   done      sender                all I had for your slot is in it       Finish::step
+//   pulled    hub (pull)            I have read your main weights          Finish::step
+//   gathered  every rank            my row of loads is in your table       Gather::step
+//   abort     a failing rank        do not wait for me; I waited for ...   judge(), before done/pulled
+#pragma once
+
+#include "core/common.hpp"
+
+namespace uec {
+
+// ---- call record: one word, so that it is read whole ----------------------------------------
+
+enum class RecordKind : uint32_t { kCall = 0, kRejected = 1, kClosed = 2 };
+
+// epoch modulo 2^32 | 30 bits of the chained digest | kind. Ranks are never 2^31 calls apart, so a
+// signed difference orders epochs.
+struct CallRecord {
+  uint64_t word = 0;
+
+  UEC_HD static CallRecord make(uint64_t epoch, uint64_t digest, RecordKind kind) {
+    return {epoch << 32 | (digest >> 34) << 2 | static_cast<uint64_t>(kind)};
+  }
+  UEC_HD uint32_t epoch_low() const { return static_cast<uint32_t>(word >> 32); }
+  UEC_HD RecordKind kind() const { return static_cast<RecordKind>(word & 3); }
+  // Epochs that the record is ahead of `epoch`; negative: behind.
+  UEC_HD int32_t ahead_of(uint64_t epoch) const {
+    return static_cast<int32_t>(epoch_low() - static_cast<uint32_t>(epoch));
+  }
+};
+
+// ---- abort word ------------------------------------------------------------------------------
+
+struct AbortWord {
+  uint64_t word = 0;
+
+  UEC_HD static AbortWord make(uint64_t epoch, int32_t culprit) {
+    return {epoch << 32 | 1u << 31 | static_cast<uint32_t>(culprit + 1)};
+  }
+  UEC_HD bool set() const { return word >> 31 & 1; }
+  // The rank that the aborting one was waiting for; -1: it failed by itself.
+  UEC_HD int32_t culprit() const { return static_cast<int32_t>(word & 0x7FFFFFFF) - 1; }
+};
+
+// ---- what a wait can end with ------------------------------------------------------------------
+
+enum class Fault : int32_t {
+  kNone = 0,
+  kMismatch,   // a peer made another call at this epoch
+  kRejected,   // a peer's own input was bad: it will not take part
+  kClosed,     // a peer closed its group while it still owed something
+  kGone,       // a peer's process ended
+  kAborted,    // a peer failed and said so
+  kTimeout,    // a bounded wait expired
+  kCancelled,  // Group.abort() on this rank
+};
+
+enum class FlagKind : int32_t { kCall, kOpen, kReady, kDone, kPulled, kGathered };
+
+// One wait: what the report of a failure says.
+struct Wait {
+  FlagKind flag = FlagKind::kCall;
+  int32_t peer = -1;
+  int32_t expert = -1;
+  int32_t piece = -1;
+  uint64_t seen = 0;
+  uint64_t expected = 0;
+};
+
+// ---- policies --------------------------------------------------------------------------------
+
+// Proof that this thread's stores are visible at their destinations. Only a Mover makes one, so a
+// flag cannot be published ahead of what it vouches for.
+class Delivered {
+ private:
+  friend class DeliveryPolicy;
+  UEC_HD Delivered() = default;
+};
+
+// Base class of every Mover.
+class DeliveryPolicy {
+ protected:
+  UEC_HD static Delivered delivered() { return Delivered(); }
+};
+
+// A Memory provides, for this rank:
+//   uint64_t observe(int64_t offset)        acquire load of a flag in this rank's memory
+//   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value)
+//                                           release store into `rank`'s memory, and wakes it
+//   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
+// and for counters in this rank's private memory, shared by its workers:
+//   int32_t load(const int32_t*)            relaxed
+//   bool claim(int32_t*, int32_t expected)  expected -> expected + 1, relaxed
+//   int32_t arrive(Delivered, int32_t*)     decrement, acquire-release; returns what is left
+//
+// A Mover moves bytes for one worker, in order:
+//   void fetch(stage, source, bytes)        starts a load into a stage
+//   bool loaded(stage)                      its bytes may be stored
+//   void store(stage, destination, bytes)
+//   bool reusable(stage)                    its stores have read the stage; says nothing of delivery
+//   uint32_t commit()                       closes the stores of a group and returns its ticket
+//   bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every commit up
+//                                           to `ticket` is visible where it went; `idle`: there is
+//                                           nothing else to do, so it may wait for that
+//   void loads_complete()                   orders finished loads before what follows
+
+// ---- judging a partner -------------------------------------------------------------------------
+
+enum class Verdict : int32_t { kArrived, kWaiting, kFault };
+
+struct Epoch {
+  uint64_t number = 0;
+  CallRecord record;  // what this rank publishes, and what peers must show
+};
+
+// Whether `rank` is in the same call as we are: the gate for storing to it or loading from it.
+// Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
+// digest. A peer that owes us its presence cannot be beyond this epoch: it has called differently.
+template <class Memory>
+UEC_HD Verdict judge_call(Memory& memory, int64_t call_offset, int32_t rank, const Epoch& epoch,
+                          Fault* fault) {
+  const CallRecord seen{memory.observe(call_offset)};
+  if (seen.word == epoch.record.word) return Verdict::kArrived;
+  const int32_t ahead = seen.ahead_of(epoch.number);
+  if (ahead < 0) {
+    if (!memory.peer_gone(rank)) return Verdict::kWaiting;
+    // It may have called and then ended; what it published before stands.
+    if (memory.observe(call_offset) != seen.word) return Verdict::kWaiting;
+    *fault = Fault::kGone;
+  } else if (seen.kind() == RecordKind::kRejected) {
+    *fault = Fault::kRejected;
+  } else if (seen.kind() == RecordKind::kClosed) {
+    *fault = Fault::kClosed;
+  } else {
+    *fault = Fault::kMismatch;
+  }
+  return Verdict::kFault;
+}
+
+// Whether the flag at `offset`, written by `rank`, has this epoch; if not, whether it still can.
+// `rank`'s record for a later epoch is ordered after all its flags of this one, so the flag is read
+// again before the peer is blamed.
+template <class Memory>
+UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, int32_t rank,
+                          const Epoch& epoch, Fault* fault, uint64_t* seen) {
+  *seen = memory.observe(offset);
+  if (*seen == epoch.number) return Verdict::kArrived;
+  Fault suspicion = Fault::kNone;
+  const CallRecord record{memory.observe(call_offset)};
+  if (record.word != epoch.record.word) {
+    const int32_t ahead = record.ahead_of(epoch.number);
+    if (ahead >= 0 && record.kind() == RecordKind::kRejected) suspicion = Fault::kRejected;
+    else if (ahead >= 0 && record.kind() == RecordKind::kClosed) suspicion = Fault::kClosed;
+    else if (ahead >= 0) suspicion = Fault::kMismatch;
+  }
+  if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;
+  if (suspicion == Fault::kNone) return Verdict::kWaiting;
+  *seen = memory.observe(offset);
+  if (*seen == epoch.number) return Verdict::kArrived;
+  *fault = suspicion;
+  return Verdict::kFault;
+}
+
+}  // namespace uec

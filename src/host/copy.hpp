@@ -1,0 +1,15 @@
+// Copies that leave the caches alone.
+#pragma once
+
+#include <cstdint>
+
+namespace uec::host {
+
+// Copies bytes with non-temporal stores where the processor has them. Such stores are not ordered
+// by a later release store: call store_fence() on the same thread before publishing.
+void stream_copy(void* destination, const void* source, int64_t bytes);
+
+// Makes this thread's earlier stream_copy() calls visible before its later stores.
+void store_fence();
+
+}  // namespace uec::host

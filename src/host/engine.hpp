@@ -1,0 +1,158 @@
+// The host engine: executes calls of one rank of one group with threads over shared memory.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/cost.hpp"
+#include "core/layout.hpp"
+#include "core/protocol.hpp"
+#include "core/validate.hpp"
+#include "host/policies.hpp"
+#include "host/prepared.hpp"
+
+namespace uec::host {
+
+// What a group is made of. Equal on every rank, but for `rank`, `bases` and `peer_sockets`.
+struct EngineConfig {
+  int32_t rank = 0;
+  int32_t num_experts = 0;
+  int32_t slots_per_rank = 0;
+  std::vector<int32_t> home;           // [E]
+  std::vector<int32_t> domain;         // [G]
+  bool allow_cross_domain = false;
+  std::vector<int64_t> segment_bytes;  // of one expert
+  int64_t tile_bytes = 32 << 10;
+  int32_t num_workers = 1;
+  double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
+  double wait_timeout = 30;    // seconds for each wait from then on; 0: no limit
+  CostModel cost;
+  std::vector<uint8_t*> bases;    // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
+  std::vector<int> peer_sockets;  // [G] end-of-file tells that the peer ended; -1: unknown
+};
+
+// The offsets that every rank computes alike.
+struct EngineLayout {
+  explicit EngineLayout(const EngineConfig& config);
+
+  SymmetricLayout symmetric;
+  std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
+  std::vector<int64_t> region_offset;  // [segments] in a region of main weights
+  int64_t region_bytes = 0;
+  std::vector<int32_t> main_idx;       // [E] index among the home's mains
+  std::vector<int32_t> num_mains;      // [G]
+  int32_t max_mains = 0;
+};
+
+// What a failed call reports.
+struct Report {
+  Fault fault = Fault::kNone;
+  Wait wait;
+  int32_t root = -1;  // end of the chain of waits, as far as ranks have published theirs
+  uint64_t epoch = 0;
+  double seconds = 0;
+  bool all_called = false;
+};
+
+struct ReplicateArgs {
+  const int32_t* slot_expert = nullptr;     // [G][S], validated
+  uint64_t plan_digest = 0;                 // of what else the plan says (quotas)
+  const uint64_t* mains = nullptr;          // [segments][M] addresses
+  const int32_t* segments = nullptr;        // which segments, ascending
+  int32_t num_segments = 0;
+  int32_t mode = -1;                        // a Mode, or -1: by cost
+  int32_t region = -1;                      // pull: which region the main weights lie in
+};
+
+class Engine {
+ public:
+  explicit Engine(EngineConfig config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const EngineLayout& layout() const { return layout_; }
+  const Topology& topology() const { return topology_; }
+
+  // A region of main weights that all ranks can address, in the order of their collective making.
+  int32_t add_region(std::vector<const uint8_t*> bases);
+
+  PlanCheck check(const int32_t* slot_expert) const { return check_plan(topology_, slot_expert); }
+
+  // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
+  // runs the call; else the caller's, inside wait().
+  uint64_t replicate(const ReplicateArgs& args, bool background, Mode* mode);
+  uint64_t gather(const int32_t* row, int32_t* table, bool background);
+
+  // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
+  void reject();
+  void abort();
+  // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
+  int32_t close();
+
+  bool is_completed(uint64_t epoch) const;
+  // True: the call has succeeded. False: it failed, and report() says how. `interrupted`, polled
+  // now and then on the calling thread, ends the wait (and the call, if it runs on this thread).
+  bool wait(uint64_t epoch, const std::function<bool()>& interrupted = {});
+  Report report() const;
+
+  uint64_t failed_epoch() const { return failed_.load(); }  // 0: none
+  uint64_t epoch() const { return submitted_.load(); }
+  int64_t bytes_stored() const { return bytes_stored_.load(); }
+
+ private:
+  static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
+
+  template <class Steps>
+  bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
+  Prepared& begin_call(Operation operation, std::unique_lock<std::mutex>& lock);
+  uint64_t enter_call(Prepared& prepared, uint64_t digest, bool background,
+                      std::unique_lock<std::mutex>& lock);
+  void select_segments(Prepared& prepared, const int32_t* segments, int32_t count) const;
+  void run_next(const std::function<bool()>& interrupted);
+  bool execute(Prepared& prepared, const std::function<bool()>& interrupted);
+  bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
+  void fail(const Call& call, Report report);
+  int32_t follow_chain(int32_t from) const;
+  void poll_peers();
+  bool all_called(const Prepared& prepared) const;
+  int32_t disagreeing_peer();
+  void background_loop();
+  void helper_loop(int32_t worker);
+
+  EngineConfig config_;
+  EngineLayout layout_;
+  Topology topology_;
+  std::vector<std::vector<const uint8_t*>> regions_;
+  std::vector<std::unique_ptr<Prepared>> calls_;
+  std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
+  HostMemory memory_;
+  uint64_t digest_;
+  uint64_t last_record_ = 0;
+
+  mutable std::mutex submit_mutex_;  // order of calls, and the report
+  std::mutex run_mutex_;             // who executes
+  std::condition_variable changed_;
+  std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
+  std::atomic<uint64_t> failed_{0};  // first epoch that failed; 0: none
+  std::atomic<bool> cancelled_{false};
+  bool closed_ = false;
+  Report report_;
+  std::atomic<int64_t> bytes_stored_{0};
+
+  // Workers beyond the first help with each call that moves bytes.
+  Prepared* shared_ = nullptr;
+  std::atomic<uint32_t> shift_{0}, helpers_busy_{0};
+  std::atomic<bool> stop_{false}, worker_failed_{false};
+  std::mutex fault_mutex_;
+  std::thread background_;
+  std::vector<std::thread> helpers_;
+};
+
+}  // namespace uec::host

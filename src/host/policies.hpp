@@ -1,0 +1,96 @@
+// The host's halves of the core's two policies: flags as atomics in shared memory, bytes by CPU.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/layout.hpp"
+#include "core/protocol.hpp"
+#include "host/copy.hpp"
+#include "host/doorbell.hpp"
+
+namespace uec::host {
+
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free,
+              "flags are shared between processes and cannot hide a lock");
+
+class HostMemory {
+ public:
+  // `gone` [G] is set by whoever notices that a peer's process ended.
+  HostMemory(uint8_t* const* bases, int32_t rank, int64_t doorbell, const std::atomic<bool>* gone)
+      : bases_(bases), rank_(rank), doorbell_(doorbell), gone_(gone) {}
+
+  uint64_t observe(int64_t offset) const {
+    return word(bases_[rank_] + offset).load(std::memory_order_acquire);
+  }
+
+  void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
+    word(bases_[rank] + offset).store(value, std::memory_order_release);
+    if (rank != rank_) Doorbell(bases_[rank] + doorbell_).ring();
+  }
+
+  bool peer_gone(int32_t rank) const { return gone_[rank].load(std::memory_order_acquire); }
+
+  static int32_t load(const int32_t* counter) {
+    return std::atomic_ref(*const_cast<int32_t*>(counter)).load(std::memory_order_relaxed);
+  }
+  static bool claim(int32_t* counter, int32_t expected) {
+    return std::atomic_ref(*counter).compare_exchange_strong(expected, expected + 1,
+                                                             std::memory_order_relaxed);
+  }
+  static int32_t arrive(Delivered, int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_sub(1, std::memory_order_acq_rel) - 1;
+  }
+
+ private:
+  static std::atomic_ref<uint64_t> word(uint8_t* at) {
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(at));
+  }
+
+  uint8_t* const* bases_;
+  int32_t rank_;
+  int64_t doorbell_;
+  const std::atomic<bool>* gone_;
+};
+
+// A load is remembered and happens with the first store: the caches are the stage, and a tile that
+// goes to several replicas is read from memory once.
+class HostMover : public DeliveryPolicy {
+ public:
+  static constexpr uint32_t kMaxStages = 8;
+
+  void fetch(uint32_t stage, const uint8_t* source, int64_t) { source_[stage] = source; }
+  bool loaded(uint32_t) const { return true; }
+  void store(uint32_t stage, uint8_t* destination, int64_t bytes) {
+    stream_copy(destination, source_[stage], bytes);
+    bytes_stored_ += bytes;
+  }
+  bool reusable(uint32_t) const { return true; }
+  uint32_t commit() { return ++commits_; }
+
+  // Non-temporal stores are not ordered by the publish's release store, so the copying thread
+  // fences them first.
+  template <class F>
+  bool when_delivered(uint32_t, bool, F&& then) {
+    store_fence();
+    then(delivered());
+    return true;
+  }
+
+  // Loads finished with the copies that used them; only weakly ordered processors could still
+  // move them behind the look at the abort flags that follows.
+  void loads_complete() const {
+#if !defined(__x86_64__)
+    std::atomic_thread_fence(std::memory_order_acquire);
+#endif
+  }
+
+  int64_t bytes_stored() const { return bytes_stored_; }
+
+ private:
+  const uint8_t* source_[kMaxStages] = {};
+  uint32_t commits_ = 0;
+  int64_t bytes_stored_ = 0;
+};
+
+}  // namespace uec::host

@@ -1,0 +1,45 @@
+"""Environment variables, read here and nowhere else. An argument always wins over a variable.
+
+| variable             | argument of new_group | meaning                                       |
+|----------------------|-----------------------|-----------------------------------------------|
+| ULTRAEP_TIMEOUT      | timeout               | seconds for every wait; 0: no limit           |
+| ULTRAEP_NUM_SMS      | num_sms               | workers per rank (threads of the host engine) |
+| ULTRAEP_TILE_BYTES   | tile_bytes            | unit of the transfer, a power of two          |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from ultraep_comm.errors import InvalidArgumentError
+
+T = TypeVar("T", int, float)
+
+
+def _read(name: str, convert: Callable[[str], T]) -> T | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return convert(text)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"environment variable {name}={text!r} is not a number; unset it or correct it"
+        ) from None
+
+
+def timeout() -> float | None:
+    """Seconds for every wait, or None."""
+    return _read("ULTRAEP_TIMEOUT", float)
+
+
+def num_sms() -> int | None:
+    """Workers per rank, or None."""
+    return _read("ULTRAEP_NUM_SMS", int)
+
+
+def tile_bytes() -> int | None:
+    """Tile size in bytes, or None."""
+    return _read("ULTRAEP_TILE_BYTES", int)

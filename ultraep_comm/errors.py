@@ -1,0 +1,84 @@
+"""Typed errors. Each names the value, the rank, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class UltraEPError(RuntimeError):
+    """Base class of every error that the library raises on purpose."""
+
+
+class InvalidArgumentError(UltraEPError, ValueError):
+    """An argument is wrong in itself, whatever other ranks do."""
+
+
+class InvalidWeightsError(InvalidArgumentError):
+    """Weights do not match the group's expert: name, count, shape, dtype, device or layout."""
+
+
+class InvalidPlanError(InvalidArgumentError):
+    """A plan breaks a rule: range, own home, duplicate, domain, quotas or shapes."""
+
+
+class InvalidLoadError(InvalidArgumentError):
+    """Loads or routed ids are out of range, of the wrong shape, or do not match the plan."""
+
+
+class UnsupportedError(UltraEPError):
+    """The request is legal but this machine, fabric or build cannot do it."""
+
+
+class BootstrapError(UltraEPError):
+    """A group could not be made: ranks disagree, a rank left, or a connection failed."""
+
+
+class OutOfSharedMemoryError(BootstrapError, MemoryError):
+    """There is not enough memory for a rank's slots and flags."""
+
+
+class GroupClosedError(UltraEPError):
+    """The group was closed, or failed earlier and takes no more calls."""
+
+
+class TransferError(UltraEPError):
+    """A call on the group failed. Filled slots are undefined; make a new group.
+
+    Attributes:
+        rank: the rank that raises.
+        peer: the rank it waited for or disagrees with; -1 if none.
+        root: the end of the chain of waits, as far as ranks have published theirs; -1 unknown.
+        epoch: number of the failed call on this group.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = -1, peer: int = -1, root: int = -1, epoch: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.root = root
+        self.epoch = epoch
+
+
+class PlanMismatchError(TransferError):
+    """Ranks made different calls at the same epoch: another plan, mode, operation or order."""
+
+
+class PeerRejectedError(TransferError):
+    """A peer rejected its own input and does not take part."""
+
+
+class PeerGoneError(TransferError, ConnectionError):
+    """A peer's process ended, or it closed its group, while it was still needed."""
+
+
+class TransferAbortedError(TransferError):
+    """A peer failed first and told this rank, or the group was aborted here."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A bounded wait for a peer expired."""
+
+
+# The names of DESIGN.md's text, for `except ultraep_comm.errors.PlanMismatch`.
+PlanMismatch = PlanMismatchError
+TransferTimeout = TransferTimeoutError

@@ -1,0 +1,37 @@
+"""Fabrics: what provides symmetric memory and peer addresses. The engines see only addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class SharedRegion:
+    """One allocation of equal size on every rank.
+
+    Attributes:
+        bases: ``[G]`` address of each rank's allocation as seen from here; 0: out of reach.
+        local: this rank's own, as a uint8 tensor.
+        keep: whatever keeps the peers' mappings alive.
+    """
+
+    bases: list[int]
+    local: torch.Tensor
+    keep: tuple[object, ...] = ()
+
+
+class Fabric(Protocol):
+    """What a group needs from a fabric."""
+
+    @property
+    def peer_sockets(self) -> list[int]:
+        """File descriptors that reach end-of-file when a peer ends; -1: unknown."""
+
+    def allocate(self, num_bytes: int) -> SharedRegion:
+        """Allocate zeroed memory on every rank of the domain: collective, in the same order."""
+
+    def close(self) -> None:
+        """Give up connections; memory stays mapped while tensors refer to it."""

@@ -1,0 +1,76 @@
+"""From an engine's report of a failed call to a typed error that says what to do."""
+
+from __future__ import annotations
+
+from ultraep_comm import _core
+from ultraep_comm.errors import (
+    PeerGoneError,
+    PeerRejectedError,
+    PlanMismatchError,
+    TransferAbortedError,
+    TransferError,
+    TransferTimeoutError,
+)
+
+# In the order of `enum class Fault` and `enum class FlagKind` in src/core/protocol.hpp.
+_MISMATCH, _REJECTED, _CLOSED, _GONE, _ABORTED, _TIMEOUT, _CANCELLED = range(1, 8)
+_FLAGS = ("call", "open", "ready", "done", "pulled", "gathered")
+
+
+def error_from(report: _core.Report, rank: int, operation: str) -> TransferError:
+    """Return the error that ``operation`` on ``rank`` raises."""
+    peer, root = report.peer, report.root
+    prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
+    suffix = ". Filled slots are undefined; close the group and make a new one"
+    places = {"rank": rank, "peer": peer, "root": root, "epoch": report.epoch}
+    waited = f"`{_FLAGS[report.flag]}` from rank {peer}"
+    if report.expert >= 0:
+        waited += f" for expert {report.expert}"
+    if report.piece >= 0:
+        waited += f", piece {report.piece}"
+    waited += f" (saw epoch {report.seen}, expected {report.expected})"
+    match report.fault:
+        case 1:
+            return PlanMismatchError(
+                f"{prefix}disagrees with rank {peer}, which made another call at this point: another"
+                " operation, plan, mode, segment selection or order of calls. Make the same calls"
+                f" with the same plan on every rank{suffix}",
+                **places,
+            )
+        case 2:
+            return PeerRejectedError(
+                f"{prefix}ended because rank {peer} rejected its own input; its error says why"
+                f"{suffix}",
+                **places,
+            )
+        case 3:
+            return PeerGoneError(
+                f"{prefix}needed {waited}, but that rank has closed its group. Close groups only"
+                f" after the same number of calls on every rank{suffix}",
+                **places,
+            )
+        case 4:
+            return PeerGoneError(
+                f"{prefix}needed {waited}, but that rank's process has ended; see its log{suffix}",
+                **places,
+            )
+        case 5:
+            chain = f"; the chain of waits ends at rank {root}" if root not in (peer, -1) else ""
+            return TransferAbortedError(
+                f"{prefix}ended because rank {peer} failed first{chain}; its error says why{suffix}",
+                **places,
+            )
+        case 6:
+            others = (
+                "every rank of the plan had called"
+                if report.all_called
+                else "not every rank of the plan had called: is one stuck or on another code path?"
+            )
+            chain = f"The chain of waits ends at rank {root}. " if root not in (peer, -1) else ""
+            return TransferTimeoutError(
+                f"{prefix}waited {report.seconds:.1f} s for {waited}; {others}. {chain}Look at rank"
+                f" {root if root >= 0 else peer} first, or raise timeout= in new_group{suffix}",
+                **places,
+            )
+        case _:
+            return TransferAbortedError(f"{prefix}was aborted on this rank{suffix}", **places)

@@ -1,0 +1,201 @@
+"""Segments: the tensors of an expert, where their bytes lie, and checking weights against them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError
+
+Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+Pointers = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor of an expert: a dense range of bytes, opaque to the transfer.
+
+    Attributes:
+        shape: of one expert's tensor.
+        dtype: any dtype with whole bytes.
+        strides: in elements; None: row-major. Any permutation of a dense layout is legal.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one expert's tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Return the strides in elements, row-major by default."""
+        if self.strides is not None:
+            return self.strides
+        strides = [1] * len(self.shape)
+        for i in range(len(self.shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * self.shape[i]
+        return tuple(strides)
+
+    def view(self, storage: torch.Tensor, count: int) -> torch.Tensor:
+        """View ``count`` densely stacked experts in a uint8 tensor as ``[count, *shape]``."""
+        elements = math.prod(self.shape)
+        flat = storage.narrow(0, 0, count * self.nbytes).view(self.dtype)
+        return flat.as_strided((count, *self.shape), (elements, *self.layout))
+
+
+def make_segments(
+    expert: Mapping[str, Segment | tuple[Sequence[int], torch.dtype]],
+) -> dict[str, Segment]:
+    """Check an ``expert={name: (shape, dtype) or Segment}`` argument.
+
+    Raises:
+        InvalidArgumentError: no segment, an empty one, or strides that are not dense.
+    """
+    if not expert:
+        raise InvalidArgumentError("expert has no segment; expected at least one tensor")
+    segments = {}
+    for name, value in expert.items():
+        segment = value if isinstance(value, Segment) else Segment(tuple(value[0]), value[1])
+        if segment.nbytes <= 0:
+            raise InvalidArgumentError(
+                f"segment {name!r} has shape {segment.shape} and so no bytes; leave it out"
+            )
+        if not _is_dense(segment.shape, segment.layout):
+            raise InvalidArgumentError(
+                f"segment {name!r} of shape {segment.shape} has strides {segment.layout}, which are"
+                " not one dense range; expected a permutation of a row-major layout"
+            )
+        segments[str(name)] = segment
+    return segments
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundWeights:
+    """Main weights checked once, with their addresses. Made by ``Group.bind``.
+
+    The addresses are frozen: bind again after weights have moved.
+
+    Attributes:
+        pointers: uint64 ``[num_segments, M]``; 0 in rows of segments that were not given.
+        names: the segments that were given.
+        region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
+        tensors: keeps the memory alive.
+    """
+
+    pointers: Pointers
+    names: frozenset[str]
+    region: int = -1
+    tensors: tuple[object, ...] = field(default=(), repr=False)
+
+
+def bind_weights(
+    weights: Weights, segments: Mapping[str, Segment], num_mains: int, rank: int
+) -> tuple[Pointers, frozenset[str]]:
+    """Check weights against the segments and take their addresses.
+
+    Raises:
+        InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
+            strides.
+    """
+    pointers = np.zeros((len(segments), num_mains), np.uint64)
+    unknown = [name for name in weights if name not in segments]
+    if unknown:
+        raise InvalidWeightsError(
+            f"rank {rank}: weights have a segment {unknown[0]!r}; expected {list(segments)}"
+        )
+    for i, (name, segment) in enumerate(segments.items()):
+        value = weights.get(name)
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor):
+            pointers[i] = _stacked(value, name, segment, num_mains, rank)
+        else:
+            pointers[i] = _listed(value, name, segment, num_mains, rank)
+    return pointers, frozenset(weights)
+
+
+def _stacked(
+    tensor: torch.Tensor, name: str, segment: Segment, num_mains: int, rank: int
+) -> list[int]:
+    if tensor.dim() == 0 or tensor.shape[0] != num_mains:
+        raise InvalidWeightsError(
+            f"rank {rank}: weights[{name!r}] has shape {tuple(tensor.shape)}; expected"
+            f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
+        )
+    if num_mains == 0:
+        return []
+    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name, segment, rank)
+    start, step = tensor.data_ptr(), tensor.stride(0) * segment.dtype.itemsize
+    return [start + i * step for i in range(num_mains)]
+
+
+def _listed(
+    tensors: Sequence[torch.Tensor], name: str, segment: Segment, num_mains: int, rank: int
+) -> list[int]:
+    if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
+        found = f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
+        raise InvalidWeightsError(
+            f"rank {rank}: weights[{name!r}] has {found}; expected a tensor"
+            f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
+        )
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidWeightsError(
+                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__}; expected a tensor"
+            )
+        _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _check(
+    tensor: torch.Tensor,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    name: str,
+    segment: Segment,
+    rank: int,
+) -> None:
+    if tensor.dtype != segment.dtype:
+        raise InvalidWeightsError(
+            f"rank {rank}: weights[{name}] has dtype {tensor.dtype}; expected {segment.dtype}"
+        )
+    if tensor.device.type != "cpu":
+        raise InvalidWeightsError(
+            f"rank {rank}: weights[{name}] is on {tensor.device}; expected cpu, where the host"
+            " engine reads it"
+        )
+    if tuple(shape) != segment.shape:
+        raise InvalidWeightsError(
+            f"rank {rank}: an expert of weights[{name}] has shape {tuple(shape)}; expected"
+            f" {segment.shape}"
+        )
+    layout = segment.layout
+    if strides != layout and any(
+        size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
+    ):
+        raise InvalidWeightsError(
+            f"rank {rank}: an expert of weights[{name}] has strides {tuple(strides)}; expected"
+            f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
+        )

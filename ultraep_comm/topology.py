@@ -1,0 +1,111 @@
+"""A group's constants: which rank owns which expert, and which ranks reach each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ultraep_comm.errors import InvalidArgumentError
+
+IntArray = npt.NDArray[np.int32]
+IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
+
+
+def contiguous_home(num_experts: int, num_ranks: int) -> IntArray:
+    """Return the default home map ``[E]``: contiguous, as even as possible, larger ranks first."""
+    base, extra = divmod(num_experts, num_ranks)
+    counts = [base + (r < extra) for r in range(num_ranks)]
+    return np.repeat(np.arange(num_ranks, dtype=np.int32), counts)
+
+
+def _as_ints(value: IntsLike, name: str, length: int) -> IntArray:
+    array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; expected [{length}] integers"
+        )
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Constants that plans and schedules are computed from.
+
+    Attributes:
+        num_ranks: G.
+        num_experts: E.
+        slots_per_rank: S.
+        home: int32 ``[E]``, the rank that owns each expert.
+        domain: int32 ``[G]``, equal for ranks with load/store access to each other.
+        allow_cross_domain: replicas may lie outside their home's domain.
+    """
+
+    num_ranks: int
+    num_experts: int
+    slots_per_rank: int
+    home: IntArray
+    domain: IntArray
+    allow_cross_domain: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        num_ranks: int,
+        num_experts: int,
+        slots_per_rank: int,
+        home: IntsLike | None = None,
+        domains: IntsLike | None = None,
+        allow_cross_domain: bool = False,
+    ) -> Topology:
+        """Check the arguments and fill in defaults.
+
+        Raises:
+            InvalidArgumentError: a count below its minimum, a map of the wrong shape, or a home
+                outside ``[0, num_ranks)``.
+        """
+        minima = {"num_ranks": (num_ranks, 1), "num_experts": (num_experts, 1)}
+        minima["slots_per_rank"] = (slots_per_rank, 0)
+        for name, (value, least) in minima.items():
+            if value < least:
+                raise InvalidArgumentError(f"{name} is {value}; expected at least {least}")
+        if home is None:
+            home_map = contiguous_home(num_experts, num_ranks)
+        else:
+            home_map = _as_ints(home, "home", num_experts)
+            bad = np.flatnonzero((home_map < 0) | (home_map >= num_ranks))
+            if bad.size:
+                raise InvalidArgumentError(
+                    f"home[{bad[0]}] is {home_map[bad[0]]}; expected a rank in [0, {num_ranks})"
+                )
+        domain = (
+            np.zeros(num_ranks, np.int32)
+            if domains is None
+            else _as_ints(domains, "domains", num_ranks)
+        )
+        return cls(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            slots_per_rank=slots_per_rank,
+            home=home_map,
+            domain=domain,
+            allow_cross_domain=allow_cross_domain,
+        )
+
+    def mains(self, rank: int) -> IntArray:
+        """Experts at home on ``rank``, ascending: the order of its main weights."""
+        return np.flatnonzero(self.home == rank).astype(np.int32)
+
+    @property
+    def max_mains(self) -> int:
+        """Return the largest number of mains on a rank."""
+        return int(np.bincount(self.home, minlength=self.num_ranks).max())
+
+    @property
+    def instances_per_rank(self) -> int:
+        """Return P: physical instance ids of rank r are ``r * P`` to ``r * P + P - 1``."""
+        return self.max_mains + self.slots_per_rank
