@@ -6,5 +6,6 @@
 namespace uec::python {
 
 void bind_planner(nanobind::module_& m);
+void bind_reroute(nanobind::module_& m);
 
 }  // namespace uec::python

@@ -32,8 +32,7 @@ std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
   }
   for (size_t e = 0; e < load.size(); ++e) {
     if (load.data()[e] < 0 || load.data()[e] > kMaxLoad) {
-      reject("load[" + std::to_string(e) + "]", load.data()[e],
-             "0 to " + std::to_string(kMaxLoad));
+      reject("load[" + std::to_string(e) + "]", load.data()[e], "0 to " + std::to_string(kMaxLoad));
     }
   }
 

@@ -75,7 +75,14 @@ def plan_slots(
         ValueError: a shape, load, home or target out of range.
     """
     target_ppm = target_to_ppm(target)
-    problem = _problem(load, num_ranks, slots_per_rank, home, domain, allow_cross_domain)
+    problem = _problem(
+        load,
+        num_ranks=num_ranks,
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domain=domain,
+        allow_cross_domain=allow_cross_domain,
+    )
     rank_load = problem.rank_load
 
     low = -(-int(rank_load.sum()) * target_ppm // (num_ranks * PPM))
@@ -97,6 +104,7 @@ def plan_slots(
 
 def _problem(
     load: ArrayLike,
+    *,
     num_ranks: int,
     slots_per_rank: int,
     home: ArrayLike,
@@ -107,16 +115,17 @@ def _problem(
     home_ = np.asarray(home, dtype=np.int64)
     domain_ = np.asarray(domain, dtype=np.int64)
     if num_ranks < 1 or slots_per_rank < 0:
-        raise ValueError(f"num_ranks is {num_ranks} and slots_per_rank {slots_per_rank}")
+        raise ValueError(
+            f"num_ranks is {num_ranks} and slots_per_rank {slots_per_rank}; "
+            "expected at least 1 and at least 0"
+        )
     if load_.ndim != 1 or home_.shape != load_.shape or domain_.shape != (num_ranks,):
         raise ValueError(
             f"load is {load_.shape}, home {home_.shape} and domain {domain_.shape}; "
             f"expected [E], [E] and [{num_ranks}]"
         )
-    if np.any((load_ < 0) | (load_ > MAX_LOAD)):
-        raise ValueError(f"an expert's load is not between 0 and {MAX_LOAD}")
-    if np.any((home_ < 0) | (home_ >= num_ranks)):
-        raise ValueError(f"an expert's home is not a rank between 0 and {num_ranks - 1}")
+    _require_range("load", load_, MAX_LOAD)
+    _require_range("home", home_, num_ranks - 1)
     rank_load = np.zeros(num_ranks, np.int64)
     np.add.at(rank_load, home_, load_)
     return _Problem(
@@ -126,6 +135,11 @@ def _problem(
         pool=np.zeros_like(domain_) if allow_cross_domain else domain_,
         slots_per_rank=slots_per_rank,
     )
+
+
+def _require_range(name: str, values: Int64Array, largest: int) -> None:
+    for index in np.flatnonzero((values < 0) | (values > largest))[:1]:
+        raise ValueError(f"{name}[{index}] is {values[index]}; expected 0 to {largest}")
 
 
 def _probe(problem: _Problem, threshold: int) -> Replicas | None:
@@ -171,9 +185,7 @@ def _choose_rank(legal: Int64Array, slack: Int64Array, used: Int64Array, need: i
     return int(legal[np.lexsort((used[legal], -slack[legal]))[0]])
 
 
-def _fill_slots(
-    problem: _Problem, replicas: Replicas
-) -> tuple[Int32Array, Int32Array, Int32Array]:
+def _fill_slots(problem: _Problem, replicas: Replicas) -> tuple[Int32Array, Int32Array, Int32Array]:
     num_ranks = len(problem.rank_load)
     slot_expert = np.full((num_ranks, problem.slots_per_rank), -1, np.int32)
     slot_quota = np.zeros((num_ranks, problem.slots_per_rank), np.int32)

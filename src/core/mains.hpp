@@ -1,4 +1,4 @@
-// The main instances of every rank, in expert order.
+// What the planner and the reroute share: the mains of every rank, and the largest load.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,11 @@
 
 namespace uec {
 
-// Groups the experts by home: the mains of rank r are `expert[begin[r]] .. expert[begin[r + 1] - 1]`
-// in ascending order. Returns the largest number of mains on a rank.
+// Tokens of one expert over all source ranks: a product of two loads then fits 64 bits.
+inline constexpr int64_t kMaxLoad = (int64_t{1} << 31) - 1;
+
+// Groups the experts by home: the mains of rank r are the entries begin[r] .. begin[r + 1] - 1 of
+// `expert`, in ascending order. Returns the largest number of mains on a rank.
 //
 // Arrays: begin [G + 1], expert [E]; both are written whole.
 UEC_HD inline int32_t group_mains(const Topology& topology, int32_t* begin, int32_t* expert) {

@@ -18,7 +18,6 @@ namespace uec {
 // Contract
 
 inline constexpr int64_t kPpm = 1'000'000;
-inline constexpr int64_t kMaxLoad = (int64_t{1} << 31) - 1;  // tokens of one expert
 inline constexpr int64_t kMaxTargetPpm = 1000 * kPpm;
 
 // One replica: `quota` tokens of `expert` are served by `rank`. The quota is never zero.
