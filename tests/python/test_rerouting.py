@@ -148,21 +148,26 @@ def test_planned_loads(num_ranks: int, num_experts: int, kind: str) -> None:
 
 
 def test_products_of_the_largest_loads_do_not_overflow() -> None:
-    """Three ranks, one expert of 2**31 - 1 tokens; only one source lists tokens."""
-    load = np.array([[2**30], [2**30 - 1 - 6], [6]], np.int32)
-    slots = np.array([[0], [-1], [0]], np.int32)
-    quotas = np.array([[2**30 + 9], [0], [2**29]], np.int32)
-    home_quota = np.array([2**31 - 1 - 2**30 - 9 - 2**29], np.int32)
-    plan = Plan(load, slots, quotas, home_quota, np.array([1], np.int32))
-    for source in range(3):
-        share = source_shares(
-            load[:, 0].tolist(), [0, 1, 2], [int(quotas[0, 0]), int(home_quota[0]), 2**29], source
-        )
-        assert sum(share) == load[source, 0]
-        assert min(share) >= 0
-    status, out = reroute_in_core(plan, np.zeros(6, np.int64), 2)
+    """Two sources with 2**30 tokens each come before one with 7, which gets exactly the rest."""
+    load = np.array([[2**30 + 12_345], [2**30 - 12_345 - 8], [7], [0], [0]], np.int32)
+    home_quota, replica_quota = 1_431_655_768, 715_827_879
+    assert home_quota + replica_quota == load.sum(dtype=np.int64) == 2**31 - 1
+    slot_expert = np.array([[-1], [-1], [-1], [-1], [0]], np.int32)
+    slot_quota = np.array([[0], [0], [0], [0], [replica_quota]], np.int32)
+    quotas = (np.array([home_quota], np.int32), np.array([3], np.int32))
+    plan = Plan(load, slot_expert, slot_quota, *quotas)
+
+    shares = [
+        source_shares(load[:, 0].tolist(), [3, 4], [home_quota, replica_quota], source)
+        for source in range(3)
+    ]
+    assert [sum(share) for share in shares] == load[:3, 0].tolist()
+    assert np.sum(shares, axis=0).tolist() == [home_quota, replica_quota]
+    status, out = reroute_in_core(plan, np.zeros(7, np.int64), 2)
     assert status.fault is Fault.NONE
-    assert out.tolist() == [4] * 6
+    home_id, replica_id = 3 * 2, 4 * 2  # P = one main and one slot
+    assert out.tolist() == [home_id] * shares[2][0] + [replica_id] * shares[2][1]
+    assert min(shares[2]) > 0
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
