@@ -7,6 +7,7 @@ from ultraep_comm import errors
 from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.group import Group, new_group, new_loopback_groups
 from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas, reroute
 from ultraep_comm.segments import BoundWeights, Segment
 from ultraep_comm.work import Work
 
@@ -21,5 +22,7 @@ __all__ = [
     "gather_load",
     "new_group",
     "new_loopback_groups",
+    "plan_replicas",
     "replicate_experts",
+    "reroute",
 ]

@@ -1,0 +1,51 @@
+// Arrays as the bindings take and return them: CPU memory, dense and row-major, from any library.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <string>
+
+#include "core/common.hpp"
+
+namespace uec::python {
+
+template <typename T, int kDims>
+using Input =
+    nanobind::ndarray<const T, nanobind::ndim<kDims>, nanobind::c_contig, nanobind::device::cpu>;
+using OutputInt32 = nanobind::ndarray<nanobind::numpy, int32_t, nanobind::c_contig>;
+
+// Raises ValueError "<name> is <value>; expected <expected>".
+[[noreturn]] inline void reject(const std::string& name, int64_t value,
+                                const std::string& expected) {
+  throw nanobind::value_error(
+      (name + " is " + std::to_string(value) + "; expected " + expected).c_str());
+}
+
+inline void require_equal(const std::string& name, size_t value, int64_t expected) {
+  if (static_cast<int64_t>(value) != expected) {
+    reject(name, static_cast<int64_t>(value), std::to_string(expected));
+  }
+}
+
+// The core indexes by home without looking: a map from outside is checked here.
+inline void require_homes(const Topology& topology) {
+  for (int32_t e = 0; e < topology.num_experts; ++e) {
+    if (topology.home[e] < 0 || topology.home[e] >= topology.num_ranks) {
+      reject("home[" + std::to_string(e) + "]", topology.home[e],
+             "a rank below " + std::to_string(topology.num_ranks));
+    }
+  }
+}
+
+// A new NumPy array that owns `data`. Needs the GIL.
+inline OutputInt32 to_numpy(std::unique_ptr<int32_t[]> data, std::initializer_list<size_t> shape) {
+  nanobind::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+  return OutputInt32(data.release(), shape, owner);
+}
+
+}  // namespace uec::python

@@ -1,0 +1,23 @@
+"""Fixtures and settings that all Python tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
+settings.register_profile("desk", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """Folder of the recorded routing traces: $ULTRAEP_TRACES, else beside the repository."""
+    named = os.environ.get("ULTRAEP_TRACES")
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "traces"
+    folder = Path(named) if named else default
+    if not folder.is_dir():
+        pytest.skip(f"no routing traces: {folder} does not exist (set ULTRAEP_TRACES)")
+    return folder

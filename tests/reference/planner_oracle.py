@@ -1,0 +1,178 @@
+"""What a right plan is, said without either planner.
+
+`violations` states the rules one by one, in Python integers. `optimum` finds the best threshold
+that any plan reaches, as a mixed-integer program, on problems small enough for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One planning problem, in plain integers."""
+
+    load: list[int]  # [E]
+    home: list[int]  # [E]
+    domain: list[int]  # [G]
+    slots_per_rank: int
+    allow_cross_domain: bool
+    target: float
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.domain)
+
+    def may_hold(self, expert: int, rank: int) -> bool:
+        home = self.home[expert]
+        same_domain = self.domain[home] == self.domain[rank]
+        return rank != home and (self.allow_cross_domain or same_domain)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A planner's answer, in plain integers: `[G][S]`, `[G][S]`, `[E]`."""
+
+    slot_expert: list[list[int]]
+    slot_quota: list[list[int]]
+    home_quota: list[int]
+
+    @staticmethod
+    def of(arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Plan:
+        assert all(array.dtype == np.int32 for array in arrays)
+        return Plan(*(array.tolist() for array in arrays))
+
+
+def worst_rank_before(problem: Problem) -> int:
+    """Tokens of the fullest rank without any replica."""
+    return max(
+        sum(load for load, home in zip(problem.load, problem.home, strict=True) if home == rank)
+        for rank in range(problem.num_ranks)
+    )
+
+
+def worst_rank_after(problem: Problem, plan: Plan) -> int:
+    """Tokens of the fullest rank under the plan."""
+    return max(
+        sum(plan.slot_quota[rank])
+        + sum(q for q, home in zip(plan.home_quota, problem.home, strict=True) if home == rank)
+        for rank in range(problem.num_ranks)
+    )
+
+
+def lower_bound(problem: Problem) -> int:
+    """No plan brings every rank below the mean of its domain (of all ranks, if plans may cross)."""
+    if problem.allow_cross_domain:
+        return -(-sum(problem.load) // problem.num_ranks)
+    bound = 0
+    for domain in set(problem.domain):
+        size = problem.domain.count(domain)
+        tokens = sum(
+            load
+            for load, home in zip(problem.load, problem.home, strict=True)
+            if problem.domain[home] == domain
+        )
+        bound = max(bound, -(-tokens // size))
+    return bound
+
+
+def target_tokens(problem: Problem) -> int:
+    """The most tokens on a rank that still count as balanced."""
+    target = Fraction(round(problem.target * 10**6), 10**6)
+    return -(-Fraction(sum(problem.load), problem.num_ranks) * target // 1)
+
+
+def violations(problem: Problem, plan: Plan) -> list[str]:
+    """The names of the rules that the plan breaks."""
+    broken = set()
+    served = list(plan.home_quota)
+    exporters, importers = set(), set()
+    if any(quota < 0 for quota in plan.home_quota):
+        broken.add("no quota is negative")
+    for rank in range(problem.num_ranks):
+        slots = list(zip(plan.slot_expert[rank], plan.slot_quota[rank], strict=True))
+        if len(slots) != problem.slots_per_rank:
+            broken.add("every rank has its slots, no more")
+        filled = [expert for expert, _ in slots if expert != -1]
+        if [expert for expert, _ in slots[: len(filled)]] != filled:
+            broken.add("slots are filled from 0")
+        if len(set(filled)) != len(filled):
+            broken.add("one instance of an expert on a rank")
+        for expert, quota in slots:
+            if expert == -1:
+                if quota != 0:
+                    broken.add("an empty slot has no quota")
+                continue
+            if quota <= 0:
+                broken.add("every replica carries tokens")
+            if not problem.may_hold(expert, rank):
+                broken.add("replicas stay in the domain and off the home")
+            served[expert] += quota
+            exporters.add(problem.home[expert])
+            importers.add(rank)
+    if served != problem.load:
+        broken.add("quotas sum to the load")
+    if exporters & importers:
+        broken.add("no rank both exports and imports")
+    if worst_rank_after(problem, plan) > worst_rank_before(problem):
+        broken.add("never worse than no replication")
+    if exporters and worst_rank_before(problem) <= target_tokens(problem):
+        broken.add("no replica where the load is balanced already")
+    return sorted(broken)
+
+
+def optimum(problem: Problem) -> int:
+    """Fewest tokens on the fullest rank that any plan reaches, by branch and bound.
+
+    Unknowns: tokens `q[e, r]`, instances `x[e, r]` in {0, 1}, and the threshold z, to be made
+    small. Also counts plans in which ranks both export and import. For a few dozen (e, r) pairs.
+    """
+    num_experts, num_ranks = len(problem.load), problem.num_ranks
+    pairs = num_experts * num_ranks
+    rows, lower, upper = [], [], []
+
+    def constrain(coefficients: dict[int, float], low: float, high: float) -> None:
+        row = np.zeros(2 * pairs + 1)
+        for column, value in coefficients.items():
+            row[column] = value
+        rows.append(row)
+        lower.append(low)
+        upper.append(high)
+
+    def q(expert: int, rank: int) -> int:
+        return expert * num_ranks + rank
+
+    def x(expert: int, rank: int) -> int:
+        return pairs + q(expert, rank)
+
+    z = 2 * pairs
+    most_instances = np.ones(2 * pairs + 1)
+    for expert, load in enumerate(problem.load):
+        constrain({q(expert, rank): 1 for rank in range(num_ranks)}, load, load)
+        for rank in range(num_ranks):
+            constrain({q(expert, rank): 1, x(expert, rank): -load}, -np.inf, 0)
+            if rank != problem.home[expert] and not problem.may_hold(expert, rank):
+                most_instances[x(expert, rank)] = 0
+    for rank in range(num_ranks):
+        experts = range(num_experts)
+        constrain({q(expert, rank): 1 for expert in experts} | {z: -1}, -np.inf, 0)
+        replicas = {x(expert, rank): 1 for expert in experts if problem.home[expert] != rank}
+        constrain(replicas, 0, problem.slots_per_rank)
+
+    largest = most_instances
+    largest[:pairs] = largest[z] = sum(problem.load)
+    cost = np.zeros(2 * pairs + 1)
+    cost[z] = 1
+    solution = milp(
+        cost,
+        integrality=np.ones_like(cost),
+        bounds=Bounds(0, largest),
+        constraints=LinearConstraint(np.array(rows), lower, upper),
+    )
+    assert solution.success, solution.message
+    return round(solution.fun)

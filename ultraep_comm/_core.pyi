@@ -1,0 +1,210 @@
+"""The C++ core. Arrays are dense, row-major and on the CPU: NumPy arrays or torch tensors.
+
+An array of another dtype, layout or device raises TypeError; a shape or value out of range raises
+ValueError. Nothing is converted or copied.
+"""
+
+import enum
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_Int32Input = NDArray[np.int32] | torch.Tensor
+_Int64Input = NDArray[np.int64] | torch.Tensor
+
+def plan_replicas(
+    load: _Int64Input,
+    home: _Int32Input,
+    domain: _Int32Input,
+    slots_per_rank: int,
+    allow_cross_domain: bool,
+    target_ppm: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Plan from global sums: `(slot_expert [G, S], slot_quota [G, S], home_quota [E])`.
+
+    `load [E]`, `home [E]`, `domain [G]`; `target_ppm` from `planner.target_to_ppm`.
+    """
+
+class RerouteFault(enum.Enum):
+    """What a reroute found wrong; the status names the place.
+
+    BAD_COUNT: a load or quota of `expert` is `value`, below 0 or with a sum of 2**31 or more.
+    BAD_SLOT: `slot_expert` has `value` at the flat index `position`: no expert, or one that this
+    rank has already. QUOTA_MISMATCH: the quotas of `expert` sum to `counted`, its load to
+    `expected`. ID_OUT_OF_RANGE: `topk_ids` has `value` at the flat index `position`.
+    COUNT_MISMATCH: `topk_ids` has `expert` `counted` times, `load[rank]` says `expected`.
+    """
+
+    NONE = 0
+    BAD_COUNT = 1
+    BAD_SLOT = 2
+    QUOTA_MISMATCH = 3
+    ID_OUT_OF_RANGE = 4
+    COUNT_MISMATCH = 5
+
+class RerouteStatus:
+    """The first fault found, or NONE; fields that the fault does not name are -1."""
+
+    @property
+    def fault(self) -> RerouteFault: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def counted(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+
+@overload
+def reroute(
+    topk_ids: NDArray[np.int32] | torch.Tensor,
+    load: _Int32Input,
+    slot_expert: _Int32Input,
+    slot_quota: _Int32Input,
+    home_quota: _Int32Input,
+    home: _Int32Input,
+    rank: int,
+    out: NDArray[np.int32] | torch.Tensor,
+) -> RerouteStatus:
+    """Write the physical instance ids of `topk_ids` (any shape, -1 stays) to `out`.
+
+    `load [G, E]`, `slot_expert [G, S]`, `slot_quota [G, S]`, `home_quota [E]`, `home [E]`. `out`
+    has the size and dtype of `topk_ids`; after a fault its contents mean nothing.
+    """
+
+@overload
+def reroute(
+    topk_ids: NDArray[np.int64] | torch.Tensor,
+    load: _Int32Input,
+    slot_expert: _Int32Input,
+    slot_quota: _Int32Input,
+    home_quota: _Int32Input,
+    home: _Int32Input,
+    rank: int,
+    out: NDArray[np.int64] | torch.Tensor,
+) -> RerouteStatus: ...
+
+def make_schedule(
+    slot_expert: list[int],
+    home: list[int],
+    domain: list[int],
+    slots_per_rank: int,
+    allow_cross_domain: bool,
+    segment_bytes: list[int],
+    tile_bytes: int,
+    mode: int,
+    may_pull: bool,
+    cost: list[int],
+) -> dict[str, Any]:
+    """Return the schedule of a legal plan as plain lists; see `Schedule` in src/core/schedule.hpp.
+
+    `slot_expert` is `[G * S]` row-major; `mode` is an index into `work.MODES`, or -1: by `cost`.
+    Raises ValueError for an illegal plan.
+    """
+
+def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:
+    """Count routed ids. `ids` and `counts` are addresses; returns a bad id's position, else -1."""
+
+class EngineConfig:
+    """See `EngineConfig` in src/host/engine.hpp."""
+
+    rank: int
+    num_experts: int
+    slots_per_rank: int
+    home: list[int]
+    domain: list[int]
+    allow_cross_domain: bool
+    segment_bytes: list[int]
+    tile_bytes: int
+    num_workers: int
+    call_timeout: float
+    wait_timeout: float
+    peer_sockets: list[int]
+    def __init__(self) -> None: ...
+    def set_cost(
+        self, store_per_kib: int, load_per_kib: int, group: int, hop: int, parallel_ranks: int
+    ) -> None: ...
+    def set_bases(self, bases: list[int]) -> None: ...
+
+class EngineLayout:
+    """Offsets that every rank computes alike, in bytes."""
+
+    def __init__(self, config: EngineConfig) -> None: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def slots_base(self) -> int: ...
+    @property
+    def slot_offset(self) -> list[int]: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def region_offset(self) -> list[int]: ...
+    @property
+    def main_idx(self) -> list[int]: ...
+    @property
+    def num_mains(self) -> list[int]: ...
+    @property
+    def max_mains(self) -> int: ...
+
+class Report:
+    """How a call failed; see `Report` in src/host/engine.hpp."""
+
+    @property
+    def fault(self) -> int: ...
+    @property
+    def flag(self) -> int: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def piece(self) -> int: ...
+    @property
+    def seen(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def root(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def all_called(self) -> bool: ...
+
+class Engine:
+    """The host engine of one rank. Addresses are integers; see src/host/engine.hpp."""
+
+    def __init__(self, config: EngineConfig) -> None: ...
+    def add_region(self, bases: list[int]) -> int: ...
+    def check(self, slot_expert: int) -> tuple[int, int, int, int]: ...
+    def replicate(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        segments: int,
+        num_segments: int,
+        mode: int,
+        region: int,
+        background: bool,
+    ) -> tuple[int, int]: ...
+    def gather(self, row: int, table: int) -> int: ...
+    def reject(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> int: ...
+    def wait(self, epoch: int) -> bool: ...
+    def is_completed(self, epoch: int) -> bool: ...
+    def failed_epoch(self) -> int: ...
+    def report(self) -> Report: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def bytes_stored(self) -> int: ...

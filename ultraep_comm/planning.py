@@ -1,0 +1,180 @@
+"""The local stages: from a load to a plan, and from a plan to physical instance ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
+from ultraep_comm.plan import Plan
+from ultraep_comm.planner import target_to_ppm
+from ultraep_comm.topology import IntsLike, Topology
+
+if TYPE_CHECKING:
+    from ultraep_comm.group import Group
+
+
+def plan_replicas(
+    load: torch.Tensor,
+    *,
+    group: Group | None = None,
+    target: float = 1.01,
+    slots_per_rank: int | None = None,
+    num_ranks: int | None = None,
+    home: IntsLike | None = None,
+    domains: IntsLike | None = None,
+    allow_cross_domain: bool = False,
+) -> Plan:
+    """Decide which experts to copy where. Local and pure: equal loads give equal plans.
+
+    Args:
+        load: integers ``[G, E]`` by source rank, as :func:`gather_load` returns them; or ``[E]``,
+            global sums: a plan that cannot be rerouted.
+        group: takes the place of the arguments from ``slots_per_rank`` on.
+        target: stop when the largest rank quota is this many times the mean, from 1.0 up.
+        slots_per_rank: S.
+        num_ranks: G; None: the rows of ``load``.
+        home: integers ``[E]``; None: contiguous, as even as possible.
+        domains: integers ``[G]``; None: a single domain.
+        allow_cross_domain: replicas may lie outside their home's domain.
+
+    Raises:
+        InvalidLoadError: wrong shape, dtype or device, a negative load, or an expert with 2**31 or
+            more tokens.
+        InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
+    """
+    _check_load(load)
+    if group is not None:
+        if not (slots_per_rank is None and num_ranks is None and home is None and domains is None):
+            raise InvalidArgumentError(
+                "plan_replicas was given a group and its constants too; expected one of them"
+            )
+        topology = group.topology
+    else:
+        if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
+            raise InvalidArgumentError(
+                "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
+            )
+        topology = Topology.make(
+            num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+            num_experts=load.shape[-1],
+            slots_per_rank=slots_per_rank,
+            home=home,
+            domains=domains,
+            allow_cross_domain=allow_cross_domain,
+        )
+    expected = (topology.num_ranks, topology.num_experts)
+    if tuple(load.shape) not in (expected, expected[1:]):
+        raise InvalidLoadError(
+            f"load has shape {tuple(load.shape)}; expected {expected}, or {expected[1:]} for global"
+            " sums"
+        )
+    total = (load.sum(dim=0, dtype=torch.int64) if load.dim() == 2 else load.long()).contiguous()
+    try:
+        slot_expert, slot_quota, home_quota = _core.plan_replicas(
+            total,
+            topology.home,
+            topology.domain,
+            topology.slots_per_rank,
+            topology.allow_cross_domain,
+            target_to_ppm(target),
+        )
+    except ValueError as error:
+        kind = InvalidArgumentError if "target" in str(error) else InvalidLoadError
+        raise kind(str(error)) from None
+    return Plan(
+        slot_expert=torch.from_numpy(slot_expert),
+        home=torch.from_numpy(topology.home),
+        slot_quota=torch.from_numpy(slot_quota),
+        home_quota=torch.from_numpy(home_quota),
+        load=load.to(torch.int32).contiguous() if load.dim() == 2 else None,
+        domains=torch.from_numpy(topology.domain),
+    )
+
+
+def _check_load(load: torch.Tensor) -> None:
+    if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
+        found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
+        raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")
+    integral = load.dtype in (torch.int32, torch.int64)
+    if not integral or load.device.type != "cpu":
+        raise InvalidLoadError(
+            f"load is {load.dtype} on {load.device}; expected int32 or int64 on cpu"
+        )
+
+
+def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor:
+    """Map routed experts to physical instances, so that each receives its quota. Local.
+
+    Args:
+        topk_ids: int32 or int64 ``[T, k]`` on CPU: the ids that were counted for ``plan.load``;
+            -1 is padding and stays -1.
+        plan: with quotas and ``[G, E]`` load.
+        group: the group; its rank is the source.
+
+    Returns:
+        The same shape and dtype: ``rank * P + index``, with P the largest number of mains on a
+        rank plus S, mains first in expert order, then slots.
+
+    Raises:
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
+            counted in ``plan.load``.
+    """
+    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan has no quotas or no [G, E] load, so it cannot be rerouted;"
+            " plan from gather_load's result, or give Plan.from_slots its quotas and load"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
+        raise InvalidLoadError(
+            f"rank {group.rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32"
+            " or int64 on cpu"
+        )
+    ids = topk_ids.contiguous()
+    out = torch.empty_like(ids)
+    status = _core.reroute(
+        ids,
+        plan.load,
+        plan.slot_expert,
+        plan.slot_quota,
+        plan.home_quota,
+        plan.home,
+        group.rank,
+        out,
+    )
+    if status.fault is not _core.RerouteFault.NONE:
+        raise _reroute_error(status, group.rank, plan.num_experts)
+    return out
+
+
+def _reroute_error(
+    status: _core.RerouteStatus, rank: int, num_experts: int
+) -> InvalidPlanError | InvalidLoadError:
+    faults = _core.RerouteFault
+    if status.fault is faults.ID_OUT_OF_RANGE:
+        return InvalidLoadError(
+            f"rank {rank}: topk_ids has the id {status.value} at position {status.position};"
+            f" expected [0, {num_experts}), or -1 for padding"
+        )
+    if status.fault is faults.COUNT_MISMATCH:
+        return InvalidLoadError(
+            f"rank {rank}: topk_ids has expert {status.expert} {status.counted} times, but the plan"
+            f" was made for {status.expected}; reroute the ids that gather_load counted"
+        )
+    if status.fault is faults.QUOTA_MISMATCH:
+        return InvalidPlanError(
+            f"rank {rank}: the quotas of expert {status.expert} sum to {status.counted}; expected"
+            f" its load, {status.expected}"
+        )
+    if status.fault is faults.BAD_SLOT:
+        return InvalidPlanError(
+            f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"
+            " expected -1 or an expert that its rank does not hold yet"
+        )
+    return InvalidPlanError(
+        f"rank {rank}: a load or quota of expert {status.expert} is {status.value}; expected at"
+        " least 0 and sums below 2**31"
+    )
