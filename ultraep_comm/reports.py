@@ -32,9 +32,9 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
     match report.fault:
         case 1:
             return PlanMismatchError(
-                f"{prefix}disagrees with rank {peer}, which made another call at this point: another"
-                " operation, plan, mode, segment selection or order of calls. Make the same calls"
-                f" with the same plan on every rank{suffix}",
+                f"{prefix}disagrees with rank {peer}, which made another call at this point:"
+                " another operation, plan, mode, segment selection or order of calls. Make the same"
+                f" calls with the same plan on every rank{suffix}",
                 **places,
             )
         case 2:
@@ -57,7 +57,8 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
         case 5:
             chain = f"; the chain of waits ends at rank {root}" if root not in (peer, -1) else ""
             return TransferAbortedError(
-                f"{prefix}ended because rank {peer} failed first{chain}; its error says why{suffix}",
+                f"{prefix}ended because rank {peer} failed first{chain}; its error says why"
+                f"{suffix}",
                 **places,
             )
         case 6:

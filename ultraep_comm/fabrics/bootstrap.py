@@ -1,4 +1,4 @@
-"""Meeting the peers: fixed-size byte records over the caller's process group. Nothing is pickled."""
+"""Meeting the peers: fixed-size byte records over the process group. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,16 @@ class Hello:
         """Return the record's bytes."""
         text = self.error.encode()[:64]
         return _RECORD.pack(
-            MAGIC, 1, self.digest, self.machine, self.token, self.pid, len(text), *self.cost, 0, text
+            MAGIC,
+            1,
+            self.digest,
+            self.machine,
+            self.token,
+            self.pid,
+            len(text),
+            *self.cost,
+            0,
+            text,
         )
 
     @classmethod
@@ -130,5 +139,6 @@ class Meeting:
         for rank, hello in enumerate(hellos):
             if hello.error:
                 raise BootstrapError(
-                    f"rank {self.rank}: no group was made, because rank {rank} failed: {hello.error}"
+                    f"rank {self.rank}: no group was made, because rank {rank} failed:"
+                    f" {hello.error}"
                 )
