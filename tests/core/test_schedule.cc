@@ -56,6 +56,15 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
     if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the home alone
     implied[home] += kEgressUnit;
     if (n == 1 || groups == 0) continue;
+    if (mode != Mode::kDirect) {  // each boundary is the nearest to its hubs' shares
+      const int64_t total = (n - 1) * kEgressUnit;
+      const int64_t* extra = a.extra.data() + s.first[x] + x;
+      int64_t sum = 0;
+      for (int32_t hub = 0; hub <= n; ++hub) {
+        sum += extra[hub];
+        CHECK(2 * std::abs(bounds[hub + 1] * total - sum * groups) <= total);
+      }
+    }
     const double unit = static_cast<double>(n - 1) * kEgressUnit / static_cast<double>(groups);
     for (int32_t hub = 0; hub <= n; ++hub) {
       const int32_t r = hub == 0 ? home : s.replica_rank[s.first[x] + hub - 1];
