@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
-from ranks import RankPool  # noqa: E402
+from ranks import RankPool
 
 # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
 settings.register_profile("desk", deadline=None)

@@ -88,7 +88,6 @@ def reroute(
     rank: int,
     out: NDArray[np.int64] | torch.Tensor,
 ) -> RerouteStatus: ...
-
 def make_schedule(
     slot_expert: list[int],
     home: list[int],

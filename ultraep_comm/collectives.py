@@ -161,14 +161,14 @@ def _check_plan(plan: Plan, group: Group) -> None:
     slots = plan.slot_expert
     if tuple(slots.shape) != (t.num_ranks, t.slots_per_rank) or plan.num_experts != t.num_experts:
         raise InvalidPlanError(
-            f"rank {group.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank} slots"
-            f" and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
+            f"rank {group.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank}"
+            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
             f" {t.num_experts}"
         )
     if slots.dtype != torch.int32 or slots.device.type != "cpu" or not slots.is_contiguous():
         raise InvalidPlanError(
-            f"rank {group.rank}: slot_expert is {slots.dtype} on {slots.device}; expected contiguous"
-            " int32 on cpu"
+            f"rank {group.rank}: slot_expert is {slots.dtype} on {slots.device}; expected"
+            " contiguous int32 on cpu"
         )
     if not np.array_equal(plan.home.numpy(), t.home):
         raise InvalidPlanError(

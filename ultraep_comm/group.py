@@ -77,8 +77,16 @@ class _Options:
         t = topology
         segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
         text = repr(
-            (t.num_ranks, t.num_experts, t.slots_per_rank, t.home.tolist(), t.allow_cross_domain)
-            + (t.domain.tolist() if given_domains else None, segments, self.tile_bytes)
+            (
+                t.num_ranks,
+                t.num_experts,
+                t.slots_per_rank,
+                t.home.tolist(),
+                t.domain.tolist() if given_domains else None,
+                t.allow_cross_domain,
+                segments,
+                self.tile_bytes,
+            )
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -118,7 +118,7 @@ class Plan:
             values, counts = np.unique(used, return_counts=True)
             if (counts > 1).any():
                 raise InvalidPlanError(
-                    f"expert {values[counts > 1][0]} is twice on rank {rank} (slots {row.tolist()});"
+                    f"expert {values[counts > 1][0]} is twice on rank {rank}, in {row.tolist()};"
                     " expected at most one instance of an expert on a rank"
                 )
         if self.domains is not None and not allow_cross_domain:

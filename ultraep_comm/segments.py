@@ -155,7 +155,9 @@ def _listed(
     tensors: Sequence[torch.Tensor], name: str, segment: Segment, num_mains: int, rank: int
 ) -> list[int]:
     if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
-        found = f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
+        found = (
+            f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
+        )
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name!r}] has {found}; expected a tensor"
             f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
@@ -163,7 +165,8 @@ def _listed(
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeightsError(
-                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__}; expected a tensor"
+                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__};"
+                " expected a tensor"
             )
         _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank)
     return [tensor.data_ptr() for tensor in tensors]

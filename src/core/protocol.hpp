@@ -31,6 +31,7 @@ struct CallRecord {
     return {epoch << 32 | (digest >> 34) << 2 | static_cast<uint64_t>(kind)};
   }
   UEC_HD uint32_t epoch_low() const { return static_cast<uint32_t>(word >> 32); }
+  UEC_HD uint32_t digest() const { return static_cast<uint32_t>(word) >> 2; }
   UEC_HD RecordKind kind() const { return static_cast<RecordKind>(word & 3); }
   // Epochs that the record is ahead of `epoch`; negative: behind.
   UEC_HD int32_t ahead_of(uint64_t epoch) const {

@@ -210,7 +210,10 @@ int32_t Engine::close() {
   }
   const uint64_t last = submitted_.load();
   if (last > 0) wait(last);
-  stop_.store(true);
+  {
+    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
+    stop_.store(true);
+  }
   changed_.notify_all();
   shift_.fetch_add(1);
   shift_.notify_all();
@@ -231,9 +234,12 @@ int32_t Engine::disagreeing_peer() {
   const CallRecord own{last_record_};
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
     const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
-    if (seen.epoch_low() == own.epoch_low() && seen.word != own.word &&
-        seen.kind() == RecordKind::kCall)
-      return r;
+    // A farewell is numbered one beyond the peer's last call and repeats that call's digest.
+    const bool same_call = seen.kind() == RecordKind::kCall &&
+                           seen.epoch_low() == own.epoch_low();
+    const bool farewell = seen.kind() == RecordKind::kClosed &&
+                          seen.epoch_low() == own.epoch_low() + 1;
+    if ((same_call || farewell) && seen.digest() != own.digest()) return r;
   }
   return -1;
 }

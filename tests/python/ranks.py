@@ -145,9 +145,7 @@ def raised(fn: Callable[[], Any]) -> BaseException | None:
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=MAX_RANKS
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MAX_RANKS)
     for size in range(1, MAX_RANKS + 1):
         SUBGROUPS[size] = dist.new_group(list(range(size)))
     pipe.send(("ready", None))

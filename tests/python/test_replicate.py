@@ -29,9 +29,7 @@ MODES = ["push", "pull", "direct", "auto"]
 
 def _group(process_group: Any, num_experts: int, slots: int, **options: Any) -> uec.Group:
     options = {"expert": MIXED, "timeout": 20.0, **options}
-    return uec.new_group(
-        process_group, num_experts=num_experts, slots_per_rank=slots, **options
-    )
+    return uec.new_group(process_group, num_experts=num_experts, slots_per_rank=slots, **options)
 
 
 def _plans(num_ranks: int, num_experts: int, slots: int) -> list[uec.Plan]:
@@ -104,8 +102,16 @@ def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
     for m, mode in enumerate(("push", "pull", "direct")):
         for i, plan in enumerate(_plans(num_ranks, 16, 2)):
             s = _core.make_schedule(
-                plan.slot_expert.flatten().tolist(), home, [0] * num_ranks, 2, False, [1 << 20],
-                tile, m, False, [0] * 5,
+                plan.slot_expert.flatten().tolist(),
+                home,
+                [0] * num_ranks,
+                2,
+                False,
+                [1 << 20],
+                tile,
+                m,
+                False,
+                [0] * 5,
             )
             expected = np.zeros(num_ranks, np.int64)
             for x, expert in enumerate(s["expert"]):
@@ -202,9 +208,7 @@ def _ahead(rank: int, process_group: Any) -> Any:
                 plan = plans[(turn + i) % len(plans)]
                 mode = MODES[(turn * 3 + i) % len(MODES)]
                 works.append(
-                    uec.replicate_experts(
-                        weights[i], plan, group=group, async_op=True, mode=mode
-                    )
+                    uec.replicate_experts(weights[i], plan, group=group, async_op=True, mode=mode)
                 )
             last = plans[(turn + 2) % len(plans)]
             for work in works:

@@ -1,4 +1,4 @@
-"""Meeting the peers: fixed-size byte records over the caller's process group. Nothing is pickled."""
+"""Meeting the peers: fixed-size byte records over a process group. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultraep_comm.errors import BootstrapError
 
 MAGIC = b"UEPCOMM1"
 DEFAULT_TIMEOUT = 1800.0
-_RECORD = struct.Struct("<8sI Q 32s 16s i I 6q 64s")  # see Hello
+_RECORD = struct.Struct("<8sI Q 32s 16s i I 5q 64s")  # see Hello
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,15 @@ class Hello:
         """Return the record's bytes."""
         text = self.error.encode()[:64]
         return _RECORD.pack(
-            MAGIC, 1, self.digest, self.machine, self.token, self.pid, len(text), *self.cost, 0, text
+            MAGIC,
+            1,
+            self.digest,
+            self.machine,
+            self.token,
+            self.pid,
+            len(text),
+            *self.cost,
+            text,
         )
 
     @classmethod
@@ -62,7 +70,7 @@ class Hello:
             token=token,
             pid=pid,
             cost=tuple(rest[:5]),
-            error=rest[6][:length].decode(errors="replace"),
+            error=rest[5][:length].decode(errors="replace"),
         )
 
 
@@ -130,5 +138,6 @@ class Meeting:
         for rank, hello in enumerate(hellos):
             if hello.error:
                 raise BootstrapError(
-                    f"rank {self.rank}: no group was made, because rank {rank} failed: {hello.error}"
+                    f"rank {self.rank}: no group was made, because rank {rank} failed:"
+                    f" {hello.error}"
                 )

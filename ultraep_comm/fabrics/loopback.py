@@ -29,7 +29,9 @@ class LoopbackMemory:
                 self._regions.append((num_bytes, made))
             size, tensors = self._regions[index]
         if size != num_bytes:
-            raise ValueError(f"allocation {index} has {size} bytes on another rank, here {num_bytes}")
+            raise ValueError(
+                f"allocation {index} has {size} bytes on another rank, here {num_bytes}"
+            )
         return tensors
 
 

@@ -1,8 +1,8 @@
 """Fabric ``shm``: anonymous shared memory between the processes of one machine.
 
 Each rank owns a memfd without a name and passes its descriptor to its peers over a socket in the
-abstract namespace, so a job killed at any moment leaves nothing behind. The sockets stay open: their
-end-of-file is how a peer's death is noticed at once.
+abstract namespace, so a job killed at any moment leaves nothing behind. The sockets stay open:
+their end-of-file is how a peer's death is noticed at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HELLO = struct.Struct("<i16s")
 
 
 def machine_id() -> bytes:
-    """Name this boot of this machine and its network namespace: peers with equal ids can connect."""
+    """Name this boot of this machine and its network namespace: equal ids can connect."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     namespace = os.stat("/proc/self/ns/net").st_ino
     return bytes.fromhex(boot) + struct.pack("<Q", namespace)
@@ -145,7 +145,7 @@ class ShmFabric:
             if peer not in self._local or token != self._hellos[peer].token:
                 connection.close()
                 raise BootstrapError(
-                    f"rank {self._rank}: a process that is not of this group connected as rank {peer}"
+                    f"rank {self._rank}: a process outside this group connected as rank {peer}"
                 )
             self._accept_peer(connection, peer)
 
