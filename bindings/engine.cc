@@ -1,3 +1,5 @@
+#include "host/engine.hpp"
+
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -7,7 +9,6 @@
 #include "bind.hpp"
 #include "core/counts.hpp"
 #include "core/digest.hpp"
-#include "host/engine.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,8 +36,8 @@ std::vector<T*> pointers(const std::vector<uint64_t>& addresses) {
 uint64_t plan_digest(const Topology& t, uint64_t slot_quota, uint64_t home_quota) {
   uint64_t digest = 0;
   if (slot_quota != 0)
-    digest = digest_ints(digest, at<const int32_t>(slot_quota),
-                         int64_t{t.num_ranks} * t.slots_per_rank);
+    digest =
+        digest_ints(digest, at<const int32_t>(slot_quota), int64_t{t.num_ranks} * t.slots_per_rank);
   if (home_quota != 0) digest = digest_ints(digest, at<const int32_t>(home_quota), t.num_experts);
   return digest;
 }
@@ -135,11 +136,12 @@ void bind_engine(nb::module_& m) {
              const uint64_t epoch = e.replicate(args, background, &chosen);
              return std::make_pair(epoch, static_cast<int>(chosen));
            })
-      .def("gather",
-           [](Engine& e, uint64_t row, uint64_t table) {
-             return e.gather(at<const int32_t>(row), at<int32_t>(table), false);
-           },
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "gather",
+          [](Engine& e, uint64_t row, uint64_t table) {
+            return e.gather(at<const int32_t>(row), at<int32_t>(table), false);
+          },
+          nb::call_guard<nb::gil_scoped_release>())
       .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
@@ -152,9 +154,9 @@ void bind_engine(nb::module_& m) {
 
   m.def("count_experts", [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts,
                             uint64_t counts) {
-    return is_long ? count_experts(at<const int64_t>(ids), num_ids, num_experts, at<int32_t>(counts))
-                   : count_experts(at<const int32_t>(ids), num_ids, num_experts,
-                                   at<int32_t>(counts));
+    return is_long
+               ? count_experts(at<const int64_t>(ids), num_ids, num_experts, at<int32_t>(counts))
+               : count_experts(at<const int32_t>(ids), num_ids, num_experts, at<int32_t>(counts));
   });
 }
 

@@ -1,3 +1,5 @@
+#include "core/schedule.hpp"
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
@@ -5,7 +7,6 @@
 
 #include "bind.hpp"
 #include "core/cost.hpp"
-#include "core/schedule.hpp"
 #include "core/validate.hpp"
 
 namespace nb = nanobind;
@@ -17,12 +18,15 @@ namespace {
 using Ints = std::vector<int32_t>;
 
 // The schedule of a plan as plain lists, for tests and models. The engines build their own.
-nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain,
-              int32_t slots_per_rank, bool allow_cross_domain,
-              const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
-              bool may_pull, const std::vector<int64_t>& cost) {
-  const Topology t{static_cast<int32_t>(domain.size()), static_cast<int32_t>(home.size()),
-                   slots_per_rank, home.data(), domain.data(), allow_cross_domain};
+nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
+              bool allow_cross_domain, const std::vector<int64_t>& segment_bytes,
+              int64_t tile_bytes, int32_t mode, bool may_pull, const std::vector<int64_t>& cost) {
+  const Topology t{static_cast<int32_t>(domain.size()),
+                   static_cast<int32_t>(home.size()),
+                   slots_per_rank,
+                   home.data(),
+                   domain.data(),
+                   allow_cross_domain};
   if (slot_expert.size() != domain.size() * slots_per_rank || cost.size() != 5)
     throw nb::value_error("slot_expert must be [num_ranks * slots_per_rank], cost five integers");
   if (check_plan(t, slot_expert.data()).fault != PlanFault::kNone)
@@ -32,8 +36,8 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain,
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
       boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1);
   std::vector<int64_t> egress(ranks), extra(2 * replicas + 2);
-  Schedule s{Mode::kDirect, 0, expert.data(), first.data(), rank.data(), slot.data(),
-             boundary.data(), egress.data()};
+  Schedule s{Mode::kDirect, 0,           expert.data(),   first.data(),
+             rank.data(),   slot.data(), boundary.data(), egress.data()};
   const ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
 
   Ints segment(segment_bytes.size());

@@ -63,7 +63,11 @@ class Finish {
           memory_, done ? call_.layout.done(e.idx, e.peer) : call_.layout.pulled(e.idx, e.peer),
           call_.layout.call(e.peer), e.peer, call_.epoch, &fault_, &seen);
       if (verdict == Verdict::kArrived) continue;
-      wait_ = {done ? FlagKind::kDone : FlagKind::kPulled, e.peer, e.expert, -1, seen,
+      wait_ = {done ? FlagKind::kDone : FlagKind::kPulled,
+               e.peer,
+               e.expert,
+               -1,
+               seen,
                call_.epoch.number};
       return verdict == Verdict::kFault ? Step::kFailed : Step::kBlocked;
     }

@@ -13,16 +13,15 @@ namespace uec {
 
 // The group's constants. Arrays are borrowed and outlive every call on the group.
 struct Topology {
-  int32_t num_ranks = 0;           // G
-  int32_t num_experts = 0;         // E
-  int32_t slots_per_rank = 0;      // S
-  const int32_t* home = nullptr;   // [E] owner of each expert
-  const int32_t* domain = nullptr; // [G] ranks with equal values reach each other's memory
+  int32_t num_ranks = 0;            // G
+  int32_t num_experts = 0;          // E
+  int32_t slots_per_rank = 0;       // S
+  const int32_t* home = nullptr;    // [E] owner of each expert
+  const int32_t* domain = nullptr;  // [G] ranks with equal values reach each other's memory
   bool allow_cross_domain = false;
 
   UEC_HD bool may_hold(int32_t expert, int32_t rank) const {
-    return home[expert] != rank &&
-           (allow_cross_domain || domain[home[expert]] == domain[rank]);
+    return home[expert] != rank && (allow_cross_domain || domain[home[expert]] == domain[rank]);
   }
 };
 

@@ -8,8 +8,7 @@ namespace uec {
 // Counts `ids` [num_ids] into `counts` [num_experts]; -1 is padding. Returns the position of the
 // first id that is neither, else -1.
 template <class Id>
-UEC_HD int64_t count_experts(const Id* ids, int64_t num_ids, int32_t num_experts,
-                             int32_t* counts) {
+UEC_HD int64_t count_experts(const Id* ids, int64_t num_ids, int32_t num_experts, int32_t* counts) {
   for (int32_t e = 0; e < num_experts; ++e) counts[e] = 0;
   for (int64_t i = 0; i < num_ids; ++i) {
     if (ids[i] == -1) continue;

@@ -15,7 +15,11 @@ class Gather {
  public:
   UEC_HD Gather(const Call& call, Memory& memory, Mover& mover, const int32_t* row,
                 int32_t num_experts, uint8_t* sent)
-      : call_(call), memory_(memory), mover_(mover), row_(row), num_experts_(num_experts),
+      : call_(call),
+        memory_(memory),
+        mover_(mover),
+        row_(row),
+        num_experts_(num_experts),
         sent_(sent) {
     for (int32_t r = 0; r < call.num_ranks; ++r) sent_[r] = 0;
   }
@@ -28,15 +32,15 @@ class Gather {
     for (int32_t r = 0; r < call_.num_ranks; ++r) {
       if (sent_[r]) continue;
       const int64_t call_offset = call_.layout.call(r);
-      const Verdict verdict = r == call_.rank ? Verdict::kArrived
-                                              : judge_call(memory_, call_offset, r, call_.epoch,
-                                                           &fault_);
+      const Verdict verdict = r == call_.rank
+                                  ? Verdict::kArrived
+                                  : judge_call(memory_, call_offset, r, call_.epoch, &fault_);
       if (verdict == Verdict::kArrived) {
         send(r);
         progress = true;
         continue;
       }
-      wait_ = {FlagKind::kCall, r, -1, -1, CallRecord{memory_.observe(call_offset)}.epoch_low(),
+      wait_ = {FlagKind::kCall,   r, -1, -1, CallRecord{memory_.observe(call_offset)}.epoch_low(),
                call_.epoch.number};
       if (verdict == Verdict::kFault) return Step::kFailed;
       blocked = true;

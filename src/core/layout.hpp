@@ -17,13 +17,13 @@ struct SymmetricLayout {
   int32_t slots_per_rank = 0;
   int64_t max_groups = 0;
 
-  int64_t doorbell = 0;    // host engine: futex word and the number of its sleepers
-  int64_t call_base = 0;   // [G] call records, padded
-  int64_t open_base = 0;   // [G] padded
-  int64_t done_base = 0;   // [S][G] padded
-  int64_t ready_base = 0;  // [S][max_groups]
-  int64_t pulled_base = 0; // [M][G]
-  int64_t abort_base = 0;  // [G]
+  int64_t doorbell = 0;       // host engine: futex word and the number of its sleepers
+  int64_t call_base = 0;      // [G] call records, padded
+  int64_t open_base = 0;      // [G] padded
+  int64_t done_base = 0;      // [S][G] padded
+  int64_t ready_base = 0;     // [S][max_groups]
+  int64_t pulled_base = 0;    // [M][G]
+  int64_t abort_base = 0;     // [G]
   int64_t gathered_base = 0;  // [G]
   int64_t load_base = 0;      // [G][E] int32
   int64_t slots_base = 0;     // first byte of the first segment's slots

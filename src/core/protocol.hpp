@@ -11,7 +11,8 @@
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your main weights          Finish::step
 //   gathered  every rank            my row of loads is in your table       Gather::step
-//   abort     a failing rank        do not wait for me; I waited for ...   judge(), before done/pulled
+//   abort     a failing rank        do not wait for me; I waited for ...   judge(), before
+//   done/pulled
 #pragma once
 
 #include "core/common.hpp"
@@ -107,9 +108,10 @@ class DeliveryPolicy {
 //   void fetch(stage, source, bytes)        starts a load into a stage
 //   bool loaded(stage)                      its bytes may be stored
 //   void store(stage, destination, bytes)
-//   bool reusable(stage)                    its stores have read the stage; says nothing of delivery
-//   uint32_t commit()                       closes the stores of a group and returns its ticket
-//   bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every commit up
+//   bool reusable(stage)                    its stores have read the stage; says nothing of
+//   delivery uint32_t commit()                       closes the stores of a group and returns its
+//   ticket bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every
+//   commit up
 //                                           to `ticket` is visible where it went; `idle`: there is
 //                                           nothing else to do, so it may wait for that
 //   void loads_complete()                   orders finished loads before what follows
@@ -159,9 +161,12 @@ UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, i
   const CallRecord record{memory.observe(call_offset)};
   if (record.word != epoch.record.word) {
     const int32_t ahead = record.ahead_of(epoch.number);
-    if (ahead >= 0 && record.kind() == RecordKind::kRejected) suspicion = Fault::kRejected;
-    else if (ahead >= 0 && record.kind() == RecordKind::kClosed) suspicion = Fault::kClosed;
-    else if (ahead >= 0) suspicion = Fault::kMismatch;
+    if (ahead >= 0 && record.kind() == RecordKind::kRejected)
+      suspicion = Fault::kRejected;
+    else if (ahead >= 0 && record.kind() == RecordKind::kClosed)
+      suspicion = Fault::kClosed;
+    else if (ahead >= 0)
+      suspicion = Fault::kMismatch;
   }
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;
   if (suspicion == Fault::kNone) return Verdict::kWaiting;

@@ -1,4 +1,5 @@
-// Plan -> schedule: for each replicated expert its hubs and the range of flag groups each hands out.
+// Plan -> schedule: for each replicated expert its hubs and the range of flag groups each hands
+// out.
 //
 // A hub (the home or a replica) gives its range to every replica of the expert. Splitting an
 // expert's groups over hubs by water-filling on the ranks' egress brings the busiest link close to
@@ -190,7 +191,8 @@ UEC_HD inline void assign_hubs(const Topology& t, const TileMap& tiles, const Pl
     for (int32_t hub = 0; hub <= n; ++hub) {
       sum += extra[hub];
       // Rounded to the nearest group; n == 1 has no extra and leaves everything to the home.
-      bounds[hub + 1] = static_cast<int32_t>(n == 1 ? groups : (2 * sum * groups + total) / (2 * total));
+      bounds[hub + 1] =
+          static_cast<int32_t>(n == 1 ? groups : (2 * sum * groups + total) / (2 * total));
     }
   }
 }

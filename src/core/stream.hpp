@@ -23,10 +23,10 @@ enum class Step : int32_t {
 
 // Where bytes live. `bases` are the symmetric memories of all ranks as seen from this one.
 struct Addresses {
-  uint8_t* const* bases = nullptr;          // [G], null: no load/store access
-  const int64_t* segment_bytes = nullptr;   // [num_segments] of one expert
-  const int64_t* slot_offset = nullptr;     // [num_segments]
-  const uint8_t* const* mains = nullptr;    // [num_segments][num_mains] this rank's main weights
+  uint8_t* const* bases = nullptr;         // [G], null: no load/store access
+  const int64_t* segment_bytes = nullptr;  // [num_segments] of one expert
+  const int64_t* slot_offset = nullptr;    // [num_segments]
+  const uint8_t* const* mains = nullptr;   // [num_segments][num_mains] this rank's main weights
   int32_t num_mains = 0;
   const uint8_t* const* regions = nullptr;  // [G] pull: main weights that peers can address
   const int64_t* region_offset = nullptr;   // [num_segments]
@@ -66,7 +66,11 @@ class Worker {
 
   // Scratch: `live` [num_pieces] int32, `gate` [num_pieces] bytes.
   UEC_HD Worker(Call& call, Memory& memory, Mover& mover, int32_t* live, uint8_t* gate)
-      : call_(call), memory_(memory), mover_(mover), live_(live), gate_(gate),
+      : call_(call),
+        memory_(memory),
+        mover_(mover),
+        live_(live),
+        gate_(gate),
         num_live_(call.work.num_pieces) {
     for (int32_t p = 0; p < num_live_; ++p) {
       live_[p] = p;
@@ -163,8 +167,8 @@ class Worker {
         verdict = group_ready(p, piece, piece.begin + at);
       if (verdict == Verdict::kFault) return Step::kFailed;
       if (verdict == Verdict::kWaiting) continue;
-      if (best < 0 || static_cast<int64_t>(at) * best_length <
-                          static_cast<int64_t>(best_at) * length) {
+      if (best < 0 ||
+          static_cast<int64_t>(at) * best_length < static_cast<int64_t>(best_at) * length) {
         best = p;
         best_at = at;
         best_length = length;
@@ -216,10 +220,9 @@ class Worker {
   // by this thread, which is the one that will load them.
   UEC_HD Verdict group_ready(int32_t p, const Piece& piece, int32_t group) {
     uint64_t seen = 0;
-    const Verdict verdict =
-        judge_flag(memory_, call_.layout.ready(piece.source_idx, group),
-                   call_.layout.call(piece.source_rank), piece.source_rank, call_.epoch, &fault_,
-                   &seen);
+    const Verdict verdict = judge_flag(memory_, call_.layout.ready(piece.source_idx, group),
+                                       call_.layout.call(piece.source_rank), piece.source_rank,
+                                       call_.epoch, &fault_, &seen);
     if (verdict != Verdict::kArrived) note(FlagKind::kReady, piece.source_rank, p, seen);
     return verdict;
   }

@@ -22,24 +22,24 @@ struct Destination {
 // `done` is published to each destination in [done_first, done_first + done_count).
 struct Task {
   int32_t expert;
-  int32_t num_groups;    // over all pieces
-  int32_t group_tiles;   // tiles per flag group
-  int32_t done_first;    // into destinations
+  int32_t num_groups;   // over all pieces
+  int32_t group_tiles;  // tiles per flag group
+  int32_t done_first;   // into destinations
   int32_t done_count;
-  int32_t pulled_home;   // pull hub: the rank to tell that its weights were read, else -1
-  int32_t pulled_main;   // and the expert's index among that rank's mains
+  int32_t pulled_home;  // pull hub: the rank to tell that its weights were read, else -1
+  int32_t pulled_main;  // and the expert's index among that rank's mains
 };
 
 // A run of groups of one task with one source and one set of destinations.
 struct Piece {
   int32_t task;
-  int32_t begin, end;    // groups
+  int32_t begin, end;  // groups
   Source source;
-  int32_t source_rank;   // kRemoteMain: the home. kSlot: the home too, whose flags we wait for
-  int32_t source_idx;    // main index or slot
-  int32_t dst_first;     // into destinations
+  int32_t source_rank;  // kRemoteMain: the home. kSlot: the home too, whose flags we wait for
+  int32_t source_idx;   // main index or slot
+  int32_t dst_first;    // into destinations
   int32_t dst_count;
-  bool sets_ready;       // push, home -> hub: flag each group at the hub
+  bool sets_ready;  // push, home -> hub: flag each group at the hub
 };
 
 // A flag this rank waits for before its call is finished.
@@ -89,9 +89,13 @@ struct WorklistBuilder {
   UEC_HD Task& begin_task(int32_t x, int32_t num_groups) const {
     const int32_t n = s.num_replicas(x);
     Task& task = w.tasks[w.num_tasks++];
-    task = {s.expert[x], num_groups,
+    task = {s.expert[x],
+            num_groups,
             static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, n)),
-            w.num_destinations, 0, -1, -1};
+            w.num_destinations,
+            0,
+            -1,
+            -1};
     return task;
   }
 

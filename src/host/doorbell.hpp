@@ -24,8 +24,7 @@ class Doorbell {
     // Sequentially consistent, as is listen(): either the ringer sees the sleeper, or the sleeper
     // sees the moved sequence.
     sequence().fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers().load(std::memory_order_seq_cst) != 0)
-      futex(FUTEX_WAKE, INT_MAX, nullptr);
+    if (sleepers().load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
   // Announces a sleeper. Look at the flags once more after this, then sleep() or leave().

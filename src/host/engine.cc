@@ -20,8 +20,12 @@ double seconds_since(Clock::time_point start) {
 }
 
 Topology make_topology(const EngineConfig& c) {
-  return {static_cast<int32_t>(c.domain.size()), c.num_experts, c.slots_per_rank, c.home.data(),
-          c.domain.data(), c.allow_cross_domain};
+  return {static_cast<int32_t>(c.domain.size()),
+          c.num_experts,
+          c.slots_per_rank,
+          c.home.data(),
+          c.domain.data(),
+          c.allow_cross_domain};
 }
 
 // What ranks of one group must have in common before any call.
@@ -36,8 +40,10 @@ uint64_t initial_digest(const EngineConfig& c) {
 }  // namespace
 
 EngineLayout::EngineLayout(const EngineConfig& c)
-    : slot_offset(c.segment_bytes.size()), region_offset(c.segment_bytes.size()),
-      main_idx(c.num_experts), num_mains(c.domain.size()) {
+    : slot_offset(c.segment_bytes.size()),
+      region_offset(c.segment_bytes.size()),
+      main_idx(c.num_experts),
+      num_mains(c.domain.size()) {
   for (int32_t e = 0; e < c.num_experts; ++e) main_idx[e] = num_mains[c.home[e]]++;
   max_mains = *std::max_element(num_mains.begin(), num_mains.end());
   int64_t tiles = 0;
@@ -54,7 +60,9 @@ EngineLayout::EngineLayout(const EngineConfig& c)
 }
 
 Engine::Engine(EngineConfig config)
-    : config_(std::move(config)), layout_(config_), topology_(make_topology(config_)),
+    : config_(std::move(config)),
+      layout_(config_),
+      topology_(make_topology(config_)),
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
       digest_(initial_digest(config_)) {
@@ -82,9 +90,7 @@ Engine::Engine(EngineConfig config)
     helpers_.emplace_back([this, i] { helper_loop(i); });
 }
 
-Engine::~Engine() {
-  close();
-}
+Engine::~Engine() { close(); }
 
 int32_t Engine::add_region(std::vector<const uint8_t*> bases) {
   const std::lock_guard lock(submit_mutex_);

@@ -24,8 +24,8 @@ struct EngineConfig {
   int32_t rank = 0;
   int32_t num_experts = 0;
   int32_t slots_per_rank = 0;
-  std::vector<int32_t> home;           // [E]
-  std::vector<int32_t> domain;         // [G]
+  std::vector<int32_t> home;    // [E]
+  std::vector<int32_t> domain;  // [G]
   bool allow_cross_domain = false;
   std::vector<int64_t> segment_bytes;  // of one expert
   int64_t tile_bytes = 32 << 10;
@@ -45,8 +45,8 @@ struct EngineLayout {
   std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
   std::vector<int64_t> region_offset;  // [segments] in a region of main weights
   int64_t region_bytes = 0;
-  std::vector<int32_t> main_idx;       // [E] index among the home's mains
-  std::vector<int32_t> num_mains;      // [G]
+  std::vector<int32_t> main_idx;   // [E] index among the home's mains
+  std::vector<int32_t> num_mains;  // [G]
   int32_t max_mains = 0;
 };
 
@@ -61,13 +61,13 @@ struct Report {
 };
 
 struct ReplicateArgs {
-  const int32_t* slot_expert = nullptr;     // [G][S], validated
-  uint64_t plan_digest = 0;                 // of what else the plan says (quotas)
-  const uint64_t* mains = nullptr;          // [segments][M] addresses
-  const int32_t* segments = nullptr;        // which segments, ascending
+  const int32_t* slot_expert = nullptr;  // [G][S], validated
+  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  const uint64_t* mains = nullptr;       // [segments][M] addresses
+  const int32_t* segments = nullptr;     // which segments, ascending
   int32_t num_segments = 0;
-  int32_t mode = -1;                        // a Mode, or -1: by cost
-  int32_t region = -1;                      // pull: which region the main weights lie in
+  int32_t mode = -1;    // a Mode, or -1: by cost
+  int32_t region = -1;  // pull: which region the main weights lie in
 };
 
 class Engine {

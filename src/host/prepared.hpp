@@ -19,21 +19,46 @@ struct Capacity {
 struct Prepared {
   explicit Prepared(const Capacity& c)
       : replicas(static_cast<size_t>(c.num_ranks) * c.slots_per_rank),
-        expert(replicas + 1), first(replicas + 2), replica_rank(replicas + 1),
-        replica_slot(replicas + 1), boundary(3 * replicas + 2), egress(c.num_ranks),
-        count(c.num_experts + 1), exports(c.num_ranks), order(replicas + 1),
-        extra(2 * replicas + 2), tasks(c.num_mains + c.slots_per_rank),
-        pieces(c.num_mains + replicas + c.slots_per_rank), destinations(2 * replicas + 1),
-        expected(2 * replicas + 1), opens(c.num_ranks), involved(c.num_ranks),
-        cursor(pieces.size()), remaining(tasks.size()), live(pieces.size() * c.num_workers),
-        gate(pieces.size() * c.num_workers), segment(c.num_segments), bytes(c.num_segments),
+        expert(replicas + 1),
+        first(replicas + 2),
+        replica_rank(replicas + 1),
+        replica_slot(replicas + 1),
+        boundary(3 * replicas + 2),
+        egress(c.num_ranks),
+        count(c.num_experts + 1),
+        exports(c.num_ranks),
+        order(replicas + 1),
+        extra(2 * replicas + 2),
+        tasks(c.num_mains + c.slots_per_rank),
+        pieces(c.num_mains + replicas + c.slots_per_rank),
+        destinations(2 * replicas + 1),
+        expected(2 * replicas + 1),
+        opens(c.num_ranks),
+        involved(c.num_ranks),
+        cursor(pieces.size()),
+        remaining(tasks.size()),
+        live(pieces.size() * c.num_workers),
+        gate(pieces.size() * c.num_workers),
+        segment(c.num_segments),
+        bytes(c.num_segments),
         first_tile(c.num_segments + 1),
-        mains(static_cast<size_t>(c.num_segments) * c.num_mains), sent(c.num_ranks) {
-    schedule = {Mode::kDirect, 0, expert.data(), first.data(), replica_rank.data(),
-                replica_slot.data(), boundary.data(), egress.data()};
+        mains(static_cast<size_t>(c.num_segments) * c.num_mains),
+        sent(c.num_ranks) {
+    schedule = {Mode::kDirect,       0,
+                expert.data(),       first.data(),
+                replica_rank.data(), replica_slot.data(),
+                boundary.data(),     egress.data()};
     scratch = {count.data(), exports.data(), order.data(), extra.data()};
-    call.work = {0, 0, 0, 0, tasks.data(), pieces.data(), destinations.data(), expected.data(),
-                 opens.data(), involved.data()};
+    call.work = {0,
+                 0,
+                 0,
+                 0,
+                 tasks.data(),
+                 pieces.data(),
+                 destinations.data(),
+                 expected.data(),
+                 opens.data(),
+                 involved.data()};
     call.cursor = cursor.data();
     call.remaining = remaining.data();
     call.tiles = {0, segment.data(), bytes.data(), first_tile.data(), 0};
