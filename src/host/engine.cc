@@ -241,10 +241,9 @@ int32_t Engine::disagreeing_peer() {
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
     const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
     // A farewell is numbered one beyond the peer's last call and repeats that call's digest.
-    const bool same_call = seen.kind() == RecordKind::kCall &&
-                           seen.epoch_low() == own.epoch_low();
-    const bool farewell = seen.kind() == RecordKind::kClosed &&
-                          seen.epoch_low() == own.epoch_low() + 1;
+    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == own.epoch_low();
+    const bool farewell =
+        seen.kind() == RecordKind::kClosed && seen.epoch_low() == own.epoch_low() + 1;
     if ((same_call || farewell) && seen.digest() != own.digest()) return r;
   }
   return -1;
