@@ -162,13 +162,8 @@ def _check_plan(plan: Plan, group: Group) -> None:
     if tuple(slots.shape) != (t.num_ranks, t.slots_per_rank) or plan.num_experts != t.num_experts:
         raise InvalidPlanError(
             f"rank {group.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank}"
-<<<<<<< HEAD
             f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
             f" {t.num_experts}"
-=======
-            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank}"
-            f" and {t.num_experts}"
->>>>>>> cpp
         )
     if slots.dtype != torch.int32 or slots.device.type != "cpu" or not slots.is_contiguous():
         raise InvalidPlanError(

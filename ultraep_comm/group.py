@@ -78,7 +78,6 @@ class _Options:
         segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
         text = repr(
             (
-<<<<<<< HEAD
                 t.num_ranks,
                 t.num_experts,
                 t.slots_per_rank,
@@ -87,11 +86,6 @@ class _Options:
                 t.allow_cross_domain,
                 segments,
                 self.tile_bytes,
-=======
-                *(t.num_ranks, t.num_experts, t.slots_per_rank, t.home.tolist()),
-                *(t.allow_cross_domain, t.domain.tolist() if given_domains else None),
-                *(segments, self.tile_bytes),
->>>>>>> cpp
             )
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -118,13 +118,8 @@ class Plan:
             values, counts = np.unique(used, return_counts=True)
             if (counts > 1).any():
                 raise InvalidPlanError(
-<<<<<<< HEAD
                     f"expert {values[counts > 1][0]} is twice on rank {rank}, in {row.tolist()};"
                     " expected at most one instance of an expert on a rank"
-=======
-                    f"expert {values[counts > 1][0]} is twice on rank {rank} (slots"
-                    f" {row.tolist()}); expected at most one instance of an expert on a rank"
->>>>>>> cpp
                 )
         if self.domains is not None and not allow_cross_domain:
             domains = self.domains.cpu().numpy()

@@ -58,12 +58,7 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
             via = "" if root in (peer, -1) else f", as rank {peer} told this one"
             first = peer if root < 0 else root
             return TransferAbortedError(
-<<<<<<< HEAD
                 f"{prefix}ended because rank {first} failed first{via}; its error says why{suffix}",
-=======
-                f"{prefix}ended because rank {peer} failed first{chain}; its error says why"
-                f"{suffix}",
->>>>>>> cpp
                 **places,
             )
         case 6:

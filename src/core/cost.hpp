@@ -36,13 +36,8 @@ UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, con
   }
   const int64_t alone = max64(busiest * (store + load / max64(shape.max_fanout, 1)) / kEgressUnit,
                               shape.max_imports * store);
-<<<<<<< HEAD
   const int64_t together = (stores * store / kEgressUnit + loads + flags) /
                            max64(min64(cost.parallel_ranks, t.num_ranks), 1);
-=======
-  const int64_t together =
-      (stores * store / kEgressUnit + loads + flags) / min64(cost.parallel_ranks, t.num_ranks);
->>>>>>> cpp
   const int64_t hops = s.mode == Mode::kDirect ? 1 : 2;
   return max64(alone, together) + hops * cost.hop;
 }

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Meeting the peers: fixed-size byte records over a process group. Nothing is pickled."""
-=======
-"""Meeting the peers: fixed-size byte records over the process group. Nothing is pickled."""
->>>>>>> cpp
 
 from __future__ import annotations
 
@@ -52,10 +48,6 @@ class Hello:
             self.pid,
             len(text),
             *self.cost,
-<<<<<<< HEAD
-=======
-            0,
->>>>>>> cpp
             text,
         )
 

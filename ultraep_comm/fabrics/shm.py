@@ -145,12 +145,7 @@ class ShmFabric:
             if peer not in self._local or token != self._hellos[peer].token:
                 connection.close()
                 raise BootstrapError(
-<<<<<<< HEAD
                     f"rank {self._rank}: a process outside this group connected as rank {peer}"
-=======
-                    f"rank {self._rank}: a process that is not of this group connected as rank"
-                    f" {peer}"
->>>>>>> cpp
                 )
             self._accept_peer(connection, peer)
 
