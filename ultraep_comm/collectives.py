@@ -17,8 +17,9 @@ from ultraep_comm.errors import (
     InvalidWeightsError,
 )
 from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
-from ultraep_comm.work import MODES, Work
+from ultraep_comm.work import Work
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group

@@ -465,13 +465,13 @@ void Engine::fail(const Call& call, Report report) {
     const std::lock_guard once(fault_mutex_);
     if (failed_.load() != 0) return;
     HostMover mover;
-    const bool own = report.fault == Fault::kCancelled || report.fault == Fault::kRejected;
+    const bool own = report.fault == Fault::kCancelled || report.wait.peer == config_.rank;
     announce_abort(call, memory_, mover, own ? -1 : report.wait.peer);
     if (report.fault == Fault::kTimeout) {
       // Peers answer an abort with their own, which says whom they were waiting for; a rank that
       // is stuck does not, and ends the chain.
       const auto start = Clock::now();
-      for (bool complete = false; !complete && seconds_since(start) < 0.25;) {
+      for (bool complete = false; !complete && seconds_since(start) < 0.5;) {
         complete = true;
         poll_peers();
         for (int32_t r = 0; r < topology_.num_ranks; ++r)

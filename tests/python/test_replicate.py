@@ -22,7 +22,8 @@ from ranks import (
 )
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, _core
+from ultraep_comm import Segment
+from ultraep_comm.schedule import make_schedule
 
 MODES = ["push", "pull", "direct", "auto"]
 
@@ -98,33 +99,27 @@ def _stored(rank: int, process_group: Any) -> Any:
 def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
     num_ranks, tile = 8, uec.group.HOST_TILE_BYTES
     stored = ranks.run(num_ranks, _stored)
-    home = uec.topology.contiguous_home(16, num_ranks).tolist()
-    for m, mode in enumerate(("push", "pull", "direct")):
+    home = uec.topology.contiguous_home(16, num_ranks)
+    for mode in ("push", "pull", "direct"):
         for i, plan in enumerate(_plans(num_ranks, 16, 2)):
-            s = _core.make_schedule(
-                plan.slot_expert.flatten().tolist(),
-                home,
-                [0] * num_ranks,
-                2,
-                False,
-                [1 << 20],
-                tile,
-                m,
-                False,
-                [0] * 5,
+            s = make_schedule(
+                plan.slot_expert.numpy(),
+                home=home,
+                segment_bytes=[1 << 20],
+                tile_bytes=tile,
+                mode=mode,
             )
             expected = np.zeros(num_ranks, np.int64)
-            for x, expert in enumerate(s["expert"]):
-                replicas = s["replica_rank"][s["first"][x] : s["first"][x + 1]]
-                n, at = len(replicas), s["first"][x] + 2 * x
-                bounds = np.array(s["boundary"][at : at + n + 2]) * max(tile, 64 << 10)
-                sizes = np.diff(bounds)
-                # A hub hands its range to every replica; in pull its own copy is a store too.
-                expected[home[expert]] += sizes[0] * n
-                if mode == "push":
-                    expected[home[expert]] += sizes[1:].sum()
-                for hub, rank in enumerate(replicas, start=1):
-                    expected[rank] += sizes[hub] * (n if mode == "pull" else n - 1)
+            for x in range(s.num_experts):
+                replicas = len(list(s.replicas(x)))
+                for rank, begin, end in s.hubs(x):
+                    size = (end - begin) * tile
+                    at_home = rank == s.home[x]
+                    # A hub hands its range to every replica; in pull its own copy is a store too.
+                    own = mode == "pull" or at_home
+                    expected[rank] += size * (replicas if own else replicas - 1)
+                    if mode == "push" and not at_home:
+                        expected[s.home[x]] += size
             assert [r[mode, i] for r in stored] == expected.tolist(), (mode, i)
 
 
