@@ -294,7 +294,7 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   Report early;
   early.epoch = call.epoch.number;
   if (cancelled_.load()) early.fault = Fault::kCancelled;
-  if (const int32_t aborter = find_abort(memory_, call.layout); aborter >= 0) {
+  if (const int32_t aborter = find_abort(memory_, call.layout, call.epoch); aborter >= 0) {
     early.fault = Fault::kAborted;
     early.wait.peer = aborter;
   } else if (const int32_t peer = disagreeing_peer(); peer >= 0) {
@@ -397,7 +397,8 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     }
     if (worker_failed_.load()) return false;
     poll_peers();
-    if (const int32_t aborter = find_abort(memory_, layout_.symmetric); aborter >= 0) {
+    if (const int32_t aborter = find_abort(memory_, layout_.symmetric, prepared.call.epoch);
+        aborter >= 0) {
       report.fault = Fault::kAborted;
       report.wait = steps.wait();
       report.wait.peer = aborter;
