@@ -168,7 +168,14 @@ class Worker {
       Verdict verdict = gate_open(p, piece);
       if (verdict == Verdict::kArrived && piece.source == Source::kSlot)
         verdict = group_ready(p, piece, piece.begin + at);
-      if (verdict == Verdict::kFault) return Step::kFailed;
+      if (verdict == Verdict::kFault) {
+        // The peer may be past this call because another worker has sent it the rest of this piece
+        // since we looked. That worker's claim happened before the `done` that let the peer go on,
+        // so it is seen now; with groups left unclaimed the peer cannot have finished.
+        if (memory_.load(&call_.cursor[p]) < length) return Step::kFailed;
+        fault_ = Fault::kNone;
+        continue;
+      }
       if (verdict == Verdict::kWaiting) continue;
       if (best < 0 ||
           static_cast<int64_t>(at) * best_length < static_cast<int64_t>(best_at) * length) {

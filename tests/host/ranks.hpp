@@ -2,6 +2,8 @@
 // themselves.
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -28,6 +30,17 @@ class Payload {
   static constexpr uint64_t kPlaces = 1 << 16;
   std::vector<uint8_t> bytes_;
 };
+
+// Waits for a call that must succeed.
+inline void wait_ok(uec::host::Engine& engine, uint64_t epoch) {
+  if (engine.wait(epoch)) return;
+  const uec::host::Report report = engine.report();
+  std::fprintf(stderr, "call %llu failed in %llu: fault %d, flag %d of rank %d, root %d\n",
+               static_cast<unsigned long long>(epoch),
+               static_cast<unsigned long long>(report.epoch), static_cast<int>(report.fault),
+               static_cast<int>(report.wait.flag), report.wait.peer, report.root);
+  std::exit(1);
+}
 
 struct GroupOptions {
   std::vector<int64_t> segment_bytes{100};

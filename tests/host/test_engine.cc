@@ -1,5 +1,7 @@
 // The host engine moves the right bytes: every mode, many plans, ranks that run ahead of others.
-#include <string>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
 #include <vector>
 
 #include "check.hpp"
@@ -53,7 +55,7 @@ class Run {
           for (auto& slots : held) slots.assign(slots.size(), {});
         }
         const uint64_t epoch = submit(calls[k], rank, salt + k, table.data());
-        CHECK(ranks_.engine(rank).wait(epoch));
+        wait_ok(ranks_.engine(rank), epoch);
         CHECK(ranks_.engine(rank).is_completed(epoch));
         if (calls[k].gather) CHECK(table == rows_);
         note(calls[k], rank, salt + k, held);
@@ -85,7 +87,7 @@ class Run {
       std::vector<std::vector<Held>> held(ranks_.num_segments(),
                                           std::vector<Held>(group_.slots_per_rank));
       for (size_t k = calls.size(); k-- > 0;)
-        CHECK(ranks_.engine(rank).wait(epochs[rank * calls.size() + k]));
+        wait_ok(ranks_.engine(rank), epochs[rank * calls.size() + k]);
       for (size_t k = 0; k < calls.size(); ++k) {
         if (calls[k].gather) CHECK(tables[rank * calls.size() + k] == rows_);
         note(calls[k], rank, salt + k, held);
@@ -184,8 +186,8 @@ std::vector<CallCase> draw_calls(PlanCase& group, size_t num_segments, size_t co
 }
 
 // Random groups, plans, modes and orders.
-void check_random(int repeats) {
-  Random random(2024);
+void check_random(int repeats, uint32_t seed) {
+  Random random(seed);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     PlanCase group = draw_case(random, 8);
     const GroupOptions options = draw_options(random);
@@ -244,9 +246,10 @@ void check_two_groups() {
 
 }  // namespace
 
-int main() {
+// test_engine [repeats [seed]]: for longer runs by hand.
+int main(int argc, char** argv) {
   check_crossed_hubs();
   check_wide();
   check_two_groups();
-  check_random(scaled(160));
+  check_random(argc > 1 ? std::atoi(argv[1]) : scaled(160), argc > 2 ? std::atoi(argv[2]) : 2024);
 }
