@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.bench import replicate
-from ultraep_comm.bench.launch import launched_rank, launched_ranks, run_ranks
+from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, launched_ranks, run_ranks
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
 from ultraep_comm.bench.sizes import parse_segments, parse_size
 from ultraep_comm.bench.skew import generate_load
@@ -33,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidArgumentError, OSError) as error:
         if launched_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
-        return 2
+        return FAILED
     try:
         return run_ranks(replicate.run, settings, settings.num_ranks)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

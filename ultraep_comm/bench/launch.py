@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -13,10 +14,11 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from ultraep_comm.errors import UltraEPError
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
 Settings = TypeVar("Settings")
-_INTERRUPTED = 130
+FAILED = 2
+INTERRUPTED = 130
 _GRACE_SECONDS = 5.0  # for ranks to report, after one of them has failed
 
 
@@ -84,14 +86,19 @@ def _start_rank(
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
         sys.exit(_run_rank(run, settings))
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
     try:
         code = run(settings)
     except UltraEPError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        # Settings are equal on all ranks, so all reject the same argument.
+        if dist.get_rank() == 0 or not isinstance(error, InvalidArgumentError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
     dist.destroy_process_group()
     return code

@@ -66,7 +66,8 @@ class Payload:
         self._scratch = np.empty(_CHUNK, np.uint64)
 
     def _key(self, epoch: int, expert: int, segment: str) -> Word:
-        return np.uint64(chain(self._seed, self._index[segment], expert, epoch))
+        key: Word = np.uint64(chain(self._seed, self._index[segment], expert, epoch))
+        return key
 
     def _tail(self, segment: str, key: Word, num_bytes: int) -> Bytes:
         last: Bytes = (self._tables[segment][-1:] ^ key).view(np.uint8)[:num_bytes]

@@ -238,19 +238,29 @@ def _describe_plan(settings: ReplicateSettings, plan: Plan) -> str:
     if plan.num_replicas == 0:
         return "plan: no replicas; nothing to transfer"
     slots = plan.slot_expert
+    experts = len(set(slots[slots >= 0].tolist()))
     bound = least_time(plan)
     chained = "; chained" if is_chained(plan) else ""
     return (
-        f"plan: {plan.num_replicas} replicas of {len(set(slots[slots >= 0].tolist()))} experts, at most"
+        f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
         f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* = {bound:.4g}"
         f" experts over one link{chained}"
     )
 
 
-_HEADERS = (
-    "mode replicas bytes p50 max algbw critbw model memcpy p2p #wrong".split(),
-    ["", "", "(B)", "(us)", "(us)", "(GB/s)", "(GB/s)", "/T*", "/time", "/time", "(B)"],
-)
+_COLUMNS = {
+    "mode": "",
+    "replicas": "",
+    "bytes": "(B)",
+    "time p50": "(us)",
+    "max": "(us)",
+    "algbw": "(GB/s)",
+    "critbw": "(GB/s)",
+    "model": "/T*",
+    "memcpy": "/time",
+    "p2p": "/time",
+    "#wrong": "(B)",
+}
 
 
 def _table(settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]) -> str:
@@ -281,4 +291,4 @@ def _table(settings: ReplicateSettings, plan: Plan, measured: Sequence[Measureme
                 str(m.wrong_bytes),
             )
         )
-    return format_table(_HEADERS, rows)
+    return format_table([list(_COLUMNS), list(_COLUMNS.values())], rows)
