@@ -47,9 +47,10 @@ def load_trace(
         OSError: the file cannot be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise TraceError(f"{path} is a single array; expected an .npz file")
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise TraceError(f"{path} is a single array; expected an .npz file")
+        with archive:
             name = next((n for n in ("counts_src", "topk") if n in archive.files), None)
             if name is None:
                 raise TraceError(
