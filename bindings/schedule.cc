@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "arrays.hpp"
 #include "bind.hpp"
 #include "core/cost.hpp"
 #include "core/validate.hpp"
@@ -17,6 +18,33 @@ namespace {
 
 using Ints = std::vector<int32_t>;
 
+// The core takes legal plans and sane sizes for granted.
+void check_ranges(const Topology& t, const Ints& slot_expert,
+                  const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
+                  const std::vector<int64_t>& cost) {
+  if (t.num_ranks < 1) reject("length of domain", t.num_ranks, "at least 1 rank");
+  if (t.slots_per_rank < 0) reject("slots_per_rank", t.slots_per_rank, "0 or more");
+  require_homes(t);
+  require_equal("length of slot_expert", slot_expert.size(),
+                int64_t{t.num_ranks} * t.slots_per_rank);
+  if (check_plan(t, slot_expert.data()).fault != PlanFault::kNone)
+    throw nb::value_error("the plan is not legal on this topology");
+  constexpr int64_t kMaxTile = 1 << 30;
+  if (tile_bytes < 1 || tile_bytes > kMaxTile)
+    reject("tile_bytes", tile_bytes, "1 to " + std::to_string(kMaxTile));
+  int64_t num_tiles = 0;
+  for (const int64_t bytes : segment_bytes) {
+    if (bytes < 0) reject("segment_bytes", bytes, "0 or more");
+    num_tiles += bytes / tile_bytes + 1;
+    if (num_tiles > INT32_MAX) reject("number of tiles", num_tiles, "below 2**31");
+  }
+  if (mode < -1 || mode >= kNumModes) reject("mode", mode, "-1 to 2");
+  require_equal("length of cost", cost.size(), 5);
+  for (const int64_t constant : cost)
+    if (constant < 0) reject("cost", constant, "0 or more");
+  if (cost[4] < 1) reject("cost[4], parallel_ranks,", cost[4], "at least 1");
+}
+
 // The schedule of a plan as plain lists, for tests and models. The engines build their own.
 nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
               bool allow_cross_domain, const std::vector<int64_t>& segment_bytes,
@@ -27,10 +55,7 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int
                    home.data(),
                    domain.data(),
                    allow_cross_domain};
-  if (slot_expert.size() != domain.size() * slots_per_rank || cost.size() != 5)
-    throw nb::value_error("slot_expert must be [num_ranks * slots_per_rank], cost five integers");
-  if (check_plan(t, slot_expert.data()).fault != PlanFault::kNone)
-    throw nb::value_error("the plan is not legal on this topology");
+  check_ranges(t, slot_expert, segment_bytes, tile_bytes, mode, cost);
 
   const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),

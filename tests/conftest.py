@@ -1,10 +1,15 @@
 """Fixtures and settings that all Python tests share."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent / "python"))
+from ranks import RankPool
 
 # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
 settings.register_profile("desk", deadline=None)
@@ -21,3 +26,11 @@ def traces_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no routing traces: {folder} does not exist (set ULTRAEP_TRACES)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Eight processes with a gloo process group of every size."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -103,7 +103,8 @@ def make_schedule(
     """Return the schedule of a legal plan as plain lists; see `Schedule` in src/core/schedule.hpp.
 
     `slot_expert` is `[G * S]` row-major; `mode` is an index into `work.MODES`, or -1: by `cost`.
-    Raises ValueError for an illegal plan.
+    `cost` is `CostModel`, field by field. Raises ValueError for an illegal plan or a value out of
+    range.
     """
 
 def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:

@@ -17,8 +17,9 @@ from ultraep_comm.errors import (
     InvalidWeightsError,
 )
 from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
-from ultraep_comm.work import MODES, Work
+from ultraep_comm.work import Work
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
@@ -162,8 +163,8 @@ def _check_plan(plan: Plan, group: Group) -> None:
     if tuple(slots.shape) != (t.num_ranks, t.slots_per_rank) or plan.num_experts != t.num_experts:
         raise InvalidPlanError(
             f"rank {group.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank}"
-            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank}"
-            f" and {t.num_experts}"
+            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
+            f" {t.num_experts}"
         )
     if slots.dtype != torch.int32 or slots.device.type != "cpu" or not slots.is_contiguous():
         raise InvalidPlanError(

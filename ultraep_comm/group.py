@@ -78,9 +78,14 @@ class _Options:
         segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
         text = repr(
             (
-                *(t.num_ranks, t.num_experts, t.slots_per_rank, t.home.tolist()),
-                *(t.allow_cross_domain, t.domain.tolist() if given_domains else None),
-                *(segments, self.tile_bytes),
+                t.num_ranks,
+                t.num_experts,
+                t.slots_per_rank,
+                t.home.tolist(),
+                t.domain.tolist() if given_domains else None,
+                t.allow_cross_domain,
+                segments,
+                self.tile_bytes,
             )
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -264,16 +269,14 @@ class Group:
     # ---- life -----------------------------------------------------------------------------
 
     def _check_open(self, operation: str) -> None:
-        if self._state == "open" and self._engine.failed_epoch() == 0:
+        failed = self._engine.failed_epoch()
+        if self._state == "open" and failed == 0:
             return
-        if self._state == "closed":
-            reason = "is closed"
-        else:
-            self._state = "failed"
-            reason = f"failed earlier, in call {self._engine.failed_epoch()}"
-        raise GroupClosedError(
+        reason = "is closed" if self._state == "closed" else f"failed in call {failed}"
+        error = GroupClosedError(
             f"rank {self.rank}: {operation} on a group that {reason}; make a new group"
         )
+        raise error from (self._failure(failed, "a call") if failed else None)
 
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
         failed = self._engine.failed_epoch()

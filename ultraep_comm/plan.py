@@ -118,8 +118,8 @@ class Plan:
             values, counts = np.unique(used, return_counts=True)
             if (counts > 1).any():
                 raise InvalidPlanError(
-                    f"expert {values[counts > 1][0]} is twice on rank {rank} (slots"
-                    f" {row.tolist()}); expected at most one instance of an expert on a rank"
+                    f"expert {values[counts > 1][0]} is twice on rank {rank}, in {row.tolist()};"
+                    " expected at most one instance of an expert on a rank"
                 )
         if self.domains is not None and not allow_cross_domain:
             domains = self.domains.cpu().numpy()
@@ -230,7 +230,7 @@ def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
-    if tensor.numel() and (tensor.max() > 2**31 - 1 or tensor.min() < -(2**31)):
+    if tensor.numel() and not torch.equal(tensor.to(torch.int32).to(tensor.dtype), tensor):
         raise InvalidPlanError(f"{name} has the value {tensor.max()}; expected 32-bit integers")
     return tensor.to(torch.int32).contiguous()
 

@@ -125,8 +125,8 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
     """
     if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
         raise InvalidPlanError(
-            f"rank {group.rank}: the plan has no quotas or no [G, E] load, so it cannot be"
-            " rerouted; plan from gather_load's result, or give Plan.from_slots its quotas and load"
+            f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
+            " gather_load's result, or give Plan.from_slots its quotas and load"
         )
     if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
         raise InvalidLoadError(

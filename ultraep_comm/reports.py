@@ -12,8 +12,8 @@ from ultraep_comm.errors import (
     TransferTimeoutError,
 )
 
-# In the order of `enum class Fault` and `enum class FlagKind` in src/core/protocol.hpp.
-_MISMATCH, _REJECTED, _CLOSED, _GONE, _ABORTED, _TIMEOUT, _CANCELLED = range(1, 8)
+# In the order of `enum class FlagKind` in src/core/protocol.hpp; the cases below of `enum class
+# Fault`, from kMismatch on.
 _FLAGS = ("call", "open", "ready", "done", "pulled", "gathered")
 
 
@@ -55,10 +55,10 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
                 **places,
             )
         case 5:
-            chain = f"; the chain of waits ends at rank {root}" if root not in (peer, -1) else ""
+            via = "" if root in (peer, -1) else f", as rank {peer} told this one"
+            first = peer if root < 0 else root
             return TransferAbortedError(
-                f"{prefix}ended because rank {peer} failed first{chain}; its error says why"
-                f"{suffix}",
+                f"{prefix}ended because rank {first} failed first{via}; its error says why{suffix}",
                 **places,
             )
         case 6:

@@ -146,7 +146,7 @@ def _stacked(
         )
     if num_mains == 0:
         return []
-    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name=name, segment=segment, rank=rank)
+    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name, segment, rank)
     start, step = tensor.data_ptr(), tensor.stride(0) * segment.dtype.itemsize
     return [start + i * step for i in range(num_mains)]
 
@@ -155,9 +155,9 @@ def _listed(
     tensors: Sequence[torch.Tensor], name: str, segment: Segment, num_mains: int, rank: int
 ) -> list[int]:
     if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
-        found = type(tensors).__name__
-        if isinstance(tensors, Sequence):
-            found = f"{len(tensors)} entries"
+        found = (
+            f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
+        )
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name!r}] has {found}; expected a tensor"
             f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
@@ -165,12 +165,10 @@ def _listed(
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeightsError(
-                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__}; expected a"
-                " tensor"
+                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__};"
+                " expected a tensor"
             )
-        _check(
-            tensor, tensor.shape, tensor.stride(), name=f"{name}][{i}", segment=segment, rank=rank
-        )
+        _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank)
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -178,7 +176,6 @@ def _check(
     tensor: torch.Tensor,
     shape: torch.Size,
     strides: tuple[int, ...],
-    *,
     name: str,
     segment: Segment,
     rank: int,

@@ -9,8 +9,6 @@ from ultraep_comm.errors import UltraEPError
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
 
-MODES = ("push", "pull", "direct")
-
 
 class Work:
     """A call on a group, as torch.distributed's ``Work``.

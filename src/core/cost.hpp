@@ -16,6 +16,8 @@ struct CostModel {
 
 // Modelled time of one mode, in picoseconds. A rank is busy with what it sends and reads, or with
 // what it receives; where fewer ranks can run than there are, their work adds up.
+// Ranges count unrounded, so a relay of less than a group per hub looks better than it is. Nothing
+// overflows while all stores, one after the other, would take less than 140 s.
 UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, const PlanShape& shape,
                                     const Schedule& s, const CostModel& cost) {
   if (s.num_experts == 0) return 0;
@@ -36,8 +38,8 @@ UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, con
   }
   const int64_t alone = max64(busiest * (store + load / max64(shape.max_fanout, 1)) / kEgressUnit,
                               shape.max_imports * store);
-  const int64_t together =
-      (stores * store / kEgressUnit + loads + flags) / min64(cost.parallel_ranks, t.num_ranks);
+  const int64_t together = (stores * store / kEgressUnit + loads + flags) /
+                           max64(min64(cost.parallel_ranks, t.num_ranks), 1);
   const int64_t hops = s.mode == Mode::kDirect ? 1 : 2;
   return max64(alone, together) + hops * cost.hop;
 }

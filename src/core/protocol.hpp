@@ -32,6 +32,7 @@ struct CallRecord {
     return {epoch << 32 | (digest >> 34) << 2 | static_cast<uint64_t>(kind)};
   }
   UEC_HD uint32_t epoch_low() const { return static_cast<uint32_t>(word >> 32); }
+  UEC_HD uint32_t digest() const { return static_cast<uint32_t>(word) >> 2; }
   UEC_HD RecordKind kind() const { return static_cast<RecordKind>(word & 3); }
   // Epochs that the record is ahead of `epoch`; negative: behind.
   UEC_HD int32_t ahead_of(uint64_t epoch) const {
@@ -48,6 +49,9 @@ struct AbortWord {
     return {epoch << 32 | 1u << 31 | static_cast<uint32_t>(culprit + 1)};
   }
   UEC_HD bool set() const { return word >> 31 & 1; }
+  UEC_HD int32_t ahead_of(uint64_t epoch) const {
+    return static_cast<int32_t>(static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch));
+  }
   // The rank that the aborting one was waiting for; -1: it failed by itself.
   UEC_HD int32_t culprit() const { return static_cast<int32_t>(word & 0x7FFFFFFF) - 1; }
 };

@@ -29,7 +29,7 @@ struct Schedule {
   int32_t* replica_rank = nullptr;  // [R]
   int32_t* replica_slot = nullptr;  // [R]
   int32_t* boundary = nullptr;      // [R + 2X]
-  int64_t* egress = nullptr;        // [G] what each rank sends, in kEgressUnit per expert
+  int64_t* egress = nullptr;        // [G] sent, in kEgressUnit per expert, before rounding
 
   UEC_HD int32_t num_replicas(int32_t x) const { return first[x + 1] - first[x]; }
   UEC_HD int32_t* boundaries(int32_t x) { return boundary + first[x] + 2 * x; }

@@ -50,11 +50,14 @@ struct Call {
   }
 };
 
-// A failing rank's word to us, if there is one: the rank, else -1.
+// A rank that failed in this call or before it, and so will not do its part; -1: none. One that
+// failed in a later call has finished this one: it owes nothing here any more.
 template <class Memory>
-UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout) {
-  for (int32_t r = 0; r < layout.num_ranks; ++r)
-    if (AbortWord{memory.observe(layout.abort(r))}.set()) return r;
+UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch) {
+  for (int32_t r = 0; r < layout.num_ranks; ++r) {
+    const AbortWord word{memory.observe(layout.abort(r))};
+    if (word.set() && word.ahead_of(epoch.number) <= 0) return r;
+  }
   return -1;
 }
 
@@ -285,7 +288,7 @@ class Worker {
       // A home that failed may change its weights once its abort is delivered. Our loads are
       // complete before we look, so if no abort is seen here, what we loaded was still good.
       mover_.loads_complete();
-      const int32_t aborter = find_abort(memory_, call_.layout);
+      const int32_t aborter = find_abort(memory_, call_.layout, call_.epoch);
       if (aborter >= 0) {
         wait_ = {FlagKind::kOpen, aborter, task.expert, -1, 0, call_.epoch.number};
         fail(Fault::kAborted);

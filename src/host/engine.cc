@@ -216,7 +216,10 @@ int32_t Engine::close() {
   }
   const uint64_t last = submitted_.load();
   if (last > 0) wait(last);
-  stop_.store(true);
+  {
+    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
+    stop_.store(true);
+  }
   changed_.notify_all();
   shift_.fetch_add(1);
   shift_.notify_all();
@@ -237,9 +240,11 @@ int32_t Engine::disagreeing_peer() {
   const CallRecord own{last_record_};
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
     const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
-    if (seen.epoch_low() == own.epoch_low() && seen.word != own.word &&
-        seen.kind() == RecordKind::kCall)
-      return r;
+    // A farewell is numbered one beyond the peer's last call and repeats that call's digest.
+    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == own.epoch_low();
+    const bool farewell =
+        seen.kind() == RecordKind::kClosed && seen.epoch_low() == own.epoch_low() + 1;
+    if ((same_call || farewell) && seen.digest() != own.digest()) return r;
   }
   return -1;
 }
@@ -289,7 +294,7 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   Report early;
   early.epoch = call.epoch.number;
   if (cancelled_.load()) early.fault = Fault::kCancelled;
-  if (const int32_t aborter = find_abort(memory_, call.layout); aborter >= 0) {
+  if (const int32_t aborter = find_abort(memory_, call.layout, call.epoch); aborter >= 0) {
     early.fault = Fault::kAborted;
     early.wait.peer = aborter;
   } else if (const int32_t peer = disagreeing_peer(); peer >= 0) {
@@ -392,7 +397,8 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     }
     if (worker_failed_.load()) return false;
     poll_peers();
-    if (const int32_t aborter = find_abort(memory_, layout_.symmetric); aborter >= 0) {
+    if (const int32_t aborter = find_abort(memory_, layout_.symmetric, prepared.call.epoch);
+        aborter >= 0) {
       report.fault = Fault::kAborted;
       report.wait = steps.wait();
       report.wait.peer = aborter;
@@ -460,13 +466,13 @@ void Engine::fail(const Call& call, Report report) {
     const std::lock_guard once(fault_mutex_);
     if (failed_.load() != 0) return;
     HostMover mover;
-    const bool own = report.fault == Fault::kCancelled || report.fault == Fault::kRejected;
+    const bool own = report.fault == Fault::kCancelled || report.wait.peer == config_.rank;
     announce_abort(call, memory_, mover, own ? -1 : report.wait.peer);
     if (report.fault == Fault::kTimeout) {
       // Peers answer an abort with their own, which says whom they were waiting for; a rank that
       // is stuck does not, and ends the chain.
       const auto start = Clock::now();
-      for (bool complete = false; !complete && seconds_since(start) < 0.25;) {
+      for (bool complete = false; !complete && seconds_since(start) < 0.5;) {
         complete = true;
         poll_peers();
         for (int32_t r = 0; r < topology_.num_ranks; ++r)

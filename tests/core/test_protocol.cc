@@ -138,9 +138,12 @@ void check_find_abort() {
   const uec::Topology t{.num_ranks = 4, .num_experts = 4, .slots_per_rank = 1};
   const auto layout = uec::SymmetricLayout::make(t, 1, 1, 0, nullptr, nullptr);
   FakeMemory memory;
-  CHECK_EQ(uec::find_abort(memory, layout), -1);
+  const uec::Epoch now{9, {}};
+  CHECK_EQ(uec::find_abort(memory, layout, now), -1);
   memory.words[layout.abort(2)] = {AbortWord::make(9, -1).word};
-  CHECK_EQ(uec::find_abort(memory, layout), 2);
+  CHECK_EQ(uec::find_abort(memory, layout, now), 2);
+  CHECK_EQ(uec::find_abort(memory, layout, uec::Epoch{10, {}}), 2);  // it will not come that far
+  CHECK_EQ(uec::find_abort(memory, layout, uec::Epoch{8, {}}), -1);  // it has finished that one
 }
 
 }  // namespace

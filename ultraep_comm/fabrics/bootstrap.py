@@ -1,4 +1,4 @@
-"""Meeting the peers: fixed-size byte records over the process group. Nothing is pickled."""
+"""Meeting the peers: fixed-size byte records over a process group. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultraep_comm.errors import BootstrapError
 
 MAGIC = b"UEPCOMM1"
 DEFAULT_TIMEOUT = 1800.0
-_RECORD = struct.Struct("<8sI Q 32s 16s i I 6q 64s")  # see Hello
+_RECORD = struct.Struct("<8sI Q 32s 16s i I 5q 64s")  # see Hello
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ class Hello:
             self.pid,
             len(text),
             *self.cost,
-            0,
             text,
         )
 
@@ -71,7 +70,7 @@ class Hello:
             token=token,
             pid=pid,
             cost=tuple(rest[:5]),
-            error=rest[6][:length].decode(errors="replace"),
+            error=rest[5][:length].decode(errors="replace"),
         )
 
 

@@ -145,8 +145,7 @@ class ShmFabric:
             if peer not in self._local or token != self._hellos[peer].token:
                 connection.close()
                 raise BootstrapError(
-                    f"rank {self._rank}: a process that is not of this group connected as rank"
-                    f" {peer}"
+                    f"rank {self._rank}: a process outside this group connected as rank {peer}"
                 )
             self._accept_peer(connection, peer)
 

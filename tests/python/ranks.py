@@ -1,0 +1,211 @@
+"""Real processes for tests: a pool of ranks that lives for the session, and payload to send."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ultraep_comm as uec
+from ultraep_comm import Segment
+
+MAX_RANKS = 8
+SUBGROUPS: dict[int, dist.ProcessGroup] = {}
+
+# One of each kind that the issue of segments names: bf16, fp8, packed bytes, a scale of a few
+# bytes, an odd size, a transposed layout.
+MIXED = {
+    "w13": Segment((64, 48), torch.bfloat16),
+    "w2": Segment((48, 33), torch.float8_e4m3fn),
+    "packed": Segment((5, 7, 11), torch.uint8),
+    "scale": Segment((3,), torch.uint8),
+    "bias": Segment((1,), torch.float32),
+    "w_t": Segment((40, 24), torch.bfloat16, (1, 40)),
+    "big": Segment((200_001,), torch.uint8),
+}
+
+
+def expert_bytes(epoch: int, expert: int, index: int, segment: Segment) -> torch.Tensor:
+    """The bytes of one segment of an expert in an epoch: random, from the four numbers alone."""
+    seed = ((epoch * 65_537 + expert) * 257 + index) & 0x7FFFFFFF
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (segment.nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def raw(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The bytes of one expert's tensor, in the order they lie in memory."""
+    elements = segment.nbytes // segment.dtype.itemsize
+    return tensor.as_strided((elements,), (1,)).view(torch.uint8)
+
+
+def make_weights(group: uec.Group) -> dict[str, torch.Tensor]:
+    """Plain stacked weights for a group's mains."""
+    result = {}
+    for name, segment in group.segments.items():
+        storage = torch.zeros(group.num_mains * segment.nbytes, dtype=torch.uint8)
+        result[name] = segment.view(storage, group.num_mains)
+    return result
+
+
+def fill_weights(
+    group: uec.Group, weights: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], epoch: int
+) -> None:
+    mains = group.topology.mains(group.rank)
+    for index, (name, segment) in enumerate(group.segments.items()):
+        for i, expert in enumerate(mains):
+            raw(weights[name][i], segment).copy_(expert_bytes(epoch, int(expert), index, segment))
+
+
+def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
+    """Set every byte of symmetric memory from the first slot on, gaps between segments too."""
+    group._region.local[group._layout.slots_base :] = value
+
+
+def wrong_bytes(
+    group: uec.Group,
+    plan: uec.Plan,
+    epoch: int,
+    *,
+    names: Sequence[str] | None = None,
+    sentinel: int = 0xA5,
+) -> int:
+    """Bytes of symmetric memory, from the first slot on, that are not what they should be."""
+    offset = group._layout.slots_base
+    expected = torch.full_like(group._region.local[offset:], sentinel)
+    for index, (name, segment) in enumerate(group.segments.items()):
+        if names is not None and name not in names:
+            continue
+        start = group._layout.slot_offset[index] - offset
+        for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+            if expert >= 0:
+                at = start + slot * segment.nbytes
+                expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
+    return int((group._region.local[offset:] != expected).sum())
+
+
+def random_plan(
+    seed: int, num_ranks: int, num_experts: int, slots: int, home: Any = None, fill: float = 0.7
+) -> uec.Plan:
+    """A legal plan with chains: slots are filled at random with any expert of another rank."""
+    generator = torch.Generator().manual_seed(seed)
+    topology = uec.topology.Topology.make(
+        num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=slots, home=home
+    )
+    slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+    for rank in range(num_ranks):
+        legal = torch.tensor([e for e in range(num_experts) if topology.home[e] != rank])
+        if len(legal) == 0:
+            continue
+        # Low ids are likelier: some experts then get many replicas.
+        order = legal[(torch.rand(len(legal), generator=generator) ** 2).argsort()]
+        order = order[: max(slots, 1)]
+        for slot in range(min(slots, len(order))):
+            if torch.rand((), generator=generator) < fill:
+                slot_expert[rank, slot] = order[slot]
+    return uec.Plan.from_slots(slot_expert, num_experts=num_experts, home=home)
+
+
+def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
+    """Expert 0 on every other rank, and expert 1 on every rank but its home where it fits."""
+    slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+    home = uec.topology.contiguous_home(num_experts, num_ranks)
+    for slot, expert in enumerate(range(min(slots, num_experts, 2))):
+        for rank in range(num_ranks):
+            if home[expert] != rank:
+                slot_expert[rank, slot] = expert
+    return uec.Plan.from_slots(slot_expert, num_experts=num_experts)
+
+
+def loopback(num_ranks: int, fn: Callable[[int], Any]) -> list[Any]:
+    """Run ``fn(rank)`` on one thread per rank, as collectives in one process need."""
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(fn, range(num_ranks)))
+
+
+def raised(fn: Callable[[], Any]) -> BaseException | None:
+    """The error that ``fn`` raises, if any."""
+    try:
+        fn()
+    except BaseException as error:
+        return error
+    return None
+
+
+# ---- processes -----------------------------------------------------------------------------
+
+
+def _serve(rank: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=MAX_RANKS)
+    for size in range(1, MAX_RANKS + 1):
+        SUBGROUPS[size] = dist.new_group(list(range(size)))
+    pipe.send(("ready", None))
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        fn, size, args = task
+        try:
+            pipe.send(("ok", fn(rank, SUBGROUPS[size], *args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+class RankPool:
+    """Processes that run test functions ``fn(rank, process_group, *args)``."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(MAX_RANKS):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, there), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+        for rank in range(MAX_RANKS):
+            self._receive(rank, 120)
+
+    def _receive(self, rank: int, timeout: float) -> Any:
+        if not self._pipes[rank].poll(timeout):
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        kind, value = self._pipes[rank].recv()
+        if kind == "error":
+            raise AssertionError(f"rank {rank} failed:\n{value}")
+        return value
+
+    def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+        """Run on ranks 0 to ``num_ranks - 1`` and return their results by rank."""
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send((fn, num_ranks, args))
+        end, results, errors = time.monotonic() + timeout, [], []
+        for rank in range(num_ranks):
+            try:
+                results.append(self._receive(rank, max(end - time.monotonic(), 0.1)))
+            except AssertionError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()

@@ -1,0 +1,358 @@
+"""The benchmark command, from the command line to its table, its records and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ultraep_comm import Plan, plan_replicas
+from ultraep_comm.bench.bound import is_chained, least_time, modelled_time
+from ultraep_comm.bench.cli import main
+from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size, split_expert
+from ultraep_comm.bench.skew import generate_load, rank_imbalance
+from ultraep_comm.bench.table import format_table
+from ultraep_comm.bench.transfers import take_share
+from ultraep_comm.errors import InvalidArgumentError
+
+SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
+RECORD_KEYS = {
+    *("op", "mode", "ranks", "experts", "slots", "expert_bytes", "replicas"),
+    *("imbalance_before", "imbalance_after", "time_us", "algbw_gbps", "critical_gbps"),
+    *("wrong_bytes", "over_memcpy", "p2p_time_us", "speedup_over_p2p"),
+}
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
+
+
+def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run("-m", "ultraep_comm.bench", "replicate", *arguments, cwd=cwd)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """Table rows by mode, without the mode that `auto` took."""
+    lines = [line.split() for line in output.splitlines() if not line.startswith("#")]
+    return {
+        line[0]: [cell for cell in line[1:] if not cell.startswith("(")] for line in lines if line
+    }
+
+
+def check_records(path: Path, modes: list[str]) -> list[dict[str, Any]]:
+    document = json.loads(path.read_text())
+    assert document["commit"]
+    assert document["machine"]["cores"] >= 1
+    records: list[dict[str, Any]] = document["records"]
+    assert [r["mode"] for r in records] == modes
+    for record in records:
+        assert set(record) == RECORD_KEYS
+        assert record["op"] == "replicate"
+        assert record["wrong_bytes"] == 0
+        times = record["time_us"]
+        assert 0 < times["p50"] <= times["p99"] <= times["max"]
+        total = record["replicas"] * record["expert_bytes"]
+        assert record["algbw_gbps"] == pytest.approx(total / times["p50"] / 1e3)
+        assert 0 <= record["critical_gbps"] <= record["algbw_gbps"]
+        assert record["over_memcpy"] > 0
+        assert record["speedup_over_p2p"] > 0
+        assert record["p2p_time_us"] > 0
+    return records
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_all_modes_end_to_end(tmp_path: Path) -> None:
+    done = bench(*SMALL, "--check", "--json", "out.json", "--tile-bytes", "16K", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert list(table) == ["push", "pull", "direct", "auto", "p2p", "memcpy"]
+    records = check_records(tmp_path / "out.json", ["push", "pull", "direct", "auto"])
+    for cells, record in zip(list(table.values())[:4], records, strict=True):
+        assert len(cells) == 10
+        assert int(cells[0]) == record["replicas"] > 0
+        assert int(cells[1]) == record["replicas"] * 96 * 1024
+        assert float(cells[6]) >= 0.999  # no schedule beats its bound
+        assert cells[-1] == "0"
+    assert records[0]["ranks"] == 4
+    assert records[0]["experts"] == 16
+    assert records[0]["imbalance_before"] == pytest.approx(3, rel=0.01)
+    assert records[0]["imbalance_after"] < 1.5
+
+
+def test_odd_segments_and_one_mode(tmp_path: Path) -> None:
+    segments = "w13=40001,w2=20003,scale=7,bias=1"
+    arguments = ["--ranks", "3", "--mode", "pull", "--segments", segments, "--check"]
+    done = bench(*arguments, "-n", "2", "-w", "0", "-J", "o.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = check_records(tmp_path / "o.json", ["pull"])
+    assert record["expert_bytes"] == 60012
+
+
+def test_nothing_to_transfer(tmp_path: Path) -> None:
+    done = bench(*SMALL, "--ranks", "2", "--imbalance", "1", "--json", "o.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing to transfer" in done.stdout
+    for record in check_records(tmp_path / "o.json", ["push", "pull", "direct", "auto"]):
+        assert record["replicas"] == record["algbw_gbps"] == 0
+
+
+def test_synthetic_trace(tmp_path: Path) -> None:
+    counts = np.ones((2, 3, 4, 8), np.int32)
+    counts[1, 2, :, 0] = 100
+    np.savez(tmp_path / "t.npz", counts_src=counts)
+    arguments = ["--trace", "t.npz", "--step", "1", "--layer", "2", "--ranks", "2", "-b", "64K"]
+    done = bench(*arguments, "-n", "2", "--check", "--json", "o.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "t.npz, step 1, layer 2" in done.stdout
+    records = check_records(tmp_path / "o.json", ["push", "pull", "direct", "auto"])
+    assert records[0]["experts"] == 8
+    assert records[0]["imbalance_before"] == pytest.approx(412 * 2 / 428)
+    assert records[0]["replicas"] > 0
+
+
+@pytest.mark.trace
+def test_recorded_trace(tmp_path: Path, traces_dir: Path) -> None:
+    trace = str(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz")
+    arguments = ["--trace", trace, "--layer", "5", "-b", "64K", "-n", "1", "-w", "1", "--check"]
+    done = bench(*arguments, "-J", "o.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = check_records(tmp_path / "o.json", ["push", "pull", "direct", "auto"])
+    assert records[0]["experts"] == 32
+    assert records[0]["imbalance_before"] > records[0]["imbalance_after"]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [*SMALL, "--mode", "push", "--json", "o.json"]
+    done = run(*launcher, "-m", "ultraep_comm.bench", "replicate", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = check_records(tmp_path / "o.json", ["push"])
+    assert record["ranks"] == 2
+    assert done.stdout.count("#wrong") == 1  # one rank prints
+
+
+BROKEN = """
+import os, sys
+
+from ultraep_comm.bench import transfers
+
+whole = transfers.replicate_experts
+
+
+def broken(weights, plan, *, group, **more):
+    work = whole(weights, plan, group=group, **more)
+    if more["mode"] == "push":
+        {fault}
+    return work
+
+
+transfers.replicate_experts = broken
+
+if __name__ == "__main__":
+    from ultraep_comm.bench.cli import main
+
+    sys.exit(main(["replicate", *sys.argv[1:]]))
+"""
+
+
+def run_broken(fault: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command with a statement after every call in push."""
+    (cwd / "broken.py").write_text(BROKEN.format(fault=fault))
+    few = ["-b", "64K", "-n", "2", "-w", "0", "--ranks", "2"]
+    return run("broken.py", *few, *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize("filled", [True, False], ids=["filled", "empty"])
+def test_a_single_wrong_bit_is_found(tmp_path: Path, filled: bool) -> None:
+    """Negative control: one bit of a filled slot, or of an empty one, changes in push."""
+    choice = "plan.slot_expert[group.rank] >= 0" if filled else "plan.slot_expert[group.rank] < 0"
+    fault = f"for s in ({choice}).nonzero()[:1]: group.slots['w2'][s[0], 5] = 0xA4"
+    done = run_broken(fault, "--json", "o.json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    records = json.loads((tmp_path / "o.json").read_text())["records"]
+    wrong = {record["mode"]: record["wrong_bytes"] for record in records}
+    assert wrong["push"] >= 1
+    if filled:  # the others write over it
+        assert wrong["pull"] == wrong["direct"] == wrong["auto"] == 0
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    done = run_broken("if group.rank == 1: os._exit(7)", cwd=tmp_path)
+    assert done.returncode == 7
+    assert "rank 0" in done.stderr
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--iters", "0"], "--iters is 0"),
+        (["-b", "12Q"], "not a size"),
+        (["--segments", "a=1K,a=2K"], "'a=2K'"),
+        (["--segments", "a=1K", "-b", "4K"], "give one"),
+        (["--segments", "9", "-b", "4"], "cannot be cut"),
+        (["--imbalance", "5"], "expected 1 to 4"),
+        (["--trace", "none.npz"], "none.npz"),
+        (["--trace", "none.npz", "--imbalance", "2"], "generated load"),
+        (["--json", "none/o.json"], "no such folder"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    assert main(["replicate", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
+    done = bench(*SMALL, "--tile-bytes", "1000", "--ranks", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("tile_bytes is 1000") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_must_be_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["replicate", "--ranks", "4"]) == 2
+    assert "2 ranks were launched" in capsys.readouterr().err
+
+
+def test_the_library_does_not_import_its_benchmarks(tmp_path: Path) -> None:
+    code = "import sys, ultraep_comm; sys.exit(any('.bench' in m for m in sys.modules))"
+    assert (
+        run("-c", f"{code.replace('.bench', 'ultraep_comm.bench')}", cwd=tmp_path).returncode == 0
+    )
+
+
+# ---- parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("64K", 65536), ("64k", 65536), ("16MiB", 1 << 24), ("2GB", 2 << 30)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "K", "1.5M", "1KK", "1 2"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_size(text)
+
+
+def test_size_for_people() -> None:
+    assert [format_size(n) for n in (1, 1536, 16 << 20)] == ["1 B", "1.5 KiB", "16 MiB"]
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 3, 6])
+@pytest.mark.parametrize("expert_bytes", [8, 1000, 16 << 20])
+def test_split_keeps_every_byte(expert_bytes: int, num_segments: int) -> None:
+    segments = split_expert(expert_bytes, num_segments)
+    assert len(segments) == num_segments
+    assert sum(segments.values()) == expert_bytes
+    assert min(segments.values()) >= 1
+
+
+def test_named_segments_give_the_expert_bytes() -> None:
+    assert parse_segments("a=1K,b=3", None, 99) == {"a": 1024, "b": 3}
+    assert parse_segments("1", None, 99) == {"w": 99}
+    assert parse_segments("1", 7, 99) == {"w": 7}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "imbalance"),
+    [(4, 32, 1.0), (4, 32, 3.0), (4, 32, 4.0), (2, 16, 1.5), (64, 256, 2.0), (3, 10, 2.5)],
+)
+def test_generated_load_has_the_wanted_imbalance(
+    num_ranks: int, num_experts: int, imbalance: float
+) -> None:
+    def make(seed: int) -> np.ndarray:
+        return generate_load(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            imbalance=imbalance,
+            num_tokens=100_000,
+            seed=seed,
+        )
+
+    load = make(seed=7)
+    assert load.shape == (num_ranks, num_experts)
+    assert load.dtype == np.int32
+    assert load.min() >= 0
+    assert load.sum() == 100_000
+    assert rank_imbalance(load.sum(axis=0), num_ranks) == pytest.approx(imbalance, rel=0.01)
+    assert np.array_equal(load, make(seed=7))
+    assert not np.array_equal(load, make(seed=8))
+
+
+def test_table_is_aligned() -> None:
+    text = format_table([["mode", "x"], ["", "(us)"]], [["push", "1.0"], ["direct", "10000.0"]])
+    assert text.splitlines() == [
+        "# mode          x",
+        "#            (us)",
+        "  push        1.0",
+        "  direct  10000.0",
+    ]
+
+
+def test_shares_cover_every_byte_once() -> None:
+    sizes = [10_000, 3, 70_001, 4096]
+    starts = np.cumsum([0, *sizes])
+    pieces = [(int(s), int(s) + 10**6, n) for s, n in zip(starts, sizes, strict=False)]
+    shares = [take_share(pieces, i, 3) for i in range(3)]
+    covered = [range(target, target + n) for share in shares for target, _, n in share]
+    assert [x for r in covered for x in r] == list(range(sum(sizes)))
+    assert all(source - target == 10**6 for share in shares for target, source, _ in share)
+    work = [sum(n for *_, n in share) for share in shares]
+    assert max(work) - min(work) <= 2 * 4096
+
+
+# ---- the bound --------------------------------------------------------------------------------
+
+
+def test_bound_without_chains_is_the_busiest_rank() -> None:
+    plan = Plan.from_slots([[-1, -1], [0, 1], [0, 1], [0, -1]], num_experts=8)
+    assert not is_chained(plan)
+    assert least_time(plan) == 2
+    assert modelled_time(plan, "direct", [1 << 20], 65536) == 5
+    assert 2 <= modelled_time(plan, "push", [1 << 20], 65536) < 2.1
+
+
+def test_bound_of_a_chained_plan_looks_at_sets_of_ranks() -> None:
+    """Ranks 0, 1 and 2 export two experts each, and one of those has both replicas among them."""
+    slots = [[-1], [0], [0], [1], [2], [3], [4], [5]]
+    plan = Plan.from_slots(slots, num_experts=16)
+    assert is_chained(plan)
+    assert (plan.max_exports, plan.max_imports) == (2, 1)
+    assert least_time(plan) == pytest.approx(7 / 3)
+
+
+def test_no_schedule_beats_the_bound() -> None:
+    for seed in range(20):
+        load = generate_load(
+            num_ranks=6, num_experts=24, imbalance=2.5, num_tokens=10_000, seed=seed
+        )
+        plan = plan_replicas(torch.from_numpy(load), slots_per_rank=2, num_ranks=6)
+        for mode in ("push", "pull", "direct"):
+            assert modelled_time(plan, mode, [1 << 20], 65536) >= least_time(plan) - 1e-3

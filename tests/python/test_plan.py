@@ -1,0 +1,137 @@
+"""Plan: what from_slots accepts, what it rejects, and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
+
+# 3 ranks, 5 experts: home 0 0 1 1 2.
+SLOTS = [[2, -1], [0, 4], [0, -1]]
+LOAD = [[9, 1, 2, 0, 3], [0, 1, 2, 0, 3], [0, 1, 2, 0, 4]]
+SLOT_QUOTA = [[2, 0], [3, 5], [2, 0]]
+HOME_QUOTA = [4, 3, 4, 0, 5]
+
+
+def _plan(**changes: Any) -> uec.Plan:
+    arguments: dict[str, Any] = {
+        "slot_expert": torch.tensor(SLOTS),
+        "num_experts": 5,
+        "slot_quota": torch.tensor(SLOT_QUOTA),
+        "home_quota": torch.tensor(HOME_QUOTA),
+        "load": torch.tensor(LOAD),
+    }
+    return uec.Plan.from_slots(**{**arguments, **changes})
+
+
+def test_a_plan_by_hand() -> None:
+    plan = _plan()
+    assert plan.slot_expert.dtype == torch.int32
+    assert plan.home.tolist() == [0, 0, 1, 1, 2]
+    assert (plan.num_ranks, plan.slots_per_rank, plan.num_experts) == (3, 2, 5)
+    assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (4, 1, 2)
+    # Rank quotas 4+3+2, 4+0+3+5, 5+2 of 28 in all.
+    assert plan.imbalance == pytest.approx(12 * 3 / 28)
+    assert plan.imbalance_bound == pytest.approx(10 * 3 / 28)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.load = None  # type: ignore[misc]
+
+
+def test_any_integers_are_taken() -> None:
+    for slots in (SLOTS, np.array(SLOTS, np.int64), torch.tensor(SLOTS, dtype=torch.int16)):
+        assert torch.equal(_plan(slot_expert=slots).slot_expert, _plan().slot_expert)
+
+
+def test_without_quotas_there_is_no_imbalance() -> None:
+    plan = uec.Plan.from_slots(SLOTS, num_experts=5)
+    assert np.isnan(plan.imbalance)
+    assert np.isnan(plan.imbalance_bound)
+    assert plan.load is None
+
+
+def test_empty_plans() -> None:
+    plan = uec.Plan.from_slots(torch.full((3, 2), -1), num_experts=5)
+    assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (0, 0, 0)
+    none = uec.Plan.from_slots(torch.empty((3, 0), dtype=torch.int32), num_experts=5)
+    assert (none.num_replicas, none.max_imports) == (0, 0)
+
+
+def test_the_bound_knows_domains() -> None:
+    load = torch.tensor([[60, 20, 10, 10]])
+    plan = uec.plan_replicas(
+        load.sum(0), num_ranks=4, slots_per_rank=1, domains=[0, 0, 1, 1], target=1.0
+    )
+    # 80 of 100 tokens stay in the first domain's two ranks.
+    assert plan.imbalance_bound == pytest.approx(40 * 4 / 100)
+    assert plan.imbalance >= plan.imbalance_bound
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"slot_expert": [[5, -1], *SLOTS[1:]]}, r"slot_expert\[0, 0\] is 5"),
+        ({"slot_expert": [[-2, -1], *SLOTS[1:]]}, "-2"),
+        ({"slot_expert": [[1, -1], *SLOTS[1:]]}, "own home"),
+        ({"slot_expert": [[2, 2], *SLOTS[1:]]}, "twice on rank 0"),
+        ({"slot_expert": [1, 2, 3]}, "num_ranks, slots_per_rank"),
+        ({"slot_expert": [[0.5, 1]]}, "float"),
+        ({"slot_expert": torch.tensor([[2**40, -1], *SLOTS[1:]])}, "32-bit"),
+        ({"home": [0, 0, 1, 1]}, "home has shape"),
+        ({"home": [0, 0, 1, 1, 3]}, r"home\[4\] is 3"),
+        ({"domains": [0, 0, 1]}, "outside its home's domain"),
+        ({"slot_quota": None}, "only home_quota"),
+        ({"home_quota": None}, "only slot_quota"),
+        ({"slot_quota": [[2, 0], [3, 5], [1, 0]]}, "expert 0 sum to 8; expected its load, 9"),
+        ({"slot_quota": [[2, 1], [3, 5], [2, 0]]}, "empty"),
+        ({"slot_quota": [[-2, 0], [3, 5], [2, 0]]}, "at least 0"),
+        ({"home_quota": [-4, 3, 4, 0, 5]}, "home_quota"),
+        ({"load": torch.tensor(LOAD[:2])}, "load has shape"),
+    ],
+)
+def test_bad_plans_are_rejected(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(InvalidPlanError, match=part):
+        _plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "load, arguments, error",
+    [
+        (torch.ones(2, 4), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.ones(2, 2, 4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[-1, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[2**31, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.ones(4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidArgumentError),
+        (torch.ones(2, 4, dtype=torch.int32), {}, InvalidArgumentError),
+        (torch.ones(2, 4, dtype=torch.int32), {"slots_per_rank": -1}, InvalidArgumentError),
+        (
+            torch.ones(2, 4, dtype=torch.int32),
+            {"slots_per_rank": 1, "target": 0.5},
+            InvalidArgumentError,
+        ),
+        (
+            torch.ones(2, 4, dtype=torch.int32),
+            {"slots_per_rank": 1, "num_ranks": 3},
+            InvalidLoadError,
+        ),
+    ],
+)
+def test_bad_loads_are_rejected(
+    load: torch.Tensor, arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        uec.plan_replicas(load, **arguments)
+
+
+def test_a_plan_from_a_load_is_legal_and_balanced() -> None:
+    generator = torch.Generator().manual_seed(1)
+    load = (torch.rand((8, 32), generator=generator) ** 6 * 1000).to(torch.int32)
+    plan = uec.plan_replicas(load, slots_per_rank=2)
+    plan.validate()
+    assert plan.load is not None
+    assert plan.imbalance_bound <= plan.imbalance <= 1.02

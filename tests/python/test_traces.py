@@ -1,0 +1,140 @@
+"""Recorded routing: what a file says is what the benchmark gets, and other files are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from ultraep_comm.bench.traces import TraceError, load_trace, regroup
+from ultraep_comm.errors import UltraEPError
+
+
+def load(path: Path, num_ranks: int, step: int = 0, layer: int = 0, tokens: int = 4) -> np.ndarray:
+    return load_trace(path, num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens)
+
+
+@pytest.fixture
+def counts(tmp_path: Path) -> tuple[Path, np.ndarray]:
+    values = np.random.default_rng(0).integers(0, 1000, (3, 2, 8, 16)).astype(np.int32)
+    np.savez(tmp_path / "counts.npz", counts_src=values)
+    return tmp_path / "counts.npz", values
+
+
+def test_counts_as_recorded(counts: tuple[Path, np.ndarray]) -> None:
+    path, values = counts
+    assert np.array_equal(load(path, 8, step=2, layer=1), values[2, 1])
+    assert load(path, 8).dtype == np.int32
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_fewer_ranks_add_neighbours(counts: tuple[Path, np.ndarray], num_ranks: int) -> None:
+    path, values = counts
+    expected = values[1, 0].reshape(num_ranks, -1, 16).sum(axis=1)
+    assert np.array_equal(load(path, num_ranks, step=1), expected)
+
+
+def test_more_ranks_split_evenly(counts: tuple[Path, np.ndarray]) -> None:
+    path, values = counts
+    split = load(path, 16).reshape(8, 2, 16)
+    assert np.array_equal(split.sum(axis=1), values[0, 0])
+    assert np.abs(split[:, 0] - split[:, 1]).max() <= 1
+
+
+@given(
+    counts=arrays(
+        np.int32, array_shapes(min_dims=2, max_dims=2), elements=st.integers(0, 2**31 - 1)
+    ),
+    num_ranks=st.integers(1, 12),
+)
+def test_regrouping_loses_no_token(counts: np.ndarray, num_ranks: int) -> None:
+    grouped = regroup(counts, num_ranks)
+    assert grouped.shape == (num_ranks, counts.shape[1])
+    assert (grouped >= 0).all()
+    assert np.array_equal(grouped.sum(axis=0), counts.sum(axis=0, dtype=np.int64))
+
+
+def test_topk_windows(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (35, 2, 3)).astype(np.uint8)
+    np.savez(tmp_path / "t.npz", topk=ids, n_experts=10)
+    result = load(tmp_path / "t.npz", 2, step=1, layer=1, tokens=5)
+    for rank in range(2):
+        window = ids[10 + 5 * rank : 15 + 5 * rank, 1]
+        assert np.array_equal(result[rank], np.bincount(window.ravel(), minlength=10))
+    assert load(tmp_path / "t.npz", 2, step=2, tokens=5).sum() == 30
+    with pytest.raises(TraceError, match="3 steps"):
+        load(tmp_path / "t.npz", 2, step=3, tokens=5)
+
+
+def test_topk_padding_and_no_expert_count(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", topk=np.array([[[0, -1]], [[4, 2]]], np.int64))
+    assert load(tmp_path / "t.npz", 1, tokens=2).tolist() == [[1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"other": np.zeros(3)}, "counts_src"),
+        ({"counts_src": np.zeros((2, 2, 2), np.int32)}, "shape"),
+        ({"counts_src": np.zeros((1, 1, 1, 1))}, "float64"),
+        ({"counts_src": np.zeros((1, 1, 1, 0), np.int32)}, "no experts"),
+        ({"counts_src": np.full((1, 1, 1, 4), -1)}, "below 0"),
+        ({"counts_src": np.full((1, 1, 2, 4), 2**30)}, "2\\*\\*31"),
+        ({"counts_src": np.array([[[[object()]]]])}, "plain arrays"),
+        ({"topk": np.zeros((4, 2), np.uint8)}, "shape"),
+        ({"topk": np.full((4, 1, 2), 7), "n_experts": 7}, "\\[0, 7\\)"),
+        ({"topk": np.full((4, 1, 2), -2)}, "-2"),
+        ({"topk": np.zeros((4, 1, 2), int), "n_experts": np.array([1.5])}, "n_experts"),
+    ],
+)
+def test_other_contents_are_refused(
+    tmp_path: Path, content: dict[str, np.ndarray], text: str
+) -> None:
+    np.savez(tmp_path / "t.npz", **content)
+    with pytest.raises(TraceError, match=text) as caught:
+        load(tmp_path / "t.npz", 1)
+    assert isinstance(caught.value, UltraEPError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 not really a zip"])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.npz").write_bytes(content)
+    with pytest.raises(TraceError):
+        load(tmp_path / "t.npz", 1)
+
+
+def test_a_single_array_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.zeros((1, 1, 1, 1), np.int32))
+    with pytest.raises(TraceError, match="single array"):
+        load(tmp_path / "t.npy", 1)
+
+
+@pytest.mark.parametrize("place", [{"step": 3}, {"step": -1}, {"layer": 2}])
+def test_places_out_of_range(counts: tuple[Path, np.ndarray], place: dict[str, int]) -> None:
+    with pytest.raises(TraceError, match=next(iter(place))):
+        load(counts[0], 8, **place)
+
+
+@pytest.mark.trace
+def test_recorded_counts(traces_dir: Path) -> None:
+    path = traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz"
+    whole = load(path, 8, step=5, layer=23)
+    assert whole.shape == (8, 32)
+    assert set(whole.sum(axis=1)) == {4096 * 4}
+    assert np.array_equal(load(path, 2, step=5, layer=23), whole.reshape(2, 4, 32).sum(axis=1))
+
+
+@pytest.mark.trace
+def test_recorded_tokens_give_the_recorded_counts(traces_dir: Path) -> None:
+    """Both files come from the same tokens: equal windows have equal totals."""
+    path = traces_dir / "gptoss20b_topk.npz"
+    result = load(path, 8, step=2, layer=3, tokens=4096)
+    assert result.shape == (8, 32)
+    assert set(result.sum(axis=1)) == {4096 * 4}
+    counts = load(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz", 8, step=2, layer=3)
+    assert np.array_equal(result, counts)

@@ -1,0 +1,1 @@
+"""Benchmarks of the library: ``python -m ultraep_comm.bench``. Not imported by the library."""

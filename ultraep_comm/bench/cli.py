@@ -1,0 +1,159 @@
+"""Command line of ``python -m ultraep_comm.bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.bench import replicate
+from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, launched_ranks, run_ranks
+from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
+from ultraep_comm.bench.sizes import parse_segments, parse_size
+from ultraep_comm.bench.skew import generate_load
+from ultraep_comm.bench.traces import load_trace
+from ultraep_comm.errors import InvalidArgumentError
+
+DEFAULT_RANKS = 4
+DEFAULT_EXPERTS = 32
+DEFAULT_EXPERT_BYTES = 16 << 20
+DEFAULT_IMBALANCE = 3.0
+GENERATED_TOPK = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 for wrong bytes, 2 for other errors."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = make_settings(options)
+    except (InvalidArgumentError, OSError) as error:
+        if launched_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    try:
+        return run_ranks(replicate.run, settings, settings.num_ranks)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ultraep_comm.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = _add_replicate(commands).add_argument
+    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
+    add(
+        "--segments",
+        default="2",
+        metavar="N|NAME=SIZE,...",
+        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: besides, a"
+        " scale of a 64th each), or names and sizes (default 2)",
+    )
+    add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
+    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead of generated load")
+    add("--step", type=int, default=0, help="of the trace (default 0)")
+    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--mode", choices=[*ALL_MODES, "all"], default="all", help="(default all)")
+    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
+    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add("-c", "--check", action="store_true", help="check every iteration, not just the last")
+    add("--seed", type=int, default=1, help="of load and payload (default 1)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    return parser
+
+
+def _add_replicate(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        "replicate",
+        help="copy the experts of a plan into slots",
+        description="Time replicate_experts against batch_isend_irecv and memcpy, on one plan, with"
+        " interleaved iterations. Sizes take the suffixes K, M and G. The exit code is 1 if any"
+        " byte is wrong.",
+    )
+
+
+def make_settings(options: argparse.Namespace) -> ReplicateSettings:
+    """Check the arguments of ``replicate`` and make or read the load.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        OSError: the trace cannot be read.
+    """
+    _check_minima(options)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+    given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
+    load, source = _make_load(options, _count_ranks(options))
+    return ReplicateSettings(
+        load=load,
+        load_source=source,
+        slots=options.slots,
+        segments=parse_segments(options.segments, given, DEFAULT_EXPERT_BYTES),
+        modes=ALL_MODES if options.mode == "all" else (options.mode,),
+        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        iters=options.iters,
+        warmup=options.warmup,
+        check=options.check,
+        json=options.json,
+        seed=options.seed,
+    )
+
+
+def _check_minima(options: argparse.Namespace) -> None:
+    minima = {"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
+    for name, least in minima.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InvalidArgumentError(f"--{name} is {value}; expected at least {least}")
+
+
+def _count_ranks(options: argparse.Namespace) -> int:
+    launched = launched_ranks()
+    if launched is None:
+        return DEFAULT_RANKS if options.ranks is None else int(options.ranks)
+    if options.ranks not in (None, launched):
+        raise InvalidArgumentError(
+            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
+        )
+    return launched
+
+
+def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
+    if options.trace is None:
+        imbalance = options.imbalance
+        if imbalance is None:
+            imbalance = max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))
+        load = generate_load(
+            num_ranks=num_ranks,
+            num_experts=max(DEFAULT_EXPERTS, num_ranks)
+            if options.experts is None
+            else options.experts,
+            imbalance=imbalance,
+            num_tokens=num_ranks * options.tokens * GENERATED_TOPK,
+            seed=options.seed,
+        )
+        return load, f"generated, seed {options.seed}"
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
+    load = load_trace(
+        options.trace,
+        num_ranks=num_ranks,
+        step=options.step,
+        layer=options.layer,
+        tokens_per_rank=options.tokens,
+    )
+    if options.experts not in (None, load.shape[1]):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {load.shape[1]}; leave it out"
+        )
+    return load, f"{options.trace.name}, step {options.step}, layer {options.layer}"

@@ -1,0 +1,111 @@
+"""Bytes that prove themselves: a hash of (seed, epoch, expert, segment, offset).
+
+A word of 8 bytes is ``T(seed, segment, offset) xor K(seed, epoch, expert, segment)``, both terms by
+SplitMix64. T is computed once per process, so that filling and checking cost one pass over
+memory. K is a bijection of the epoch, so every word of one epoch differs from that of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Word: TypeAlias = np.unsignedinteger[Any]
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_CHUNK = 1 << 15  # words; small enough to stay in a cache
+SENTINEL = 0xA5
+
+
+def mix(value: int) -> int:
+    """Return SplitMix64's output function of a 64-bit integer: a bijection."""
+    value = (value ^ (value >> 30)) * _FACTORS[0] & _MASK
+    value = (value ^ (value >> 27)) * _FACTORS[1] & _MASK
+    return value ^ (value >> 31)
+
+
+def chain(*values: int) -> int:
+    """Return a hash of integers, in their order; a bijection of the last."""
+    state = 0
+    for value in values:
+        state = mix((state + _GOLDEN + value) & _MASK)
+    return state
+
+
+def _table(seed: int, segment: int, num_words: int) -> NDArray[np.uint64]:
+    words = np.arange(num_words, dtype=np.uint64)
+    start = np.uint64(chain(seed, segment))
+    for i in range(0, num_words, _CHUNK):  # `mix`, in place
+        part = words[i : i + _CHUNK]
+        part *= np.uint64(_GOLDEN)
+        part += start
+        for shift, factor in zip((30, 27), _FACTORS, strict=True):
+            part ^= part >> np.uint64(shift)
+            part *= np.uint64(factor)
+        part ^= part >> np.uint64(31)
+    return words
+
+
+class Payload:
+    """What every expert's bytes must be, in every epoch."""
+
+    def __init__(self, seed: int, segment_bytes: Mapping[str, int]) -> None:
+        """Compute the tables for segments ``{name: bytes of one expert}``."""
+        self._seed = seed
+        self._index = {name: i for i, name in enumerate(segment_bytes)}
+        self._bytes = dict(segment_bytes)
+        self._tables = {
+            name: _table(seed, i, -(-segment_bytes[name] // 8)) for name, i in self._index.items()
+        }
+        self._scratch = np.empty(_CHUNK, np.uint64)
+
+    def _key(self, epoch: int, expert: int, segment: str) -> Word:
+        key: Word = np.uint64(chain(self._seed, self._index[segment], expert, epoch))
+        return key
+
+    def _tail(self, segment: str, key: Word, num_bytes: int) -> Bytes:
+        last: Bytes = (self._tables[segment][-1:] ^ key).view(np.uint8)[:num_bytes]
+        return last
+
+    def fill(self, out: Bytes, *, epoch: int, expert: int, segment: str) -> None:
+        """Write one segment of one expert to ``out``, contiguous uint8."""
+        key, whole = self._key(epoch, expert, segment), self._whole(out, segment)
+        np.bitwise_xor(self._tables[segment][: whole // 8], key, out=out[:whole].view(np.uint64))
+        if whole < out.size:
+            out[whole:] = self._tail(segment, key, out.size - whole)
+
+    def count_wrong(self, data: Bytes, *, epoch: int, expert: int, segment: str) -> int:
+        """Return how many bytes of ``data`` are not what :meth:`fill` would have written."""
+        key, whole = self._key(epoch, expert, segment), self._whole(data, segment)
+        words, table = data[:whole].view(np.uint64), self._tables[segment]
+        wrong = 0
+        for i in range(0, words.size, _CHUNK):
+            part = words[i : i + _CHUNK]
+            difference = self._scratch[: part.size]
+            np.bitwise_xor(table[i : i + part.size], key, out=difference)
+            np.bitwise_xor(difference, part, out=difference)
+            if difference.any():
+                wrong += np.count_nonzero(difference.view(np.uint8))
+        if whole < data.size:
+            tail = self._tail(segment, key, data.size - whole)
+            wrong += np.count_nonzero(data[whole:] != tail)
+        return wrong
+
+    def _whole(self, data: Bytes, segment: str) -> int:
+        if data.dtype != np.uint8 or data.shape != (self._bytes[segment],):
+            raise ValueError(
+                f"segment {segment!r} is {data.dtype} {data.shape}; expected uint8"
+                f" {(self._bytes[segment],)}"
+            )
+        return data.size & ~7
+
+
+def count_disturbed(data: Bytes) -> int:
+    """Return how many bytes are not SENTINEL, which empty slots are filled with."""
+    return int(np.count_nonzero(data != SENTINEL))

@@ -1,0 +1,65 @@
+"""What one run of the replicate benchmark does. Equal on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm.work import MODES
+
+ALL_MODES = (*MODES, "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicateSettings:
+    """Checked arguments of ``replicate``.
+
+    Attributes:
+        load: int32 ``[G, E]``; its shape gives the numbers of ranks and experts.
+        load_source: where it comes from, for the header.
+        slots: replicas that a rank can hold.
+        segments: bytes of one expert, by segment.
+        modes: what is measured.
+        tile_bytes: None: the engine's default.
+        iters: measured iterations.
+        warmup: iterations before them.
+        check: verify every iteration instead of the last one.
+        json: where records go; None: nowhere.
+        seed: of load and payload.
+    """
+
+    load: NDArray[np.int32]
+    load_source: str
+    slots: int
+    segments: dict[str, int]
+    modes: tuple[str, ...] = ALL_MODES
+    tile_bytes: int | None = None
+    iters: int
+    warmup: int
+    check: bool
+    json: Path | None = None
+    seed: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Return G."""
+        return int(self.load.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return int(self.load.shape[1])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return W."""
+        return sum(self.segments.values())
+
+    @property
+    def expert(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return ``new_group``'s argument."""
+        return {name: ((size,), torch.uint8) for name, size in self.segments.items()}

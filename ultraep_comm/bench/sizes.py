@@ -1,0 +1,90 @@
+"""Sizes on the command line, and how an expert's bytes are cut into segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ultraep_comm.errors import InvalidArgumentError
+
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_ALIGN = 256  # so that stacked experts keep their alignment
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``"4096"``, ``"64K"``, ``"16M"`` or ``"1G"``; factors are 1024.
+
+    Raises:
+        InvalidArgumentError: not a positive size.
+    """
+    digits = text.strip().upper().removesuffix("B").removesuffix("I")
+    suffix = digits[-1:] if digits[-1:].isalpha() else ""
+    number = digits.removesuffix(suffix)
+    if suffix not in _SUFFIXES or not number.isdecimal() or int(number) == 0:
+        raise InvalidArgumentError(
+            f"{text!r} is not a size; expected for instance 4096, 64K or 16M"
+        )
+    return int(number) * _SUFFIXES[suffix]
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a size with the largest unit that leaves at least 1, to two places."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    return f"{num_bytes} B"
+
+
+def split_expert(expert_bytes: int, num_segments: int) -> dict[str, int]:
+    """Cut an expert into segments as models do, ``{name: bytes}``.
+
+    1: one tensor ``w``. 2: ``w13`` with two thirds and ``w2``. More: besides, one small tensor
+    (``scale0``, ...) of a 64th for each, at the cost of the other two.
+
+    Raises:
+        InvalidArgumentError: the expert is too small for so many segments.
+    """
+    if num_segments < 1 or expert_bytes < num_segments:
+        raise InvalidArgumentError(
+            f"{expert_bytes} bytes cannot be cut into {num_segments} segments; expected 1 or more"
+            " segments of at least a byte"
+        )
+    if num_segments == 1:
+        return {"w": expert_bytes}
+    small = max(1, min(expert_bytes // 64, expert_bytes // (2 * num_segments)))
+    scales = {f"scale{i}": small for i in range(num_segments - 2)}
+    rest = expert_bytes - sum(scales.values())
+    w2 = max(1, rest // 3)
+    if w2 >= _ALIGN:
+        w2 -= w2 % _ALIGN
+    return {"w13": rest - w2, "w2": w2, **scales}
+
+
+def parse_segments(text: str, expert_bytes: int | None, default_bytes: int) -> dict[str, int]:
+    """Return the segments of ``--segments``: a number, or ``name=size,name=size``.
+
+    Raises:
+        InvalidArgumentError: malformed, or the sizes do not sum to a given ``expert_bytes``.
+    """
+    if text.isdecimal():
+        return split_expert(default_bytes if expert_bytes is None else expert_bytes, int(text))
+    segments: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or not name or name in segments:
+            raise InvalidArgumentError(
+                f"--segments {text!r}: {part!r} is not name=size with a new name; expected a number"
+                " of segments, or for instance w13=10M,w2=5M"
+            )
+        segments[name] = parse_size(size)
+    total = sum(segments.values())
+    if expert_bytes is not None and total != expert_bytes:
+        raise InvalidArgumentError(
+            f"--segments {text!r} has {total} bytes, --expert-bytes says {expert_bytes}; give one"
+        )
+    return segments
+
+
+def describe_segments(segments: Mapping[str, int]) -> str:
+    """Return the total and the parts for a person."""
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in segments.items())
+    return f"{format_size(sum(segments.values()))} ({parts})"

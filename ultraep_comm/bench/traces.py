@@ -1,0 +1,121 @@
+"""Recorded routing: from an .npz file to the load ``[G, E]`` of one step and layer.
+
+Two kinds of file, told apart by the array in them:
+
+- ``counts_src`` ``[steps, layers, G, E]``: tokens by source rank and expert. Another number of
+  ranks is served by regrouping the sources: their tokens are put in a line, each source's spread
+  evenly over its stretch, and the line is cut into as many equal stretches as there are ranks. So
+  8 sources become 4 ranks by adding neighbours, and 16 ranks by halving every source.
+- ``topk`` ``[tokens, layers, k]``: the experts of every token, with ``n_experts`` (else the largest
+  id says how many). A step is a window of ``ranks * tokens_per_rank`` consecutive tokens, and each
+  rank takes its consecutive part. -1 is padding.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.errors import InvalidLoadError
+
+MAX_LOAD = 2**31 - 1
+Ints = NDArray[np.integer]
+
+
+class TraceError(InvalidLoadError):
+    """A trace file is not what this module's text describes, or has no such step or layer."""
+
+
+def load_trace(
+    path: Path, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
+) -> NDArray[np.int32]:
+    """Return the load ``[G, E]`` of one step and layer.
+
+    Args:
+        path: the file.
+        num_ranks: G.
+        step: from 0.
+        layer: from 0.
+        tokens_per_rank: length of a rank's window; counted files have their own.
+
+    Raises:
+        TraceError: as its text says.
+        OSError: the file cannot be read.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if isinstance(archive, np.ndarray):
+            raise TraceError(f"{path} is a single array; expected an .npz file")
+        with archive:
+            name = next((n for n in ("counts_src", "topk") if n in archive.files), None)
+            if name is None:
+                raise TraceError(
+                    f"{path} has the arrays {sorted(archive.files)}; expected 'counts_src'"
+                    " [steps, layers, G, E] or 'topk' [tokens, layers, k]"
+                )
+            array = archive[name]
+            num_experts = archive["n_experts"] if "n_experts" in archive.files else None
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path} is not an .npz file of plain arrays: {error}") from error
+    place = f"{path}: {name}"
+    if array.dtype.kind not in "iu" or array.ndim != {"counts_src": 4, "topk": 3}[name]:
+        raise TraceError(
+            f"{place} has shape {array.shape} and dtype {array.dtype}; expected integers"
+            " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
+        )
+    if name == "counts_src":
+        steps, layers = array.shape[:2]
+        _check_range(place, {"step": (step, steps), "layer": (layer, layers)})
+        counts = array[step, layer]
+        if counts.size == 0 or counts.min() < 0:
+            raise TraceError(f"{place} has no experts, or counts below 0")
+        counts = regroup(counts, num_ranks)
+    else:
+        window = num_ranks * tokens_per_rank
+        steps = len(array) // window
+        _check_range(place, {"step": (step, steps), "layer": (layer, array.shape[1])})
+        ids = array[step * window : (step + 1) * window, layer]
+        counts = _count(ids.reshape(num_ranks, -1), _read_experts(array, num_experts, place), place)
+    if counts.sum(axis=0).max() > MAX_LOAD:
+        raise TraceError(f"{place} has an expert with 2**31 or more tokens")
+    return np.ascontiguousarray(counts, dtype=np.int32)
+
+
+def _check_range(place: str, values: Mapping[str, tuple[int, int]]) -> None:
+    for name, (value, size) in values.items():
+        if not 0 <= value < size:
+            raise TraceError(f"{place} has {size} {name}s; {name} {value} is not one of them")
+
+
+def regroup(counts: Ints, num_ranks: int) -> NDArray[np.int64]:
+    """Return counts ``[sources, E]`` as ``[num_ranks, E]``; sums over sources stay the same."""
+    sources, num_experts = counts.shape
+    cuts = np.arange(num_ranks + 1, dtype=np.int64)[:, None]
+    pieces = np.diff(counts.astype(np.int64)[:, None] * cuts // num_ranks, axis=1)
+    line = pieces.reshape(sources * num_ranks, num_experts)
+    grouped: NDArray[np.int64] = line.reshape(num_ranks, sources, num_experts).sum(axis=1)
+    return grouped
+
+
+def _read_experts(ids: Ints, given: Ints | None, place: str) -> int:
+    if given is None:
+        return int(ids.max(initial=0)) + 1
+    if given.size != 1 or given.dtype.kind not in "iu" or given.item() < 1:
+        raise TraceError(f"{place}: n_experts is {given!r}; expected one positive integer")
+    return int(given.item())
+
+
+def _count(ids: Ints, num_experts: int, place: str) -> NDArray[np.int64]:
+    ids = ids.astype(np.int64)
+    if ids.min(initial=0) < -1 or ids.max(initial=-1) >= num_experts:
+        raise TraceError(
+            f"{place} has ids from {ids.min()} to {ids.max()}; expected [0, {num_experts}), or -1"
+        )
+    rows = [np.bincount(row[row >= 0], minlength=num_experts) for row in ids]
+    return np.stack(rows).astype(np.int64)
