@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.bound import is_chained, least_time, modelled_time
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import describe_segments, format_size
@@ -20,6 +19,7 @@ from ultraep_comm.bench.skew import rank_imbalance
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.group import HOST_TILE_BYTES
 from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import make_schedule, transfer_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +137,11 @@ def _describe_plan(settings: ReplicateSettings, plan: Plan) -> str:
         return "plan: no replicas; nothing to transfer"
     slots = plan.slot_expert
     experts = len(set(slots[slots >= 0].tolist()))
-    bound = least_time(plan)
-    chained = "; chained" if is_chained(plan) else ""
+    bound = transfer_bound(plan.slot_expert, home=plan.home)
     return (
         f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
         f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* = {bound:.4g}"
-        f" experts over one link{chained}"
+        " experts over one link"
     )
 
 
@@ -166,7 +165,7 @@ def format_results(settings: ReplicateSettings, plan: Plan, measured: Sequence[M
     *modes, p2p, memcpy = measured
     total = plan.num_replicas * settings.expert_bytes
     sizes = list(settings.segments.values())
-    bound = least_time(plan)
+    bound = transfer_bound(plan.slot_expert, home=plan.home)
     tile_bytes = settings.tile_bytes or HOST_TILE_BYTES
     rows = []
     for m in measured:
@@ -174,7 +173,14 @@ def format_results(settings: ReplicateSettings, plan: Plan, measured: Sequence[M
         relayed = f"{m.mode} ({m.chosen})" if ours and m.chosen != m.mode else m.mode
         model = math.nan
         if ours and bound:
-            model = modelled_time(plan, m.chosen, sizes, tile_bytes) / bound
+            schedule = make_schedule(
+                plan.slot_expert,
+                home=plan.home,
+                segment_bytes=sizes,
+                tile_bytes=tile_bytes,
+                mode=m.chosen,
+            )
+            model = max(schedule.max_egress, plan.max_imports) / bound
         rows.append(
             (
                 relayed,
