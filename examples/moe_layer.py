@@ -2,9 +2,9 @@
 
     python examples/moe_layer.py
 
-Each rank routes its tokens, plans, replicates the hot experts, reroutes, exchanges tokens with plain
-all-to-all, applies the experts it holds, and returns the results. The output is compared with the
-same layer computed without replicas.
+Each rank routes its tokens, plans, replicates the hot experts, reroutes, exchanges tokens with
+plain sends and receives, applies the experts it holds, and returns the results. The output is
+compared with the same layer computed without replicas.
 """
 
 from __future__ import annotations
