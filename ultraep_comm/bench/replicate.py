@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -49,10 +50,17 @@ def run(settings: ReplicateSettings) -> int:
 
 def _measure(settings: ReplicateSettings, group: Group, plan: Plan) -> list[Measurement]:
     stage = Stage(group=group, weights=group.empty_weights(), plan=plan)
-    payload = Payload(settings.seed, settings.segments)
     modes = [LibraryMode(stage, mode) for mode in settings.modes]
-    transfers: list[Transfer] = [*modes, PointToPoint(stage), PlainCopy(stage)]
-    chosen = [mode.choose() for mode in modes] + ["", ""]
+    transfers = [*modes, PointToPoint(stage), PlainCopy(stage)]
+    return measure(settings, stage, Payload(settings.seed, settings.segments), transfers)
+
+
+def measure(
+    settings: ReplicateSettings, stage: Stage, payload: Payload, transfers: Sequence[Transfer]
+) -> list[Measurement]:
+    """Time transfers of one plan, interleaved iteration by iteration. Collective."""
+    group = stage.group
+    chosen = [t.choose() if isinstance(t, LibraryMode) else "" for t in transfers]
     one_machine = len(set(group.topology.domain.tolist())) == 1
     spans = np.zeros((2, len(transfers), settings.iters), np.int64)
     wrong = torch.zeros(len(transfers), dtype=torch.int64)
