@@ -73,6 +73,8 @@ def _all_modes(rank: int, process_group: Any, num_experts: int, slots: int, opti
         (5, 11, 3, {"tile_bytes": 1 << 20}),
         (8, 13, 2, {"num_sms": 3}),
         (8, 8, 1, {}),
+        (8, 3, 2, {}),  # ranks without mains
+        (4, 6, 0, {}),  # no slots
     ],
 )
 def test_every_mode_moves_every_byte(

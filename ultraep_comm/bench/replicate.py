@@ -51,7 +51,7 @@ def run(settings: ReplicateSettings) -> int:
 def _measure(settings: ReplicateSettings, group: Group, plan: Plan) -> list[Measurement]:
     stage = Stage(group=group, weights=group.empty_weights(), plan=plan)
     modes = [LibraryMode(stage, mode) for mode in settings.modes]
-    transfers = [*modes, PointToPoint(stage), PlainCopy(stage)]
+    transfers: list[Transfer] = [*modes, PointToPoint(stage), PlainCopy(stage)]
     return measure(settings, stage, Payload(settings.seed, settings.segments), transfers)
 
 
