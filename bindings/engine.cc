@@ -77,8 +77,8 @@ void bind_engine(nb::module_& m) {
       .def_rw("peer_sockets", &EngineConfig::peer_sockets)
       .def("set_cost",
            [](EngineConfig& c, int64_t store_per_kib, int64_t load_per_kib, int64_t group,
-              int64_t hop, int64_t parallel_ranks) {
-             c.cost = {store_per_kib, load_per_kib, group, hop, parallel_ranks};
+              int64_t hop, int64_t parallel_percent) {
+             c.cost = {store_per_kib, load_per_kib, group, hop, parallel_percent};
            })
       .def("set_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
         c.bases = pointers<uint8_t>(bases);

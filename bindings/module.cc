@@ -5,5 +5,6 @@ NB_MODULE(_core, m) {
   uec::python::bind_planner(m);
   uec::python::bind_reroute(m);
   uec::python::bind_schedule(m);
+  uec::python::bind_memory(m);
   uec::python::bind_engine(m);
 }

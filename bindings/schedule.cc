@@ -42,7 +42,7 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
   require_equal("length of cost", cost.size(), 5);
   for (const int64_t constant : cost)
     if (constant < 0) reject("cost", constant, "0 or more");
-  if (cost[4] < 1) reject("cost[4], parallel_ranks,", cost[4], "at least 1");
+  if (cost[4] < 1) reject("cost[4], parallel_percent,", cost[4], "at least 1");
 }
 
 // The schedule of a plan as plain lists, for tests and models. The engines build their own.

@@ -110,6 +110,9 @@ def make_schedule(
 def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:
     """Count routed ids. `ids` and `counts` are addresses; returns a bad id's position, else -1."""
 
+def map_shared(fd: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Map shared memory, pages populated; unmapped with the array. Raises OSError."""
+
 class EngineConfig:
     """See `EngineConfig` in src/host/engine.hpp."""
 
@@ -127,7 +130,7 @@ class EngineConfig:
     peer_sockets: list[int]
     def __init__(self) -> None: ...
     def set_cost(
-        self, store_per_kib: int, load_per_kib: int, group: int, hop: int, parallel_ranks: int
+        self, store_per_kib: int, load_per_kib: int, group: int, hop: int, parallel_percent: int
     ) -> None: ...
     def set_bases(self, bases: list[int]) -> None: ...
 

@@ -7,11 +7,13 @@ namespace uec {
 
 // Rank 0's constants, the same on every rank, so that all choose alike. Times in picoseconds.
 struct CostModel {
-  int64_t store_per_kib = 0;   // storing to a peer
-  int64_t load_per_kib = 0;    // reading a source that is not in a cache
-  int64_t group = 0;           // flagging one group, waking its waiter
-  int64_t hop = 0;             // from a publish to the peer's next store
-  int64_t parallel_ranks = 1;  // ranks that move bytes at the same time: cores, or all on a device
+  int64_t store_per_kib = 0;  // storing to a peer
+  int64_t load_per_kib = 0;   // reading a source that is not in a cache
+  int64_t group = 0;          // flagging one group, waking its waiter
+  int64_t hop = 0;            // from a publish to the peer's next store
+  // What all ranks move together over what one moves alone, in percent: 100 where they share one
+  // core, less than cores * 100 where memory is the limit, num_ranks * 100 on a rack.
+  int64_t parallel_percent = 100;
 };
 
 // Modelled time of one mode, in picoseconds. A rank is busy with what it sends and reads, or with
@@ -38,8 +40,8 @@ UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, con
   }
   const int64_t alone = max64(busiest * (store + load / max64(shape.max_fanout, 1)) / kEgressUnit,
                               shape.max_imports * store);
-  const int64_t together = (stores * store / kEgressUnit + loads + flags) /
-                           max64(min64(cost.parallel_ranks, t.num_ranks), 1);
+  const int64_t percent = max64(min64(cost.parallel_percent, int64_t{100} * t.num_ranks), 1);
+  const int64_t together = (stores * store / kEgressUnit + loads + flags) / percent * 100;
   const int64_t hops = s.mode == Mode::kDirect ? 1 : 2;
   return max64(alone, together) + hops * cost.hop;
 }

@@ -187,7 +187,7 @@ def test_reroute_says_what_is_wrong() -> None:
     _close([group])
 
 
-# ---- what a group leaves behind -------------------------------------------------------------------
+# ---- what a group leaves behind --------------------------------------------------------------
 
 
 def _open_and_close(rank: int, process_group: Any, count: int) -> Any:
@@ -246,7 +246,7 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
         assert flags <= 1 << 20
 
 
-# ---- several machines ------------------------------------------------------------------------------
+# ---- several machines ------------------------------------------------------------------------
 
 
 def _two_machines(rank: int, process_group: Any) -> Any:
@@ -268,8 +268,8 @@ def _two_machines(rank: int, process_group: Any) -> Any:
     uec.replicate_experts(weights, plan, group=group)
     wrong = wrong_bytes(group, plan, 1)
     across = torch.tensor([[4], [-1], [-1], [-1]])
+    crossing = uec.Plan.from_slots(across, num_experts=8)
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
-        crossing = uec.Plan.from_slots(across, num_experts=8)
         uec.replicate_experts(weights, crossing, group=group)
     group.close()
     return wrong, group.topology.domain.tolist(), load.tolist(), plan.slot_expert.tolist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,8 @@ def _all_modes(rank: int, process_group: Any, num_experts: int, slots: int, opti
         (5, 11, 3, {"tile_bytes": 1 << 20}),
         (8, 13, 2, {"num_sms": 3}),
         (8, 8, 1, {}),
+        (8, 3, 2, {}),  # ranks without mains
+        (4, 6, 0, {}),  # no slots
     ],
 )
 def test_every_mode_moves_every_byte(
@@ -320,3 +324,40 @@ def test_replicas_stay_inside_their_domain(ranks: RankPool) -> None:
     for wrong, slots in ranks.run(4, _domains):
         assert wrong == 0
         assert slots == [[-1], [0], [-1], [4]]
+
+
+# ---- recorded routing -----------------------------------------------------------------------
+
+
+def _trace(rank: int, process_group: Any, folder: str) -> Any:
+    """Layers of the gpt-oss trace: 32 experts, 8 sources regrouped to this number of ranks."""
+    counts = np.load(Path(folder) / "gptoss20b_counts_G8_tok4096_topic.npz", allow_pickle=False)
+    loads = counts["counts_src"]
+    wrong, replicas, before, after = 0, 0, [], []
+    expert = {"w13": Segment((96, 40), torch.bfloat16), "w2": Segment((40, 49), torch.bfloat16)}
+    with _group(process_group, loads.shape[-1], 2, expert=expert) as group:
+        weights = group.empty_weights()
+        epoch = 0
+        for step, layer in itertools.product(range(0, loads.shape[0], 2), range(0, 24, 5)):
+            load = loads[step, layer].reshape(group.num_ranks, -1, 32).sum(axis=1)
+            plan = uec.plan_replicas(torch.from_numpy(load.astype(np.int32)), group=group)
+            homes = load.sum(axis=0).reshape(group.num_ranks, -1).sum(axis=1)
+            before.append(homes.max() / homes.mean())
+            after.append(plan.imbalance)
+            replicas += plan.num_replicas
+            for mode in MODES:
+                epoch += 1
+                fill_weights(group, weights, epoch)
+                clear_slots(group)
+                uec.replicate_experts(weights, plan, group=group, mode=mode)
+                wrong += wrong_bytes(group, plan, epoch)
+    return wrong, replicas, float(np.mean(before)), float(np.mean(after))
+
+
+@pytest.mark.trace
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_recorded_routing_replicates(ranks: RankPool, traces_dir: Path, num_ranks: int) -> None:
+    for wrong, replicas, before, after in ranks.run(num_ranks, _trace, str(traces_dir)):
+        assert wrong == 0
+        assert replicas > 0
+        assert after < 1.03 < before

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.bound import is_chained, least_time, modelled_time
-from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.report import Measurement, format_header, format_results, write_json
 from ultraep_comm.bench.settings import ReplicateSettings
-from ultraep_comm.bench.sizes import describe_segments, format_size
-from ultraep_comm.bench.skew import rank_imbalance
-from ultraep_comm.bench.table import format_table
 from ultraep_comm.bench.transfers import LibraryMode, PlainCopy, PointToPoint, Stage, Transfer
-from ultraep_comm.group import HOST_TILE_BYTES, Group, new_group
+from ultraep_comm.group import Group, new_group
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas
 
 # Ranks of one machine start together this long after the last of them was ready: enough for all
 # to have left the barrier.
 _LINE_UP_NS = 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One transfer's figures over all ranks.
-
-    Attributes:
-        mode: as asked for.
-        chosen: what the library made of it.
-        times: int64 ``[iters]`` nanoseconds.
-        wrong_bytes: over all ranks and all checked iterations.
-    """
-
-    mode: str
-    chosen: str
-    times: NDArray[np.int64]
-    wrong_bytes: int
-
-    def time_us(self, percentile: float) -> float:
-        """Return a percentile of the iteration times in microseconds."""
-        return float(np.percentile(self.times, percentile)) / 1e3
 
 
 def run(settings: ReplicateSettings) -> int:
@@ -69,30 +39,37 @@ def run(settings: ReplicateSettings) -> int:
     ) as group:
         plan = plan_replicas(torch.from_numpy(settings.load), group=group)
         if group.rank == 0:
-            print(_header(settings, plan), flush=True)
+            print(format_header(settings, plan), flush=True)
         measured = _measure(settings, group, plan)
         if group.rank == 0:
-            print(_table(settings, plan, measured), flush=True)
+            print(format_results(settings, plan, measured), flush=True)
             if settings.json is not None:
-                _write_json(settings.json, settings, plan, measured)
+                write_json(settings.json, settings, plan, measured)
     return 1 if any(m.wrong_bytes for m in measured) else 0
 
 
 def _measure(settings: ReplicateSettings, group: Group, plan: Plan) -> list[Measurement]:
     stage = Stage(group=group, weights=group.empty_weights(), plan=plan)
-    payload = Payload(settings.seed, settings.segments)
     modes = [LibraryMode(stage, mode) for mode in settings.modes]
     transfers: list[Transfer] = [*modes, PointToPoint(stage), PlainCopy(stage)]
-    chosen = [mode.choose() for mode in modes] + ["", ""]
+    return measure(settings, stage, Payload(settings.seed, settings.segments), transfers)
+
+
+def measure(
+    settings: ReplicateSettings, stage: Stage, payload: Payload, transfers: Sequence[Transfer]
+) -> list[Measurement]:
+    """Time transfers of one plan, interleaved iteration by iteration. Collective."""
+    group = stage.group
+    chosen = [t.choose() if isinstance(t, LibraryMode) else "" for t in transfers]
     one_machine = len(set(group.topology.domain.tolist())) == 1
     spans = np.zeros((2, len(transfers), settings.iters), np.int64)
     wrong = torch.zeros(len(transfers), dtype=torch.int64)
+    shuffle = np.random.default_rng(settings.seed)
     epoch = 0
     for i in range(-settings.warmup, settings.iters):
         _show_progress(group.rank, i, settings)
-        # Every transfer follows every other one equally often.
-        order = [(i + j) % len(transfers) for j in range(len(transfers))]
-        for t in order:
+        # Shuffled, alike on all ranks: what a transfer leaves in caches falls to no fixed other.
+        for t in shuffle.permutation(len(transfers)):
             epoch += 1
             stage.fill(payload, epoch)
             _line_up(one_machine)
@@ -142,153 +119,3 @@ def _show_progress(rank: int, iteration: int, settings: ReplicateSettings) -> No
         print(
             f"\r{text:<40}\r" if not last else f"\r{'':<40}\r", end="", file=sys.stderr, flush=True
         )
-
-
-# ---- results ----------------------------------------------------------------------------------
-
-
-def _ratio(ours: Measurement, other: Measurement) -> float:
-    """Return the median over iterations of the other's time over ours."""
-    return float(np.median(other.times / np.maximum(ours.times, 1)))
-
-
-def _rate(num_bytes: float, time_us: float) -> float:
-    return num_bytes / time_us / 1e3 if time_us else 0.0
-
-
-def _critical_bytes(settings: ReplicateSettings, plan: Plan) -> int:
-    return max(plan.max_exports, plan.max_imports) * settings.expert_bytes
-
-
-def make_records(
-    settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]
-) -> list[dict[str, Any]]:
-    """Return one JSON record for each mode of the library; the last two measured are baselines."""
-    *modes, p2p, memcpy = measured
-    total = plan.num_replicas * settings.expert_bytes
-    records = []
-    for m in modes:
-        p50 = m.time_us(50)
-        records.append(
-            {
-                "op": "replicate",
-                "mode": m.mode,
-                "ranks": settings.num_ranks,
-                "experts": settings.num_experts,
-                "slots": settings.slots,
-                "expert_bytes": settings.expert_bytes,
-                "replicas": plan.num_replicas,
-                "imbalance_before": _imbalance_before(settings),
-                "imbalance_after": plan.imbalance,
-                "time_us": {"p50": p50, "p99": m.time_us(99), "max": m.time_us(100)},
-                "algbw_gbps": _rate(total, p50),
-                "critical_gbps": _rate(_critical_bytes(settings, plan), p50),
-                "wrong_bytes": m.wrong_bytes,
-                "over_memcpy": _ratio(m, memcpy),
-                "p2p_time_us": p2p.time_us(50),
-                "speedup_over_p2p": _ratio(m, p2p),
-            }
-        )
-    return records
-
-
-def _imbalance_before(settings: ReplicateSettings) -> float:
-    return rank_imbalance(settings.load.sum(axis=0, dtype=np.int64), settings.num_ranks)
-
-
-def _write_json(
-    path: Path, settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]
-) -> None:
-    document = {
-        "records": make_records(settings, plan, measured),
-        "machine": describe_machine(),
-        "commit": find_commit(),
-        "settings": {
-            "load": settings.load_source,
-            "segments": settings.segments,
-            "tile_bytes": settings.tile_bytes,
-            "iters": settings.iters,
-            "warmup": settings.warmup,
-            "check": settings.check,
-            "seed": settings.seed,
-        },
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def _header(settings: ReplicateSettings, plan: Plan) -> str:
-    machine = describe_machine()
-    memory = format_size(int(machine["memory_bytes"]))
-    lines = [
-        f"ultraep_comm {machine['ultraep_comm']}, commit {find_commit()}: replicate",
-        f"machine: {machine['cpu']}, {machine['cores']} cores, {memory}, {machine['kernel']};"
-        f" Python {machine['python']}, torch {machine['torch']}",
-        f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
-        f" expert {describe_segments(settings.segments)}",
-        f"load: {settings.load_source}; imbalance {_imbalance_before(settings):.3f} before,"
-        f" {plan.imbalance:.3f} after",
-        _describe_plan(settings, plan),
-        f"{settings.iters} iterations after {settings.warmup}, interleaved; checked:"
-        f" {'every one' if settings.check else 'the last one'}",
-    ]
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def _describe_plan(settings: ReplicateSettings, plan: Plan) -> str:
-    if plan.num_replicas == 0:
-        return "plan: no replicas; nothing to transfer"
-    slots = plan.slot_expert
-    experts = len(set(slots[slots >= 0].tolist()))
-    bound = least_time(plan)
-    chained = "; chained" if is_chained(plan) else ""
-    return (
-        f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
-        f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* = {bound:.4g}"
-        f" experts over one link{chained}"
-    )
-
-
-_COLUMNS = {
-    "mode": "",
-    "replicas": "",
-    "bytes": "(B)",
-    "time p50": "(us)",
-    "max": "(us)",
-    "algbw": "(GB/s)",
-    "critbw": "(GB/s)",
-    "model": "/T*",
-    "memcpy": "/time",
-    "p2p": "/time",
-    "#wrong": "(B)",
-}
-
-
-def _table(settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]) -> str:
-    *modes, p2p, memcpy = measured
-    total = plan.num_replicas * settings.expert_bytes
-    sizes = list(settings.segments.values())
-    bound = least_time(plan)
-    tile_bytes = settings.tile_bytes or HOST_TILE_BYTES
-    rows = []
-    for m in measured:
-        p50, ours = m.time_us(50), m in modes
-        relayed = f"{m.mode} ({m.chosen})" if ours and m.chosen != m.mode else m.mode
-        model = math.nan
-        if ours and bound:
-            model = modelled_time(plan, m.chosen, sizes, tile_bytes) / bound
-        rows.append(
-            (
-                relayed,
-                str(plan.num_replicas),
-                str(total),
-                f"{p50:.1f}",
-                f"{m.time_us(100):.1f}",
-                f"{_rate(total, p50):.2f}",
-                f"{_rate(_critical_bytes(settings, plan), p50):.2f}",
-                "-" if math.isnan(model) else f"{model:.3f}",
-                f"{_ratio(m, memcpy):.2f}" if ours else "-",
-                f"{_ratio(m, p2p):.2f}" if ours else "-",
-                str(m.wrong_bytes),
-            )
-        )
-    return format_table([list(_COLUMNS), list(_COLUMNS.values())], rows)

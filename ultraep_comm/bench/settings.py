@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.work import MODES
+from ultraep_comm.schedule import MODES
 
 ALL_MODES = (*MODES, "auto")
 

@@ -13,7 +13,7 @@ from ultraep_comm.errors import BootstrapError
 
 MAGIC = b"UEPCOMM1"
 DEFAULT_TIMEOUT = 1800.0
-_RECORD = struct.Struct("<8sI Q 32s 16s i I 5q 64s")  # see Hello
+_RECORD = struct.Struct("<8sI Q 32s 16s i I 5q 256s")  # see Hello
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Hello:
 
     def pack(self) -> bytes:
         """Return the record's bytes."""
-        text = self.error.encode()[:64]
+        text = self.error.encode()[:256]
         return _RECORD.pack(
             MAGIC,
             1,
@@ -59,7 +59,7 @@ class Hello:
             BootstrapError: it is not one of this version.
         """
         magic, version, digest, machine, token, pid, length, *rest = _RECORD.unpack(data)
-        if magic != MAGIC or version != 1 or length > 64:
+        if magic != MAGIC or version != 1 or length > 256:
             raise BootstrapError(
                 f"rank {rank} sent a record of another version of ultraep_comm; install the same"
                 " version everywhere, and call new_group on every rank at the same point"

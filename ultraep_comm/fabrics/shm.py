@@ -8,7 +8,6 @@ their end-of-file is how a peer's death is noticed at once.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import socket
@@ -17,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting
@@ -77,14 +78,6 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
             f" ({error.strerror}); {hint}"
         ) from error
     return fd
-
-
-def _map(fd: int, num_bytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _address(mapping: mmap.mmap) -> int:
-    return int(np.frombuffer(mapping, np.uint8, count=1).ctypes.data)
 
 
 class ShmFabric:
@@ -183,10 +176,10 @@ class ShmFabric:
         except OutOfSharedMemoryError as out_of_memory:
             error = out_of_memory
         self._meeting.agree(error)  # nobody waits for the descriptor of a rank without memory
-        mappings: list[mmap.mmap | None] = [None] * len(self._sockets)
+        mappings: list[NDArray[np.uint8] | None] = [None] * len(self._sockets)
         failure: Exception | None = None
         try:
-            mappings[self._rank] = _map(fd, num_bytes)
+            mappings[self._rank] = _core.map_shared(fd, num_bytes)
             self._exchange(fd, num_bytes, mappings)
         except (OSError, BootstrapError) as trouble:
             self.close()  # peers that still wait for us see the end of the connection
@@ -197,19 +190,19 @@ class ShmFabric:
         own = mappings[self._rank]
         assert own is not None
         return SharedRegion(
-            bases=[0 if m is None else _address(m) for m in mappings],
-            local=torch.frombuffer(own, dtype=torch.uint8),
+            bases=[0 if m is None else m.ctypes.data for m in mappings],
+            local=torch.from_numpy(own),
             keep=tuple(mappings),
         )
 
-    def _exchange(self, fd: int, num_bytes: int, mappings: list[mmap.mmap | None]) -> None:
+    def _exchange(self, fd: int, num_bytes: int, mappings: list[NDArray[np.uint8] | None]) -> None:
         peers = [(r, s) for r, s in enumerate(self._sockets) if s is not None]
         for _, connection in peers:
             socket.send_fds(connection, [b"M"], [fd])
         for peer, connection in peers:
             mappings[peer] = self._map_peer(connection, peer, num_bytes)
 
-    def _map_peer(self, connection: socket.socket, peer: int, num_bytes: int) -> mmap.mmap:
+    def _map_peer(self, connection: socket.socket, peer: int, num_bytes: int) -> NDArray[np.uint8]:
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if len(fds) != 1:
             raise BootstrapError(f"rank {self._rank}: rank {peer} ended while memory was exchanged")
@@ -221,7 +214,7 @@ class ShmFabric:
                     f"rank {self._rank}: rank {peer} passed {status.st_size} bytes of user"
                     f" {status.st_uid}; expected {num_bytes} sealed bytes of user {os.getuid()}"
                 )
-            return _map(fds[0], num_bytes)
+            return _core.map_shared(fds[0], num_bytes)
         finally:
             os.close(fds[0])
 

@@ -1,0 +1,37 @@
+#include <nanobind/ndarray.h>
+#include <sys/mman.h>
+
+#include "bind.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+struct Mapping {
+  void* address;
+  size_t num_bytes;
+};
+
+// Unlike mmap.mmap it keeps no descriptor: a group maps every peer's memory, region by region.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> map_shared(int fd, size_t num_bytes) {
+  void* const address =
+      mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (address == MAP_FAILED) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  const nb::capsule owner(new Mapping{address, num_bytes}, [](void* p) noexcept {
+    const auto* mapping = static_cast<Mapping*>(p);
+    munmap(mapping->address, mapping->num_bytes);
+    delete mapping;
+  });
+  return {address, {num_bytes}, owner};
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) { m.def("map_shared", &map_shared, "fd"_a, "num_bytes"_a); }
+
+}  // namespace uec::python
