@@ -19,10 +19,10 @@ from ultraep_comm.errors import (
 from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
-from ultraep_comm.work import Work
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
+    from ultraep_comm.work import Work
 
 # In the order of `enum class PlanFault` in src/core/validate.hpp.
 _PLAN_FAULTS = (
@@ -60,7 +60,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
         dist.all_gather(list(table), counts, group=group._meeting.group)
         return table
     epoch = group._engine.gather(counts.data_ptr(), table.data_ptr())
-    Work(group, epoch, "gather_load", "", (counts, table)).wait()
+    group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
 
 
@@ -130,7 +130,7 @@ def replicate_experts(
         bound.region,
         async_op,
     )
-    work = Work(group, epoch, "replicate_experts", MODES[chosen], (bound, plan))
+    work = group._submitted(epoch, (bound, plan), "replicate_experts", MODES[chosen])
     if async_op:
         return work
     work.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -29,6 +30,7 @@ from ultraep_comm.fabrics.shm import ShmFabric, machine_id
 from ultraep_comm.reports import error_from
 from ultraep_comm.segments import BoundWeights, Segment, Weights, bind_weights, make_segments
 from ultraep_comm.topology import IntsLike, Topology
+from ultraep_comm.work import Work
 
 # The host engine's unit: a flag group is then one tile, and a copy is long enough to stream.
 HOST_TILE_BYTES = 64 << 10
@@ -142,6 +144,7 @@ class Group:
         self._regions: list[object] = []
         self._region_of: dict[int, int] = {}
         self._selections: dict[tuple[str, ...] | None, np.ndarray] = {}
+        self._in_flight: deque[tuple[int, tuple[object, ...]]] = deque()
         self._state = "open"
         self.num_mains = self._layout.num_mains[rank]
         self.slots = self._views(
@@ -287,6 +290,17 @@ class Group:
         )
         raise error from (self._failure(failed, "a call") if failed else None)
 
+    def _submitted(self, epoch: int, keep: tuple[object, ...], operation: str, mode: str) -> Work:
+        """Return the handle of a call; ``keep`` lives until it has finished, waited for or not."""
+        while (
+            self._in_flight
+            and self._engine.failed_epoch() == 0
+            and self._engine.is_completed(self._in_flight[0][0])
+        ):
+            self._in_flight.popleft()
+        self._in_flight.append((epoch, keep))
+        return Work(self, epoch, operation, mode)
+
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
         failed = self._engine.failed_epoch()
         if failed != 0 and failed < epoch:
@@ -301,7 +315,7 @@ class Group:
         """Tell the peers when this rank's own input is bad, so that none waits for it."""
         try:
             yield
-        except InvalidArgumentError:
+        except Exception:
             self._engine.reject()
             raise
 
@@ -325,6 +339,7 @@ class Group:
             return
         self._state = "closed"
         peer = self._engine.close()
+        self._in_flight.clear()
         self._fabric.close()
         if peer >= 0:
             raise PlanMismatchError(

@@ -20,14 +20,11 @@ class Work:
         mode: the transfer mode that was chosen.
     """
 
-    def __init__(
-        self, group: Group, epoch: int, operation: str, mode: str, keep: tuple[object, ...]
-    ) -> None:
+    def __init__(self, group: Group, epoch: int, operation: str, mode: str) -> None:
         self.mode = mode
         self._group = group
         self._epoch = epoch
         self._operation = operation
-        self._keep: tuple[object, ...] = keep  # tensors that the engine reads
 
     def wait(self) -> None:
         """Block until the call has finished.
@@ -35,11 +32,8 @@ class Work:
         Raises:
             TransferError: it failed; the subclass and the text say how.
         """
-        if self._group._engine.wait(self._epoch):
-            self._keep = ()
-            return
-        self._keep = ()
-        raise self._group._failure(self._epoch, self._operation)
+        if not self._group._engine.wait(self._epoch):
+            raise self._group._failure(self._epoch, self._operation)
 
     def synchronize(self) -> None:
         """Block until the call has finished: on the host engine the same as :meth:`wait`."""

@@ -267,7 +267,11 @@ bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
       run_next(interrupted);
     }
   }
-  return failed_.load() == 0 || failed_.load() > epoch;
+  if (failed_.load() == 0 || failed_.load() > epoch) return true;
+  // The failure is known before the call's last worker has put down its tile: only when the call
+  // has left the engine does nobody here read the caller's weights any more.
+  const std::lock_guard running(run_mutex_);
+  return false;
 }
 
 Report Engine::report() const {
@@ -385,6 +389,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
       break;
     }
     if (step != Step::kBlocked) {
+      if (worker_failed_.load(std::memory_order_relaxed)) return false;
       backoff.reset();
       waiting = false;
       continue;

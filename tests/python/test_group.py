@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,26 @@ def test_auto_pulls_only_what_peers_can_address() -> None:
     assert run(own) <= {"push", "direct"}
     assert run(shared) <= {"pull", "direct"}
     _close(groups)
+
+
+def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
+    groups = _groups(2)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    alive = []
+    for group in groups:
+        weights = make_weights(group)
+        alive.append(weakref.ref(weights["w"]))
+        if group.rank == 0:
+            uec.replicate_experts(weights, plan, group=group, async_op=True)
+            del weights
+            gc.collect()
+            assert alive[0]() is not None  # rank 1 has not called yet, so it is still read
+        else:
+            uec.replicate_experts(weights, plan, group=group)
+    _close(groups)
+    del weights
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
 
 
 def test_sync_calls_from_one_thread_per_rank() -> None:
