@@ -29,7 +29,7 @@ from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.transfers import LibraryMode, Stage
-from ultraep_comm.group import new_group
+from ultraep_comm.creation import new_group
 from ultraep_comm.planning import plan_replicas
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.collectives import gather_load, replicate_experts
-from ultraep_comm.group import new_group
+from ultraep_comm.creation import new_group
 from ultraep_comm.plan import Plan
 
 

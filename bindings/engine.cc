@@ -103,6 +103,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("piece", [](const host::Report& r) { return r.wait.piece; })
       .def_prop_ro("seen", [](const host::Report& r) { return r.wait.seen; })
       .def_prop_ro("expected", [](const host::Report& r) { return r.wait.expected; })
+      .def_ro("aborter", &host::Report::aborter)
       .def_ro("root", &host::Report::root)
       .def_ro("epoch", &host::Report::epoch)
       .def_ro("seconds", &host::Report::seconds)

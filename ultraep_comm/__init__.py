@@ -5,7 +5,8 @@ Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
 
 from ultraep_comm import errors
 from ultraep_comm.collectives import gather_load, replicate_experts
-from ultraep_comm.group import Group, new_group, new_loopback_groups
+from ultraep_comm.creation import new_group, new_loopback_groups
+from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas, reroute
 from ultraep_comm.segments import BoundWeights, Segment

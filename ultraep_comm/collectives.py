@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,6 +16,7 @@ from ultraep_comm.errors import (
     InvalidWeightsError,
 )
 from ultraep_comm.plan import Plan
+from ultraep_comm.planning import check_ids, check_plan_fits
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
@@ -65,11 +65,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
 
 
 def _count(topk_ids: torch.Tensor, counts: torch.Tensor, rank: int) -> None:
-    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
-        raise InvalidLoadError(
-            f"rank {rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32 or"
-            " int64 on cpu"
-        )
+    check_ids(topk_ids, rank)
     ids = topk_ids.contiguous()
     num_experts = counts.numel()
     bad = _core.count_experts(
@@ -153,31 +149,10 @@ def _mode_id(mode: str, bound: BoundWeights, group: Group) -> int:
 
 
 def _check_plan(plan: Plan, group: Group) -> None:
-    t = group.topology
-    if not isinstance(plan, Plan):
-        raise InvalidPlanError(
-            f"rank {group.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
-            " from Plan.from_slots"
-        )
-    slots = plan.slot_expert
-    if tuple(slots.shape) != (t.num_ranks, t.slots_per_rank) or plan.num_experts != t.num_experts:
-        raise InvalidPlanError(
-            f"rank {group.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank}"
-            f" slots and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
-            f" {t.num_experts}"
-        )
-    if slots.dtype != torch.int32 or slots.device.type != "cpu" or not slots.is_contiguous():
-        raise InvalidPlanError(
-            f"rank {group.rank}: slot_expert is {slots.dtype} on {slots.device}; expected"
-            " contiguous int32 on cpu"
-        )
-    if not np.array_equal(plan.home.numpy(), t.home):
-        raise InvalidPlanError(
-            f"rank {group.rank}: the plan's home map is not the group's; pass home= to both"
-        )
-    fault, rank, slot, expert = group._engine.check(slots.data_ptr())
+    check_plan_fits(plan, group)
+    fault, rank, slot, expert = group._engine.check(plan.slot_expert.data_ptr())
     if fault:
-        text = _PLAN_FAULTS[fault].format(num_experts=t.num_experts)
+        text = _PLAN_FAULTS[fault].format(num_experts=plan.num_experts)
         raise InvalidPlanError(
             f"rank {group.rank}: slot {slot} of rank {rank} holds expert {expert}: {text}"
         )

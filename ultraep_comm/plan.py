@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.topology import IntsLike, contiguous_home
+from ultraep_comm.topology import IntsLike, as_int, contiguous_home
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +32,34 @@ class Plan:
     home_quota: torch.Tensor | None = None
     load: torch.Tensor | None = None
     domains: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        slots = self._field("slot_expert", 2)
+        num_ranks, num_slots = slots.shape
+        (num_experts,) = self._field("home", 1).shape
+        if num_ranks == 0 or num_experts == 0:
+            raise InvalidPlanError("a plan needs at least one rank and one expert")
+        shapes = {
+            "slot_quota": (num_ranks, num_slots),
+            "home_quota": (num_experts,),
+            "load": (num_ranks, num_experts),
+            "domains": (num_ranks,),
+        }
+        for name, shape in shapes.items():
+            if getattr(self, name) is not None:
+                _shaped(self._field(name, len(shape)), name, shape)
+
+    def _field(self, name: str, dims: int) -> torch.Tensor:
+        value = getattr(self, name)
+        if not isinstance(value, torch.Tensor):
+            raise InvalidPlanError(f"{name} is a {type(value).__name__}; expected a tensor")
+        if value.dtype != torch.int32 or value.dim() != dims or not value.is_contiguous():
+            raise InvalidPlanError(
+                f"{name} has shape {tuple(value.shape)}, dtype {value.dtype} and strides"
+                f" {value.stride()}; expected {dims} dimensions, contiguous int32. from_slots"
+                " converts"
+            )
+        return value
 
     @classmethod
     def from_slots(
@@ -63,8 +91,9 @@ class Plan:
                 home, twice on a rank, or outside its domain; quotas are negative, on empty slots,
                 or do not sum to the load.
         """
+        num_experts = as_int(num_experts, "num_experts")
         slots = _ints(slot_expert, "slot_expert")
-        if slots.ndim != 2:
+        if slots.ndim != 2 or slots.shape[0] == 0:
             raise InvalidPlanError(
                 f"slot_expert has shape {tuple(slots.shape)}; expected [num_ranks, slots_per_rank]"
             )
@@ -227,12 +256,15 @@ class Plan:
 
 
 def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
-    tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidPlanError(f"{name} is no tensor of integers: {error}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
     if tensor.numel() and not torch.equal(tensor.to(torch.int32).to(tensor.dtype), tensor):
         raise InvalidPlanError(f"{name} has the value {tensor.max()}; expected 32-bit integers")
-    return tensor.to(torch.int32).contiguous()
+    return tensor.to(torch.int32, copy=True).contiguous()  # the caller may reuse its own
 
 
 def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

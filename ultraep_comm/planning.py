@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ultraep_comm import _core
@@ -47,7 +48,8 @@ def plan_replicas(
     """
     _check_load(load)
     if group is not None:
-        if not (slots_per_rank is None and num_ranks is None and home is None and domains is None):
+        constants = (slots_per_rank, num_ranks, home, domains)
+        if allow_cross_domain or any(constant is not None for constant in constants):
             raise InvalidArgumentError(
                 "plan_replicas was given a group and its constants too; expected one of them"
             )
@@ -86,11 +88,11 @@ def plan_replicas(
         raise kind(str(error)) from None
     return Plan(
         slot_expert=torch.from_numpy(slot_expert),
-        home=torch.from_numpy(topology.home),
+        home=torch.tensor(topology.home),
         slot_quota=torch.from_numpy(slot_quota),
         home_quota=torch.from_numpy(home_quota),
-        load=load.to(torch.int32).contiguous() if load.dim() == 2 else None,
-        domains=torch.from_numpy(topology.domain),
+        load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
+        domains=torch.tensor(topology.domain),
     )
 
 
@@ -102,6 +104,50 @@ def _check_load(load: torch.Tensor) -> None:
     if not integral or load.device.type != "cpu":
         raise InvalidLoadError(
             f"load is {load.dtype} on {load.device}; expected int32 or int64 on cpu"
+        )
+    if load.numel():
+        low, high = (int(bound) for bound in load.aminmax())
+        if low < 0 or high >= 2**31:
+            raise InvalidLoadError(
+                f"load has the value {low if low < 0 else high}; expected at least 0, below 2**31"
+            )
+
+
+def check_ids(topk_ids: torch.Tensor, rank: int) -> None:
+    """Raise InvalidLoadError unless ``topk_ids`` is an integer tensor on CPU."""
+    if not isinstance(topk_ids, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {rank}: topk_ids is a {type(topk_ids).__name__}; expected a tensor [T, k]"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
+        raise InvalidLoadError(
+            f"rank {rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32 or"
+            " int64 on cpu"
+        )
+
+
+def check_plan_fits(plan: Plan, group: Group) -> None:
+    """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
+    t = group.topology
+    if not isinstance(plan, Plan):
+        raise InvalidPlanError(
+            f"rank {group.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
+            " from Plan.from_slots"
+        )
+    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
+    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
+    if found != expected:
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan is for {found[0]} ranks, {found[1]} slots and {found[2]}"
+            f" experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
+        )
+    if plan.slot_expert.device.type != "cpu":
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan is on {plan.slot_expert.device}; expected cpu"
+        )
+    if not np.array_equal(plan.home.numpy(), t.home):
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan's home map is not the group's; pass home= to both"
         )
 
 
@@ -128,11 +174,8 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
             f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
             " gather_load's result, or give Plan.from_slots its quotas and load"
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
-        raise InvalidLoadError(
-            f"rank {group.rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32"
-            " or int64 on cpu"
-        )
+    check_ids(topk_ids, group.rank)
+    check_plan_fits(plan, group)
     ids = topk_ids.contiguous()
     out = torch.empty_like(ids)
     status = _core.reroute(

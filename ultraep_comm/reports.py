@@ -19,11 +19,12 @@ _FLAGS = ("call", "open", "ready", "done", "pulled", "gathered")
 
 def error_from(report: _core.Report, rank: int, operation: str) -> TransferError:
     """Return the error that ``operation`` on ``rank`` raises."""
-    peer, root = report.peer, report.root
+    root = report.root
+    peer = report.aborter if report.aborter >= 0 else report.peer
     prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
     suffix = ". Filled slots are undefined; close the group and make a new one"
     places = {"rank": rank, "peer": peer, "root": root, "epoch": report.epoch}
-    waited = f"`{_FLAGS[report.flag]}` from rank {peer}"
+    waited = f"`{_FLAGS[report.flag]}` from rank {report.peer}"
     if report.expert >= 0:
         waited += f" for expert {report.expert}"
     if report.piece >= 0:
@@ -39,9 +40,12 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
             )
         case 2:
             return PeerRejectedError(
-                f"{prefix}ended because rank {peer} rejected its own input; its error says why"
+                f"{prefix}ended because rank {root} rejected its own input; its error says why"
                 f"{suffix}",
-                **places,
+                rank=rank,
+                peer=root,
+                root=root,
+                epoch=report.epoch,
             )
         case 3:
             return PeerGoneError(
@@ -65,7 +69,7 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
             others = (
                 "every rank of the plan had called"
                 if report.all_called
-                else "not every rank of the plan had called: is one stuck or on another code path?"
+                else "not every rank of the plan had called: is one stuck or on another code path"
             )
             chain = f"The chain of waits ends at rank {root}. " if root not in (peer, -1) else ""
             return TransferTimeoutError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,21 @@ class Segment:
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidArgumentError(f"a segment's dtype is {self.dtype!r}; expected torch.dtype")
+        for name in ("shape", "strides"):
+            value = getattr(self, name)
+            if value is None and name == "strides":
+                continue
+            try:
+                numbers = tuple(operator.index(n) for n in value)
+            except TypeError:
+                raise InvalidArgumentError(
+                    f"a segment's {name} is {value!r}; expected a sequence of integers"
+                ) from None
+            object.__setattr__(self, name, numbers)
 
     @property
     def nbytes(self) -> int:
@@ -60,11 +76,21 @@ def make_segments(
     Raises:
         InvalidArgumentError: no segment, an empty one, or strides that are not dense.
     """
-    if not expert:
-        raise InvalidArgumentError("expert has no segment; expected at least one tensor")
+    if not isinstance(expert, Mapping) or not expert:
+        raise InvalidArgumentError(
+            f"expert is {expert!r}, with no segment; expected {{name: (shape, dtype)}}"
+        )
     segments = {}
     for name, value in expert.items():
-        segment = value if isinstance(value, Segment) else Segment(tuple(value[0]), value[1])
+        if isinstance(value, Segment):
+            segment = value
+        elif isinstance(value, tuple | list) and len(value) == 2:
+            shape, dtype = value
+            segment = Segment(shape, dtype)  # type: ignore[arg-type]  # which makes it a tuple
+        else:
+            raise InvalidArgumentError(
+                f"segment {name!r} is {value!r}; expected (shape, dtype) or a Segment"
+            )
         if segment.nbytes <= 0:
             raise InvalidArgumentError(
                 f"segment {name!r} has shape {segment.shape} and so no bytes; leave it out"
@@ -101,12 +127,14 @@ class BoundWeights:
         pointers: uint64 ``[num_segments, M]``; 0 in rows of segments that were not given.
         names: the segments that were given.
         region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
+        owner: identifies the group that bound them.
         tensors: keeps the memory alive.
     """
 
     pointers: Pointers
     names: frozenset[str]
     region: int = -1
+    owner: object = field(default=None, repr=False)
     tensors: tuple[object, ...] = field(default=(), repr=False)
 
 
@@ -119,6 +147,11 @@ def bind_weights(
         InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
             strides.
     """
+    if not isinstance(weights, Mapping):
+        raise InvalidWeightsError(
+            f"rank {rank}: weights is a {type(weights).__name__}; expected {{name: tensor or"
+            f" sequence of tensors}} with names from {list(segments)}"
+        )
     pointers = np.zeros((len(segments), num_mains), np.uint64)
     unknown = [name for name in weights if name not in segments]
     if unknown:
@@ -126,9 +159,9 @@ def bind_weights(
             f"rank {rank}: weights have a segment {unknown[0]!r}; expected {list(segments)}"
         )
     for i, (name, segment) in enumerate(segments.items()):
-        value = weights.get(name)
-        if value is None:
+        if name not in weights:
             continue
+        value = weights[name]
         if isinstance(value, torch.Tensor):
             pointers[i] = _stacked(value, name, segment, num_mains, rank)
         else:
@@ -188,6 +221,12 @@ def _check(
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name}] is on {tensor.device}; expected cpu, where the host"
             " engine reads it"
+        )
+    # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
+    if tensor.layout != torch.strided or tensor.data_ptr() == 0:
+        raise InvalidWeightsError(
+            f"rank {rank}: weights[{name}] is a {type(tensor).__name__} without dense memory;"
+            " expected a plain tensor, for instance from .to_local()"
         )
     if tuple(shape) != segment.shape:
         raise InvalidWeightsError(

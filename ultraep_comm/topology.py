@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,31 @@ def contiguous_home(num_experts: int, num_ranks: int) -> IntArray:
 
 
 def _as_ints(value: IntsLike, name: str, length: int) -> IntArray:
-    array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    try:
+        array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name} is no array: {error}") from None
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; expected [{length}] integers"
         )
-    return np.ascontiguousarray(array, dtype=np.int32)
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise InvalidArgumentError(f"{name} has a value beyond 32 bits")
+    copy = array.astype(np.int32)  # the caller may change its own
+    copy.setflags(write=False)
+    return copy
+
+
+def as_int(value: object, name: str) -> int:
+    """Return an integer argument as int.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is {value!r}; expected an integer") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +88,9 @@ class Topology:
             InvalidArgumentError: a count below its minimum, a map of the wrong shape, or a home
                 outside ``[0, num_ranks)``.
         """
+        num_ranks = as_int(num_ranks, "num_ranks")
+        num_experts = as_int(num_experts, "num_experts")
+        slots_per_rank = as_int(slots_per_rank, "slots_per_rank")
         minima = {"num_ranks": (num_ranks, 1), "num_experts": (num_experts, 1)}
         minima["slots_per_rank"] = (slots_per_rank, 0)
         for name, (value, least) in minima.items():

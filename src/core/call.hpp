@@ -55,6 +55,7 @@ class Finish {
   UEC_HD const Wait& wait() const { return wait_; }
 
   UEC_HD Step step() {
+    const int32_t first = next_;
     for (; next_ < call_.work.num_expected; ++next_) {
       const Expected& e = call_.work.expected[next_];
       const bool done = e.kind == Expected::kDone;
@@ -69,7 +70,8 @@ class Finish {
                -1,
                seen,
                call_.epoch.number};
-      return verdict == Verdict::kFault ? Step::kFailed : Step::kBlocked;
+      if (verdict == Verdict::kFault) return Step::kFailed;
+      return next_ > first ? Step::kProgress : Step::kBlocked;  // every wait has its own clock
     }
     return Step::kFinished;
   }

@@ -41,7 +41,7 @@ UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, con
   const int64_t alone = max64(busiest * (store + load / max64(shape.max_fanout, 1)) / kEgressUnit,
                               shape.max_imports * store);
   const int64_t percent = max64(min64(cost.parallel_percent, int64_t{100} * t.num_ranks), 1);
-  const int64_t together = (stores * store / kEgressUnit + loads + flags) / percent * 100;
+  const int64_t together = (stores / kEgressUnit * store + loads + flags) / percent * 100;
   const int64_t hops = s.mode == Mode::kDirect ? 1 : 2;
   return max64(alone, together) + hops * cost.hop;
 }

@@ -47,6 +47,7 @@ class Gather {
     }
     if (progress) return Step::kProgress;
     if (blocked) return Step::kBlocked;
+    const int32_t first = arrived_;
     for (; arrived_ < call_.num_ranks; ++arrived_) {
       uint64_t seen = 0;
       const Verdict verdict =
@@ -54,7 +55,8 @@ class Gather {
                      arrived_, call_.epoch, &fault_, &seen);
       if (verdict == Verdict::kArrived) continue;
       wait_ = {FlagKind::kGathered, arrived_, -1, -1, seen, call_.epoch.number};
-      return verdict == Verdict::kFault ? Step::kFailed : Step::kBlocked;
+      if (verdict == Verdict::kFault) return Step::kFailed;
+      return arrived_ > first ? Step::kProgress : Step::kBlocked;
     }
     return Step::kFinished;
   }

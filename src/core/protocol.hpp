@@ -136,16 +136,15 @@ UEC_HD Verdict judge_call(Memory& memory, int64_t call_offset, int32_t rank, con
                           Fault* fault) {
   const CallRecord seen{memory.observe(call_offset)};
   if (seen.word == epoch.record.word) return Verdict::kArrived;
-  const int32_t ahead = seen.ahead_of(epoch.number);
-  if (ahead < 0) {
+  if (seen.kind() == RecordKind::kRejected) {  // final, whatever its number
+    *fault = Fault::kRejected;
+  } else if (seen.kind() == RecordKind::kClosed) {
+    *fault = Fault::kClosed;
+  } else if (seen.ahead_of(epoch.number) < 0) {
     if (!memory.peer_gone(rank)) return Verdict::kWaiting;
     // It may have called and then ended; what it published before stands.
     if (memory.observe(call_offset) != seen.word) return Verdict::kWaiting;
     *fault = Fault::kGone;
-  } else if (seen.kind() == RecordKind::kRejected) {
-    *fault = Fault::kRejected;
-  } else if (seen.kind() == RecordKind::kClosed) {
-    *fault = Fault::kClosed;
   } else {
     *fault = Fault::kMismatch;
   }
@@ -163,12 +162,11 @@ UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, i
   Fault suspicion = Fault::kNone;
   const CallRecord record{memory.observe(call_offset)};
   if (record.word != epoch.record.word) {
-    const int32_t ahead = record.ahead_of(epoch.number);
-    if (ahead >= 0 && record.kind() == RecordKind::kRejected)
+    if (record.kind() == RecordKind::kRejected)
       suspicion = Fault::kRejected;
-    else if (ahead >= 0 && record.kind() == RecordKind::kClosed)
+    else if (record.kind() == RecordKind::kClosed)
       suspicion = Fault::kClosed;
-    else if (ahead >= 0)
+    else if (record.ahead_of(epoch.number) >= 0)
       suspicion = Fault::kMismatch;
   }
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;

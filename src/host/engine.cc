@@ -100,16 +100,25 @@ int32_t Engine::add_region(std::vector<const uint8_t*> bases) {
 
 // ---- submitting --------------------------------------------------------------------------------
 
-// The storage of the next call, once the call that used it last has finished.
-Prepared& Engine::begin_call(Operation operation, std::unique_lock<std::mutex>& lock) {
+// The storage of the next call, once the call that used it last has finished. Null: the group has
+// failed or is closed, and the call ends where it begins.
+Prepared* Engine::begin_call(Operation operation, std::unique_lock<std::mutex>& lock) {
   while (submitted_.load() - completed_.load() >= kDepth && failed_.load() == 0) {
     const uint64_t oldest = completed_.load() + 1;
     lock.unlock();
     wait(oldest);
     lock.lock();
   }
-  Prepared& prepared = *calls_[(submitted_.load() + 1) % kDepth];
-  prepared.operation = operation;
+  if (failed_.load() != 0) return nullptr;
+  if (closed_) {
+    report_ = {};
+    report_.fault = Fault::kCancelled;
+    report_.epoch = submitted_.load() + 1;
+    failed_.store(report_.epoch);
+    return nullptr;
+  }
+  Prepared* prepared = calls_[(submitted_.load() + 1) % kDepth].get();
+  prepared->operation = operation;
   return prepared;
 }
 
@@ -142,7 +151,9 @@ void Engine::select_segments(Prepared& prepared, const int32_t* segments, int32_
 
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mode) {
   std::unique_lock lock(submit_mutex_);
-  Prepared& prepared = begin_call(Operation::kReplicate, lock);
+  Prepared* const storage = begin_call(Operation::kReplicate, lock);
+  if (storage == nullptr) return submitted_ += 1;
+  Prepared& prepared = *storage;
   Call& call = prepared.call;
   select_segments(prepared, args.segments, args.num_segments);
   make_schedule(topology_, call.tiles, args.slot_expert, args.mode, args.region >= 0, config_.cost,
@@ -165,7 +176,9 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
 
 uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background) {
   std::unique_lock lock(submit_mutex_);
-  Prepared& prepared = begin_call(Operation::kGather, lock);
+  Prepared* const storage = begin_call(Operation::kGather, lock);
+  if (storage == nullptr) return submitted_ += 1;
+  Prepared& prepared = *storage;
   Worklist& work = prepared.call.work;
   work.num_tasks = work.num_pieces = work.num_destinations = work.num_expected = 0;
   std::fill(prepared.opens.begin(), prepared.opens.end(), 0);
@@ -175,37 +188,55 @@ uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background) {
   return enter_call(prepared, static_cast<uint64_t>(Operation::kGather), background, lock);
 }
 
+// A call's fixed parts, without the arrays of one that may be running.
+Call Engine::bare_call(uint64_t epoch, CallRecord record) const {
+  Call call;
+  call.rank = config_.rank;
+  call.num_ranks = topology_.num_ranks;
+  call.epoch = {epoch, record};
+  call.layout = layout_.symmetric;
+  call.addresses.bases = config_.bases.data();
+  return call;
+}
+
 void Engine::reject() {
-  std::unique_lock lock(submit_mutex_);
-  if (closed_ || failed_.load() != 0) return;
-  const uint64_t epoch = submitted_.load() + 1, before = epoch - 1;
-  lock.unlock();
-  if (before > 0) wait(before);  // what was submitted before is still owed
-  lock.lock();
-  submitted_.store(epoch);
-  Call& call = calls_[epoch % kDepth]->call;
-  call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kRejected)};
-  HostMover mover;
-  announce_absence(call, memory_, mover, call.epoch.record.word);
-  lock.unlock();
-  Report report;
-  report.fault = Fault::kRejected;
-  report.wait.peer = report.root = config_.rank;
-  report.epoch = epoch;
-  fail(call, report);
+  for (;;) {
+    const uint64_t before = submitted_.load();
+    // What was submitted before is still owed. If it fails, the peers have heard of that.
+    if (before > 0 && !wait(before)) return;
+    const std::lock_guard running(run_mutex_);
+    std::unique_lock lock(submit_mutex_);
+    if (closed_ || failed_.load() != 0) return;
+    if (submitted_.load() != before) continue;  // another thread was faster
+    const uint64_t epoch = before + 1;
+    submitted_.store(epoch);
+    lock.unlock();
+    const Call call = bare_call(epoch, CallRecord::make(epoch, digest_, RecordKind::kRejected));
+    HostMover mover;
+    announce_absence(call, memory_, mover, call.epoch.record.word);
+    Report report;
+    report.fault = Fault::kRejected;
+    report.wait.peer = config_.rank;
+    report_fault(call, report);
+    settle_failure();
+    return;
+  }
 }
 
 void Engine::abort() {
-  cancelled_.store(true);
-  Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell).ring();
+  cancel();
   const std::lock_guard running(run_mutex_);  // a call that is under way ends first, by itself
   if (failed_.load() != 0 || closed_) return;
+  // Calls that were submitted but have not run fail too: peers in them must not wait for us.
   Report report;
   report.fault = Fault::kCancelled;
-  report.epoch = submitted_.load() + 1;
-  Prepared& prepared = *calls_[report.epoch % kDepth];
-  prepared.call.epoch = {report.epoch, {}};
-  fail(prepared.call, report);
+  report_fault(bare_call(completed_.load() + 1, {}), report);
+  settle_failure();
+}
+
+void Engine::cancel() {
+  cancelled_.store(true);
+  Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell).ring();
 }
 
 int32_t Engine::close() {
@@ -218,17 +249,21 @@ int32_t Engine::close() {
   if (last > 0) wait(last);
   {
     const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
-    stop_.store(true);
+    stop_background_ = true;
   }
   changed_.notify_all();
-  shift_.fetch_add(1);
-  shift_.notify_all();
   background_.join();
+  {
+    const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
+    stop_helpers_.store(true);
+    shift_.fetch_add(1);
+    shift_.notify_all();
+  }
   for (std::thread& helper : helpers_) helper.join();
   if (failed_.load() != 0) return -1;
   const int32_t peer = disagreeing_peer();
   HostMover mover;
-  announce_absence(calls_[0]->call, memory_, mover,
+  announce_absence(bare_call(last, {}), memory_, mover,
                    CallRecord::make(last + 1, digest_, RecordKind::kClosed).word);
   return peer;
 }
@@ -240,6 +275,7 @@ int32_t Engine::disagreeing_peer() {
   const CallRecord own{last_record_};
   for (int32_t r = 0; r < topology_.num_ranks; ++r) {
     const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
+    if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
     // A farewell is numbered one beyond the peer's last call and repeats that call's digest.
     const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == own.epoch_low();
     const bool farewell =
@@ -257,21 +293,21 @@ bool Engine::is_completed(uint64_t epoch) const {
 
 bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
   while (!is_completed(epoch)) {
-    if (background_until_.load() > completed_.load()) {
-      // Ours or one before it belongs to the background thread; it wakes us when it has finished.
-      std::unique_lock lock(submit_mutex_);
-      changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return is_completed(epoch); });
-      lock.unlock();
-      if (interrupted && interrupted()) return false;
-    } else {
+    if (background_until_.load() <= completed_.load()) {
       run_next(interrupted);
+      continue;
     }
+    // Ours or one before it belongs to the background thread; it wakes us when it has finished.
+    {
+      std::unique_lock lock(submit_mutex_);
+      changed_.wait_for(lock, std::chrono::milliseconds(50), [&] {
+        return is_completed(epoch) || background_until_.load() <= completed_.load();
+      });
+    }
+    // The caller is about to free what the call reads, so the call has to end first.
+    if (interrupted && interrupted()) cancel();
   }
-  if (failed_.load() == 0 || failed_.load() > epoch) return true;
-  // The failure is known before the call's last worker has put down its tile: only when the call
-  // has left the engine does nobody here read the caller's weights any more.
-  const std::lock_guard running(run_mutex_);
-  return false;
+  return failed_.load() == 0 || failed_.load() > epoch;
 }
 
 Report Engine::report() const {
@@ -285,7 +321,10 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
   const std::lock_guard running(run_mutex_);
   const uint64_t epoch = completed_.load() + 1;
   if (epoch > submitted_.load() || failed_.load() != 0) return;
-  if (!execute(*calls_[epoch % kDepth], interrupted)) return;
+  if (!execute(*calls_[epoch % kDepth], interrupted)) {
+    settle_failure();
+    return;
+  }
   {
     const std::lock_guard lock(submit_mutex_);
     completed_.store(epoch);
@@ -296,17 +335,16 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
 bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupted) {
   const Call& call = prepared.call;
   Report early;
-  early.epoch = call.epoch.number;
   if (cancelled_.load()) early.fault = Fault::kCancelled;
   if (const int32_t aborter = find_abort(memory_, call.layout, call.epoch); aborter >= 0) {
     early.fault = Fault::kAborted;
-    early.wait.peer = aborter;
+    early.aborter = aborter;
   } else if (const int32_t peer = disagreeing_peer(); peer >= 0) {
     early.fault = Fault::kMismatch;
     early.wait = {FlagKind::kCall, peer, -1, -1, call.epoch.number - 1, call.epoch.number - 1};
   }
   if (early.fault != Fault::kNone) {
-    fail(call, early);
+    report_fault(call, early);
     return false;
   }
   HostMover mover;
@@ -379,13 +417,19 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   bool waiting = false, called = false;
   Clock::time_point since{}, called_since{};
   Report report;
-  report.epoch = prepared.call.epoch.number;
   for (;;) {
     const Step step = steps.step();
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       report.fault = steps.fault();
       report.wait = steps.wait();
+      if (report.fault == Fault::kAborted) report.aborter = report.wait.peer;
+      // A peer that failed first and then ended has said why it is gone.
+      const int32_t aborter = find_abort(memory_, layout_.symmetric, prepared.call.epoch);
+      if (report.fault == Fault::kGone && aborter >= 0) {
+        report.fault = Fault::kAborted;
+        report.aborter = aborter;
+      }
       break;
     }
     if (step != Step::kBlocked) {
@@ -406,7 +450,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
         aborter >= 0) {
       report.fault = Fault::kAborted;
       report.wait = steps.wait();
-      report.wait.peer = aborter;
+      report.aborter = aborter;
       break;
     }
     if (cancelled_.load() || (interrupted && interrupted())) {
@@ -429,8 +473,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     }
   }
   backoff.reset();
-  worker_failed_.store(true);
-  fail(prepared.call, report);
+  report_fault(prepared.call, report);
   return false;
 }
 
@@ -455,43 +498,61 @@ void Engine::poll_peers() {
 
 // ---- failing -----------------------------------------------------------------------------------
 
-int32_t Engine::follow_chain(int32_t from) const {
+// Who began it: a rank that says it failed by itself, else the end of the chain of waits.
+int32_t Engine::find_root(int32_t from) const {
+  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
+    const AbortWord word{memory_.observe(layout_.symmetric.abort(r))};
+    if (word.set() && word.culprit() < 0) return r;
+  }
   int32_t at = from;
   for (int32_t steps = 0; at >= 0 && steps < topology_.num_ranks; ++steps) {
     const AbortWord word{memory_.observe(layout_.symmetric.abort(at))};
-    if (!word.set() || word.culprit() < 0 || word.culprit() == at) break;
+    if (!word.set()) break;
     at = word.culprit();
   }
   return at;
 }
 
-// Poisons the group. The abort is in every live peer's memory before the call returns.
-void Engine::fail(const Call& call, Report report) {
-  {
-    const std::lock_guard once(fault_mutex_);
-    if (failed_.load() != 0) return;
-    HostMover mover;
-    const bool own = report.fault == Fault::kCancelled || report.wait.peer == config_.rank;
-    announce_abort(call, memory_, mover, own ? -1 : report.wait.peer);
-    if (report.fault == Fault::kTimeout) {
-      // Peers answer an abort with their own, which says whom they were waiting for; a rank that
-      // is stuck does not, and ends the chain.
-      const auto start = Clock::now();
-      for (bool complete = false; !complete && seconds_since(start) < 0.5;) {
-        complete = true;
-        poll_peers();
-        for (int32_t r = 0; r < topology_.num_ranks; ++r)
-          complete &= AbortWord{memory_.observe(layout_.symmetric.abort(r))}.set() ||
-                      memory_.peer_gone(r) || config_.bases[r] == nullptr;
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
+// The first fault of a group: tells the peers at once and keeps the report. The abort is in every
+// live peer's memory before the call returns. Other workers of the call stop at their next step.
+void Engine::report_fault(const Call& call, Report report) {
+  worker_failed_.store(true);
+  const std::lock_guard once(fault_mutex_);
+  if (faulted_) return;
+  faulted_ = true;
+  report.epoch = call.epoch.number;
+  const bool own = report.fault == Fault::kCancelled || report.wait.peer == config_.rank;
+  // Published is whom we waited for, so that others can follow the chain to its end.
+  const int32_t culprit = report.wait.peer >= 0 ? report.wait.peer : report.aborter;
+  HostMover mover;
+  announce_abort(call, memory_, mover, own ? -1 : culprit);
+  if (report.fault == Fault::kTimeout) {
+    // Peers answer an abort with their own; a rank that is stuck does not, and ends the chain.
+    const auto start = Clock::now();
+    for (bool complete = false; !complete && seconds_since(start) < 0.5;) {
+      complete = true;
+      poll_peers();
+      for (int32_t r = 0; r < topology_.num_ranks; ++r)
+        complete &= AbortWord{memory_.observe(layout_.symmetric.abort(r))}.set() ||
+                    memory_.peer_gone(r) || config_.bases[r] == nullptr;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (report.root < 0) report.root = follow_chain(report.wait.peer);
   }
+  report.root = own ? config_.rank : find_root(report.aborter >= 0 ? report.aborter : culprit);
+  if (report.fault == Fault::kAborted && report.root >= 0) {
+    const CallRecord first{memory_.observe(layout_.symmetric.call(report.root))};
+    if (first.kind() == RecordKind::kRejected) report.fault = Fault::kRejected;
+  }
+  const std::lock_guard lock(submit_mutex_);
+  report_ = report;
+}
+
+// Ends the failed call and all after it. Only once its workers have put down what they held: from
+// here on the caller may change or free what the call was reading.
+void Engine::settle_failure() {
   {
     const std::lock_guard lock(submit_mutex_);
-    report_ = report;
-    failed_.store(report.epoch);
+    failed_.store(report_.epoch);
   }
   changed_.notify_all();
 }
@@ -503,11 +564,11 @@ void Engine::background_loop() {
     {
       std::unique_lock lock(submit_mutex_);
       changed_.wait(lock, [&] {
-        return stop_.load() ||
+        return stop_background_ ||
                (background_until_.load() > completed_.load() && failed_.load() == 0);
       });
+      if (stop_background_) return;
     }
-    if (stop_.load()) return;
     run_next({});
   }
 }
@@ -516,7 +577,7 @@ void Engine::helper_loop(int32_t worker) {
   for (uint32_t seen = 0;;) {
     shift_.wait(seen);
     seen = shift_.load();
-    if (stop_.load()) return;
+    if (stop_helpers_.load()) return;
     work(*shared_, worker, {});
     if (helpers_busy_.fetch_sub(1) == 1) helpers_busy_.notify_all();
   }

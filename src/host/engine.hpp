@@ -54,7 +54,8 @@ struct EngineLayout {
 struct Report {
   Fault fault = Fault::kNone;
   Wait wait;
-  int32_t root = -1;  // end of the chain of waits, as far as ranks have published theirs
+  int32_t aborter = -1;  // kAborted: who told us
+  int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
   uint64_t epoch = 0;
   double seconds = 0;
   bool all_called = false;
@@ -111,15 +112,18 @@ class Engine {
 
   template <class Steps>
   bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
-  Prepared& begin_call(Operation operation, std::unique_lock<std::mutex>& lock);
+  Prepared* begin_call(Operation operation, std::unique_lock<std::mutex>& lock);
   uint64_t enter_call(Prepared& prepared, uint64_t digest, bool background,
                       std::unique_lock<std::mutex>& lock);
   void select_segments(Prepared& prepared, const int32_t* segments, int32_t count) const;
   void run_next(const std::function<bool()>& interrupted);
   bool execute(Prepared& prepared, const std::function<bool()>& interrupted);
   bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
-  void fail(const Call& call, Report report);
-  int32_t follow_chain(int32_t from) const;
+  Call bare_call(uint64_t epoch, CallRecord record) const;
+  void cancel();
+  void report_fault(const Call& call, Report report);
+  void settle_failure();
+  int32_t find_root(int32_t from) const;
   void poll_peers();
   bool all_called(const Prepared& prepared) const;
   int32_t disagreeing_peer();
@@ -149,8 +153,10 @@ class Engine {
   // Workers beyond the first help with each call that moves bytes.
   Prepared* shared_ = nullptr;
   std::atomic<uint32_t> shift_{0}, helpers_busy_{0};
-  std::atomic<bool> stop_{false}, worker_failed_{false};
+  std::atomic<bool> stop_helpers_{false}, worker_failed_{false};
+  bool stop_background_ = false;  // under submit_mutex_
   std::mutex fault_mutex_;
+  bool faulted_ = false;  // under fault_mutex_
   std::thread background_;
   std::vector<std::thread> helpers_;
 };

@@ -34,6 +34,7 @@ PYTHON_ORDER = [
     "reports",
     "work",
     "group",
+    "creation",
     "collectives",
     "",  # the package itself
     "bench",

@@ -15,7 +15,8 @@ from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.report import Measurement, format_header, format_results, write_json
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.transfers import LibraryMode, PlainCopy, PointToPoint, Stage, Transfer
-from ultraep_comm.group import Group, new_group
+from ultraep_comm.creation import new_group
+from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas
 

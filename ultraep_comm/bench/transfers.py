@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ultraep_comm.bench.payload import SENTINEL, Bytes, Payload, count_disturbed
 from ultraep_comm.collectives import replicate_experts
-from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 
@@ -155,7 +154,7 @@ class PlainCopy:
         # Collective. The pages are touched when they are mapped.
         self._target = group._fabric.allocate(max(_PAGE, slots * expert_bytes))
         self._checks: list[tuple[int, str, Bytes]] = []
-        region, main_idx = cast(SharedRegion, group._regions[0]), layout.main_idx
+        region, main_idx = group._memory[1], layout.main_idx
         pieces: list[tuple[int, int, int]] = []
         domain = group.topology.domain
         for expert, home, rank, slot in stage.replicas():

@@ -7,6 +7,7 @@ their end-of-file is how a peer's death is noticed at once.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -182,7 +183,7 @@ class ShmFabric:
             mappings[self._rank] = _core.map_shared(fd, num_bytes)
             self._exchange(fd, num_bytes, mappings)
         except (OSError, BootstrapError) as trouble:
-            self.close()  # peers that still wait for us see the end of the connection
+            self._shut_down()  # peers that still wait for us see the end of the connection
             failure = BootstrapError(f"rank {self._rank}: exchanging memory failed: {trouble}")
         finally:
             os.close(fd)
@@ -217,6 +218,13 @@ class ShmFabric:
             return _core.map_shared(fds[0], num_bytes)
         finally:
             os.close(fds[0])
+
+    def _shut_down(self) -> None:
+        """End the connections but keep their descriptors, which the engine looks at."""
+        for connection in self._sockets:
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connections: peers see that this rank is gone."""
