@@ -319,9 +319,112 @@ void check_failure_in_full_flight() {
   }
 }
 
+// abort() also ends calls that were submitted and have not run, for this rank and for its peers.
+void check_abort_before_the_call_runs() {
+  for (const bool background : {false, true}) {
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      const PlanCase group = ring(2);
+      Calls calls(group, {});
+      const uint64_t epoch = calls.submit(0, {1, 0}, {.background = background});
+      calls.ranks.engine(0).abort();
+      CHECK(!calls.ranks.engine(0).wait(epoch));
+      CHECK(!calls.replicate(1, {1, 0}));
+      CHECK(calls.fault(1) == Fault::kAborted);
+      CHECK_EQ(calls.report(1).root, 0);
+    }
+  }
+}
+
+// With helpers: a failed call is over, workers and all, before its wait() returns, and close()
+// does not wait for a helper that never heard of the call.
+void check_failure_with_helpers() {
+  const PlanCase group = ring(2);
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Calls calls(group, {.segment_bytes = {4 << 20}, .num_workers = 1 + repeat % 4});
+    calls.ranks.engine(1).close();
+    const uint64_t epoch = calls.submit(0, {1, 0}, {.background = repeat % 2 == 0});
+    CHECK(!calls.ranks.engine(0).wait(epoch));
+    CHECK(calls.fault(0) == Fault::kClosed);
+    calls.ranks.engine(0).close();
+  }
+}
+
+// A full queue behind a failed call: nobody rebuilds the arrays of a call that is still running.
+void check_submitting_behind_a_failure() {
+  const PlanCase group = ring(2);
+  Calls calls(group, {.segment_bytes = {4 << 20}, .num_workers = 2});
+  calls.ranks.engine(1).close();
+  std::vector<uint64_t> epochs;
+  for (int i = 0; i < 6; ++i) epochs.push_back(calls.submit(0, {1, 0}, {.background = true}));
+  for (const uint64_t epoch : epochs) CHECK(!calls.ranks.engine(0).wait(epoch));
+}
+
+// Rank 0 waits for rank 1, which waits for rank 2, which is stuck. Whoever times out first, both
+// name rank 2.
+void check_chain_of_waits() {
+  for (const int32_t first : {0, 1}) {
+    const PlanCase group = ring(3);
+    Calls calls(group, {.call_timeout = 0.6, .wait_timeout = 0.6});
+    const std::vector<int32_t> from_two_to_one{-1, 2, -1}, from_one_to_zero{1, -1, -1};
+    std::thread one([&] {
+      if (first == 0) sleep_ms(200);
+      CHECK(!calls.replicate(1, from_two_to_one));
+    });
+    if (first == 1) sleep_ms(200);
+    CHECK(calls.replicate(0, from_two_to_one));
+    CHECK(!calls.replicate(0, from_one_to_zero));
+    one.join();
+    for (const int32_t rank : {0, 1}) CHECK_EQ(calls.report(rank).root, 2);
+    CHECK(calls.fault(first) == Fault::kTimeout);
+  }
+}
+
+// A peer that closed a call earlier is not waited for.
+void check_closed_a_call_earlier() {
+  const PlanCase group = ring(2);
+  Calls calls(group, {.call_timeout = 60});
+  calls.ranks.engine(1).close();
+  CHECK(calls.replicate(0, {-1, -1}));
+  CHECK(!calls.replicate(0, {1, 0}));
+  CHECK(calls.fault(0) == Fault::kClosed);
+}
+
+// Each wait has its own clock: three senders, each within the limit of the one before.
+void check_each_wait_has_its_clock() {
+  PlanCase group = make_group(4, 4, 3);
+  Calls calls(group, {.call_timeout = 1.0, .wait_timeout = 1.0});
+  std::vector<int32_t> plan(12, -1);
+  for (int32_t slot = 0; slot < 3; ++slot) plan[slot] = slot + 1;
+  calls.ranks.on_each([&](int32_t rank) {
+    sleep_ms(600 * rank);
+    CHECK(calls.replicate(rank, plan));
+  });
+}
+
+// An interrupted wait leaves no call behind that could still write to the caller's table.
+void check_interrupted_behind_the_background() {
+  const PlanCase group = ring(2);
+  Calls calls(group, {});
+  calls.submit(0, {1, 0}, {.background = true});
+  const std::vector<int32_t> row(2);
+  std::vector<int32_t> table(4);
+  uec::host::Engine& engine = calls.ranks.engine(0);
+  const uint64_t epoch = engine.gather(row.data(), table.data(), false);
+  CHECK(!engine.wait(epoch, [] { return true; }));
+  CHECK(engine.is_completed(epoch));
+  CHECK(calls.fault(0) == Fault::kCancelled);
+}
+
 }  // namespace
 
 int main() {
+  check_abort_before_the_call_runs();
+  check_failure_with_helpers();
+  check_submitting_behind_a_failure();
+  check_chain_of_waits();
+  check_closed_a_call_earlier();
+  check_each_wait_has_its_clock();
+  check_interrupted_behind_the_background();
   check_mismatches();
   check_late_mismatch();
   check_closed_and_gone();
