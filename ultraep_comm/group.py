@@ -198,7 +198,9 @@ class Group:
     def _selection(self, segments: Sequence[str] | None) -> np.ndarray:
         """Return the indices of the segments to transfer, int32 ascending."""
         if segments is not None and (
-            isinstance(segments, str) or not all(isinstance(s, str) for s in segments)
+            isinstance(segments, str)
+            or not isinstance(segments, Sequence)
+            or not all(isinstance(s, str) for s in segments)
         ):
             raise InvalidArgumentError(
                 f"rank {self.rank}: segments is {segments!r}; expected a sequence of names"

@@ -32,7 +32,12 @@ class Work:
         Raises:
             TransferError: it failed; the subclass and the text say how.
         """
-        if not self._group._engine.wait(self._epoch):
+        try:
+            done = self._group._engine.wait(self._epoch)
+        except BaseException:
+            self._group._aborted = True  # Ctrl-C ended the call, and says so itself
+            raise
+        if not done:
             raise self._group._failure(self._epoch, self._operation)
 
     def synchronize(self) -> None:

@@ -404,6 +404,8 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     odd = rank == 1
     if fault == "bad argument" and odd:
         options["slots_per_rank"] = -1
+    elif fault == "no number" and odd:
+        options["num_experts"] = "8"
     elif fault == "other experts" and odd:
         options["num_experts"] = E + 1
     elif fault == "too much memory":
@@ -428,6 +430,7 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     "fault, own, others",
     [
         ("bad argument", "InvalidArgumentError", "BootstrapError"),
+        ("no number", "InvalidArgumentError", "BootstrapError"),
         ("other experts", "BootstrapError", "BootstrapError"),
         ("too much memory", "OutOfSharedMemoryError", "OutOfSharedMemoryError"),
         ("no memory on one rank", "OutOfSharedMemoryError", "BootstrapError"),

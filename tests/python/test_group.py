@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import MIXED, RankPool, clear_slots, fill_weights, loopback, make_weights, wrong_bytes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -165,6 +170,17 @@ def test_sync_calls_from_one_thread_per_rank() -> None:
         ({"timeout": -1}, errors.InvalidArgumentError, "timeout"),
         ({"num_sms": 0}, errors.InvalidArgumentError, "num_sms"),
         ({"tile_bytes": 3000}, errors.InvalidArgumentError, "power of two"),
+        ({"tile_bytes": 4096.0}, errors.InvalidArgumentError, "integer"),
+        ({"num_sms": 1.5}, errors.InvalidArgumentError, "integer"),
+        ({"num_experts": "6"}, errors.InvalidArgumentError, "integer"),
+        ({"timeout": "3"}, errors.InvalidArgumentError, "seconds"),
+        ({"home": [0, 0, 1, 1, 1, 2**32]}, errors.InvalidArgumentError, "32 bits"),
+        ({"home": [[0], 1]}, errors.InvalidArgumentError, "home"),
+        ({"expert": [1]}, errors.InvalidArgumentError, "expert"),
+        ({"expert": {"w": torch.uint8}}, errors.InvalidArgumentError, "'w'"),
+        ({"expert": {"w": (8, torch.uint8)}}, errors.InvalidArgumentError, "shape is 8"),
+        ({"expert": {"w": ((8.0,), torch.uint8)}}, errors.InvalidArgumentError, "integers"),
+        ({"expert": {"w": ((8,), "uint8")}}, errors.InvalidArgumentError, "torch.dtype"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], part: str) -> None:
@@ -303,3 +319,162 @@ def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
         assert domain == [0, 0, 1, 1]
         assert load[2] == [3, 1, 1, 0, 1, 0, 0, 0]
         assert slots == [[-1], [0], [-1], [-1]]
+
+
+# ---- groups that nobody closes ----------------------------------------------------------------
+
+_SCRIPT = """
+import gc, os, signal, sys, threading, torch
+import ultraep_comm as uec
+E = 4
+def make():
+    groups = uec.new_loopback_groups(
+        2, num_experts=E, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=30
+    )
+    weights = [{"w": torch.zeros((2, 1 << 16), dtype=torch.uint8)} for _ in groups]
+    return groups, weights, uec.Plan.from_slots([[2], [0]], num_experts=E)
+groups, weights, plan = make()
+"""
+_ENDS = {
+    "dropped after a call": """
+works = [uec.replicate_experts(w, plan, group=g, async_op=True) for g, w in zip(groups, weights)]
+for work in works:
+    work.wait()
+del groups, works, work
+gc.collect()
+""",
+    "dropped in a call": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+del groups, weights
+gc.collect()
+""",
+    "left to the interpreter": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+""",
+    "an exception in a with block": """
+try:
+    with groups[0] as group:
+        uec.replicate_experts(weights[0], plan, group=group, async_op=True)
+        raise KeyError
+except KeyError:
+    pass
+""",
+    "Ctrl-C in close": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    groups[0].close()
+except KeyboardInterrupt:
+    pass
+else:
+    raise SystemExit("not interrupted")
+""",
+    "Ctrl-C in a call": """
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    uec.replicate_experts(weights[0], plan, group=groups[0])
+except KeyboardInterrupt:
+    pass
+else:
+    raise SystemExit("not interrupted")
+groups[0].close()
+""",
+}
+
+
+@pytest.mark.parametrize("end", list(_ENDS))
+def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT + _ENDS[end]],
+        capture_output=True,
+        text=True,
+        timeout=20,  # the limit of the calls is 30 s
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_close_reports_a_failure_that_nobody_waited_for() -> None:
+    groups = _groups(2, timeout=0.3)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    uec.replicate_experts(make_weights(groups[0]), plan, group=groups[0], async_op=True)
+    with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
+        groups[0].close()
+    groups[0].close()
+    groups[1].close()
+
+
+def test_a_group_cannot_be_copied() -> None:
+    (group,) = _groups(1)
+    for action in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            action(group)
+    group.close()
+
+
+def test_a_refused_call_names_the_first_failure() -> None:
+    (group,) = _groups(1)
+    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
+    with pytest.raises(errors.InvalidWeightsError) as first:
+        uec.replicate_experts({}, plan, group=group)
+    with pytest.raises(errors.GroupClosedError) as second:
+        uec.replicate_experts({}, plan, group=group)
+    assert second.value.__cause__ is first.value
+    group.close()
+
+
+# ---- input that looks right ---------------------------------------------------------------------
+
+
+def _fake(shape: tuple[int, ...]) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "weights",
+    [
+        None,
+        [torch.zeros(1)],
+        {"w": None, "s": None},
+        {"w": _fake((E, 8, 4)), "s": torch.zeros((E, 3), dtype=torch.uint8)},
+    ],
+)
+def test_weights_without_memory_are_rejected(weights: Any) -> None:
+    (group,) = _groups(1)
+    with pytest.raises(errors.InvalidWeightsError):
+        group.bind(weights)
+    group.close()
+
+
+@pytest.mark.parametrize("segments", ["w", 7, [["w"]]])
+def test_segments_are_names(segments: Any) -> None:
+    (group,) = _groups(1)
+    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
+    with pytest.raises(errors.InvalidArgumentError, match="segments"):
+        uec.replicate_experts(make_weights(group), plan, group=group, segments=segments)
+    group.close()
+
+
+def test_a_group_keeps_its_own_constants() -> None:
+    home = torch.tensor([0, 0, 1, 1, 1, 0], dtype=torch.int32)
+    groups = _groups(2, home=home)
+    plan = uec.plan_replicas(torch.ones((2, E), dtype=torch.int32), group=groups[0])
+    plan.home.fill_(0)
+    home.fill_(0)
+    assert groups[0].topology.home.tolist() == [0, 0, 1, 1, 1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        groups[0].topology.home[0] = 1
+    _close(groups)
+
+
+def test_reroute_wants_a_plan_of_its_group() -> None:
+    (group,) = _groups(1)
+    ids = torch.tensor([[0, 1]])
+    other = uec.plan_replicas(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
+    with pytest.raises(errors.InvalidPlanError, match="4 experts"):
+        uec.reroute(ids, other, group=group)
+    with pytest.raises(errors.InvalidLoadError, match="list"):
+        uec.reroute([[0, 1]], other, group=group)  # type: ignore[arg-type]
+    group.close()

@@ -55,6 +55,37 @@ def test_without_quotas_there_is_no_imbalance() -> None:
     assert plan.load is None
 
 
+def test_a_plan_keeps_its_own_numbers() -> None:
+    slots, load = torch.tensor(SLOTS, dtype=torch.int32), torch.tensor(LOAD, dtype=torch.int32)
+    by_hand = _plan(slot_expert=slots, load=load)
+    planned = uec.plan_replicas(load, slots_per_rank=2)
+    slots.fill_(-1)
+    load.fill_(0)
+    assert by_hand.slot_expert.tolist() == SLOTS
+    assert by_hand.load is not None
+    assert planned.load is not None
+    assert by_hand.load.tolist() == planned.load.tolist() == LOAD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slot_expert": [[2], [0]]},
+        {"slot_expert": torch.zeros(2, 1)},
+        {"slot_expert": torch.zeros((0, 1), dtype=torch.int32)},
+        {"home": torch.zeros(5, dtype=torch.int64)},
+        {"slot_quota": torch.zeros((3, 1), dtype=torch.int32)},
+        {"slot_quota": torch.zeros((3, 2), dtype=torch.int64)},
+        {"home_quota": torch.zeros(1, dtype=torch.int32)},
+        {"load": torch.zeros((5, 3), dtype=torch.int32).T},
+    ],
+)
+def test_a_plan_is_made_of_contiguous_int32(changes: dict[str, Any]) -> None:
+    good = _plan()
+    with pytest.raises(InvalidPlanError):
+        dataclasses.replace(good, **changes)
+
+
 def test_empty_plans() -> None:
     plan = uec.Plan.from_slots(torch.full((3, 2), -1), num_experts=5)
     assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (0, 0, 0)
@@ -81,6 +112,8 @@ def test_the_bound_knows_domains() -> None:
         ({"slot_expert": [[2, 2], *SLOTS[1:]]}, "twice on rank 0"),
         ({"slot_expert": [1, 2, 3]}, "num_ranks, slots_per_rank"),
         ({"slot_expert": [[0.5, 1]]}, "float"),
+        ({"slot_expert": None}, "no tensor"),
+        ({"slot_expert": [[1], [2, 3]]}, "no tensor"),
         ({"slot_expert": torch.tensor([[2**40, -1], *SLOTS[1:]])}, "32-bit"),
         ({"home": [0, 0, 1, 1]}, "home has shape"),
         ({"home": [0, 0, 1, 1, 3]}, r"home\[4\] is 3"),
@@ -105,6 +138,7 @@ def test_bad_plans_are_rejected(changes: dict[str, Any], part: str) -> None:
         (torch.ones(2, 4), {"slots_per_rank": 1}, InvalidLoadError),
         (torch.ones(2, 2, 4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidLoadError),
         (torch.tensor([[-1, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[-5, 0], [10, 1]]), {"slots_per_rank": 1}, InvalidLoadError),
         (torch.tensor([[2**31, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
         (torch.ones(4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidArgumentError),
         (torch.ones(2, 4, dtype=torch.int32), {}, InvalidArgumentError),
