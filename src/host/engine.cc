@@ -151,6 +151,7 @@ void Engine::select_segments(Prepared& prepared, const int32_t* segments, int32_
 
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mode) {
   std::unique_lock lock(submit_mutex_);
+  *mode = Mode::kDirect;
   Prepared* const storage = begin_call(Operation::kReplicate, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
@@ -513,6 +514,21 @@ int32_t Engine::find_root(int32_t from) const {
   return at;
 }
 
+// Whether nothing that is still to come could change find_root(): somebody says that it failed by
+// itself, or every live rank has spoken.
+bool Engine::chain_is_written(int32_t from) const {
+  const int32_t root = find_root(from);
+  if (root >= 0) {
+    const AbortWord word{memory_.observe(layout_.symmetric.abort(root))};
+    if (memory_.peer_gone(root) || (word.set() && word.culprit() < 0)) return true;
+  }
+  for (int32_t r = 0; r < topology_.num_ranks; ++r)
+    if (!AbortWord{memory_.observe(layout_.symmetric.abort(r))}.set() && !memory_.peer_gone(r) &&
+        config_.bases[r] != nullptr)
+      return false;
+  return true;
+}
+
 // The first fault of a group: tells the peers at once and keeps the report. The abort is in every
 // live peer's memory before the call returns. Other workers of the call stop at their next step.
 void Engine::report_fault(const Call& call, Report report) {
@@ -526,19 +542,19 @@ void Engine::report_fault(const Call& call, Report report) {
   const int32_t culprit = report.wait.peer >= 0 ? report.wait.peer : report.aborter;
   HostMover mover;
   announce_abort(call, memory_, mover, own ? -1 : culprit);
-  if (report.fault == Fault::kTimeout) {
-    // Peers answer an abort with their own; a rank that is stuck does not, and ends the chain.
-    const auto start = Clock::now();
-    for (bool complete = false; !complete && seconds_since(start) < 0.5;) {
-      complete = true;
-      poll_peers();
-      for (int32_t r = 0; r < topology_.num_ranks; ++r)
-        complete &= AbortWord{memory_.observe(layout_.symmetric.abort(r))}.set() ||
-                    memory_.peer_gone(r) || config_.bases[r] == nullptr;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+  const int32_t from = report.aborter >= 0 ? report.aborter : culprit;
+  // Words of different ranks come in any order, so the chain is given time to be written. Peers
+  // answer an abort with their own; a rank that is stuck does not, and ends the chain.
+  const double grace = own                               ? 0
+                       : report.fault == Fault::kTimeout ? 0.5
+                       : report.fault == Fault::kAborted ? 0.05
+                                                         : 0;
+  const auto start = Clock::now();
+  while (!chain_is_written(from) && seconds_since(start) < grace) {
+    poll_peers();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  report.root = own ? config_.rank : find_root(report.aborter >= 0 ? report.aborter : culprit);
+  report.root = own ? config_.rank : find_root(from);
   if (report.fault == Fault::kAborted && report.root >= 0) {
     const CallRecord first{memory_.observe(layout_.symmetric.call(report.root))};
     if (first.kind() == RecordKind::kRejected) report.fault = Fault::kRejected;

@@ -124,6 +124,7 @@ class Engine {
   void report_fault(const Call& call, Report report);
   void settle_failure();
   int32_t find_root(int32_t from) const;
+  bool chain_is_written(int32_t from) const;
   void poll_peers();
   bool all_called(const Prepared& prepared) const;
   int32_t disagreeing_peer();
