@@ -133,7 +133,7 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   if (background) {
     background_until_.store(epoch);
     lock.unlock();
-    changed_.notify_all();
+    queued_.notify_all();
   }
   return epoch;
 }
@@ -252,7 +252,7 @@ int32_t Engine::close() {
     const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
     stop_background_ = true;
   }
-  changed_.notify_all();
+  queued_.notify_all();
   background_.join();
   {
     const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
@@ -301,7 +301,7 @@ bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
     // Ours or one before it belongs to the background thread; it wakes us when it has finished.
     {
       std::unique_lock lock(submit_mutex_);
-      changed_.wait_for(lock, std::chrono::milliseconds(50), [&] {
+      finished_.wait_for(lock, std::chrono::milliseconds(50), [&] {
         return is_completed(epoch) || background_until_.load() <= completed_.load();
       });
     }
@@ -330,7 +330,7 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
     const std::lock_guard lock(submit_mutex_);
     completed_.store(epoch);
   }
-  changed_.notify_all();
+  finished_.notify_all();
 }
 
 bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupted) {
@@ -570,7 +570,7 @@ void Engine::settle_failure() {
     const std::lock_guard lock(submit_mutex_);
     failed_.store(report_.epoch);
   }
-  changed_.notify_all();
+  finished_.notify_all();
 }
 
 // ---- threads -----------------------------------------------------------------------------------
@@ -579,7 +579,7 @@ void Engine::background_loop() {
   for (;;) {
     {
       std::unique_lock lock(submit_mutex_);
-      changed_.wait(lock, [&] {
+      queued_.wait(lock, [&] {
         return stop_background_ ||
                (background_until_.load() > completed_.load() && failed_.load() == 0);
       });

@@ -143,7 +143,8 @@ class Engine {
 
   mutable std::mutex submit_mutex_;  // order of calls, and the report
   std::mutex run_mutex_;             // who executes
-  std::condition_variable changed_;
+  // Apart, so that a call that runs on the caller's thread does not wake the background thread.
+  std::condition_variable queued_, finished_;
   std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
   std::atomic<uint64_t> failed_{0};  // first epoch that failed; 0: none
   std::atomic<bool> cancelled_{false};
