@@ -66,6 +66,7 @@ CPP_ORDER = [
     "host/prepared.hpp",
     "host/engine.hpp",
     "host/engine.cc",
+    "host/execute.cc",
 ]
 
 
