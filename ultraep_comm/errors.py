@@ -79,6 +79,6 @@ class TransferTimeoutError(TransferError, TimeoutError):
     """A bounded wait for a peer expired."""
 
 
-# The names of DESIGN.md's text, for `except ultraep_comm.errors.PlanMismatch`.
+# Short names, as in `except ultraep_comm.errors.PlanMismatch`.
 PlanMismatch = PlanMismatchError
 TransferTimeout = TransferTimeoutError

@@ -21,7 +21,7 @@ from ultraep_comm import Segment
 MAX_RANKS = 8
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
 
-# One of each kind that the issue of segments names: bf16, fp8, packed bytes, a scale of a few
+# One of each kind that experts are made of: bf16, fp8, packed bytes, a scale of a few
 # bytes, an odd size, a transposed layout.
 MIXED = {
     "w13": Segment((64, 48), torch.bfloat16),
