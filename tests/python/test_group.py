@@ -361,7 +361,7 @@ except KeyError:
 """,
     "Ctrl-C in close": """
 uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
-threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     groups[0].close()
 except KeyboardInterrupt:
@@ -370,7 +370,7 @@ else:
     raise SystemExit("not interrupted")
 """,
     "Ctrl-C in a call": """
-threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     uec.replicate_experts(weights[0], plan, group=groups[0])
 except KeyboardInterrupt:
