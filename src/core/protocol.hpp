@@ -5,14 +5,13 @@
 // an earlier call never satisfies a later wait, and nothing has to be cleared between calls.
 //
 //   flag      written by            means, at epoch k                      pairs with
-//   call      every rank            I am in call k, and this is my digest  every gate and judge()
+//   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
 //   open      slot or main owner    my earlier work is done; write, read   Worker::gate_open
 //   ready     home (push)           this group is in your slot             Worker::group_ready
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your main weights          Finish::step
 //   gathered  every rank            my row of loads is in your table       Gather::step
-//   abort     a failing rank        do not wait for me; I waited for ...   judge(), before
-//   done/pulled
+//   abort     a failing rank        do not wait for me; I waited for ...   find_abort
 #pragma once
 
 #include "core/common.hpp"

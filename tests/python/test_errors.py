@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
             assert name == "TransferAbortedError"
             continue
         assert name in ("TransferTimeoutError", "TransferAbortedError")
-        assert seconds < limit + 4  # a second is promised; a busy machine is forgiven more
+        assert seconds < limit + 1
         if name == "TransferTimeoutError":
             assert isinstance(peer, int)
             assert root == late, text

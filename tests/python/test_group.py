@@ -90,6 +90,14 @@ def test_bound_weights_are_checked_against_the_group() -> None:
     _close(one + other)
 
 
+def test_bound_weights_of_a_group_of_the_same_shape_are_foreign_too() -> None:
+    one, other = _groups(1), _groups(1)
+    bound = one[0].bind(one[0].empty_weights())
+    with pytest.raises(errors.InvalidWeightsError, match="another group"):
+        other[0].expert_pointers(bound)
+    _close(one + other)
+
+
 def test_weights_of_a_region_are_recognised() -> None:
     (group,) = _groups(1)
     first, second = group.empty_weights(), group.empty_weights()
