@@ -95,19 +95,19 @@ void bind_engine(nb::module_& m) {
       .def_ro("num_mains", &EngineLayout::num_mains)
       .def_ro("max_mains", &EngineLayout::max_mains);
 
-  nb::class_<host::Report>(m, "Report")
-      .def_prop_ro("fault", [](const host::Report& r) { return static_cast<int>(r.fault); })
-      .def_prop_ro("flag", [](const host::Report& r) { return static_cast<int>(r.wait.flag); })
-      .def_prop_ro("peer", [](const host::Report& r) { return r.wait.peer; })
-      .def_prop_ro("expert", [](const host::Report& r) { return r.wait.expert; })
-      .def_prop_ro("piece", [](const host::Report& r) { return r.wait.piece; })
-      .def_prop_ro("seen", [](const host::Report& r) { return r.wait.seen; })
-      .def_prop_ro("expected", [](const host::Report& r) { return r.wait.expected; })
-      .def_ro("aborter", &host::Report::aborter)
-      .def_ro("root", &host::Report::root)
-      .def_ro("epoch", &host::Report::epoch)
-      .def_ro("seconds", &host::Report::seconds)
-      .def_ro("all_called", &host::Report::all_called);
+  nb::class_<Report>(m, "Report")
+      .def_prop_ro("fault", [](const Report& r) { return static_cast<int>(r.fault); })
+      .def_prop_ro("flag", [](const Report& r) { return static_cast<int>(r.wait.flag); })
+      .def_prop_ro("peer", [](const Report& r) { return r.wait.peer; })
+      .def_prop_ro("expert", [](const Report& r) { return r.wait.expert; })
+      .def_prop_ro("piece", [](const Report& r) { return r.wait.piece; })
+      .def_prop_ro("seen", [](const Report& r) { return r.wait.seen; })
+      .def_prop_ro("expected", [](const Report& r) { return r.wait.expected; })
+      .def_ro("aborter", &Report::aborter)
+      .def_ro("root", &Report::root)
+      .def_ro("epoch", &Report::epoch)
+      .def_ro("seconds", &Report::seconds)
+      .def_ro("all_called", &Report::all_called);
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<EngineConfig>())

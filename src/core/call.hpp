@@ -5,18 +5,25 @@
 
 namespace uec {
 
-// Publishes this rank's `call` record to every rank that it can reach, and `open` to those that
-// will write to its slots or read its main weights. Runs before any piece is claimed.
-//
-// `call` pairs with judge_call(), `open` with Worker::gate_open(). Both are stored after this
-// rank's flags of the previous call, by release stores to the same peer, so that a record that is
-// ahead vouches for everything before it; and `open` after this rank's own reads of its slots.
+// Publishes this rank's `call` record to every rank that it can reach. Pairs with judge_call(). It
+// is stored after this rank's flags of the previous call, by release stores to the same peer, so
+// that a record that is ahead vouches for everything before it.
 template <class Memory, class Mover>
-UEC_HD void announce(const Call& call, Memory& memory, Mover& mover) {
+UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](Delivered token) {
     for (int32_t r = 0; r < call.num_ranks; ++r)
       if (r != call.rank && call.addresses.bases[r] != nullptr)
         memory.publish(token, r, call.layout.call(call.rank), call.epoch.record.word);
+  });
+}
+
+// Publishes `open` to the ranks that will write to this one's slots or read its main weights, once
+// its own earlier work is done: the caller has finished with the slots, the main weights are final,
+// and this rank's reads of its slots in the previous call are complete. Pairs with
+// Worker::gate_open().
+template <class Memory, class Mover>
+UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
+  mover.when_delivered(0, true, [&](Delivered token) {
     for (int32_t r = 0; r < call.num_ranks; ++r)
       if (call.work.opens[r])
         memory.publish(token, r, call.layout.open(call.rank), call.epoch.number);
@@ -33,14 +40,15 @@ UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uin
   });
 }
 
-// Tells every rank that it can reach not to wait for this one.
+// Tells every rank that it can reach not to wait for this one. The call returns only once
+// memory.flags_delivered(): from then on no peer can miss the abort, so the caller may change what
+// peers were reading. Pairs with the look at the aborts in Worker::finish_task().
 template <class Memory, class Mover>
-UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, int32_t culprit) {
+UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, AbortWord word) {
   mover.when_delivered(0, true, [&](Delivered token) {
     for (int32_t r = 0; r < call.num_ranks; ++r)
       if (call.addresses.bases[r] != nullptr)
-        memory.publish(token, r, call.layout.abort(call.rank),
-                       AbortWord::make(call.epoch.number, culprit).word);
+        memory.publish(token, r, call.layout.abort(call.rank), word.word);
   });
 }
 

@@ -13,12 +13,15 @@ namespace uec {
 template <class Memory, class Mover>
 class Gather {
  public:
+  static constexpr uint32_t kMaxHeld = 4;  // rows stored but not yet published
+
   UEC_HD Gather(const Call& call, Memory& memory, Mover& mover, const int32_t* row,
                 int32_t num_experts, uint8_t* sent)
       : call_(call),
         memory_(memory),
         mover_(mover),
         row_(row),
+        row_bytes_(int64_t{4} * num_experts),
         num_experts_(num_experts),
         sent_(sent) {
     for (int32_t r = 0; r < call.num_ranks; ++r) sent_[r] = 0;
@@ -28,7 +31,44 @@ class Gather {
   UEC_HD const Wait& wait() const { return wait_; }
 
   UEC_HD Step step() {
-    bool blocked = false, progress = false;
+    if (!fetched_) {
+      fetched_ = true;
+      mover_.fetch(0, reinterpret_cast<const uint8_t*>(row_), row_bytes_);
+    }
+    const Step sent = num_sent_ == call_.num_ranks ? Step::kFinished : send_step();
+    if (sent == Step::kFailed) return sent;
+    if (published_ != held_) {
+      const Held held = rows_[published_ % kMaxHeld];
+      // Pairs with arrive_step() at the receiver: after it, our row may be read there.
+      if (mover_.when_delivered(held.ticket, sent != Step::kProgress, [&](Delivered token) {
+            memory_.publish(token, held.rank, call_.layout.gathered(call_.rank),
+                            call_.epoch.number);
+          })) {
+        ++published_;
+        return Step::kProgress;
+      }
+      if (sent != Step::kProgress) return Step::kAwaitDelivered;
+    }
+    return sent == Step::kFinished ? arrive_step() : sent;
+  }
+
+  // After a failure, in place of step(): as Worker::drain_step().
+  UEC_HD Step drain_step() {
+    if (fetched_ && !mover_.loaded(0)) return Step::kAwaitDelivered;
+    if (!drain_ticket_) drain_ticket_ = mover_.commit();
+    return mover_.when_delivered(drain_ticket_, true, [](Delivered) {}) ? Step::kFinished
+                                                                        : Step::kAwaitDelivered;
+  }
+
+ private:
+  struct Held {
+    int32_t rank;
+    uint32_t ticket;
+  };
+
+  // Stores our row to one more rank that has called.
+  UEC_HD Step send_step() {
+    if (!mover_.loaded(0) || held_ - published_ == kMaxHeld) return Step::kAwaitDelivered;
     for (int32_t r = 0; r < call_.num_ranks; ++r) {
       if (sent_[r]) continue;
       const int64_t call_offset = call_.layout.call(r);
@@ -36,17 +76,21 @@ class Gather {
                                   ? Verdict::kArrived
                                   : judge_call(memory_, call_offset, r, call_.epoch, &fault_);
       if (verdict == Verdict::kArrived) {
-        send(r);
-        progress = true;
-        continue;
+        mover_.store(0, call_.addresses.bases[r] + call_.layout.load(call_.rank, num_experts_),
+                     row_bytes_);
+        rows_[held_++ % kMaxHeld] = {r, mover_.commit()};
+        sent_[r] = 1;
+        ++num_sent_;
+        return Step::kProgress;
       }
       wait_ = {FlagKind::kCall,   r, -1, -1, CallRecord{memory_.observe(call_offset)}.epoch_low(),
                call_.epoch.number};
       if (verdict == Verdict::kFault) return Step::kFailed;
-      blocked = true;
     }
-    if (progress) return Step::kProgress;
-    if (blocked) return Step::kBlocked;
+    return Step::kBlocked;
+  }
+
+  UEC_HD Step arrive_step() {
     const int32_t first = arrived_;
     for (; arrived_ < call_.num_ranks; ++arrived_) {
       uint64_t seen = 0;
@@ -61,25 +105,18 @@ class Gather {
     return Step::kFinished;
   }
 
- private:
-  UEC_HD void send(int32_t r) {
-    mover_.fetch(0, reinterpret_cast<const uint8_t*>(row_), int64_t{4} * num_experts_);
-    mover_.store(0, call_.addresses.bases[r] + call_.layout.load(call_.rank, num_experts_),
-                 int64_t{4} * num_experts_);
-    // Pairs with step() at the receiver: after it, our row may be read there.
-    mover_.when_delivered(mover_.commit(), true, [&](Delivered token) {
-      memory_.publish(token, r, call_.layout.gathered(call_.rank), call_.epoch.number);
-    });
-    sent_[r] = 1;
-  }
-
   const Call& call_;
   Memory& memory_;
   Mover& mover_;
   const int32_t* row_;
+  int64_t row_bytes_;
   int32_t num_experts_;
   uint8_t* sent_;  // [G]
-  int32_t arrived_ = 0;
+  bool fetched_ = false;
+  Held rows_[kMaxHeld] = {};
+  uint32_t held_ = 0, published_ = 0;
+  int32_t num_sent_ = 0, arrived_ = 0;
+  uint32_t drain_ticket_ = 0;
   Fault fault_ = Fault::kNone;
   Wait wait_;
 };

@@ -30,9 +30,17 @@ struct CallRecord {
   UEC_HD static CallRecord make(uint64_t epoch, uint64_t digest, RecordKind kind) {
     return {epoch << 32 | (digest >> 34) << 2 | static_cast<uint64_t>(kind)};
   }
+  // What a rank leaves when it closes its group.
+  UEC_HD static CallRecord farewell(uint64_t last_epoch, CallRecord last) {
+    return make(last_epoch + 1, static_cast<uint64_t>(last.digest()) << 34, RecordKind::kClosed);
+  }
   UEC_HD uint32_t epoch_low() const { return static_cast<uint32_t>(word >> 32); }
   UEC_HD uint32_t digest() const { return static_cast<uint32_t>(word) >> 2; }
   UEC_HD RecordKind kind() const { return static_cast<RecordKind>(word & 3); }
+  // A farewell is numbered one beyond the rank's last call, and repeats that call's digest.
+  UEC_HD bool is_farewell_of(uint32_t last) const {
+    return kind() == RecordKind::kClosed && epoch_low() == last + 1;
+  }
   // Epochs that the record is ahead of `epoch`; negative: behind.
   UEC_HD int32_t ahead_of(uint64_t epoch) const {
     return static_cast<int32_t>(epoch_low() - static_cast<uint32_t>(epoch));
@@ -41,18 +49,24 @@ struct CallRecord {
 
 // ---- abort word ------------------------------------------------------------------------------
 
+// epoch modulo 2^32 | set | the rank it was waiting for | the rank whose abort ended it. Both,
+// because either alone leads astray: a wait may be one that would have ended well, and the first to
+// give up may have waited for somebody who was waiting too. Groups have fewer than 2^15 - 1 ranks.
 struct AbortWord {
   uint64_t word = 0;
 
-  UEC_HD static AbortWord make(uint64_t epoch, int32_t culprit) {
-    return {epoch << 32 | 1u << 31 | static_cast<uint32_t>(culprit + 1)};
+  UEC_HD static AbortWord make(uint64_t epoch, int32_t waited_for, int32_t told_by) {
+    return {epoch << 32 | 1u << 31 | static_cast<uint32_t>(waited_for + 1) << 15 |
+            static_cast<uint32_t>(told_by + 1)};
   }
   UEC_HD bool set() const { return word >> 31 & 1; }
   UEC_HD int32_t ahead_of(uint64_t epoch) const {
     return static_cast<int32_t>(static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch));
   }
-  // The rank that the aborting one was waiting for; -1: it failed by itself.
-  UEC_HD int32_t culprit() const { return static_cast<int32_t>(word & 0x7FFFFFFF) - 1; }
+  // -1: nobody.
+  UEC_HD int32_t waited_for() const { return static_cast<int32_t>(word >> 15 & 0x7FFF) - 1; }
+  UEC_HD int32_t told_by() const { return static_cast<int32_t>(word & 0x7FFF) - 1; }
+  UEC_HD bool by_itself() const { return set() && waited_for() < 0 && told_by() < 0; }
 };
 
 // ---- what a wait can end with ------------------------------------------------------------------
@@ -100,6 +114,8 @@ class DeliveryPolicy {
 //   uint64_t observe(int64_t offset)        acquire load of a flag in this rank's memory
 //   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value)
 //                                           release store into `rank`'s memory, and wakes it
+//   bool flags_delivered()                  whether all that this thread has published is in the
+//                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
 // and for counters in this rank's private memory, shared by its workers:
 //   int32_t load(const int32_t*)            relaxed
@@ -111,11 +127,12 @@ class DeliveryPolicy {
 //   bool loaded(stage)                      its bytes may be stored
 //   void store(stage, destination, bytes)
 //   bool reusable(stage)                    its stores have read the stage; says nothing of
-//   delivery uint32_t commit()                       closes the stores of a group and returns its
-//   ticket bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every
-//   commit up
-//                                           to `ticket` is visible where it went; `idle`: there is
-//                                           nothing else to do, so it may wait for that
+//                                           delivery
+//   uint32_t commit()                       closes the stores of a group and returns its ticket
+//   bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every commit
+//                                           up to `ticket` is visible where it went; 0: before any
+//                                           store, at once. `idle`: there is nothing else to do, so
+//                                           it may wait for that
 //   void loads_complete()                   orders finished loads before what follows
 
 // ---- judging a partner -------------------------------------------------------------------------
@@ -127,6 +144,16 @@ struct Epoch {
   CallRecord record;  // what this rank publishes, and what peers must show
 };
 
+// What a record that is not the one of our call says about a peer that owes us something in it.
+// One that is beyond the call while it still owes has called differently: so has one whose farewell
+// comes after more calls than ours.
+UEC_HD inline Fault blame(CallRecord seen, const Epoch& epoch) {
+  if (seen.kind() == RecordKind::kRejected) return Fault::kRejected;  // final, whatever its number
+  const int32_t ahead = seen.ahead_of(epoch.number);
+  if (seen.kind() == RecordKind::kClosed && ahead <= 0) return Fault::kClosed;
+  return ahead >= 0 ? Fault::kMismatch : Fault::kNone;
+}
+
 // Whether `rank` is in the same call as we are: the gate for storing to it or loading from it.
 // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
 // digest. A peer that owes us its presence cannot be beyond this epoch: it has called differently.
@@ -135,18 +162,14 @@ UEC_HD Verdict judge_call(Memory& memory, int64_t call_offset, int32_t rank, con
                           Fault* fault) {
   const CallRecord seen{memory.observe(call_offset)};
   if (seen.word == epoch.record.word) return Verdict::kArrived;
-  if (seen.kind() == RecordKind::kRejected) {  // final, whatever its number
-    *fault = Fault::kRejected;
-  } else if (seen.kind() == RecordKind::kClosed) {
-    *fault = Fault::kClosed;
-  } else if (seen.ahead_of(epoch.number) < 0) {
+  Fault found = blame(seen, epoch);
+  if (found == Fault::kNone) {
     if (!memory.peer_gone(rank)) return Verdict::kWaiting;
     // It may have called and then ended; what it published before stands.
     if (memory.observe(call_offset) != seen.word) return Verdict::kWaiting;
-    *fault = Fault::kGone;
-  } else {
-    *fault = Fault::kMismatch;
+    found = Fault::kGone;
   }
+  *fault = found;
   return Verdict::kFault;
 }
 
@@ -158,16 +181,8 @@ UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, i
                           const Epoch& epoch, Fault* fault, uint64_t* seen) {
   *seen = memory.observe(offset);
   if (*seen == epoch.number) return Verdict::kArrived;
-  Fault suspicion = Fault::kNone;
   const CallRecord record{memory.observe(call_offset)};
-  if (record.word != epoch.record.word) {
-    if (record.kind() == RecordKind::kRejected)
-      suspicion = Fault::kRejected;
-    else if (record.kind() == RecordKind::kClosed)
-      suspicion = Fault::kClosed;
-    else if (record.ahead_of(epoch.number) >= 0)
-      suspicion = Fault::kMismatch;
-  }
+  Fault suspicion = record.word == epoch.record.word ? Fault::kNone : blame(record, epoch);
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;
   if (suspicion == Fault::kNone) return Verdict::kWaiting;
   *seen = memory.observe(offset);

@@ -129,6 +129,16 @@ class Worker {
     return Step::kFinished;
   }
 
+  // After a failure, in place of the other two: ends what is under way and publishes nothing. Until
+  // it has finished, loads still read what the call was given and stores still write to peers.
+  UEC_HD Step drain_step() {
+    while (stored_ != fetched_ && mover_.loaded(stored_ % kStages)) ++stored_;
+    if (stored_ != fetched_) return Step::kAwaitDelivered;
+    if (!drain_ticket_) drain_ticket_ = mover_.commit();
+    return mover_.when_delivered(drain_ticket_, true, [](Delivered) {}) ? Step::kFinished
+                                                                        : Step::kAwaitDelivered;
+  }
+
  private:
   struct Item {
     int32_t piece = -1;
@@ -165,6 +175,7 @@ class Worker {
         continue;
       }
       ++i;
+      const Wait other = wait_;
       Verdict verdict = gate_open(p, piece);
       if (verdict == Verdict::kArrived && piece.source == Source::kSlot)
         verdict = group_ready(p, piece, piece.begin + at);
@@ -174,6 +185,8 @@ class Worker {
         // so it is seen now; with groups left unclaimed the peer cannot have finished.
         if (memory_.load(&call_.cursor[p]) < length) return Step::kFailed;
         fault_ = Fault::kNone;
+        wait_ = other;
+        live_[--i] = live_[--num_live_];  // else this step could call itself blocked
         continue;
       }
       if (verdict == Verdict::kWaiting) continue;
@@ -316,6 +329,7 @@ class Worker {
   Held groups_[kMaxHeld] = {};
   uint32_t fetched_ = 0, stored_ = 0, retired_ = 0;  // stages, counted without wrapping
   uint32_t held_ = 0, published_ = 0;                // groups
+  uint32_t drain_ticket_ = 0;
   Fault fault_ = Fault::kNone;
   Wait wait_;
 };

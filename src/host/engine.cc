@@ -253,28 +253,11 @@ int32_t Engine::close() {
   }
   for (std::thread& helper : helpers_) helper.join();
   if (failed_.load() != 0) return -1;
-  const int32_t peer = disagreeing_peer();
+  const int32_t peer = find_disagreement(memory_, layout_.symmetric, last_record_);
   HostMover mover;
   announce_absence(bare_call(last, {}), memory_, mover,
-                   CallRecord::make(last + 1, digest_, RecordKind::kClosed).word);
+                   CallRecord::farewell(last, last_record_).word);
   return peer;
-}
-
-// A peer whose record for our last call differs from ours: a rank whose own plan was empty waits
-// for nobody, and learns of it here or in its next call.
-int32_t Engine::disagreeing_peer() {
-  if (last_record_ == 0) return -1;
-  const CallRecord own{last_record_};
-  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
-    if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
-    // A farewell is numbered one beyond the peer's last call and repeats that call's digest.
-    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == own.epoch_low();
-    const bool farewell =
-        seen.kind() == RecordKind::kClosed && seen.epoch_low() == own.epoch_low() + 1;
-    if ((same_call || farewell) && seen.digest() != own.digest()) return r;
-  }
-  return -1;
 }
 
 // ---- waiting -----------------------------------------------------------------------------------

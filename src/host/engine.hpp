@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/cost.hpp"
+#include "core/failure.hpp"
 #include "core/layout.hpp"
 #include "core/protocol.hpp"
 #include "core/validate.hpp"
@@ -48,17 +49,6 @@ struct EngineLayout {
   std::vector<int32_t> main_idx;   // [E] index among the home's mains
   std::vector<int32_t> num_mains;  // [G]
   int32_t max_mains = 0;
-};
-
-// What a failed call reports.
-struct Report {
-  Fault fault = Fault::kNone;
-  Wait wait;
-  int32_t aborter = -1;  // kAborted: who told us
-  int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
-  uint64_t epoch = 0;
-  double seconds = 0;
-  bool all_called = false;
 };
 
 struct ReplicateArgs {
@@ -123,11 +113,7 @@ class Engine {
   void cancel();
   void report_fault(const Call& call, Report report);
   void settle_failure();
-  int32_t find_root(int32_t from) const;
-  bool chain_is_written(int32_t from) const;
   void poll_peers();
-  bool all_called(const Prepared& prepared) const;
-  int32_t disagreeing_peer();
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -139,7 +125,7 @@ class Engine {
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
   uint64_t digest_;
-  uint64_t last_record_ = 0;
+  CallRecord last_record_;
 
   mutable std::mutex submit_mutex_;  // order of calls, and the report
   std::mutex run_mutex_;             // who executes

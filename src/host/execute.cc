@@ -38,26 +38,22 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
 
 bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupted) {
   const Call& call = prepared.call;
-  Report early;
-  if (cancelled_.load()) early.fault = Fault::kCancelled;
-  if (const int32_t aborter = find_abort(memory_, call.layout, call.epoch); aborter >= 0) {
-    early.fault = Fault::kAborted;
-    early.aborter = aborter;
-  } else if (const int32_t peer = disagreeing_peer(); peer >= 0) {
-    early.fault = Fault::kMismatch;
-    early.wait = {FlagKind::kCall, peer, -1, -1, call.epoch.number - 1, call.epoch.number - 1};
-  }
+  Report early = check_peers(memory_, call.layout, call.epoch, last_record_);
+  if (early.fault == Fault::kNone && cancelled_.load()) early.fault = Fault::kCancelled;
   if (early.fault != Fault::kNone) {
     report_fault(call, early);
     return false;
   }
   HostMover mover;
-  announce(call, memory_, mover);
-  last_record_ = call.epoch.record.word;
+  announce_call(call, memory_, mover);
+  announce_open(call, memory_, mover);
+  last_record_ = call.epoch.record;
 
   if (prepared.operation == Operation::kGather) {
     Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.sent.data());
     const bool done = drive(steps, prepared, interrupted);
+    while (!done && steps.drain_step() != Step::kFinished) {
+    }
     const uint8_t* table = config_.bases[config_.rank] + call.layout.load(0, 0);
     const int64_t entries = int64_t{topology_.num_ranks} * topology_.num_experts;
     if (done) std::copy_n(reinterpret_cast<const int32_t*>(table), entries, prepared.table);
@@ -109,6 +105,8 @@ bool Engine::work(Prepared& prepared, int32_t worker_idx,
   static_assert(Worker<HostMemory, HostMover>::kStages <= HostMover::kMaxStages);
   StreamSteps steps{worker};
   const bool done = drive(steps, prepared, interrupted);
+  while (!done && worker.drain_step() != Step::kFinished) {
+  }
   bytes_stored_.fetch_add(mover.bytes_stored());
   return done;
 }
@@ -125,15 +123,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     const Step step = steps.step();
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
-      report.fault = steps.fault();
-      report.wait = steps.wait();
-      if (report.fault == Fault::kAborted) report.aborter = report.wait.peer;
-      // A peer that failed first and then ended has said why it is gone.
-      const int32_t aborter = find_abort(memory_, layout_.symmetric, prepared.call.epoch);
-      if (report.fault == Fault::kGone && aborter >= 0) {
-        report.fault = Fault::kAborted;
-        report.aborter = aborter;
-      }
+      report = report_step(memory_, prepared.call, steps.fault(), steps.wait());
       break;
     }
     if (step != Step::kBlocked) {
@@ -150,19 +140,13 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     }
     if (worker_failed_.load()) return false;
     poll_peers();
-    if (const int32_t aborter = find_abort(memory_, layout_.symmetric, prepared.call.epoch);
-        aborter >= 0) {
-      report.fault = Fault::kAborted;
-      report.wait = steps.wait();
-      report.aborter = aborter;
-      break;
-    }
+    report = report_step(memory_, prepared.call, Fault::kNone, steps.wait());
+    if (report.fault == Fault::kAborted) break;
     if (cancelled_.load() || (interrupted && interrupted())) {
       report.fault = Fault::kCancelled;
-      report.wait = steps.wait();
       break;
     }
-    if (!called && all_called(prepared)) {
+    if (!called && all_called(memory_, prepared.call)) {
       called = true;
       called_since = Clock::now();
     }
@@ -170,7 +154,6 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     const double waited = seconds_since(called ? std::max(since, called_since) : since);
     if (limit > 0 && waited > limit) {
       report.fault = Fault::kTimeout;
-      report.wait = steps.wait();
       report.seconds = waited;
       report.all_called = called;
       break;
@@ -179,15 +162,6 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   backoff.reset();
   report_fault(prepared.call, report);
   return false;
-}
-
-bool Engine::all_called(const Prepared& prepared) const {
-  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    if (r == config_.rank || !prepared.involved[r]) continue;
-    const CallRecord seen{memory_.observe(layout_.symmetric.call(r))};
-    if (seen.ahead_of(prepared.call.epoch.number) < 0) return false;
-  }
-  return true;
 }
 
 // A peer's socket reaches end-of-file when its process ends, however it ends.
@@ -202,36 +176,6 @@ void Engine::poll_peers() {
 
 // ---- failing -----------------------------------------------------------------------------------
 
-// Who began it: a rank that says it failed by itself, else the end of the chain of waits.
-int32_t Engine::find_root(int32_t from) const {
-  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
-    const AbortWord word{memory_.observe(layout_.symmetric.abort(r))};
-    if (word.set() && word.culprit() < 0) return r;
-  }
-  int32_t at = from;
-  for (int32_t steps = 0; at >= 0 && steps < topology_.num_ranks; ++steps) {
-    const AbortWord word{memory_.observe(layout_.symmetric.abort(at))};
-    if (!word.set()) break;
-    at = word.culprit();
-  }
-  return at;
-}
-
-// Whether nothing that is still to come could change find_root(): somebody says that it failed by
-// itself, or every live rank has spoken.
-bool Engine::chain_is_written(int32_t from) const {
-  const int32_t root = find_root(from);
-  if (root >= 0) {
-    const AbortWord word{memory_.observe(layout_.symmetric.abort(root))};
-    if (memory_.peer_gone(root) || (word.set() && word.culprit() < 0)) return true;
-  }
-  for (int32_t r = 0; r < topology_.num_ranks; ++r)
-    if (!AbortWord{memory_.observe(layout_.symmetric.abort(r))}.set() && !memory_.peer_gone(r) &&
-        config_.bases[r] != nullptr)
-      return false;
-  return true;
-}
-
 // The first fault of a group: tells the peers at once and keeps the report. The abort is in every
 // live peer's memory before the call returns. Other workers of the call stop at their next step.
 void Engine::report_fault(const Call& call, Report report) {
@@ -239,29 +183,21 @@ void Engine::report_fault(const Call& call, Report report) {
   const std::lock_guard once(fault_mutex_);
   if (faulted_) return;
   faulted_ = true;
-  report.epoch = call.epoch.number;
-  const bool own = report.fault == Fault::kCancelled || report.wait.peer == config_.rank;
-  // Published is whom we waited for, so that others can follow the chain to its end.
-  const int32_t culprit = report.wait.peer >= 0 ? report.wait.peer : report.aborter;
   HostMover mover;
-  announce_abort(call, memory_, mover, own ? -1 : culprit);
-  const int32_t from = report.aborter >= 0 ? report.aborter : culprit;
+  announce_abort(call, memory_, mover, abort_word(call, report));
+  while (!memory_.flags_delivered()) {
+  }
   // Words of different ranks come in any order, so the chain is given time to be written. Peers
   // answer an abort with their own; a rank that is stuck does not, and ends the chain.
-  const double grace = own                               ? 0
-                       : report.fault == Fault::kTimeout ? 0.5
+  const double grace = report.fault == Fault::kTimeout   ? 0.5
                        : report.fault == Fault::kAborted ? 0.05
                                                          : 0;
   const auto start = Clock::now();
-  while (!chain_is_written(from) && seconds_since(start) < grace) {
+  while (seconds_since(start) < grace && !chain_is_written(memory_, call)) {
     poll_peers();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  report.root = own ? config_.rank : find_root(from);
-  if (report.fault == Fault::kAborted && report.root >= 0) {
-    const CallRecord first{memory_.observe(layout_.symmetric.call(report.root))};
-    if (first.kind() == RecordKind::kRejected) report.fault = Fault::kRejected;
-  }
+  name_root(memory_, call, &report);
   const std::lock_guard lock(submit_mutex_);
   report_ = report;
 }

@@ -29,6 +29,14 @@ class HostMemory {
     if (rank != rank_) Doorbell(bases_[rank] + doorbell_).ring();
   }
 
+  // Later stores of this thread, to main weights too, stay behind its flags.
+  bool flags_delivered() const {
+#if !defined(__SANITIZE_THREAD__)  // which does not know fences, and needs none here
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+    return true;
+  }
+
   bool peer_gone(int32_t rank) const { return gone_[rank].load(std::memory_order_acquire); }
 
   static int32_t load(const int32_t* counter) {

@@ -66,12 +66,15 @@ void check_records() {
 void check_abort_words() {
   CHECK(!AbortWord{}.set());
   for (const uint64_t number : {uint64_t{0}, uint64_t{7}, (uint64_t{1} << 32) + 5}) {
-    for (const int32_t culprit : {-1, 0, 1, 71, (1 << 30)}) {
-      const AbortWord abort = AbortWord::make(number, culprit);
-      CHECK(abort.set());
-      CHECK_EQ(abort.culprit(), culprit);
-      CHECK(abort.word >> 32 == static_cast<uint32_t>(number));
-    }
+    for (const int32_t waited_for : {-1, 0, 1, 71, 32765})
+      for (const int32_t told_by : {-1, 0, 5, 32765}) {
+        const AbortWord abort = AbortWord::make(number, waited_for, told_by);
+        CHECK(abort.set());
+        CHECK_EQ(abort.waited_for(), waited_for);
+        CHECK_EQ(abort.told_by(), told_by);
+        CHECK_EQ(abort.by_itself(), waited_for < 0 && told_by < 0);
+        CHECK(abort.word >> 32 == static_cast<uint32_t>(number));
+      }
   }
 }
 
@@ -102,7 +105,9 @@ void check_judge_call(uint64_t k) {
   CHECK(judge_call({word(k, kDigest, RecordKind::kRejected)}, k).fault == Fault::kRejected);
   CHECK(judge_call({word(k, kOther, RecordKind::kRejected)}, k).fault == Fault::kRejected);
   CHECK(judge_call({word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
-  CHECK(judge_call({word(k + 1, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
+  // It has finished this call, or another one in its place, without us.
+  CHECK(judge_call({word(k + 1, kOther, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
+  CHECK(judge_call({word(k + 2, kDigest, RecordKind::kClosed)}, k).fault == Fault::kMismatch);
 }
 
 Judged judge_flag(std::deque<uint64_t> flag, std::deque<uint64_t> record, uint64_t number,
@@ -126,8 +131,11 @@ void check_judge_flag(uint64_t k) {
   CHECK(judge_flag({k - 1}, {word(k + 1)}, k).fault == Fault::kMismatch);
   CHECK(judge_flag({k - 1}, {word(k, kDigest, RecordKind::kRejected)}, k).fault ==
         Fault::kRejected);
+  CHECK(judge_flag({k - 1}, {word(k, kDigest, RecordKind::kClosed)}, k).fault == Fault::kClosed);
   CHECK(judge_flag({k - 1}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).fault ==
-        Fault::kClosed);
+        Fault::kMismatch);
+  CHECK(judge_flag({k - 1, k}, {word(k + 1, kDigest, RecordKind::kClosed)}, k).verdict ==
+        Verdict::kArrived);
   CHECK(judge_flag({k - 1}, {word(k)}, k, true).fault == Fault::kGone);
   // A record that is ahead is ordered after the flag, so the flag is read again before blaming.
   CHECK(judge_flag({k - 1, k}, {word(k + 1)}, k).verdict == Verdict::kArrived);
@@ -140,7 +148,7 @@ void check_find_abort() {
   FakeMemory memory;
   const uec::Epoch now{9, {}};
   CHECK_EQ(uec::find_abort(memory, layout, now), -1);
-  memory.words[layout.abort(2)] = {AbortWord::make(9, -1).word};
+  memory.words[layout.abort(2)] = {AbortWord::make(9, -1, -1).word};
   CHECK_EQ(uec::find_abort(memory, layout, now), 2);
   CHECK_EQ(uec::find_abort(memory, layout, uec::Epoch{10, {}}), 2);  // it will not come that far
   CHECK_EQ(uec::find_abort(memory, layout, uec::Epoch{8, {}}), -1);  // it has finished that one

@@ -34,7 +34,7 @@ class Payload {
 // Waits for a call that must succeed.
 inline void wait_ok(uec::host::Engine& engine, uint64_t epoch) {
   if (engine.wait(epoch)) return;
-  const uec::host::Report report = engine.report();
+  const uec::Report report = engine.report();
   std::fprintf(stderr, "call %llu failed in %llu: fault %d, flag %d of rank %d, root %d\n",
                static_cast<unsigned long long>(epoch),
                static_cast<unsigned long long>(report.epoch), static_cast<int>(report.fault),

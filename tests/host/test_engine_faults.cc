@@ -17,7 +17,7 @@ namespace {
 using uec::Fault;
 using uec::FlagKind;
 using uec::Mode;
-using uec::host::Report;
+using uec::Report;
 
 constexpr int32_t kPush = static_cast<int32_t>(Mode::kPush);
 constexpr int32_t kDirect = static_cast<int32_t>(Mode::kDirect);

@@ -57,6 +57,7 @@ CPP_ORDER = [
     "core/worklist.hpp",
     "core/stream.hpp",
     "core/call.hpp",
+    "core/failure.hpp",
     "core/gather.hpp",
     "host/doorbell.hpp",
     "host/copy.hpp",

@@ -1,0 +1,152 @@
+// How a call fails: what is reported, what the peers are told, and who failed first.
+#pragma once
+
+#include "core/call.hpp"
+
+namespace uec {
+
+// What a failed call reports.
+struct Report {
+  Fault fault = Fault::kNone;
+  Wait wait;
+  int32_t aborter = -1;  // kAborted: who told us
+  int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
+  uint64_t epoch = 0;
+  double seconds = 0;
+  bool all_called = false;
+};
+
+// A peer whose record for our last call differs from ours; -1: none is seen. A rank whose own plan
+// was empty waits for nobody, and learns of it here: in its next call, or when it closes.
+template <class Memory>
+UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, CallRecord last) {
+  if (last.word == 0) return -1;
+  for (int32_t r = 0; r < layout.num_ranks; ++r) {
+    const CallRecord seen{memory.observe(layout.call(r))};
+    if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
+    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == last.epoch_low();
+    if ((same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest())
+      return r;
+  }
+  return -1;
+}
+
+// Before a call announces itself: whether a peer has failed, or made another last call than ours.
+template <class Memory>
+UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch,
+                          CallRecord last) {
+  Report report;
+  if (const int32_t aborter = find_abort(memory, layout, epoch); aborter >= 0) {
+    report.fault = Fault::kAborted;
+    report.aborter = aborter;
+  } else if (const int32_t peer = find_disagreement(memory, layout, last); peer >= 0) {
+    report.fault = Fault::kMismatch;
+    report.wait = {FlagKind::kCall, peer, -1, -1, epoch.number - 1, epoch.number - 1};
+  }
+  return report;
+}
+
+// Whether everybody that the plan needs has called; until then a peer may be busy elsewhere.
+template <class Memory>
+UEC_HD bool all_called(Memory& memory, const Call& call) {
+  for (int32_t r = 0; r < call.num_ranks; ++r) {
+    if (r == call.rank || !call.work.involved[r]) continue;
+    const CallRecord seen{memory.observe(call.layout.call(r))};
+    if (seen.ahead_of(call.epoch.number) < 0) return false;
+  }
+  return true;
+}
+
+// Of a step that failed, or that a peer's abort has ended (`fault` is kAborted, or kNone and the
+// answer's fault says whether there is one).
+template <class Memory>
+UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const Wait& wait) {
+  Report report;
+  report.fault = fault;
+  report.wait = wait;
+  if (fault != Fault::kNone && fault != Fault::kGone && fault != Fault::kAborted) return report;
+  // A peer that failed first and then ended has said why it is gone.
+  report.aborter = find_abort(memory, call.layout, call.epoch);
+  if (report.aborter >= 0) report.fault = Fault::kAborted;
+  return report;
+}
+
+// What a failed rank tells its peers.
+UEC_HD inline AbortWord abort_word(const Call& call, const Report& report) {
+  const bool by_itself = report.fault == Fault::kCancelled || report.wait.peer == call.rank;
+  return AbortWord::make(call.epoch.number, by_itself ? -1 : report.wait.peer,
+                         by_itself ? -1 : report.aborter);
+}
+
+namespace detail {
+
+// What `rank` has said of this call or an earlier one. Who failed later has finished this call, and
+// is no reason for anything in it.
+template <class Memory>
+UEC_HD AbortWord said_by(Memory& memory, const Call& call, int32_t rank) {
+  const AbortWord word{memory.observe(call.layout.abort(rank))};
+  return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
+}
+
+// The rank whose failure made `rank` fail, directly or through others. Nobody is told by a rank
+// that was not told before, so this ends.
+template <class Memory>
+UEC_HD int32_t first_cause(Memory& memory, const Call& call, int32_t rank) {
+  for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
+    const AbortWord word = said_by(memory, call, rank);
+    if (!word.set() || word.told_by() < 0) break;
+    rank = word.told_by();
+  }
+  return rank;
+}
+
+}  // namespace detail
+
+// Who began it, seen from a failed rank that has told its peers: a rank that says it failed by
+// itself, else the end of the chain of waits, as far as words have arrived.
+template <class Memory>
+UEC_HD int32_t find_root(Memory& memory, const Call& call) {
+  if (detail::said_by(memory, call, call.rank).by_itself()) return call.rank;
+  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (detail::said_by(memory, call, r).by_itself()) return r;
+  // Whoever gave up first waited for somebody, who may have been waiting too. What a rank was
+  // waiting for when another cause ended it says nothing: then that other cause is followed.
+  int32_t cause = detail::first_cause(memory, call, call.rank), at = cause;
+  for (int32_t steps = 0; steps < 2 * call.num_ranks; ++steps) {
+    const AbortWord word = detail::said_by(memory, call, at);
+    if (!word.set()) break;
+    if (const int32_t other = detail::first_cause(memory, call, at); other != cause) {
+      cause = at = other;
+      continue;
+    }
+    if (word.waited_for() < 0) break;
+    at = word.waited_for();
+  }
+  return at;
+}
+
+// Whether nothing that is still to come could change the root: somebody says that it failed by
+// itself, or every live rank has spoken.
+template <class Memory>
+UEC_HD bool chain_is_written(Memory& memory, const Call& call) {
+  const int32_t root = find_root(memory, call);
+  if (memory.peer_gone(root) || detail::said_by(memory, call, root).by_itself()) return true;
+  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (call.addresses.bases[r] != nullptr && !memory.peer_gone(r) &&
+        !AbortWord{memory.observe(call.layout.abort(r))}.set())
+      return false;
+  return true;
+}
+
+// Completes the report, once the chain is written or has been given its time.
+template <class Memory>
+UEC_HD void name_root(Memory& memory, const Call& call, Report* report) {
+  report->epoch = call.epoch.number;
+  report->root = find_root(memory, call);
+  if (report->fault == Fault::kAborted) {
+    const CallRecord first{memory.observe(call.layout.call(report->root))};
+    if (first.kind() == RecordKind::kRejected) report->fault = Fault::kRejected;
+  }
+}
+
+}  // namespace uec
