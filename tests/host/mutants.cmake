@@ -1,0 +1,123 @@
+# Orderings and wake-ups of the host engine, each broken in a program of its own that must not pass.
+#
+# Not here, because ThreadSanitizer sees no difference: the store fence behind non-temporal stores
+# (a sanitized copy has none), the fence of flags_delivered(), the order of a doorbell's two words.
+# The first two are for the simulated memory; the third is test_doorbell's, on real processors.
+
+# ultraep_add_host_mutant(<name> [HANGS] PROGRAM <test> FILE <path below src/>
+#                         FIND [[...]] REPLACE [[...]])
+#
+# PROGRAM is the name of a test in this folder. Sources and headers of the host engine are compiled
+# again where they could have read the changed file; all else is shared. HANGS: what the mutant does
+# is to hang, so the test's watchdog has less patience.
+function(ultraep_add_host_mutant name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
+  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
+    REPLACE "${arg_REPLACE}")
+  set(target mutant_${name})
+  set(program mutants_${arg_PROGRAM}_${arg_HANGS})
+  if(arg_FILE MATCHES "\\.cc$")
+    if(NOT TARGET ${program})
+      add_library(${program} OBJECT EXCLUDE_FROM_ALL host/${arg_PROGRAM}.cc)
+      _ultraep_host_mutant_options(${program} ${arg_HANGS})
+    endif()
+    # The library's own object of this source stays in the library: nothing asks for it.
+    add_executable(${target} $<TARGET_OBJECTS:${program}> ${overlay}/${arg_FILE})
+    set_source_files_properties(${overlay}/${arg_FILE} PROPERTIES GENERATED ON)
+  else()
+    get_target_property(sources ultraep_host SOURCES)
+    list(TRANSFORM sources PREPEND ${PROJECT_SOURCE_DIR}/src/host/)
+    add_executable(${target} host/${arg_PROGRAM}.cc ${sources})
+  endif()
+  target_include_directories(${target} BEFORE PRIVATE ${overlay})
+  _ultraep_host_mutant_options(${target} ${arg_HANGS})
+  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
+    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
+  set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+endfunction()
+
+function(_ultraep_host_mutant_options target hangs)
+  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+  target_link_libraries(${target} PRIVATE ultraep_host)
+  if(hangs)
+    target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=3)
+  endif()
+endfunction()
+
+# ---- flags and counters --------------------------------------------------------------------------
+
+ultraep_add_host_mutant(publish_relaxed PROGRAM test_races FILE host/policies.hpp
+  FIND [[store(value, std::memory_order_release)]]
+  REPLACE [[store(value, std::memory_order_relaxed)]])
+
+ultraep_add_host_mutant(observe_relaxed PROGRAM test_races FILE host/policies.hpp
+  FIND [[word(bases_[rank_] + offset).load(std::memory_order_acquire)]]
+  REPLACE [[word(bases_[rank_] + offset).load(std::memory_order_relaxed)]])
+
+# The last worker of a task vouches for the others: each half of its ordering is needed.
+ultraep_add_host_mutant(arrive_relaxed PROGRAM test_races FILE host/policies.hpp
+  FIND [[fetch_sub(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_sub(1, std::memory_order_relaxed)]])
+
+ultraep_add_host_mutant(arrive_without_acquire PROGRAM test_races FILE host/policies.hpp
+  FIND [[fetch_sub(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_sub(1, std::memory_order_release)]])
+
+ultraep_add_host_mutant(arrive_without_release PROGRAM test_races FILE host/policies.hpp
+  FIND [[fetch_sub(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_sub(1, std::memory_order_acquire)]])
+
+# ---- threads of one rank -------------------------------------------------------------------------
+
+ultraep_add_host_mutant(shift_relaxed PROGRAM test_races FILE host/execute.cc
+  FIND [[shift_.fetch_add(1);]]
+  REPLACE [[shift_.fetch_add(1, std::memory_order_relaxed);]])
+
+ultraep_add_host_mutant(helper_ends_relaxed PROGRAM test_races FILE host/execute.cc
+  FIND [[helpers_busy_.fetch_sub(1)]]
+  REPLACE [[helpers_busy_.fetch_sub(1, std::memory_order_relaxed)]])
+
+ultraep_add_host_mutant(completed_relaxed PROGRAM test_races FILE host/execute.cc
+  FIND [[completed_.store(epoch);]]
+  REPLACE [[completed_.store(epoch, std::memory_order_relaxed);]])
+
+ultraep_add_host_mutant(failed_relaxed PROGRAM test_races FILE host/execute.cc
+  FIND [[failed_.store(report_.epoch);]]
+  REPLACE [[failed_.store(report_.epoch, std::memory_order_relaxed);]])
+
+ultraep_add_host_mutant(helpers_not_awaited PROGRAM test_races FILE host/execute.cc
+  FIND [[(busy = helpers_busy_.load()) != 0;]]
+  REPLACE [[(busy = helpers_busy_.load()) < 0u;]])
+
+# A call that has failed is over only when its workers are.
+ultraep_add_host_mutant(helpers_not_awaited_after_failure PROGRAM test_engine_settles
+  FILE host/execute.cc
+  FIND [[(busy = helpers_busy_.load()) != 0;]]
+  REPLACE [[moved && (busy = helpers_busy_.load()) != 0;]])
+
+ultraep_add_host_mutant(failed_before_workers_end PROGRAM test_engine_settles FILE host/execute.cc
+  FIND [[  report_ = report;
+]]
+  REPLACE [[  report_ = report;
+  failed_.store(report_.epoch);
+]])
+
+# ---- wake-ups ------------------------------------------------------------------------------------
+
+ultraep_add_host_mutant(ring_before_store PROGRAM test_doorbell FILE host/policies.hpp
+  FIND [[    word(bases_[rank] + offset).store(value, std::memory_order_release);
+    if (rank != rank_) Doorbell(bases_[rank] + doorbell_).ring();]]
+  REPLACE [[    if (rank != rank_) Doorbell(bases_[rank] + doorbell_).ring();
+    word(bases_[rank] + offset).store(value, std::memory_order_release);]])
+
+ultraep_add_host_mutant(sleep_without_last_look PROGRAM test_doorbell FILE host/backoff.hpp
+  FIND [[return false;  // the flags are looked at once more before sleeping]]
+  REPLACE [[;]])
+
+ultraep_add_host_mutant(ring_moves_nothing PROGRAM test_doorbell FILE host/doorbell.hpp
+  FIND [[sequence().fetch_add(1, std::memory_order_seq_cst)]]
+  REPLACE [[sequence().fetch_add(0, std::memory_order_seq_cst)]])
+
+ultraep_add_host_mutant(stop_outside_mutex HANGS PROGRAM test_engine_close FILE host/engine.cc
+  FIND [[    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it]]
+  REPLACE [[;]])
