@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
+from cpp_build import CppBuild
 from ranks import RankPool
 
 # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
@@ -34,3 +35,9 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def cpp() -> CppBuild:
+    """The C++ tool chain; skips where there is none."""
+    return CppBuild()

@@ -9,7 +9,6 @@
 #include "core/common.hpp"
 #include "core/schedule.hpp"
 #include "core/tiles.hpp"
-#include "core/worklist.hpp"
 
 // Repetitions that are cheap in an optimised build and slow under a sanitizer.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)

@@ -1,0 +1,84 @@
+"""CMake, Ninja and ctest as the C++ tests use them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def find_program(name: str, module: str, folder: str) -> str:
+    """Return the tool of the environment's package, wherever its scripts went, or of PATH."""
+    try:
+        found = shutil.which(name, path=getattr(importlib.import_module(module), folder))
+    except ImportError:
+        found = None
+    found = found or shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name}: pip install -c constraints.txt -e '.[test]'")
+    return found
+
+
+def run(command: Sequence[str | Path], **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}"
+    return done.stdout
+
+
+def can_fix_addresses() -> bool:
+    if shutil.which("setarch") is None:
+        return False
+    return (
+        subprocess.run(["setarch", "-R", "true"], capture_output=True, check=False).returncode == 0
+    )
+
+
+class CppBuild:
+    """Presets of this repository, each in its folder under build/, which later runs only update."""
+
+    def __init__(self) -> None:
+        if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++")):
+            pytest.skip("no C++ compiler: install one, or name it in CXX")
+        self.cmake = find_program("cmake", "cmake", "CMAKE_BIN_DIR")
+        self.ninja = find_program("ninja", "ninja", "BIN_DIR")
+        self.ctest_program = shutil.which("ctest", path=str(Path(self.cmake).parent)) or "ctest"
+        self.num_jobs = str(len(os.sched_getaffinity(0)))
+
+    def build(self, preset: str) -> Path:
+        run([self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"])
+        run([self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs])
+        return ROOT / "build" / preset
+
+    def ctest(self, preset: str, *options: str) -> str:
+        # g++ 12's ThreadSanitizer does not start where the kernel randomises more address bits than
+        # it knows of.
+        fixed_addresses = ["setarch", "-R"] if preset == "tsan" and can_fix_addresses() else []
+        # Leaks are failures too; a report ends the test at once.
+        return run(
+            [
+                *fixed_addresses,
+                self.ctest_program,
+                "--preset",
+                preset,
+                "--no-tests=error",
+                *options,
+            ],
+            TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1",
+            ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1",
+            UBSAN_OPTIONS="print_stacktrace=1",
+        )

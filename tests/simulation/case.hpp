@@ -1,0 +1,83 @@
+// What is simulated: a group, the calls that its ranks make, and how they are meant to end.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/digest.hpp"
+#include "core/failure.hpp"
+#include "plans.hpp"
+#include "worklists.hpp"
+
+namespace sim {
+
+enum class Ending {
+  kSuccess,
+  kStops,      // one rank makes no further step, and nobody can see it
+  kDies,       // the same, and its peers are told at some time
+  kRejects,    // one rank finds its own input bad
+  kDisagrees,  // one rank makes another call than the others
+  kImpatient,  // one rank gives up although nothing is wrong
+};
+
+struct CallSpec {
+  bool gather = false;
+  uec::Mode mode = uec::Mode::kDirect;
+  std::vector<int32_t> plan{};      // slot_expert
+  std::vector<int32_t> segments{};  // which are transferred; empty: all
+};
+
+struct Case {
+  std::string name;
+  PlanCase group;
+  std::vector<int64_t> segment_bytes{};
+  int64_t tile_bytes = 64 << 10;
+  int32_t num_workers = 1;
+  uint64_t first_epoch = 1;
+  std::vector<CallSpec> calls{};
+  Ending ending = Ending::kSuccess;
+  int32_t culprit = -1;  // the one rank, and the first of its calls that may be touched
+  int32_t at_call = 0;
+  CallSpec other{};            // kDisagrees: what the culprit calls instead
+  bool eager_delivery = true;  // deliveries are noticed while there is something else to do
+  bool opened = false;  // every schedule: only from where all have called, opened and seen it
+};
+
+// One rank's part of one call, with the arrays it borrows.
+struct RankCall {
+  RankCall(const Case& c, const CallSpec& s, int32_t rank, uint64_t epoch, uint64_t digest)
+      : spec(s), record(uec::CallRecord::make(epoch, digest, uec::RecordKind::kCall)) {
+    if (spec.segments.empty())
+      for (size_t i = 0; i < c.segment_bytes.size(); ++i)
+        spec.segments.push_back(static_cast<int32_t>(i));
+    first_tile.push_back(0);
+    for (const int32_t i : spec.segments) {
+      bytes.push_back(c.segment_bytes[i]);
+      first_tile.push_back(first_tile.back() + uec::ceil_div(bytes.back(), c.tile_bytes));
+    }
+    tiles = {static_cast<int32_t>(bytes.size()), spec.segments.data(), bytes.data(),
+             first_tile.data(), c.tile_bytes};
+    PlanCase planned = c.group;
+    planned.slot_expert = spec.plan;
+    if (spec.gather) planned.clear();
+    schedule = std::make_unique<ScheduleArrays>(planned, tiles, spec.mode);
+    worklist = std::make_unique<WorklistArrays>(planned, tiles, schedule->schedule, rank);
+    if (spec.gather) worklist->involved.assign(c.group.num_ranks, 1);
+  }
+
+  CallSpec spec;
+  uec::CallRecord record;
+  std::vector<int64_t> bytes, first_tile;
+  uec::TileMap tiles;
+  std::unique_ptr<ScheduleArrays> schedule;
+  std::unique_ptr<WorklistArrays> worklist;
+};
+
+inline uint64_t digest_of(const CallSpec& s) {
+  uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
+  d = uec::digest_ints(d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
+  return uec::digest_ints(d, s.segments.data(), static_cast<int64_t>(s.segments.size()));
+}
+
+}  // namespace sim

@@ -1,0 +1,421 @@
+#include "simulation/ranks.hpp"
+
+namespace sim {
+namespace {
+
+using uec::CallRecord;
+using uec::Fault;
+using uec::RecordKind;
+using uec::Report;
+using uec::Step;
+
+constexpr uint64_t kFirstDigest = 0x123456789ABCDEF;
+
+}  // namespace
+
+Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
+  const PlanCase& g = case_.group;
+  main_idx_ = g.main_idx();
+  num_mains_ = g.num_mains();
+
+  Shape shape{};
+  shape.num_ranks = g.num_ranks;
+  shape.num_experts = g.num_experts;
+  shape.slots_per_rank = g.slots_per_rank;
+  shape.max_mains = *std::max_element(num_mains_.begin(), num_mains_.end());
+  shape.agents_per_rank = workers() + 1;
+  shape.tile_bytes = case_.tile_bytes;
+  shape.segment_bytes = case_.segment_bytes;
+  shape.slot_offset.resize(case_.segment_bytes.size());
+  int64_t tiles = 0, region = 0;
+  for (const int64_t bytes : case_.segment_bytes) {
+    tiles += uec::ceil_div(bytes, case_.tile_bytes);
+    shape.region_offset.push_back(region);
+    region = uec::round_up(region + shape.max_mains * bytes, uec::kSegmentAlign);
+  }
+  const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes, uec::kWideFanout + 1);
+  shape.max_groups = static_cast<int32_t>(uec::ceil_div(tiles, finest));
+  shape.layout = uec::SymmetricLayout::make(g.topology(), shape.max_mains, shape.max_groups,
+                                            static_cast<int32_t>(case_.segment_bytes.size()),
+                                            case_.segment_bytes.data(), shape.slot_offset.data());
+  shape.max_messages = num_calls() + 3;
+  shape.row_bytes = int64_t{4} * g.num_experts;
+
+  std::vector<std::vector<uint64_t>> records(g.num_ranks);
+  for (int32_t r = 0; r < g.num_ranks; ++r) {
+    bases_.push_back(base_of(Space::kSymmetric, r));
+    regions_.push_back(base_of(Space::kMains, r));
+    mains_.emplace_back();
+    for (size_t i = 0; i < case_.segment_bytes.size(); ++i)
+      for (int32_t m = 0; m < num_mains_[r]; ++m)
+        mains_.back().push_back(regions_.back() + shape.region_offset[i] +
+                                m * case_.segment_bytes[i]);
+    rank_calls_.emplace_back();
+    uint64_t digest = kFirstDigest;
+    for (int32_t i = 0; i < num_calls(); ++i) {
+      const bool differs =
+          case_.ending == Ending::kDisagrees && r == case_.culprit && i == case_.at_call;
+      const CallSpec& spec = differs ? case_.other : case_.calls[i];
+      digest = uec::mix(digest, digest_of(spec));
+      rank_calls_[r].push_back(
+          std::make_unique<RankCall>(case_, spec, r, case_.first_epoch + i, digest));
+      const RankCall& made = *rank_calls_[r].back();
+      records[r].push_back(made.record.word);
+      shape.max_pieces = std::max(shape.max_pieces, made.worklist->list.num_pieces);
+      shape.max_tasks = std::max(shape.max_tasks, made.worklist->list.num_tasks);
+    }
+  }
+  shape.max_pieces = max_pieces_ = std::max(shape.max_pieces, 1);
+  shape.max_tasks = std::max(shape.max_tasks, 1);
+
+  const size_t agents = static_cast<size_t>(g.num_ranks) * shape.agents_per_rank;
+  ranks_ = arena_.array<Rank>(g.num_ranks);
+  worker_states_ = arena_.array<WorkerState>(agents);
+  calls_ = arena_.array<uec::Call>(g.num_ranks);
+  clock_ran_out_ = arena_.array<uint64_t>(1);
+  sent_ = arena_.array<uint8_t>(g.num_ranks * g.num_ranks);
+  live_ = arena_.array<int32_t>(agents * max_pieces_);
+  gate_ = arena_.array<uint8_t>(agents * max_pieces_);
+  worker_objects_ = arena_.array<Worker>(agents);
+  finishes_ = arena_.array<Finish>(g.num_ranks);
+  gathers_ = arena_.array<Gather>(g.num_ranks);
+  memories_ = arena_.array<SimMemory>(agents);
+  movers_ = arena_.array<SimMover>(agents);
+  world_ = std::make_unique<World>(shape, arena_);
+  world_->records = std::move(records);
+  for (int32_t a = 0; a < static_cast<int32_t>(agents); ++a) {
+    new (&memories_[a]) SimMemory(*world_, a);
+    new (&movers_[a]) SimMover(*world_, a, case_.eager_delivery);
+    worker_states_[a] = {1, 1, 1, 1, 0};
+  }
+
+  // The group has made calls before: flags hold what they left, also an epoch that agrees with the
+  // first one in its low 32 bits.
+  const uint64_t before = case_.first_epoch - 1;
+  const uint64_t left =
+      case_.first_epoch >> 32 != 0 ? case_.first_epoch - (uint64_t{1} << 32) : before;
+  const CallRecord last =
+      before == 0 ? CallRecord{} : CallRecord::make(before, kFirstDigest, RecordKind::kCall);
+  const uec::SymmetricLayout& layout = world_->shape.layout;
+  for (int32_t r = 0; r < g.num_ranks; ++r) {
+    ranks_[r].last = last;
+    for (int32_t peer = 0; peer < g.num_ranks; ++peer) {
+      if (peer != r) world_->leave_behind(r, layout.call(peer), last.word);
+      world_->leave_behind(r, layout.open(peer), left);
+      world_->leave_behind(r, layout.gathered(peer), left);
+      for (int32_t s = 0; s < g.slots_per_rank; ++s)
+        world_->leave_behind(r, layout.done(s, peer), left);
+      for (int32_t m = 0; m < shape.max_mains; ++m)
+        world_->leave_behind(r, layout.pulled(m, peer), left);
+    }
+    for (int32_t s = 0; s < g.slots_per_rank; ++s)
+      for (int64_t i = 0; i < shape.max_groups; ++i)
+        world_->leave_behind(r, layout.ready(s, i), left);
+    write_mains(r, 0, true);
+  }
+}
+
+// ---- workers -----------------------------------------------------------------------------------
+
+void Simulation::step_worker(int32_t agent, bool fetch) {
+  const int32_t rank = world_->rank_of(agent);
+  Rank& r = ranks_[rank];
+  WorkerState& state = worker_states_[agent];
+  Worker& worker = worker_objects_[agent];
+  const int32_t side = fetch ? 0 : 1;
+  world_->rang = false;
+  // Other workers of a rank that has failed go on until they look.
+  if (draining(r) && !state.noticed && world_->roll(2) == 0) {
+    state.noticed = 1;
+    world_->wake_agent(agent);
+  }
+  if (draining(r) && state.noticed) {
+    sleep(agent, side);
+    if (worker.drain_step() != Step::kFinished) return;
+    state.drained = 1;
+    world_->wake_agent(own_thread(rank));
+    return;
+  }
+  world_->in_store = !fetch;
+  const Step step = fetch ? worker.fetch_step() : worker.store_step();
+  world_->in_store = false;
+  if (fetch) state.blocked = 0;
+  switch (step) {
+    case Step::kProgress:
+      world_->wake_agent(agent);
+      return;
+    case Step::kFailed:
+      state.noticed = 1;
+      world_->wake_agent(agent);
+      fail(rank, uec::report_step(memories_[agent], calls_[rank], worker.fault(), worker.wait()));
+      return;
+    case Step::kBlocked:
+      if (draining(r))
+        state.noticed = 1;
+      else
+        blocked(agent, worker.wait());
+      return;
+    case Step::kAwaitDelivered:
+      sleep(agent, side);
+      if (!fetch) world_->asleep[2 * agent] = 0;  // a stage may have become free
+      return;
+    case Step::kFinished:
+      if (fetch) {
+        state.fetched = 1;
+        world_->wake_agent(agent);
+      } else if (state.fetched) {
+        state.stored = 1;
+        world_->wake_agent(own_thread(rank));
+      } else {
+        world_->asleep[2 * agent] = 0;  // a stage may have become free
+      }
+      sleep(agent, side);
+  }
+}
+
+// Nothing can be done before a flag changes. Every publish wakes its reader, so that the sleeper
+// need not look again before.
+void Simulation::blocked(int32_t agent, const uec::Wait& wait) {
+  const int32_t rank = world_->rank_of(agent);
+  const Report report = uec::report_step(memories_[agent], calls_[rank], Fault::kNone, wait);
+  if (report.fault == Fault::kAborted) {
+    fail(rank, report);
+    return;
+  }
+  worker_states_[agent].blocked = 1;
+  // A doorbell that rang between the look and here keeps the sleeper awake.
+  if (!world_->rang) sleep(agent, 0);
+}
+
+void Simulation::time_out(int32_t agent) {
+  const int32_t rank = world_->rank_of(agent);
+  Report report;
+  report.fault = Fault::kTimeout;
+  report.wait = agent != own_thread(rank)                   ? worker_objects_[agent].wait()
+                : spec(rank, ranks_[rank].call).spec.gather ? gathers_[rank].wait()
+                                                            : finishes_[rank].wait();
+  report.all_called = uec::all_called(memories_[agent], calls_[rank]);
+  *clock_ran_out_ = 1;
+  fail(rank, report);
+}
+
+// ---- a rank's own thread -----------------------------------------------------------------------
+
+void Simulation::step_program(int32_t rank) {
+  Rank& r = ranks_[rank];
+  SimMemory& memory = memories_[own_thread(rank)];
+  SimMover& mover = movers_[own_thread(rank)];
+  world_->rang = false;
+  switch (r.phase) {
+    case Phase::kEnter:
+      if (r.call == num_calls())
+        close(rank);
+      else
+        enter(rank);
+      return;
+    case Phase::kAnnounce:
+      announce_call(calls_[rank], memory, mover);
+      r.last = calls_[rank].epoch.record;
+      r.phase = Phase::kStart;
+      return;
+    case Phase::kStart:
+      start_workers(rank);
+      r.phase = Phase::kOpen;
+      return;
+    case Phase::kOpen:
+      announce_open(calls_[rank], memory, mover);
+      r.phase = Phase::kWork;
+      return;
+    case Phase::kWork:
+      wait_for_workers(rank);
+      return;
+    case Phase::kFinish:
+      step_end(rank);
+      return;
+    case Phase::kReturn:
+      give_back(rank);
+      return;
+    case Phase::kAbort:
+      announce_abort(calls_[rank], memory, mover, uec::abort_word(calls_[rank], r.report));
+      r.phase = Phase::kDrain;
+      return;
+    case Phase::kDrain:
+      drain(rank);
+      return;
+    case Phase::kChain:
+      if (r.gave_up || uec::chain_is_written(memory, calls_[rank]))
+        r.phase = Phase::kSettle;
+      else if (!world_->rang)
+        sleep(own_thread(rank), 0);
+      return;
+    case Phase::kSettle:
+      settle(rank);
+      return;
+    case Phase::kClosed:
+    case Phase::kFailed:
+      return;
+  }
+}
+
+void Simulation::enter(int32_t rank) {
+  Rank& r = ranks_[rank];
+  const RankCall& made = spec(rank, r.call);
+  const int32_t own = own_thread(rank);
+  world_->call_now[rank] = r.call;
+  r.began = 0;
+  uec::Call& call = *new (&calls_[rank]) uec::Call;
+  call.rank = rank;
+  call.num_ranks = case_.group.num_ranks;
+  call.epoch = {case_.first_epoch + r.call, made.record};
+  call.layout = world_->shape.layout;
+  call.tiles = made.tiles;
+  call.addresses = {bases_.data(),
+                    world_->shape.segment_bytes.data(),
+                    world_->shape.slot_offset.data(),
+                    mains_[rank].data(),
+                    num_mains_[rank],
+                    made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
+                    world_->shape.region_offset.data()};
+  call.work = made.worklist->list;
+  call.cursor = world_->cursors(rank);
+  call.remaining = world_->remaining(rank);
+
+  Report early = uec::check_peers(memories_[own], call.layout, call.epoch, r.last);
+  if (early.fault == Fault::kNone && case_.ending == Ending::kRejects && rank == case_.culprit &&
+      r.call == case_.at_call) {
+    early.fault = Fault::kRejected;
+    early.wait.peer = rank;
+    const uint64_t word =
+        CallRecord::make(call.epoch.number, kFirstDigest, RecordKind::kRejected).word;
+    announce_absence(call, memories_[own], movers_[own], word);
+  }
+  if (early.fault != Fault::kNone) {
+    fail(rank, early);
+    return;
+  }
+  if (made.spec.gather) {
+    world_->write_now(own, world_->row_cell(rank), row(rank, r.call));
+    for (int32_t peer = 0; peer < call.num_ranks; ++peer)
+      world_->write_now(own, world_->table_cell(rank, peer), poison(r.call));
+    new (&gathers_[rank]) Gather(call, memories_[own], movers_[own],
+                                 reinterpret_cast<const int32_t*>(base_of(Space::kRow, rank)),
+                                 case_.group.num_experts, sent_ + rank * call.num_ranks);
+  } else {
+    new (&finishes_[rank]) Finish(call, memories_[own]);
+  }
+  r.began = 1;
+  r.phase = Phase::kAnnounce;
+}
+
+// After the caller's last use of the slots. Nothing may be taken for new that an earlier call left.
+void Simulation::start_workers(int32_t rank) {
+  const int32_t own = own_thread(rank);
+  uec::Call& call = calls_[rank];
+  if (spec(rank, ranks_[rank].call).spec.gather) return;
+  for (int32_t s = 0; s < case_.group.slots_per_rank; ++s)
+    for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
+      world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
+  call.reset_counters();
+  world_->reset_claims(rank);
+  for (int32_t w = 0; w < workers() && call.work.num_pieces > 0; ++w) {
+    const int32_t agent = agent_of(rank, w);
+    world_->join(agent, own);
+    new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent],
+                                         live_ + agent * max_pieces_, gate_ + agent * max_pieces_);
+    worker_states_[agent] = {};
+    world_->wake_agent(agent);
+  }
+}
+
+void Simulation::wait_for_workers(int32_t rank) {
+  for (int32_t w = 0; w < workers(); ++w)
+    if (!worker_states_[agent_of(rank, w)].stored) {
+      sleep(own_thread(rank), 0);
+      return;
+    }
+  for (int32_t w = 0; w < workers(); ++w) world_->join(own_thread(rank), agent_of(rank, w));
+  ranks_[rank].phase = Phase::kFinish;
+}
+
+void Simulation::step_end(int32_t rank) {
+  const int32_t own = own_thread(rank);
+  const bool gather = spec(rank, ranks_[rank].call).spec.gather;
+  const Step step = gather ? gathers_[rank].step() : finishes_[rank].step();
+  worker_states_[own].blocked = 0;
+  if (step == Step::kProgress) return;
+  const uec::Wait& wait = gather ? gathers_[rank].wait() : finishes_[rank].wait();
+  if (step == Step::kFailed)
+    fail(rank, uec::report_step(memories_[own], calls_[rank],
+                                gather ? gathers_[rank].fault() : finishes_[rank].fault(), wait));
+  else if (step == Step::kBlocked)
+    blocked(own, wait);
+  else if (step == Step::kAwaitDelivered)
+    sleep(own, 0);
+  else
+    ranks_[rank].phase = Phase::kReturn;
+}
+
+void Simulation::give_back(int32_t rank) {
+  Rank& r = ranks_[rank];
+  if (!world_->quiet(rank))
+    world_->violate(Property::kMissedFault, "rank %d finished call %d with operations under way",
+                    rank, r.call);
+  if (case_.ending == Ending::kDisagrees && met_mismatch(rank))
+    world_->violate(Property::kMissedFault, "rank %d finished call %d, and a partner's differs",
+                    rank, r.call);
+  check_bytes(rank);
+  write_mains(rank, r.call + 1, true);
+  ++r.call;
+  r.phase = Phase::kEnter;
+}
+
+void Simulation::close(int32_t rank) {
+  Rank& r = ranks_[rank];
+  const int32_t own = own_thread(rank);
+  const int32_t peer = uec::find_disagreement(memories_[own], world_->shape.layout, r.last);
+  if (peer >= 0) {
+    r.report.fault = Fault::kMismatch;
+    check_report(rank);
+  }
+  const uint64_t word = CallRecord::farewell(case_.first_epoch + num_calls() - 1, r.last).word;
+  announce_absence(calls_[rank], memories_[own], movers_[own], word);
+  r.phase = Phase::kClosed;
+}
+
+// ---- failing -----------------------------------------------------------------------------------
+
+// The first fault of a rank is the one that is reported.
+void Simulation::fail(int32_t rank, const Report& report) {
+  if (ranks_[rank].phase >= Phase::kAbort) return;
+  ranks_[rank].report = report;
+  ranks_[rank].phase = Phase::kAbort;
+  world_->wake_rank(rank);
+}
+
+void Simulation::drain(int32_t rank) {
+  const int32_t own = own_thread(rank);
+  const RankCall& made = spec(rank, ranks_[rank].call);
+  bool drained =
+      !made.spec.gather || !ranks_[rank].began || gathers_[rank].drain_step() == Step::kFinished;
+  for (int32_t w = 0; w < workers(); ++w) {
+    const WorkerState& state = worker_states_[agent_of(rank, w)];
+    drained &= state.drained || state.stored;
+  }
+  if (!drained || !memories_[own].flags_delivered()) {
+    sleep(own, 0);
+    return;
+  }
+  ranks_[rank].phase = Phase::kChain;
+}
+
+void Simulation::settle(int32_t rank) {
+  uec::name_root(memories_[own_thread(rank)], calls_[rank], &ranks_[rank].report);
+  check_report(rank);
+  if (!world_->quiet(rank))
+    world_->violate(Property::kMainsChanged, "rank %d gave up with operations under way", rank);
+  world_->freed[rank] = 1;
+  write_mains(rank, 0, false);
+  ranks_[rank].phase = Phase::kFailed;
+}
+
+}  // namespace sim
