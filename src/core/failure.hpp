@@ -57,8 +57,8 @@ UEC_HD bool all_called(Memory& memory, const Call& call) {
   return true;
 }
 
-// Of a step that failed, or that a peer's abort has ended (`fault` is kAborted, or kNone and the
-// answer's fault says whether there is one).
+// The report of a step that failed with `fault`; kNone: of one that is blocked, which a peer's
+// abort ends (the report's fault is then kAborted) or does not (kNone).
 template <class Memory>
 UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const Wait& wait) {
   Report report;
@@ -88,8 +88,8 @@ UEC_HD AbortWord said_by(Memory& memory, const Call& call, int32_t rank) {
   return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
 }
 
-// The rank whose failure made `rank` fail, directly or through others. Nobody is told by a rank
-// that was not told before, so this ends.
+// The rank whose failure made `rank` fail, directly or through others. Whoever told a rank had
+// failed before it, so there are no circles.
 template <class Memory>
 UEC_HD int32_t first_cause(Memory& memory, const Call& call, int32_t rank) {
   for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
