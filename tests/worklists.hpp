@@ -15,13 +15,15 @@ struct WorklistArrays {
         destinations(c.num_replicas() + c.slots_per_rank * c.num_ranks),
         expected(destinations.size()),
         opens(c.num_ranks),
-        involved(c.num_ranks) {
+        involved(c.num_ranks),
+        needs(c.num_ranks) {
     list.tasks = tasks.data();
     list.pieces = pieces.data();
     list.destinations = destinations.data();
     list.expected = expected.data();
     list.opens = opens.data();
     list.involved = involved.data();
+    list.needs = needs.data();
     const std::vector<int32_t> main_idx = c.main_idx();
     uec::build_worklist(c.topology(), tiles, s, main_idx.data(), rank, list);
     CHECK(list.num_tasks <= static_cast<int32_t>(tasks.size()));
@@ -34,6 +36,6 @@ struct WorklistArrays {
   std::vector<uec::Piece> pieces;
   std::vector<uec::Destination> destinations;
   std::vector<uec::Expected> expected;
-  std::vector<uint8_t> opens, involved;
+  std::vector<uint8_t> opens, involved, needs;
   uec::Worklist list;
 };

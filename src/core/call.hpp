@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/stream.hpp"
+#include "core/team.hpp"
 
 namespace uec {
 
@@ -11,8 +12,9 @@ namespace uec {
 template <class Memory, class Mover>
 UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](Delivered token) {
-    for (int32_t r = 0; r < call.num_ranks; ++r)
-      if (r != call.rank && call.addresses.bases[r] != nullptr)
+    typename Memory::Team team;
+    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+      if (r != call.rank && call.addresses.reaches(r))
         memory.publish(token, r, call.layout.call(call.rank), call.epoch.record.word);
   });
 }
@@ -20,11 +22,12 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
 // Publishes `open` to the ranks that will write to this one's slots or read its main weights, once
 // its own earlier work is done: the caller has finished with the slots, the main weights are final,
 // and this rank's reads of its slots in the previous call are complete. Pairs with
-// Worker::gate_open().
+// Fetcher::judge_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](Delivered token) {
-    for (int32_t r = 0; r < call.num_ranks; ++r)
+    typename Memory::Team team;
+    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
       if (call.work.opens[r])
         memory.publish(token, r, call.layout.open(call.rank), call.epoch.number);
   });
@@ -34,20 +37,22 @@ UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
 template <class Memory, class Mover>
 UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uint64_t word) {
   mover.when_delivered(0, true, [&](Delivered token) {
-    for (int32_t r = 0; r < call.num_ranks; ++r)
-      if (r != call.rank && call.addresses.bases[r] != nullptr)
+    typename Memory::Team team;
+    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+      if (r != call.rank && call.addresses.reaches(r))
         memory.publish(token, r, call.layout.call(call.rank), word);
   });
 }
 
 // Tells every rank that it can reach not to wait for this one. The call returns only once
 // memory.flags_delivered(): from then on no peer can miss the abort, so the caller may change what
-// peers were reading. Pairs with the look at the aborts in Worker::finish_task().
+// peers were reading. Pairs with the look at the aborts in Storer::finish_task().
 template <class Memory, class Mover>
 UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, AbortWord word) {
   mover.when_delivered(0, true, [&](Delivered token) {
-    for (int32_t r = 0; r < call.num_ranks; ++r)
-      if (call.addresses.bases[r] != nullptr)
+    typename Memory::Team team;
+    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+      if (call.addresses.reaches(r))
         memory.publish(token, r, call.layout.abort(call.rank), word.word);
   });
 }
@@ -57,39 +62,63 @@ UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, Abort
 template <class Memory>
 class Finish {
  public:
-  UEC_HD Finish(const Call& call, Memory& memory) : call_(call), memory_(memory) {}
+  UEC_HD Finish(const Call& call, Memory& memory)
+      : call_(call), memory_(memory), next_(team_.index()) {}
 
   UEC_HD Fault fault() const { return fault_; }
-  UEC_HD const Wait& wait() const { return wait_; }
+  // What the last step was blocked by, or failed at.
+  UEC_HD Wait wait() {
+    Wait wait;
+    if (team_.leader() && waits_for_ >= 0) {
+      const Expected& e = call_.work.expected[waits_for_];
+      const FlagKind flag = e.kind == Expected::kDone ? FlagKind::kDone : FlagKind::kPulled;
+      wait = {flag, e.peer, e.expert, -1, memory_.observe(offset_of(e)), call_.epoch.number};
+    }
+    return team_.share(wait);
+  }
 
   UEC_HD Step step() {
     const int32_t first = next_;
-    for (; next_ < call_.work.num_expected; ++next_) {
-      const Expected& e = call_.work.expected[next_];
-      const bool done = e.kind == Expected::kDone;
-      uint64_t seen = 0;
-      const Verdict verdict = judge_flag(
-          memory_, done ? call_.layout.done(e.idx, e.peer) : call_.layout.pulled(e.idx, e.peer),
-          call_.layout.call(e.peer), e.peer, call_.epoch, &fault_, &seen);
-      if (verdict == Verdict::kArrived) continue;
-      wait_ = {done ? FlagKind::kDone : FlagKind::kPulled,
-               e.peer,
-               e.expert,
-               -1,
-               seen,
-               call_.epoch.number};
-      if (verdict == Verdict::kFault) return Step::kFailed;
-      return next_ > first ? Step::kProgress : Step::kBlocked;  // every wait has its own clock
+    Fault fault = Fault::kNone;
+    Outcome mine = kAll;
+    for (; next_ < call_.work.num_expected; next_ += team_.size()) {
+      mine = look(call_.work.expected[next_], &fault);
+      if (mine != kAll) break;
     }
-    return Step::kFinished;
+    const uint32_t chosen =
+        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(next_));
+    const auto kind = static_cast<Outcome>(chosen >> 30);
+    if (kind == kAll) return Step::kFinished;
+    // The first in the list, as a team of one would name it.
+    waits_for_ = static_cast<int32_t>(chosen & 0x3FFFFFFF);
+    fault_ = team_.from(waits_for_ % team_.size(), fault);
+    if (kind == kFailed) return Step::kFailed;
+    // Every wait has its own clock: whatever has arrived is progress.
+    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;
   }
 
  private:
+  enum Outcome : uint32_t { kFailed, kWaits, kAll };  // of a member's share
+
+  UEC_HD int64_t offset_of(const Expected& e) const {
+    return e.kind == Expected::kDone ? call_.layout.done(e.idx, e.peer)
+                                     : call_.layout.pulled(e.idx, e.peer);
+  }
+
+  UEC_HD Outcome look(const Expected& e, Fault* fault) {
+    uint64_t seen = 0;
+    const Verdict verdict = judge_flag(memory_, offset_of(e), call_.layout.call(e.peer), e.peer,
+                                       call_.epoch, fault, &seen);
+    if (verdict == Verdict::kArrived) return kAll;
+    return verdict == Verdict::kFault ? kFailed : kWaits;
+  }
+
   const Call& call_;
   Memory& memory_;
-  int32_t next_ = 0;
+  typename Memory::Team team_;
+  int32_t next_;
   Fault fault_ = Fault::kNone;
-  Wait wait_;
+  int32_t waits_for_ = -1;  // what wait() is made of: among those expected
 };
 
 }  // namespace uec

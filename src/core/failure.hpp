@@ -21,14 +21,19 @@ struct Report {
 template <class Memory>
 UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, CallRecord last) {
   if (last.word == 0) return -1;
-  for (int32_t r = 0; r < layout.num_ranks; ++r) {
+  typename Memory::Team team;
+  uint32_t first = ~0u;
+  for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
     const CallRecord seen{memory.observe(layout.call(r))};
     if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
     const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == last.epoch_low();
-    if ((same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest())
-      return r;
+    if ((same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest()) {
+      first = static_cast<uint32_t>(r);
+      break;
+    }
   }
-  return -1;
+  first = team.lowest(first);
+  return static_cast<int32_t>(first);  // ~0: -1
 }
 
 // Before a call announces itself: whether a peer has failed, or made another last call than ours.
@@ -49,27 +54,38 @@ UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const E
 // Whether everybody that the plan needs has called; until then a peer may be busy elsewhere.
 template <class Memory>
 UEC_HD bool all_called(Memory& memory, const Call& call) {
-  for (int32_t r = 0; r < call.num_ranks; ++r) {
+  typename Memory::Team team;
+  uint32_t all = 1;
+  for (int32_t r = team.index(); r < call.num_ranks && all; r += team.size()) {
     if (r == call.rank || !call.work.involved[r]) continue;
     const CallRecord seen{memory.observe(call.layout.call(r))};
-    if (seen.ahead_of(call.epoch.number) < 0) return false;
+    if (seen.ahead_of(call.epoch.number) < 0) all = 0;
   }
-  return true;
+  return team.lowest(all) != 0;
 }
 
-// The report of a step that failed with `fault`; kNone: of one that is blocked, which a peer's
-// abort ends (the report's fault is then kAborted) or does not (kNone).
+// Of a step that failed with `fault`, or (kNone) is blocked: the rank whose abort is the reason,
+// and makes the fault kAborted; -1: none is.
+template <class Memory>
+UEC_HD int32_t find_teller(Memory& memory, const Call& call, Fault* fault) {
+  if (*fault != Fault::kNone && *fault != Fault::kGone && *fault != Fault::kAborted) return -1;
+  // A peer that failed first and then ended has said why it is gone.
+  const int32_t aborter = find_abort(memory, call.layout, call.epoch);
+  if (aborter >= 0) *fault = Fault::kAborted;
+  return aborter;
+}
+
+// The report of a step that failed with `fault`, or (kNone) is blocked.
 template <class Memory>
 UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const Wait& wait) {
   Report report;
+  report.aborter = find_teller(memory, call, &fault);
   report.fault = fault;
   report.wait = wait;
-  if (fault != Fault::kNone && fault != Fault::kGone && fault != Fault::kAborted) return report;
-  // A peer that failed first and then ended has said why it is gone.
-  report.aborter = find_abort(memory, call.layout, call.epoch);
-  if (report.aborter >= 0) report.fault = Fault::kAborted;
   return report;
 }
+
+// What follows is for one thread alone: members of a team could see different words.
 
 // What a failed rank tells its peers.
 UEC_HD inline AbortWord abort_word(const Call& call, const Report& report) {
@@ -132,7 +148,7 @@ UEC_HD bool chain_is_written(Memory& memory, const Call& call) {
   const int32_t root = find_root(memory, call);
   if (memory.peer_gone(root) || detail::said_by(memory, call, root).by_itself()) return true;
   for (int32_t r = 0; r < call.num_ranks; ++r)
-    if (call.addresses.bases[r] != nullptr && !memory.peer_gone(r) &&
+    if (call.addresses.reaches(r) && !memory.peer_gone(r) &&
         !AbortWord{memory.observe(call.layout.abort(r))}.set())
       return false;
   return true;

@@ -2,11 +2,12 @@
 #pragma once
 
 #include "core/call.hpp"
+#include "core/ring.hpp"
 
 namespace uec {
 
-// Steps of one rank. `row` [num_experts] is this rank's own counts. When finished, the table at
-// layout.load(0) of this rank's symmetric memory holds all rows.
+// Steps of one rank, for a team of one. `row` [num_experts] is this rank's own counts. When
+// finished, the table at layout.load(0) of this rank's symmetric memory holds all rows.
 //
 // The rule that nobody stores to a rank before having seen its record for this epoch also keeps
 // rows of two calls apart: a rank announces call k + 1 only after it has copied the table of k.
@@ -33,7 +34,10 @@ class Gather {
   UEC_HD Step step() {
     if (!fetched_) {
       fetched_ = true;
-      mover_.fetch(0, reinterpret_cast<const uint8_t*>(row_), row_bytes_);
+      Stage stage;
+      stage.span.bytes = row_bytes_;
+      stage.piece = 0;
+      mover_.fetch(0, stage, reinterpret_cast<const uint8_t*>(row_));
     }
     const Step sent = num_sent_ == call_.num_ranks ? Step::kFinished : send_step();
     if (sent == Step::kFailed) return sent;
@@ -52,12 +56,11 @@ class Gather {
     return sent == Step::kFinished ? arrive_step() : sent;
   }
 
-  // After a failure, in place of step(): as Worker::drain_step().
+  // After a failure, in place of step(): as Storer::drain_step().
   UEC_HD Step drain_step() {
     if (fetched_ && !mover_.loaded(0)) return Step::kAwaitDelivered;
-    if (!drain_ticket_) drain_ticket_ = mover_.commit();
-    return mover_.when_delivered(drain_ticket_, true, [](Delivered) {}) ? Step::kFinished
-                                                                        : Step::kAwaitDelivered;
+    return mover_.when_delivered(last_ticket_, true, [](Delivered) {}) ? Step::kFinished
+                                                                       : Step::kAwaitDelivered;
   }
 
  private:
@@ -78,7 +81,8 @@ class Gather {
       if (verdict == Verdict::kArrived) {
         mover_.store(0, call_.addresses.bases[r] + call_.layout.load(call_.rank, num_experts_),
                      row_bytes_);
-        rows_[held_++ % kMaxHeld] = {r, mover_.commit()};
+        last_ticket_ = mover_.commit(0);
+        rows_[held_++ % kMaxHeld] = {r, last_ticket_};
         sent_[r] = 1;
         ++num_sent_;
         return Step::kProgress;
@@ -116,7 +120,7 @@ class Gather {
   Held rows_[kMaxHeld] = {};
   uint32_t held_ = 0, published_ = 0;
   int32_t num_sent_ = 0, arrived_ = 0;
-  uint32_t drain_ticket_ = 0;
+  uint32_t last_ticket_ = 0;
   Fault fault_ = Fault::kNone;
   Wait wait_;
 };

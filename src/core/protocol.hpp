@@ -6,8 +6,8 @@
 //
 //   flag      written by            means, at epoch k                      pairs with
 //   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
-//   open      slot or main owner    my earlier work is done; write, read   Worker::gate_open
-//   ready     home (push)           this group is in your slot             Worker::group_ready
+//   open      slot or main owner    my earlier work is done; write, read   Fetcher::judge_open
+//   ready     home (push)           this group is in your slot             Fetcher::group_ready
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your main weights          Finish::step
 //   gathered  every rank            my row of loads is in your table       Gather::step
@@ -101,16 +101,19 @@ struct Wait {
 class Delivered {
  private:
   friend class DeliveryPolicy;
-  UEC_HD Delivered() = default;
+  UEC_HD Delivered() {}
 };
 
 // Base class of every Mover.
 class DeliveryPolicy {
+ public:
+  static constexpr bool kFar = false;  // some peers are reached by store_far() only
+
  protected:
   UEC_HD static Delivered delivered() { return Delivered(); }
 };
 
-// A Memory provides, for this rank:
+// A Memory provides, for this rank, to each member of its `Team` (core/team.hpp):
 //   uint64_t observe(int64_t offset)        acquire load of a flag in this rank's memory
 //   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value)
 //                                           release store into `rank`'s memory, and wakes it
@@ -122,17 +125,29 @@ class DeliveryPolicy {
 //   bool claim(int32_t*, int32_t expected)  expected -> expected + 1, relaxed
 //   int32_t arrive(Delivered, int32_t*)     decrement, acquire-release; returns what is left
 //
-// A Mover moves bytes for one worker, in order:
-//   void fetch(stage, source, bytes)        starts a load into a stage
-//   bool loaded(stage)                      its bytes may be stored
-//   void store(stage, destination, bytes)
-//   bool reusable(stage)                    its stores have read the stage; says nothing of
-//                                           delivery
-//   uint32_t commit()                       closes the stores of a group and returns its ticket
-//   bool when_delivered(ticket, idle, f)    calls f(Delivered) and returns true once every commit
-//                                           up to `ticket` is visible where it went; 0: before any
-//                                           store, at once. `idle`: there is nothing else to do, so
-//                                           it may wait for that
+// A Mover moves bytes for one worker, in order, through a ring of stages (core/ring.hpp). All
+// members of a team call these together and get the same answers. By the fetch side:
+//   bool vacant(k)                          stage k has been released by its former user
+//   void fetch(k, Stage, source)            describes stage k and starts its load; null: no bytes.
+//                                           What this side has observed comes before what the
+//                                           store side does with the stage
+// by the store side:
+//   bool loaded(k)                          stage k's bytes may be stored
+//   const Stage& stage(k)                   of a loaded stage
+//   void store(k, destination, bytes)
+//   void store_far(k, rank, offset, bytes, flag, value)
+//                                           where kFar: to a peer without load/store access. With
+//                                           flag >= 0, that flag there gets `value` behind all that
+//                                           has been stored there: a publish that travels along
+//   uint32_t commit(k)                      closes the stores of stage k and returns their ticket
+//   bool reusable(k)                        its stores, if it had any, have read the stage; says
+//                                           nothing of delivery
+//   void release(k)                         gives it back to the fetch side, once all members have
+//                                           looked at the stage
+//   bool when_delivered(ticket, idle, f)    calls f(Delivered), in all members, and returns true
+//                                           once every commit up to `ticket` is visible where it
+//                                           went; 0: before any store, at once. `idle`: there is
+//                                           nothing else to do, so it may wait for that
 //   void loads_complete()                   orders finished loads before what follows
 
 // ---- judging a partner -------------------------------------------------------------------------

@@ -60,6 +60,7 @@ struct Worklist {
   Expected* expected = nullptr;
   uint8_t* opens = nullptr;     // [G] 1: may write our slots or read our mains in this call
   uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
+  uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write its slots or read its mains
 };
 
 namespace detail {
@@ -68,10 +69,12 @@ struct WorklistBuilder {
   const Topology& t;
   const TileMap& tiles;
   const Schedule& s;
+  int32_t rank;
   Worklist& w;
 
   UEC_HD int32_t add_destination(int32_t i) const {
     w.destinations[w.num_destinations] = {s.replica_rank[i], s.replica_slot[i]};
+    if (s.replica_rank[i] != rank) w.needs[s.replica_rank[i]] = 1;
     return w.num_destinations++;
   }
 
@@ -151,6 +154,7 @@ struct WorklistBuilder {
     task.done_count = n - 1;
     if (s.mode == Mode::kPull) {
       task.pulled_home = home;
+      w.needs[home] = 1;
       task.pulled_main = main_idx;
       add_destination(self);  // behind the others: `done` goes to other ranks only
       add_piece(bounds[own], bounds[own + 1], Source::kRemoteMain, home, main_idx, task.done_first,
@@ -168,8 +172,8 @@ struct WorklistBuilder {
 UEC_HD inline void build_worklist(const Topology& t, const TileMap& tiles, const Schedule& s,
                                   const int32_t* main_idx, int32_t rank, Worklist& w) {
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = 0;
-  for (int32_t r = 0; r < t.num_ranks; ++r) w.opens[r] = w.involved[r] = 0;
-  const detail::WorklistBuilder build{t, tiles, s, w};
+  for (int32_t r = 0; r < t.num_ranks; ++r) w.opens[r] = w.involved[r] = w.needs[r] = 0;
+  const detail::WorklistBuilder build{t, tiles, s, rank, w};
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t expert = s.expert[x];
     w.involved[t.home[expert]] = 1;

@@ -5,66 +5,19 @@
 #include <chrono>
 
 #include "core/digest.hpp"
-#include "core/worklist.hpp"
 
 namespace uec::host {
-namespace {
-
-Topology make_topology(const EngineConfig& c) {
-  return {static_cast<int32_t>(c.domain.size()),
-          c.num_experts,
-          c.slots_per_rank,
-          c.home.data(),
-          c.domain.data(),
-          c.allow_cross_domain};
-}
-
-// What ranks of one group must have in common before any call.
-uint64_t initial_digest(const EngineConfig& c) {
-  uint64_t d = mix(c.num_experts, c.slots_per_rank);
-  d = digest_ints(d, c.home.data(), c.home.size());
-  d = digest_ints(d, c.domain.data(), c.domain.size());
-  for (const int64_t bytes : c.segment_bytes) d = mix(d, bytes);
-  return mix(mix(d, c.tile_bytes), c.allow_cross_domain);
-}
-
-}  // namespace
-
-EngineLayout::EngineLayout(const EngineConfig& c)
-    : slot_offset(c.segment_bytes.size()),
-      region_offset(c.segment_bytes.size()),
-      main_idx(c.num_experts),
-      num_mains(c.domain.size()) {
-  for (int32_t e = 0; e < c.num_experts; ++e) main_idx[e] = num_mains[c.home[e]]++;
-  max_mains = *std::max_element(num_mains.begin(), num_mains.end());
-  int64_t tiles = 0;
-  for (size_t i = 0; i < c.segment_bytes.size(); ++i) {
-    tiles += ceil_div(c.segment_bytes[i], c.tile_bytes);
-    region_offset[i] = round_up(region_bytes, kSegmentAlign);
-    region_bytes = region_offset[i] + max_mains * c.segment_bytes[i];
-  }
-  region_bytes = round_up(region_bytes, kSlotAlign);
-  const int64_t finest = TileMap::tiles_per_group(c.tile_bytes, kWideFanout + 1);
-  symmetric = SymmetricLayout::make(make_topology(c), max_mains, ceil_div(tiles, finest),
-                                    static_cast<int32_t>(c.segment_bytes.size()),
-                                    c.segment_bytes.data(), slot_offset.data());
-}
-
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       layout_(config_),
-      topology_(make_topology(config_)),
+      topology_(config_.topology()),
+      tables_(layout_.tables(config_)),
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
-      digest_(initial_digest(config_)) {
-  const Capacity capacity{topology_.num_ranks,
-                          topology_.num_experts,
-                          topology_.slots_per_rank,
-                          layout_.num_mains[config_.rank],
-                          static_cast<int32_t>(config_.segment_bytes.size()),
-                          config_.num_workers};
+      digest_(config_.initial_digest()) {
+  const Capacity capacity = layout_.capacity(config_);
   for (uint64_t i = 0; i < kDepth; ++i) {
-    calls_.push_back(std::make_unique<Prepared>(capacity));
+    calls_.push_back(std::make_unique<Prepared>(capacity, config_.num_workers));
     Call& call = calls_.back()->call;
     call.rank = config_.rank;
     call.num_ranks = topology_.num_ranks;
@@ -74,7 +27,6 @@ Engine::Engine(EngineConfig config)
     call.addresses.slot_offset = layout_.slot_offset.data();
     call.addresses.num_mains = capacity.num_mains;
     call.addresses.region_offset = layout_.region_offset.data();
-    call.tiles.tile_bytes = config_.tile_bytes;
   }
   background_ = std::thread([this] { background_loop(); });
   for (int32_t i = 1; i < config_.num_workers; ++i)
@@ -119,7 +71,7 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   // Chained, so that two ranks that ever differed cannot agree again.
   digest_ = mix(digest_, digest);
   prepared.call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kCall)};
-  prepared.call.reset_counters();
+  prepared.call.reset_counters(Alone{});
   submitted_.store(epoch);
   if (background) {
     background_until_.store(epoch);
@@ -129,17 +81,6 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   return epoch;
 }
 
-void Engine::select_segments(Prepared& prepared, const int32_t* segments, int32_t count) const {
-  prepared.call.tiles.num_segments = count;
-  prepared.first_tile[0] = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    prepared.segment[i] = segments[i];
-    prepared.bytes[i] = config_.segment_bytes[segments[i]];
-    prepared.first_tile[i + 1] =
-        prepared.first_tile[i] + ceil_div(prepared.bytes[i], config_.tile_bytes);
-  }
-}
-
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mode) {
   std::unique_lock lock(submit_mutex_);
   *mode = Mode::kDirect;
@@ -147,22 +88,14 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   Call& call = prepared.call;
-  select_segments(prepared, args.segments, args.num_segments);
-  make_schedule(topology_, call.tiles, args.slot_expert, args.mode, args.region >= 0, config_.cost,
-                prepared.scratch, prepared.shape, prepared.schedule);
-  build_worklist(topology_, call.tiles, prepared.schedule, layout_.main_idx.data(), config_.rank,
-                 call.work);
-  for (size_t i = 0; i < prepared.mains.size(); ++i)
-    prepared.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
-  const bool pull = prepared.schedule.mode == Mode::kPull;
-  call.addresses.regions = pull ? regions_[args.region].data() : nullptr;
-  *mode = prepared.schedule.mode;
-
-  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
-  digest = digest_ints(digest, args.slot_expert,
-                       int64_t{topology_.num_ranks} * topology_.slots_per_rank);
-  digest = digest_ints(digest, args.segments, args.num_segments);
-  digest = mix(mix(digest, static_cast<uint64_t>(*mode)), pull ? args.region : -1);
+  const uint64_t digest =
+      prepare_replicate(tables_, args, prepared.arrays, prepared.schedule, &prepared.shape, &call);
+  const int64_t addresses =
+      static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
+  for (int64_t i = 0; i < addresses; ++i)
+    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+  *mode = prepared.schedule.schedule.mode;
+  call.addresses.regions = *mode == Mode::kPull ? regions_[args.region].data() : nullptr;
   return enter_call(prepared, digest, background, lock);
 }
 
@@ -173,8 +106,8 @@ uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background) {
   Prepared& prepared = *storage;
   Worklist& work = prepared.call.work;
   work.num_tasks = work.num_pieces = work.num_destinations = work.num_expected = 0;
-  std::fill(prepared.opens.begin(), prepared.opens.end(), 0);
-  std::fill(prepared.involved.begin(), prepared.involved.end(), 1);
+  std::fill_n(work.opens, topology_.num_ranks, 0);
+  std::fill_n(work.involved, topology_.num_ranks, 1);
   prepared.row = row;
   prepared.table = table;
   return enter_call(prepared, static_cast<uint64_t>(Operation::kGather), background, lock);

@@ -10,56 +10,15 @@
 #include <thread>
 #include <vector>
 
-#include "core/cost.hpp"
 #include "core/failure.hpp"
 #include "core/layout.hpp"
 #include "core/protocol.hpp"
 #include "core/validate.hpp"
+#include "host/config.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
 
 namespace uec::host {
-
-// What a group is made of. Equal on every rank, but for `rank`, `bases` and `peer_sockets`.
-struct EngineConfig {
-  int32_t rank = 0;
-  int32_t num_experts = 0;
-  int32_t slots_per_rank = 0;
-  std::vector<int32_t> home;    // [E]
-  std::vector<int32_t> domain;  // [G]
-  bool allow_cross_domain = false;
-  std::vector<int64_t> segment_bytes;  // of one expert
-  int64_t tile_bytes = 32 << 10;
-  int32_t num_workers = 1;
-  double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
-  double wait_timeout = 30;    // seconds for each wait from then on; 0: no limit
-  CostModel cost;
-  std::vector<uint8_t*> bases;    // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
-  std::vector<int> peer_sockets;  // [G] end-of-file tells that the peer ended; -1: unknown
-};
-
-// The offsets that every rank computes alike.
-struct EngineLayout {
-  explicit EngineLayout(const EngineConfig& config);
-
-  SymmetricLayout symmetric;
-  std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
-  std::vector<int64_t> region_offset;  // [segments] in a region of main weights
-  int64_t region_bytes = 0;
-  std::vector<int32_t> main_idx;   // [E] index among the home's mains
-  std::vector<int32_t> num_mains;  // [G]
-  int32_t max_mains = 0;
-};
-
-struct ReplicateArgs {
-  const int32_t* slot_expert = nullptr;  // [G][S], validated
-  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
-  const uint64_t* mains = nullptr;       // [segments][M] addresses
-  const int32_t* segments = nullptr;     // which segments, ascending
-  int32_t num_segments = 0;
-  int32_t mode = -1;    // a Mode, or -1: by cost
-  int32_t region = -1;  // pull: which region the main weights lie in
-};
 
 class Engine {
  public:
@@ -105,7 +64,6 @@ class Engine {
   Prepared* begin_call(Operation operation, std::unique_lock<std::mutex>& lock);
   uint64_t enter_call(Prepared& prepared, uint64_t digest, bool background,
                       std::unique_lock<std::mutex>& lock);
-  void select_segments(Prepared& prepared, const int32_t* segments, int32_t count) const;
   void run_next(const std::function<bool()>& interrupted);
   bool execute(Prepared& prepared, const std::function<bool()>& interrupted);
   bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
@@ -120,6 +78,7 @@ class Engine {
   EngineConfig config_;
   EngineLayout layout_;
   Topology topology_;
+  GroupTables tables_;
   std::vector<std::vector<const uint8_t*>> regions_;
   std::vector<std::unique_ptr<Prepared>> calls_;
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]

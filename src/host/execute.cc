@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "core/gather.hpp"
+#include "core/worker.hpp"
 #include "host/backoff.hpp"
 #include "host/engine.hpp"
 
@@ -50,7 +51,7 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   last_record_ = call.epoch.record;
 
   if (prepared.operation == Operation::kGather) {
-    Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.sent.data());
+    Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.open(0));
     const bool done = drive(steps, prepared, interrupted);
     while (!done && steps.drain_step() != Step::kFinished) {
     }
@@ -76,35 +77,12 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   return drive(finish, prepared, interrupted);
 }
 
-namespace {
-
-// Fetch and store in turn: a worker is blocked only when neither can do anything.
-struct StreamSteps {
-  Worker<HostMemory, HostMover>& worker;
-
-  Step step() {
-    const Step fetched = worker.fetch_step(), stored = worker.store_step();
-    if (fetched == Step::kFailed || stored == Step::kFailed) return Step::kFailed;
-    if (fetched == Step::kFinished && stored == Step::kFinished) return Step::kFinished;
-    if (fetched == Step::kBlocked && stored == Step::kFinished) return Step::kBlocked;
-    return Step::kProgress;
-  }
-  Fault fault() const { return worker.fault(); }
-  const Wait& wait() const { return worker.wait(); }
-};
-
-}  // namespace
-
 bool Engine::work(Prepared& prepared, int32_t worker_idx,
                   const std::function<bool()>& interrupted) {
   HostMover mover;
-  const size_t scratch = prepared.pieces.size() * worker_idx;
-  Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover,
-                                       prepared.live.data() + scratch,
-                                       prepared.gate.data() + scratch);
-  static_assert(Worker<HostMemory, HostMover>::kStages <= HostMover::kMaxStages);
-  StreamSteps steps{worker};
-  const bool done = drive(steps, prepared, interrupted);
+  Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.open(worker_idx),
+                                       prepared.state(worker_idx));
+  const bool done = drive(worker, prepared, interrupted);
   while (!done && worker.drain_step() != Step::kFinished) {
   }
   bytes_stored_.fetch_add(mover.bytes_stored());

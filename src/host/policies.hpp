@@ -6,6 +6,8 @@
 
 #include "core/layout.hpp"
 #include "core/protocol.hpp"
+#include "core/ring.hpp"
+#include "core/team.hpp"
 #include "host/copy.hpp"
 #include "host/doorbell.hpp"
 
@@ -16,6 +18,8 @@ static_assert(std::atomic_ref<uint64_t>::is_always_lock_free,
 
 class HostMemory {
  public:
+  using Team = Alone;
+
   // `gone` [G] is set by whoever notices that a peer's process ended.
   HostMemory(uint8_t* const* bases, int32_t rank, int64_t doorbell, const std::atomic<bool>* gone)
       : bases_(bases), rank_(rank), doorbell_(doorbell), gone_(gone) {}
@@ -63,18 +67,19 @@ class HostMemory {
 
 // A load is remembered and happens with the first store: the caches are the stage, and a tile that
 // goes to several replicas is read from memory once.
-class HostMover : public DeliveryPolicy {
+class HostMover : public DeliveryPolicy, public LocalRing<4> {
  public:
-  static constexpr uint32_t kMaxStages = 8;
-
-  void fetch(uint32_t stage, const uint8_t* source, int64_t) { source_[stage] = source; }
-  bool loaded(uint32_t) const { return true; }
-  void store(uint32_t stage, uint8_t* destination, int64_t bytes) {
-    stream_copy(destination, source_[stage], bytes);
+  void fetch(uint32_t k, const Stage& stage, const uint8_t* source) {
+    describe(k, stage);
+    source_[k % kStages] = source;
+  }
+  bool loaded(uint32_t k) const { return described(k); }
+  void store(uint32_t k, uint8_t* destination, int64_t bytes) {
+    stream_copy(destination, source_[k % kStages], bytes);
     bytes_stored_ += bytes;
   }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit() { return ++commits_; }
+  uint32_t commit(uint32_t) { return ++commits_; }
 
   // Non-temporal stores are not ordered by the publish's release store, so the copying thread
   // fences them first.
@@ -96,7 +101,7 @@ class HostMover : public DeliveryPolicy {
   int64_t bytes_stored() const { return bytes_stored_; }
 
  private:
-  const uint8_t* source_[kMaxStages] = {};
+  const uint8_t* source_[kStages] = {};
   uint32_t commits_ = 0;
   int64_t bytes_stored_ = 0;
 };

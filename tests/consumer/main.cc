@@ -37,7 +37,7 @@ int main() {
     host::Engine engine(own);
     const uint64_t main = reinterpret_cast<uint64_t>(weights.data());
     const int32_t segment = 0;
-    host::ReplicateArgs args;
+    uec::ReplicateArgs args;
     args.slot_expert = plan.data();
     args.mains = &main;
     args.segments = &segment;

@@ -16,7 +16,7 @@ void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t
 #elif UEC_BROKEN == 5  // arriving at a counter vouches as well
   memory.arrive(remaining);
 #endif
-  const auto ticket = mover.commit();
+  const auto ticket = mover.commit(0);
   mover.when_delivered(ticket, true, [&](uec::Delivered token) {
     memory.publish(token, 1, 128, 7);
     memory.arrive(token, remaining);

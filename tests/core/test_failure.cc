@@ -18,6 +18,8 @@ constexpr int32_t kRanks = 5;
 constexpr uint64_t kEpoch = 9;
 
 struct FakeMemory {
+  using Team = uec::Alone;
+
   std::map<int64_t, uint64_t> words{};
   std::vector<bool> gone = std::vector<bool>(kRanks, false);
   uint64_t observe(int64_t offset) { return words[offset]; }

@@ -17,6 +17,8 @@ using uec::Verdict;
 
 // Answers each observe with the next value of the word, and stays at its last one.
 struct FakeMemory {
+  using Team = uec::Alone;
+
   std::map<int64_t, std::deque<uint64_t>> words;
   bool gone = false;
 

@@ -1,4 +1,5 @@
 // Single interleavings of the streaming steps that threads meet only now and then.
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -7,7 +8,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "core/stream.hpp"
+#include "core/worker.hpp"
 #include "plans.hpp"
 
 namespace {
@@ -21,6 +22,8 @@ constexpr uint64_t kEpoch = 9, kDigest = 0x123456789ABCDEF;
 
 // Rank 0's memory, seen by one worker. `after_load` runs once, behind a look at a counter.
 struct FakeMemory {
+  using Team = uec::Alone;
+
   std::map<int64_t, uint64_t>& words;
   std::map<std::pair<int32_t, int64_t>, uint64_t>& published;
   std::function<void()> after_load;
@@ -41,13 +44,18 @@ struct FakeMemory {
   int32_t arrive(uec::Delivered, int32_t* counter) { return --*counter; }
 };
 
-struct FakeMover : uec::DeliveryPolicy {
-  const uint8_t* source[8] = {};
-  void fetch(uint32_t stage, const uint8_t* from, int64_t) { source[stage] = from; }
-  bool loaded(uint32_t) const { return true; }
-  void store(uint32_t stage, uint8_t* to, int64_t bytes) { std::memcpy(to, source[stage], bytes); }
+struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
+  const uint8_t* source[kStages] = {};
+  void fetch(uint32_t k, const uec::Stage& stage, const uint8_t* from) {
+    describe(k, stage);
+    source[k % kStages] = from;
+  }
+  bool loaded(uint32_t k) const { return described(k); }
+  void store(uint32_t k, uint8_t* to, int64_t bytes) {
+    std::memcpy(to, source[k % kStages], bytes);
+  }
   bool reusable(uint32_t) const { return true; }
-  uint32_t commit() { return 0; }
+  uint32_t commit(uint32_t) { return 0; }
   template <class F>
   bool when_delivered(uint32_t, bool, F&& then) {
     then(delivered());
@@ -74,11 +82,11 @@ struct Sender {
     call.epoch = {kEpoch, CallRecord::make(kEpoch, kDigest, RecordKind::kCall)};
     call.tiles = tiles.map();
     call.addresses = {bases, &bytes, &slot_offset, mains, 1, nullptr, nullptr};
-    call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved};
+    call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.cursor = cursor;
     call.remaining = remaining;
     uec::build_worklist(group.topology(), tiles.map(), schedule->schedule, main_idx, 0, call.work);
-    call.reset_counters();
+    call.reset_counters(uec::Alone{});
     peer_is_at(kEpoch);
   }
 
@@ -98,8 +106,8 @@ struct Sender {
   uec::Piece pieces[4];
   uec::Destination destinations[4];
   uec::Expected expected[4];
-  uint8_t opens[2], involved[2], gates[2][4];
-  int32_t cursor[4], remaining[2], live[2][4];
+  uint8_t opens[2], involved[2], needs[2], open[3][2], state[3][4];
+  int32_t cursor[4], remaining[2];
   const int32_t main_idx[2] = {0, 0};
   uec::Call call;
   std::map<int64_t, uint64_t> words;
@@ -109,9 +117,8 @@ struct Sender {
 template <class Worker>
 Step run(Worker& worker) {
   for (int i = 0; i < 1000; ++i) {
-    const Step fetched = worker.fetch_step(), stored = worker.store_step();
-    if (fetched == Step::kFailed || stored == Step::kFailed) return Step::kFailed;
-    if (fetched == Step::kFinished && stored == Step::kFinished) return Step::kFinished;
+    const Step step = worker.step();
+    if (step != Step::kProgress) return step;
   }
   return Step::kBlocked;
 }
@@ -123,8 +130,8 @@ void check_overtaken_worker() {
   FakeMemory fast_memory{sender.words, sender.published, nullptr};
   FakeMemory slow_memory{sender.words, sender.published, nullptr};
   FakeMover fast_mover, slow_mover;
-  uec::Worker fast(sender.call, fast_memory, fast_mover, sender.live[0], sender.gates[0]);
-  uec::Worker slow(sender.call, slow_memory, slow_mover, sender.live[1], sender.gates[1]);
+  uec::Worker fast(sender.call, fast_memory, fast_mover, sender.open[0], sender.state[0]);
+  uec::Worker slow(sender.call, slow_memory, slow_mover, sender.open[1], sender.state[1]);
   slow_memory.after_load = [&] {
     CHECK(run(fast) == Step::kFinished);
     sender.peer_is_at(kEpoch + 1);
@@ -141,7 +148,7 @@ void check_peer_ahead() {
   Sender sender(2);
   FakeMemory memory{sender.words, sender.published, nullptr};
   FakeMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.live[0], sender.gates[0]);
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
   sender.peer_is_at(kEpoch + 1);
   CHECK(run(worker) == Step::kFailed);
   CHECK(worker.fault() == Fault::kMismatch);
@@ -149,12 +156,46 @@ void check_peer_ahead() {
   CHECK(sender.published.empty());
 }
 
+// A mover that knows a stage to be read only once a later commit, or the wait for delivery, says
+// so: as a device, whose waits count commits.
+struct LateMover : FakeMover {
+  uint32_t commits = 0, read = 0;
+  uint32_t commit(uint32_t) {
+    read = commits;
+    return ++commits;
+  }
+  bool reusable(uint32_t k) const { return k < read || k >= commits; }
+  template <class F>
+  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
+    if (ticket > read && !idle) return false;
+    read = std::max(read, ticket);
+    then(delivered());
+    return true;
+  }
+};
+
+// The call fails with a full ring behind a tile that has just been stored. Both sides come to their
+// end.
+void check_drain_of_a_full_ring() {
+  Sender sender(12);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  LateMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  CHECK(worker.fetch_step() == Step::kProgress);
+  while (mover.commits == 0) CHECK(worker.store_step() == Step::kProgress);
+  for (uint32_t i = 0; i < LateMover::kStages - 1; ++i)
+    while (worker.fetch_step() != Step::kAwaitDelivered && mover.vacant(i + 1)) {
+    }
+  int steps = 0;
+  while (worker.drain_step() != Step::kFinished) CHECK(++steps < 100);
+}
+
 // Nothing is stored before the peer has called and opened.
 void check_gate() {
   Sender sender(1);
   FakeMemory memory{sender.words, sender.published, nullptr};
   FakeMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.live[0], sender.gates[0]);
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
   sender.peer_is_at(kEpoch - 1);
   CHECK(run(worker) == Step::kBlocked);
   CHECK(worker.wait().flag == uec::FlagKind::kCall);
@@ -168,10 +209,43 @@ void check_gate() {
   CHECK(run(worker) == Step::kFinished);
 }
 
+// Either side stops when the other has failed.
+void check_sides_see_each_other() {
+  {
+    Sender sender(1);
+    FakeMemory memory{sender.words, sender.published, nullptr};
+    FakeMover mover;
+    uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+    sender.peer_is_at(kEpoch + 1);
+    CHECK(worker.store_step() == Step::kIdle);
+    CHECK(worker.fetch_step() == Step::kFailed);
+    CHECK(worker.store_step() == Step::kFailed);
+  }
+  // As a hub, whose home has failed by the time that all has been pulled.
+  Sender sender(2);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  sender.tasks[0].pulled_home = 1;
+  sender.tasks[0].pulled_main = 0;
+  for (int i = 0; i < 2; ++i) CHECK(worker.fetch_step() == Step::kProgress);
+  sender.words[sender.call.layout.abort(1)] = uec::AbortWord::make(kEpoch, -1, -1).word;
+  for (int i = 0; i < 3; ++i) CHECK(worker.store_step() == Step::kProgress);
+  CHECK(worker.store_step() == Step::kFailed);
+  CHECK(worker.fault() == Fault::kAborted);
+  CHECK_EQ(worker.wait().peer, 1);
+  CHECK(worker.fetch_step() == Step::kFailed);
+  CHECK(worker.step() == Step::kFailed);
+  for (int i = 0; worker.drain_step() != Step::kFinished; ++i) CHECK(i < 10);
+  CHECK(sender.published.empty());
+}
+
 }  // namespace
 
 int main() {
+  check_sides_see_each_other();
   check_gate();
   check_peer_ahead();
   check_overtaken_worker();
+  check_drain_of_a_full_ring();
 }

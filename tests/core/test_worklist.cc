@@ -108,20 +108,24 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles, Mode mode) {
         (*counts)[slot].resize(groups);
     }
   }
-  std::vector<std::vector<uint8_t>> opens;
+  std::vector<std::vector<uint8_t>> opens, needs;
   for (int32_t r = 0; r < c.num_ranks; ++r) {
     const WorklistArrays w(c, tiles, s, r);
     add_rank(c, mode, r, w.list, sums);
     opens.push_back(w.opens);
+    needs.push_back(w.needs);
   }
   CHECK_EQ(sums.writes.size(), c.num_replicas());  // nothing but filled slots
+  for (const auto& [owner, toucher] : sums.touches) CHECK(owner != toucher);
   for (const auto& [slot, counts] : sums.writes)
     for (const int32_t count : counts) CHECK_EQ(count, 1);
   CHECK(sums.ready == sums.awaited);
   CHECK(sums.published == sums.expected);
   for (int32_t r = 0; r < c.num_ranks; ++r)
-    for (int32_t peer = 0; peer < c.num_ranks; ++peer)
+    for (int32_t peer = 0; peer < c.num_ranks; ++peer) {
       CHECK_EQ(opens[r][peer], sums.touches.contains({r, peer}));
+      CHECK_EQ(needs[r][peer], sums.touches.contains({peer, r}));  // never ourselves
+    }
 }
 
 }  // namespace

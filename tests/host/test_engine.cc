@@ -12,7 +12,7 @@
 namespace {
 
 using uec::Mode;
-using uec::host::ReplicateArgs;
+using uec::ReplicateArgs;
 
 constexpr int32_t kAuto = -1;
 

@@ -101,8 +101,7 @@ struct Scene {
   Ranks ranks;
 };
 
-// ---- copies that are held half-way
-// ---------------------------------------------------------------
+// ---- copies that are held half-way --------------------------------------------------------------
 
 // Workers that read these pages come to a signal handler, which keeps the first of them until the
 // test lets it go on, and opens the page.
@@ -164,14 +163,13 @@ void check_waits_for_held_copy(bool by_abort, bool background) {
   caller.join();
   for (std::thread& receiver : receivers) receiver.join();
   CHECK(scene.ranks.engine(0).report().fault == (by_abort ? Fault::kAborted : Fault::kGone));
-  CHECK_EQ(scene.ranks.engine(0).report().wait.peer, 2);
+  CHECK_EQ(scene.ranks.engine(0).report().root, 2);
   hold.weights = nullptr;
   if (by_abort) close(ends[1]);
   close(ends[0]);
 }
 
-// ---- copies at full speed
-// ------------------------------------------------------------------------
+// ---- copies at full speed -----------------------------------------------------------------------
 
 // Any worker may be anywhere when the call fails, by a peer or by ourselves.
 void check_free_in_full_flight() {

@@ -17,8 +17,8 @@
  * What stands for what:
  *   Rank                  Engine::run_next, execute, drive: a rank with one worker
  *     announce            announce_call(), announce_open() in call.hpp
- *     work, CLAIMABLE     Worker::claim, gate_open, group_ready; any eligible item, in any order
- *     publish             Worker::publish, finish_task
+ *     work, CLAIMABLE     Fetcher::claim, judge_open, group_ready; any eligible item, in any order
+ *     publish             Storer::publish, finish_task
  *     finish              Finish::step
  *     returned            the caller has its slots, and changes its main weights
  *     fail                Engine::report_fault, announce_abort, settle_failure

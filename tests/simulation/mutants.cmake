@@ -23,15 +23,25 @@ mutant(sfence_left_out simulation/world.hpp
   FIND [[    if (!world_.delivered(agent_, ticket)) return false;]]
   REPLACE [[]])
 
-mutant(drain_ignores_stores core/stream.hpp
-  FIND [[    return mover_.when_delivered(drain_ticket_, true, [](Delivered) {}) ? Step::kFinished
-                                                                        : Step::kAwaitDelivered;]]
-  REPLACE [[    return Step::kFinished;]])
+mutant(drain_ignores_stores core/storer.hpp
+  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;]]
+  REPLACE [[]])
 
-mutant(drain_ignores_loads core/stream.hpp
-  FIND [[    if (stored_ != fetched_) return Step::kAwaitDelivered;
-    if (!drain_ticket_)]]
-  REPLACE [[    if (!drain_ticket_)]])
+mutant(drain_ignores_loads core/storer.hpp
+  FIND [[    if (!mover_.loaded(stored_)) return released ? Step::kProgress : Step::kAwaitDelivered;]]
+  REPLACE [[    if (!mover_.loaded(stored_)) return Step::kFinished;]])
+
+mutant(drain_sleeps_on_a_released_stage core/storer.hpp
+  FIND [[return released ? Step::kProgress : Step::kAwaitDelivered;]]
+  REPLACE [[return Step::kAwaitDelivered;]])
+
+mutant(drain_discards_nothing core/storer.hpp
+  FIND [[    if (!ended_) ++stored_;]]
+  REPLACE [[]])
+
+mutant(drain_fetches_on core/fetcher.hpp
+  FIND [[    return end() == Step::kFinished ? Step::kProgress : Step::kAwaitDelivered;]]
+  REPLACE [[    return step();]])
 
 mutant(gather_drain_ignores_loads core/gather.hpp
   FIND [[    if (fetched_ && !mover_.loaded(0)) return Step::kAwaitDelivered;]]
@@ -55,31 +65,65 @@ mutant(arrival_without_acquire simulation/world.cc
   FIND [[  join_ticks(clock(agent), shared);  // acquire]]
   REPLACE [[]])
 
-mutant(publish_before_all_arrivals core/stream.hpp
-  FIND [[    if (memory_.arrive(token, &call_.remaining[piece.task]) == 0)]]
-  REPLACE [[    if (memory_.arrive(token, &call_.remaining[piece.task]) >= 0)]])
+mutant(publish_before_all_arrivals core/storer.hpp
+  FIND [[    if (team_.share(left) == 0)]]
+  REPLACE [[    if (team_.share(left) >= 0)]])
 
-mutant(last_arriver_off_by_one core/stream.hpp
-  FIND [[    if (memory_.arrive(token, &call_.remaining[piece.task]) == 0)]]
-  REPLACE [[    if (memory_.arrive(token, &call_.remaining[piece.task]) == 1)]])
+mutant(last_arriver_off_by_one core/storer.hpp
+  FIND [[    if (team_.share(left) == 0)]]
+  REPLACE [[    if (team_.share(left) == 1)]])
 
-mutant(claim_is_not_atomic core/stream.hpp
-  FIND [[    if (!memory_.claim(&call_.cursor[best], best_at)) return Step::kProgress;]]
-  REPLACE [[    memory_.claim(&call_.cursor[best], best_at);]])
+mutant(claim_is_not_atomic core/fetcher.hpp
+  FIND [[    if (best == chosen && !memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]]
+  REPLACE [[    if (best == chosen) memory_.claim(&call_.cursor[id], best_at);]])
+
+# Only what the fetch side has acquired itself lets it go on.
+mutant(opening_seen_without_acquire simulation/world.cc
+  FIND [[  join_ticks(known, message_clock(message));  // acquire]]
+  REPLACE [[  const int64_t opening = offset - shape.layout.open(0);
+  if (opening < 0 || offset > shape.layout.open(shape.num_ranks - 1))
+    join_ticks(known, message_clock(message));]])
+
+# An opening that another worker of the rank has seen orders nothing here.
+mutant(opening_shared_by_workers simulation/ranks.cc
+  FIND [[        Worker(call, memories_[agent], movers_[agent], open_ + agent * call.num_ranks,]]
+  REPLACE [[        Worker(call, memories_[agent], movers_[agent],
+               open_ + agent_of(rank, 0) * call.num_ranks,]])
 
 # ---- gates -------------------------------------------------------------------------------------
 
-mutant(missing_open core/stream.hpp
-  FIND [[    if (verdict != Verdict::kArrived) note(FlagKind::kOpen, rank, p, seen);
-    return verdict;]]
+mutant(missing_open core/fetcher.hpp
+  FIND [[    uint64_t seen = 0;
+    return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
+                      &seen);]]
   REPLACE [[    return Verdict::kArrived;]])
 
-mutant(home_not_open core/stream.hpp
-  FIND [[    if (piece.source == Source::kRemoteMain) {]]
-  REPLACE [[    if (false) {]])
+mutant(call_unseen core/fetcher.hpp
+  FIND [[    if (called != Verdict::kArrived) return called;]]
+  REPLACE [[]])
 
-mutant(ready_ignored core/stream.hpp
-  FIND [[        verdict = group_ready(p, piece, piece.begin + at);]]
+mutant(openings_not_looked_for core/fetcher.hpp
+  FIND [[      open_[r] = !call.work.needs[r];]]
+  REPLACE [[      open_[r] = 1;]])
+
+mutant(home_not_needed core/worklist.hpp
+  FIND [[      w.needs[home] = 1;]]
+  REPLACE [[]])
+
+mutant(destination_not_needed core/worklist.hpp
+  FIND [=[    if (s.replica_rank[i] != rank) w.needs[s.replica_rank[i]] = 1;]=]
+  REPLACE [[]])
+
+mutant(home_not_open core/fetcher.hpp
+  FIND [[    if (piece.source == Source::kRemoteMain && !open_[piece.source_rank]) return piece.source_rank;]]
+  REPLACE [[]])
+
+mutant(destination_not_open core/fetcher.hpp
+  FIND [[      if (!open_[r]) return r;]]
+  REPLACE [[]])
+
+mutant(ready_ignored core/fetcher.hpp
+  FIND [[        verdict = group_ready(piece, piece.begin + at, &why);]]
   REPLACE [[        verdict = Verdict::kArrived;]])
 
 mutant(digest_unchecked core/protocol.hpp
@@ -123,56 +167,66 @@ mutant(epoch_of_32_bits core/protocol.hpp
 # ---- progress ----------------------------------------------------------------------------------
 
 # The counter-example: a hub piece is taken first, and waited for with home pieces unclaimed.
-mutant(blocked_hub_item_first core/stream.hpp
-  FIND [[        verdict = group_ready(p, piece, piece.begin + at);]]
+mutant(blocked_hub_item_first core/fetcher.hpp
+  FIND [[        verdict = group_ready(piece, piece.begin + at, &why);]]
   REPLACE [[        verdict = Verdict::kArrived;]])
-mutant(blocked_hub_item_first core/stream.hpp
-  FIND [[      if (best < 0 ||
-]]
-  REPLACE [[      if (best < 0 || piece.source == Source::kSlot ||
-]])
-mutant(blocked_hub_item_first core/stream.hpp
+mutant(blocked_hub_item_first core/fetcher.hpp
+  FIND [[outcome(kEligible, progress(at, length), p);]]
+  REPLACE [[outcome(kEligible, piece.source == Source::kSlot ? 0 : 1 + at, p);]])
+mutant(blocked_hub_item_first core/fetcher.hpp
   FIND [[    const Piece& piece = call_.work.pieces[item_.piece];
-    Stage& stage]]
+    Stage stage;]]
   REPLACE [[    const Piece& piece = call_.work.pieces[item_.piece];
     if (piece.source == Source::kSlot &&
-        group_ready(item_.piece, piece, item_.group) != Verdict::kArrived)
+        group_ready(piece, item_.group, &fault_) != Verdict::kArrived)
       return Step::kBlocked;
-    Stage& stage]])
+    Stage stage;]])
 
-mutant(withheld_before_an_empty_ring core/stream.hpp
+mutant(withheld_before_an_empty_ring core/storer.hpp
   FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]
   REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
 
-mutant(blocked_though_finished core/stream.hpp
-  FIND [[        live_[--i] = live_[--num_live_];  // else this step could call itself blocked]]
+mutant(overtaken_worker_blames_the_peer core/fetcher.hpp
+  FIND [[(involves(call_.work.pieces[p], r) && !all_claimed(p)))]]
+  REPLACE [[involves(call_.work.pieces[p], r))]])
+
+mutant(ring_overrun core/fetcher.hpp
+  FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
+    const Piece&]]
+  REPLACE [[    const Piece&]])
+
+mutant(end_overruns_the_ring core/fetcher.hpp
+  FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
+    mover_.fetch(fetched_++, Stage{}, nullptr);]]
+  REPLACE [[    mover_.fetch(fetched_++, Stage{}, nullptr);]])
+
+mutant(end_not_sent core/fetcher.hpp
+  FIND [[      if (claimed == Step::kFinished) return end();]]
   REPLACE [[]])
 
-mutant(overtaken_worker_blames_the_peer core/stream.hpp
-  FIND [[        if (memory_.load(&call_.cursor[p]) < length) return Step::kFailed;]]
-  REPLACE [[        return Step::kFailed;]])
+mutant(ended_with_groups_held core/storer.hpp
+  FIND [[    if (num_published_ != num_held_) return Step::kAwaitDelivered;]]
+  REPLACE [[    if (num_published_ != num_held_ && !ended_) return Step::kAwaitDelivered;]])
 
-mutant(ring_overrun core/stream.hpp
-  FIND [[    if (fetched_ - retired_ == kStages) return Step::kAwaitDelivered;]]
+mutant(stage_reused_too_early core/storer.hpp
+  FIND [[    while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);]]
+  REPLACE [[    while (released_ != stored_) mover_.release(released_++);]])
+
+mutant(stage_never_released core/storer.hpp
+  FIND [[    while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);]]
   REPLACE [[]])
 
-mutant(stage_reused_too_early core/stream.hpp
-  FIND [[    while (retired_ != stored_ && mover_.reusable(retired_ % kStages)) ++retired_;]]
-  REPLACE [[    retired_ = stored_;]])
+mutant(stored_before_loaded simulation/world.hpp
+  FIND [[ && (stage(k).ends_stream() || world_.loaded(agent_, k % kStages));]]
+  REPLACE [[;]])
 
-mutant(stored_before_loaded core/stream.hpp
-  FIND [[ && mover_.loaded(stored_ % kStages);
-    if (published_]]
-  REPLACE [[;
-    if (published_]])
-
-mutant(held_groups_overwritten core/stream.hpp
-  FIND [[held_ - published_ < kMaxHeld &&]]
-  REPLACE [[]])
+mutant(held_groups_overwritten core/storer.hpp
+  FIND [[ && num_held_ - num_published_ < kMaxHeld && mover_]]
+  REPLACE [[ && mover_]])
 
 # ---- the end of a call -------------------------------------------------------------------------
 
-mutant(done_to_the_wrong_peer core/stream.hpp
+mutant(done_to_the_wrong_peer core/storer.hpp
   FIND [[      memory_.publish(token, to.rank, call_.layout.done(to.slot, call_.rank), call_.epoch.number);]]
   REPLACE [[      memory_.publish(token, (to.rank + 1) % call_.num_ranks,
                       call_.layout.done(to.slot, call_.rank), call_.epoch.number);]])
@@ -182,12 +236,12 @@ mutant(finished_before_its_own_reads simulation/ranks.cc
   REPLACE [[    if (!worker_states_[agent_of(rank, w)].fetched) {]])
 
 mutant(done_not_awaited core/call.hpp
-  FIND [[      if (verdict == Verdict::kArrived) continue;]]
-  REPLACE [[      if (verdict == Verdict::kArrived || done) continue;]])
+  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
+  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kDone) return kAll;]])
 
 mutant(pulled_ignored core/call.hpp
-  FIND [[      if (verdict == Verdict::kArrived) continue;]]
-  REPLACE [[      if (verdict == Verdict::kArrived || !done) continue;]])
+  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
+  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kPulled) return kAll;]])
 
 mutant(skipped_tail core/tiles.hpp
   FIND [[min64(tile_bytes, bytes[i] - offset)]]
@@ -201,11 +255,11 @@ mutant(flag_not_read_again core/protocol.hpp
 
 # ---- failing -----------------------------------------------------------------------------------
 
-mutant(aborts_unread_before_pulled core/stream.hpp
+mutant(aborts_unread_before_pulled core/storer.hpp
   FIND [[      if (aborter >= 0) {]]
   REPLACE [[      if (false && aborter >= 0) {]])
 
-mutant(aborts_read_before_the_last_load core/stream.hpp
+mutant(aborts_read_before_the_last_load core/storer.hpp
   FIND [[      mover_.loads_complete();]]
   REPLACE [[]])
 
@@ -213,18 +267,18 @@ mutant(returned_before_the_abort_is_delivered simulation/ranks.cc
   FIND [[  if (!drained || !memories_[own].flags_delivered()) {]]
   REPLACE [[  if (!drained) {]])
 
-mutant(published_after_an_abort core/stream.hpp
-  FIND [[        fail(Fault::kAborted);
+mutant(published_after_an_abort core/storer.hpp
+  FIND [[        fault_ = Fault::kAborted;
         return;]]
-  REPLACE [[        fail(Fault::kAborted);]])
+  REPLACE [[        fault_ = Fault::kAborted;]])
 
 mutant(no_abort core/call.hpp
   FIND [[        memory.publish(token, r, call.layout.abort(call.rank), word.word);]]
   REPLACE [[        (void)token;]])
 
 mutant(aborts_of_finished_calls_count core/stream.hpp
-  FIND [[    if (word.set() && word.ahead_of(epoch.number) <= 0) return r;]]
-  REPLACE [[    if (word.set()) return r;]])
+  FIND [[    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;]]
+  REPLACE [[    if (!word.set()) continue;]])
 
 mutant(death_unnoticed_before_the_call core/protocol.hpp
   FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]
@@ -238,8 +292,12 @@ mutant(blames_what_it_waited_for core/failure.hpp
   FIND [[    if (!word.set() || word.told_by() < 0) break;]]
   REPLACE [[    break;]])
 
-mutant(blames_what_it_no_longer_waits_for core/stream.hpp
-  FIND [[        wait_ = other;]]
+mutant(blames_what_it_no_longer_waits_for core/fetcher.hpp
+  FIND [[      closed_ = team_.from(member, best_closed);]]
+  REPLACE [[      if (closed_ < 0) closed_ = team_.from(member, best_closed);]])
+
+mutant(names_nobody core/fetcher.hpp
+  FIND [[      waits_with_ = team_.from(member, best_with);]]
   REPLACE [[]])
 
 mutant(farewell_hides_a_mismatch core/protocol.hpp

@@ -74,8 +74,8 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   calls_ = arena_.array<uec::Call>(g.num_ranks);
   clock_ran_out_ = arena_.array<uint64_t>(1);
   sent_ = arena_.array<uint8_t>(g.num_ranks * g.num_ranks);
-  live_ = arena_.array<int32_t>(agents * max_pieces_);
-  gate_ = arena_.array<uint8_t>(agents * max_pieces_);
+  open_ = arena_.array<uint8_t>(agents * g.num_ranks);
+  state_ = arena_.array<uint8_t>(agents * max_pieces_);
   worker_objects_ = arena_.array<Worker>(agents);
   finishes_ = arena_.array<Finish>(g.num_ranks);
   gathers_ = arena_.array<Gather>(g.num_ranks);
@@ -130,8 +130,10 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
     world_->wake_agent(agent);
   }
   if (draining(r) && state.noticed) {
+    const Step drained = worker.drain_step();
+    if (drained == Step::kProgress) return;
     sleep(agent, side);
-    if (worker.drain_step() != Step::kFinished) return;
+    if (drained != Step::kFinished) return;
     state.drained = 1;
     world_->wake_agent(own_thread(rank));
     return;
@@ -156,6 +158,7 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
         blocked(agent, worker.wait());
       return;
     case Step::kAwaitDelivered:
+    case Step::kIdle:
       sleep(agent, side);
       if (!fetch) world_->asleep[2 * agent] = 0;  // a stage may have become free
       return;
@@ -163,11 +166,9 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
       if (fetch) {
         state.fetched = 1;
         world_->wake_agent(agent);
-      } else if (state.fetched) {
+      } else {
         state.stored = 1;
         world_->wake_agent(own_thread(rank));
-      } else {
-        world_->asleep[2 * agent] = 0;  // a stage may have become free
       }
       sleep(agent, side);
   }
@@ -315,13 +316,15 @@ void Simulation::start_workers(int32_t rank) {
   for (int32_t s = 0; s < case_.group.slots_per_rank; ++s)
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
       world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
-  call.reset_counters();
+  call.reset_counters(uec::Alone{});
   world_->reset_claims(rank);
   for (int32_t w = 0; w < workers() && call.work.num_pieces > 0; ++w) {
     const int32_t agent = agent_of(rank, w);
     world_->join(agent, own);
-    new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent],
-                                         live_ + agent * max_pieces_, gate_ + agent * max_pieces_);
+    new (&movers_[agent]) SimMover(*world_, agent, case_.eager_delivery);
+    new (&worker_objects_[agent])
+        Worker(call, memories_[agent], movers_[agent], open_ + agent * call.num_ranks,
+               state_ + agent * max_pieces_);
     worker_states_[agent] = {};
     world_->wake_agent(agent);
   }

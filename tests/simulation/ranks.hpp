@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/gather.hpp"
+#include "core/worker.hpp"
 #include "simulation/case.hpp"
 #include "simulation/world.hpp"
 
@@ -144,9 +145,9 @@ class Simulation {
   WorkerState* worker_states_;  // [agents]
   uec::Call* calls_;            // [ranks] the one under way
   uint64_t* clock_ran_out_;
-  uint8_t* sent_;  // [ranks][ranks]
-  int32_t* live_;
-  uint8_t* gate_;
+  uint8_t* sent_;           // [ranks][ranks]
+  uint8_t* open_;           // [agents][ranks]
+  uint8_t* state_;          // [agents][max_pieces]
   Worker* worker_objects_;  // [agents]
   Finish* finishes_;        // [ranks]
   Gather* gathers_;         // [ranks]

@@ -98,7 +98,7 @@ bool Simulation::can_time_out(int32_t agent) const {
   // A rank that gives up without reason can do so at any time.
   if (r.stopped || !(blocked || case_.ending == Ending::kImpatient)) return false;
   const bool own = agent == own_thread(world_->rank_of(agent));
-  return own ? r.phase == Phase::kFinish : working(r);
+  return own ? r.phase == Phase::kFinish : working(r) && !worker_states_[agent].stored;
 }
 
 void Simulation::take(const Transition& t) {

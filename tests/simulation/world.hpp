@@ -22,6 +22,8 @@
 
 #include "core/layout.hpp"
 #include "core/protocol.hpp"
+#include "core/ring.hpp"
+#include "core/team.hpp"
 #include "simulation/arena.hpp"
 
 namespace sim {
@@ -266,6 +268,8 @@ class World {
 // The core's policies over a world.
 class SimMemory {
  public:
+  using Team = uec::Alone;
+
   SimMemory(World& world, int32_t agent) : world_(world), agent_(agent) {}
 
   uint64_t observe(int64_t offset) { return world_.observe(agent_, offset); }
@@ -283,19 +287,22 @@ class SimMemory {
   int32_t agent_;
 };
 
-class SimMover : public uec::DeliveryPolicy {
+class SimMover : public uec::DeliveryPolicy, public uec::LocalRing<4> {
  public:
   SimMover(World& world, int32_t agent, bool eager) : world_(world), agent_(agent), eager_(eager) {}
 
-  void fetch(uint32_t stage, const uint8_t* source, int64_t bytes) {
-    world_.fetch(agent_, stage, source, bytes);
+  void fetch(uint32_t k, const uec::Stage& stage, const uint8_t* source) {
+    describe(k, stage);
+    if (source != nullptr) world_.fetch(agent_, k % kStages, source, stage.span.bytes);
   }
-  bool loaded(uint32_t stage) { return world_.loaded(agent_, stage); }
-  void store(uint32_t stage, uint8_t* destination, int64_t bytes) {
-    world_.store(agent_, stage, destination, bytes);
+  bool loaded(uint32_t k) {
+    return described(k) && (stage(k).ends_stream() || world_.loaded(agent_, k % kStages));
   }
-  bool reusable(uint32_t stage) { return world_.reusable(agent_, stage); }
-  uint32_t commit() { return world_.stores_issued(agent_); }
+  void store(uint32_t k, uint8_t* destination, int64_t bytes) {
+    world_.store(agent_, k % kStages, destination, bytes);
+  }
+  bool reusable(uint32_t k) { return world_.reusable(agent_, k % kStages); }
+  uint32_t commit(uint32_t) { return world_.stores_issued(agent_); }
 
   template <class F>
   bool when_delivered(uint32_t ticket, bool idle, F&& then) {

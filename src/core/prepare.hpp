@@ -1,0 +1,88 @@
+// Plan -> schedule -> worklist: what one rank needs for a call, in arrays that it is given.
+#pragma once
+
+#include <cstddef>
+
+#include "core/call_arrays.hpp"
+#include "core/cost.hpp"
+#include "core/digest.hpp"
+#include "core/schedule.hpp"
+#include "core/worklist.hpp"
+
+namespace uec {
+
+enum class Operation : uint64_t { kReplicate = 1, kGather = 2 };
+
+// The schedule and what computing it needs.
+struct ScheduleArrays {
+  Schedule schedule;
+  ScheduleScratch scratch;
+
+  // As CallArrays::cut().
+  UEC_HD static int64_t cut(std::byte* base, const Capacity& c, ScheduleArrays* arrays) {
+    ScratchCutter cutter(base);
+    const int64_t replicas = c.replicas(), experts = min64(c.num_experts, replicas);
+    Schedule& s = arrays->schedule;
+    ScheduleScratch& scratch = arrays->scratch;
+    s.egress = cutter.take<int64_t>(c.num_ranks);
+    scratch.extra = cutter.take<int64_t>(replicas + experts);
+    s.expert = cutter.take<int32_t>(experts);
+    s.first = cutter.take<int32_t>(experts + 1);
+    s.replica_rank = cutter.take<int32_t>(replicas);
+    s.replica_slot = cutter.take<int32_t>(replicas);
+    s.boundary = cutter.take<int32_t>(replicas + 2 * experts);
+    scratch.count = cutter.take<int32_t>(c.num_experts + 1);
+    scratch.exports = cutter.take<int32_t>(c.num_ranks);
+    scratch.order = cutter.take<int32_t>(experts);
+    return round_up(cutter.used_bytes(), 8);
+  }
+};
+
+// What a rank knows of its group. Arrays are borrowed.
+struct GroupTables {
+  Topology topology;
+  int32_t rank = 0;
+  const int64_t* segment_bytes = nullptr;  // [segments] of one expert
+  const int32_t* main_idx = nullptr;       // [E] index among the home's mains
+  int64_t tile_bytes = 0;
+  CostModel cost;
+};
+
+struct ReplicateArgs {
+  const int32_t* slot_expert = nullptr;  // [G][S], validated
+  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  const uint64_t* mains = nullptr;       // [segments][M] addresses
+  const int32_t* segments = nullptr;     // which segments, ascending
+  int32_t num_segments = 0;
+  int32_t mode = -1;    // a Mode, or -1: by cost
+  int32_t region = -1;  // pull: which region the main weights lie in
+};
+
+// Fills the call's tiles, worklist and addresses of main weights. Returns what this call adds to
+// the digest that ranks must agree on.
+UEC_HD inline uint64_t prepare_replicate(const GroupTables& group, const ReplicateArgs& args,
+                                         const CallArrays& arrays, ScheduleArrays& work,
+                                         PlanShape* shape, Call* call) {
+  call->tiles.num_segments = args.num_segments;
+  call->tiles.tile_bytes = group.tile_bytes;
+  arrays.first_tile[0] = 0;
+  for (int32_t i = 0; i < args.num_segments; ++i) {
+    arrays.segment[i] = args.segments[i];
+    arrays.bytes[i] = group.segment_bytes[args.segments[i]];
+    arrays.first_tile[i + 1] = arrays.first_tile[i] + ceil_div(arrays.bytes[i], group.tile_bytes);
+  }
+  make_schedule(group.topology, call->tiles, args.slot_expert, args.mode, args.region >= 0,
+                group.cost, work.scratch, *shape, work.schedule);
+  build_worklist(group.topology, call->tiles, work.schedule, group.main_idx, group.rank,
+                 call->work);
+
+  const bool pull = work.schedule.mode == Mode::kPull;
+  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
+  digest = digest_ints(digest, args.slot_expert,
+                       int64_t{group.topology.num_ranks} * group.topology.slots_per_rank);
+  digest = digest_ints(digest, args.segments, args.num_segments);
+  digest = mix(digest, static_cast<uint64_t>(work.schedule.mode));
+  return mix(digest, static_cast<uint64_t>(pull ? args.region : -1));
+}
+
+}  // namespace uec

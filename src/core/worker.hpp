@@ -1,0 +1,45 @@
+// A worker whose two sides are alternated by one thread.
+#pragma once
+
+#include "core/fetcher.hpp"
+#include "core/storer.hpp"
+
+namespace uec {
+
+template <class Memory, class Mover>
+class Worker {
+ public:
+  // Scratch: `open` [num_ranks] and `state` [num_pieces], bytes.
+  Worker(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state)
+      : fetcher_(call, memory, mover, open, state), storer_(call, memory, mover, held_) {}
+
+  Fault fault() const {
+    return fetcher_.fault() != Fault::kNone ? fetcher_.fault() : storer_.fault();
+  }
+  Wait wait() { return storer_.fault() != Fault::kNone ? storer_.wait() : fetcher_.wait(); }
+
+  Step fetch_step() { return storer_.fault() != Fault::kNone ? Step::kFailed : fetcher_.step(); }
+  Step store_step() { return fetcher_.fault() != Fault::kNone ? Step::kFailed : storer_.step(); }
+
+  // Blocked only when neither side can do anything.
+  Step step() {
+    const Step fetched = fetch_step(), stored = store_step();
+    if (fetched == Step::kFailed || stored == Step::kFailed) return Step::kFailed;
+    if (stored == Step::kFinished) return Step::kFinished;
+    if (fetched == Step::kBlocked && stored == Step::kIdle) return Step::kBlocked;
+    return Step::kProgress;
+  }
+
+  // After a failure, in place of the others.
+  Step drain_step() {
+    const Step stored = storer_.drain_step(), fetched = fetcher_.drain_step();
+    return fetched == Step::kProgress ? fetched : stored;
+  }
+
+ private:
+  Fetcher<Memory, Mover> fetcher_;
+  HeldGroup held_[kMaxHeld] = {};
+  Storer<Memory, Mover> storer_;
+};
+
+}  // namespace uec

@@ -1,0 +1,60 @@
+// What a group is made of, and the offsets that every rank computes alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/call_arrays.hpp"
+#include "core/cost.hpp"
+#include "core/layout.hpp"
+#include "core/prepare.hpp"
+
+namespace uec::host {
+
+// Equal on every rank, but for `rank`, `bases` and `peer_sockets`.
+struct EngineConfig {
+  int32_t rank = 0;
+  int32_t num_experts = 0;
+  int32_t slots_per_rank = 0;
+  std::vector<int32_t> home;    // [E]
+  std::vector<int32_t> domain;  // [G]
+  bool allow_cross_domain = false;
+  std::vector<int64_t> segment_bytes;  // of one expert
+  int64_t tile_bytes = 32 << 10;
+  int32_t num_workers = 1;
+  double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
+  double wait_timeout = 30;    // seconds for each wait from then on; 0: no limit
+  CostModel cost;
+  std::vector<uint8_t*> bases;    // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
+  std::vector<int> peer_sockets;  // [G] end-of-file tells that the peer ended; -1: unknown
+
+  // Borrows the vectors.
+  Topology topology() const {
+    return {static_cast<int32_t>(domain.size()),
+            num_experts,
+            slots_per_rank,
+            home.data(),
+            domain.data(),
+            allow_cross_domain};
+  }
+  // What ranks of one group must have in common before any call.
+  uint64_t initial_digest() const;
+};
+
+struct EngineLayout {
+  explicit EngineLayout(const EngineConfig& config);
+
+  // `config` and this are borrowed.
+  GroupTables tables(const EngineConfig& config) const;
+  Capacity capacity(const EngineConfig& config) const;
+
+  SymmetricLayout symmetric;
+  std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
+  std::vector<int64_t> region_offset;  // [segments] in a region of main weights
+  int64_t region_bytes = 0;
+  std::vector<int32_t> main_idx;   // [E] index among the home's mains
+  std::vector<int32_t> num_mains;  // [G]
+  int32_t max_mains = 0;
+};
+
+}  // namespace uec::host

@@ -1,0 +1,121 @@
+// A team of threads, as core/team.hpp describes it.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "check.hpp"
+
+// Where the members of one team meet. Each operation is one meeting: members leave a value each,
+// and may read those of all others until the meeting after the next.
+class Room {
+ public:
+  explicit Room(int32_t num_members)
+      : size(num_members), seats_{Seats(num_members), Seats(num_members)} {}
+
+  const int32_t size;
+
+ private:
+  friend class Crowd;
+
+  // Sleeps rather than spins: there are more members than processors.
+  void wait_for_all() {
+    std::unique_lock lock(mutex_);
+    const uint32_t meeting = meeting_;
+    if (++present_ == size) {
+      present_ = 0;
+      ++meeting_;
+      all_here_.notify_all();
+    } else {
+      all_here_.wait(lock, [&] { return meeting_ != meeting; });
+    }
+  }
+  struct Seat {
+    int32_t operation;
+    std::array<std::byte, 48> value;
+  };
+  using Seats = std::vector<Seat>;
+
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  int32_t present_ = 0;
+  uint32_t meeting_ = 0;
+  Seats seats_[2];
+};
+
+class Crowd {
+ public:
+  static int32_t index() { return me_.index; }
+  static int32_t size() { return me_.room->size; }
+  static bool leader() { return index() == size() - 1; }  // not the first, to be found out
+  static void sync() { meet(kSync, 0); }
+  template <class T>
+  static T share(T value) {
+    return read<T>(meet(kShare, value)[size() - 1]);
+  }
+  template <class T>
+  static T from(int32_t index, T value) {
+    CHECK(index >= 0 && index < size());
+    return read<T>(meet(kFrom + index, value)[index]);
+  }
+  static uint32_t lowest(uint32_t value) {
+    for (const Room::Seat& seat : meet(kLowest, value))
+      if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
+    return value;
+  }
+
+  // Checks that all members have this value.
+  static void agree(uint64_t value) {
+    for (const Room::Seat& seat : meet(kAgree, value)) CHECK(read<uint64_t>(seat) == value);
+  }
+
+  // Runs body() as every member of a team, and returns what each has returned.
+  template <class Body>
+  static auto run(int32_t size, Body&& body) {
+    Room room(size);
+    std::vector<decltype(body())> results(size);
+    std::vector<std::thread> threads;
+    for (int32_t i = 0; i < size; ++i)
+      threads.emplace_back([&room, &body, &results, i] {
+        me_ = {&room, i, 0};
+        results[i] = body();
+      });
+    for (std::thread& thread : threads) thread.join();
+    return results;
+  }
+
+ private:
+  enum Operation : int32_t { kSync, kShare, kLowest, kAgree, kFrom };  // kFrom + index
+
+  template <class T>
+  static T read(const Room::Seat& seat) {
+    T value;
+    std::memcpy(&value, seat.value.data(), sizeof value);
+    return value;
+  }
+
+  template <class T>
+  static const Room::Seats& meet(int32_t operation, const T& value) {
+    static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(Room::Seat::value));
+    Room::Seats& seats = me_.room->seats_[me_.turn++ % 2];
+    seats[me_.index].operation = operation;
+    std::memcpy(seats[me_.index].value.data(), &value, sizeof value);
+    me_.room->wait_for_all();
+    // All members do the same: on a device a warp would hang otherwise, or mix up values.
+    for (const Room::Seat& seat : seats) CHECK_EQ(seat.operation, operation);
+    return seats;
+  }
+
+  struct Member {
+    Room* room;
+    int32_t index;
+    uint32_t turn;
+  };
+  static inline thread_local Member me_{};
+};

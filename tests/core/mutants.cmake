@@ -1,0 +1,117 @@
+#What members of a team do together, each broken in a program of its own that must not pass.
+
+#ultraep_add_core_mutant(<name> PROGRAM<test> FILE<path below src /> FIND[[...]] REPLACE[[...]])
+#
+#PROGRAM is the name of a test in this folder.
+if (POLICY CMP0174)
+  cmake_policy(SET CMP0174 NEW)  # REPLACE may be empty
+endif()
+find_package(Threads REQUIRED)
+function(ultraep_add_core_mutant name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PROGRAM;FILE;FIND;REPLACE" "")
+  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
+    REPLACE "${arg_REPLACE}")
+  set(target mutant_${name})
+  add_executable(${target} core/${arg_PROGRAM}.cc)
+  target_include_directories(${target} BEFORE PRIVATE ${overlay})
+  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+  target_link_libraries(${target} PRIVATE ultraep_core Threads::Threads)
+  target_compile_options(${target} PRIVATE -O1 -g0 -w)
+  target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=50)
+  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
+    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
+  set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+endfunction()
+#-- -- a claim -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+ultraep_add_core_mutant(openings_not_shared PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[    team_.sync();  // what one member has seen open is open for all]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(chosen_by_each PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[    const uint32_t chosen = team_.lowest(best);]]
+  REPLACE [[    const uint32_t chosen = best;]])
+
+ultraep_add_core_mutant(claimed_by_each PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[    if (best == chosen && !memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]]
+  REPLACE [[    if (!memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]])
+
+ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[    const int32_t at = team_.from(member, best_at);]]
+  REPLACE [[    const int32_t at = team_.share(best_at);]])
+
+ultraep_add_core_mutant(wait_of_each PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[      waits_with_ = team_.from(member, best_with);]]
+  REPLACE [[      waits_with_ = best_with;]])
+
+ultraep_add_core_mutant(fault_of_each PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[      fault_ = team_.from(member, fault);]]
+  REPLACE [[      fault_ = fault;]])
+
+ultraep_add_core_mutant(first_member_blames PROGRAM test_team FILE core/fetcher.hpp
+  FIND [[      return outcome(kFault, 0, r);]]
+  REPLACE [[      return outcome(kFault, 0, team_.index());]])
+
+#-- -- a publish -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+ultraep_add_core_mutant(ready_by_each PROGRAM test_team FILE core/storer.hpp
+  FIND [[    if (piece.sets_ready && team_.leader()) {]]
+  REPLACE [[    if (piece.sets_ready) {]])
+
+ultraep_add_core_mutant(arrived_by_each PROGRAM test_team FILE core/storer.hpp
+  FIND [[    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[piece.task]);]]
+  REPLACE [[    left = memory_.arrive(token, &call_.remaining[piece.task]);]])
+
+ultraep_add_core_mutant(arrival_not_shared PROGRAM test_team FILE core/storer.hpp
+  FIND [[    if (team_.share(left) == 0)]]
+  REPLACE [[    if (left == 0)]])
+
+ultraep_add_core_mutant(done_by_each PROGRAM test_team FILE core/storer.hpp
+  FIND [[    for (int32_t i = team_.index(); i < task.done_count; i += team_.size()) {]]
+  REPLACE [[    for (int32_t i = 0; i < task.done_count; ++i) {]])
+
+ultraep_add_core_mutant(pulled_by_each PROGRAM test_team FILE core/storer.hpp
+  FIND [[    if (task.pulled_home >= 0 && team_.leader())]]
+  REPLACE [[    if (task.pulled_home >= 0)]])
+
+ultraep_add_core_mutant(open_by_each PROGRAM test_team FILE core/call.hpp
+  FIND [[    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+      if (call.work.opens[r])]]
+  REPLACE [[    for (int32_t r = 0; r < call.num_ranks; ++r)
+      if (call.work.opens[r])]])
+
+#-- -- a wait for peers -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+
+ultraep_add_core_mutant(finish_waits_for_each PROGRAM test_team FILE core/call.hpp
+  FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+
+ultraep_add_core_mutant(finish_fails_for_each PROGRAM test_team FILE core/call.hpp
+  FIND [[    fault_ = team_.from(waits_for_ % team_.size(), fault);]]
+  REPLACE [[    fault_ = fault;]])
+
+ultraep_add_core_mutant(finish_progress_of_each PROGRAM test_team FILE core/call.hpp
+  FIND [[team_.lowest(next_ == first) == 0 ?]]
+  REPLACE [[next_ != first ?]])
+
+ultraep_add_core_mutant(abort_of_each PROGRAM test_team FILE core/stream.hpp
+  FIND [[  first = team.lowest(first);]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(disagreement_of_each PROGRAM test_team FILE core/failure.hpp
+  FIND [[  first = team.lowest(first);]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(called_for_each PROGRAM test_team FILE core/failure.hpp
+  FIND [[  return team.lowest(all) != 0;]]
+  REPLACE [[  return all != 0;]])
+
+#-- -- two sides -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.hpp
+  FIND [[return fetcher_.fault() != Fault::kNone ? Step::kFailed : storer_.step();]]
+  REPLACE [[return storer_.step();]])
+
+ultraep_add_core_mutant(store_fault_unseen PROGRAM test_stream FILE core/worker.hpp
+  FIND [[return storer_.fault() != Fault::kNone ? Step::kFailed : fetcher_.step();]]
+  REPLACE [[return fetcher_.step();]])
