@@ -1,0 +1,56 @@
+// What a block of the replicate kernel keeps in shared memory; the host asks for as much.
+#pragma once
+
+#include "core/call.hpp"
+#include "core/ring.hpp"
+#include "cuda/args.hpp"
+#include "cuda/config.hpp"
+
+namespace uec::cuda {
+
+// A warp's bounded waits, kept by its leader: one clock for each wait.
+struct Clock {
+  uint64_t since, called_since;
+  int32_t waiting, called;
+};
+
+// One call on one rank, as a block sees it.
+struct BlockCall {
+  Call call;
+  RankState* state;
+  uint8_t* own;  // this rank's symmetric memory
+  int32_t stop;  // a warp of this block has seen the failure
+  Clock clock;   // of the fetch side, and then of the end
+};
+
+// The stages' barriers and descriptions.
+struct Ring {
+  uint64_t full[kNumStages];
+  uint64_t empty[kNumStages];
+  Stage stages[kNumStages];
+  uint64_t bytes_stored;            // of the store side
+  uint32_t far_stages, far_staged;  // tiles prepared for puts, and one more than the last one's
+};
+
+// Behind it lie the scratch of the fetch side and the tiles.
+struct BlockShared {
+  BlockCall block;
+  Ring ring;
+  HeldGroup held[kMaxHeld];
+  int32_t first;   // this block began first: it announces the call
+  int32_t active;  // the rank has not failed before, and has something to move
+  int32_t last;    // this block leaves last
+};
+
+inline constexpr int64_t kTileAlign = 128;
+
+UEC_HD inline int64_t tiles_offset(const Capacity& c) {
+  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), kTileAlign);
+}
+
+// Bytes of dynamic shared memory that a launch asks for.
+UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
+  return tiles_offset(c) + kNumStages * tile_bytes;
+}
+
+}  // namespace uec::cuda

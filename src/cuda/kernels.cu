@@ -1,0 +1,91 @@
+// The kernels of one cubin.
+#include <cuda.h>
+#include <nvshmem.h>
+
+#include "cuda/notice.cuh"
+#include "cuda/replicate.cuh"
+
+#define UEC_KERNEL(registers) extern "C" __global__ __maxnreg__(registers)
+
+// Where warps move every byte themselves, a tile's worth of loads needs more of them.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define UEC_REGISTERS 64
+#else
+#define UEC_REGISTERS 80
+#endif
+
+namespace {
+
+extern __shared__ __align__(128) std::byte shared_memory[];
+
+}  // namespace
+
+UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_16384(const uec::cuda::LaunchArgs args) {
+  uec::cuda::replicate<16384, false>(args, shared_memory);
+}
+UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_32768(const uec::cuda::LaunchArgs args) {
+  uec::cuda::replicate<32768, false>(args, shared_memory);
+}
+
+// With peers that only NVSHMEM's puts and signals reach. Its functions are called, not inlined,
+// which costs registers.
+UEC_KERNEL(96) void ultraep_replicate_16384_far(const uec::cuda::LaunchArgs args) {
+  uec::cuda::replicate<16384, true>(args, shared_memory);
+}
+UEC_KERNEL(96) void ultraep_replicate_32768_far(const uec::cuda::LaunchArgs args) {
+  uec::cuda::replicate<32768, true>(args, shared_memory);
+}
+
+// blockIdx.y: the rank of this launch. One warp.
+UEC_KERNEL(UEC_REGISTERS)
+void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
+  __shared__ uec::cuda::BlockCall block;
+  __shared__ uec::cuda::Ring ring;
+  auto& state = reinterpret_cast<uec::cuda::RankState*>(states)[blockIdx.y];
+  const auto what = static_cast<uec::cuda::Notice>(notice);
+  if (state.far == 0)
+    uec::cuda::notify<false>(state, what, block, ring);
+  else
+    uec::cuda::notify<true>(state, what, block, ring);
+}
+
+// Fills a table with the addresses at which this device reaches the ranks' symmetric memory; 0: it
+// does not. `own` is this rank's, and pes [num_ranks] are NVSHMEM's numbers of the ranks.
+UEC_KERNEL(UEC_REGISTERS)
+void ultraep_replicate_peers(uint64_t* bases, void* own, const int32_t* pes,
+                             const int32_t num_ranks) {
+  for (int32_t r = uec::ptx::thread_idx(); r < num_ranks; r += blockDim.x)
+    bases[r] = reinterpret_cast<uint64_t>(uec::cuda::far::peer_address(own, pes[r]));
+}
+
+// What the loader reads before it gives a cubin to the driver: a mark, the versions that it was
+// built with, its architecture, and the layout of the structs that the host fills.
+namespace {
+
+inline constexpr int32_t kNumLayout = sizeof(uec::cuda::kLayout) / sizeof(int32_t);
+
+struct CubinInfo {
+  int32_t mark = 0x55455031;
+  int32_t cuda_major = __CUDACC_VER_MAJOR__;
+  int32_t cuda_minor = __CUDACC_VER_MINOR__;
+  int32_t nvshmem_major = NVSHMEM_VENDOR_MAJOR_VERSION;
+  int32_t nvshmem_minor = NVSHMEM_VENDOR_MINOR_VERSION;
+#if defined(__CUDA_ARCH__)
+  int32_t arch = __CUDA_ARCH__ / 10;
+#else
+  int32_t arch = 0;
+#endif
+  int32_t num_layout = kNumLayout;
+  int32_t layout[kNumLayout] = {};
+
+  __host__ __device__ constexpr CubinInfo() {
+    for (int32_t i = 0; i < kNumLayout; ++i) layout[i] = uec::cuda::kLayout[i];
+  }
+};
+
+}  // namespace
+
+extern "C" {
+extern const __device__ CubinInfo ultraep_cubin_info;
+const __device__ CubinInfo ultraep_cubin_info;
+}
