@@ -1,0 +1,301 @@
+// A loopback group on the emulated device: its memory, its calls, and a check of every byte.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "core/prepare.hpp"
+#include "cuda/notice.cuh"
+#include "cuda/replicate.cuh"
+#include "host/config.hpp"
+#include "plans.hpp"
+
+namespace device_tests {
+
+inline constexpr int64_t kTile = 16 << 10;
+
+using uec::Fault;
+using uec::Mode;
+using uec::cuda::Notice;
+using uec::cuda::RankState;
+using uec::cuda::Status;
+
+// Bytes that an aligned address begins, or one that is `skew` off.
+class Buffer {
+ public:
+  explicit Buffer(int64_t bytes, int64_t skew = 0)
+      : storage_((bytes + skew) / 128 + 2), skew_(skew) {}
+  uint8_t* data() { return storage_[0].bytes + skew_; }
+
+ private:
+  struct alignas(128) Line {
+    uint8_t bytes[128] = {};
+  };
+  std::vector<Line> storage_;
+  int64_t skew_;
+};
+
+inline uint8_t payload(uint64_t call, int32_t expert, int32_t segment, int64_t at) {
+  uint64_t x = call * 0x9E3779B97F4A7C15ull +
+               static_cast<uint64_t>(expert) * 0xD6E8FEB86659FD93ull +
+               static_cast<uint64_t>(segment) * 77 + static_cast<uint64_t>(at) / 8;
+  x ^= x >> 32;
+  x *= 0xD6E8FEB86659FD93ull;
+  return static_cast<uint8_t>(x >> (8 * (at % 8)));
+}
+
+struct Options {
+  std::vector<int64_t> segment_bytes;
+  int64_t skew = 0;  // of the main weights' addresses
+  bool far = false;  // ranks of different domains have no load/store access
+  double call_timeout = 60, wait_timeout = 60;
+};
+
+class EmulatedGroup {
+ public:
+  EmulatedGroup(const PlanCase& group, const Options& options)
+      : group_(group), options_(options), states_(group.num_ranks), statuses_(group.num_ranks) {
+    const int32_t ranks = group.num_ranks;
+    const auto segments = static_cast<int32_t>(options.segment_bytes.size());
+    for (int32_t r = 0; r < ranks; ++r) {
+      uec::host::EngineConfig config;
+      config.rank = r;
+      config.num_experts = group.num_experts;
+      config.slots_per_rank = group.slots_per_rank;
+      config.home = group.home;
+      config.domain = group.domain;
+      config.allow_cross_domain = group.allow_cross_domain;
+      config.segment_bytes = options.segment_bytes;
+      config.tile_bytes = kTile;
+      configs_.push_back(config);
+      pes_.push_back(r);
+    }
+    for (const auto& config : configs_) layouts_.emplace_back(config);
+    const uec::host::EngineLayout& layout = layouts_[0];
+    far_.resize(ranks * ranks);
+    bases_.resize(ranks * ranks);
+    call_bytes_ = 0;
+    for (int32_t r = 0; r < ranks; ++r) {
+      const int64_t staging = int64_t{kMaxBlocks} * uec::cuda::kNumFarStages * kTile;
+      memory_.push_back(std::make_unique<Buffer>(layout.symmetric.total + staging));
+      regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
+      region_table_.push_back(regions_.back()->data());
+      for (int32_t i = 0; i < segments; ++i)
+        for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m)
+          mains_.push_back(std::make_unique<Buffer>(options.segment_bytes[i], options.skew));
+      call_bytes_ =
+          std::max(call_bytes_, uec::cuda::call_block_bytes(layouts_[r].capacity(configs_[r])));
+    }
+    blocks_ = std::make_unique<Buffer>(call_bytes_ * ranks);
+    auto& network = emulation::Network::instance();
+    network.bases.clear();
+    network.bytes = layout.symmetric.total;
+    for (int32_t r = 0; r < ranks; ++r) network.bases.push_back(memory_[r]->data());
+    for (int32_t r = 0; r < ranks; ++r) init_state(r);
+  }
+
+  uint8_t* slot(int32_t rank, int32_t segment, int32_t slot) {
+    return memory_[rank]->data() + layouts_[0].slot_offset[segment] +
+           slot * options_.segment_bytes[segment];
+  }
+  Status& status(int32_t rank) { return statuses_[rank]; }
+  RankState& state(int32_t rank) { return states_[rank]; }
+  PlanCase& group() { return group_; }
+
+  // Gives every rank its next call: fresh weights, and poison in all slots.
+  void prepare(Mode mode, const std::vector<int32_t>& segments) {
+    ++call_;
+    selected_ = segments;
+    for (int32_t r = 0; r < group_.num_ranks; ++r) prepare_rank(r, mode, group_.slot_expert);
+    poison_slots();
+  }
+
+  // One rank has another plan.
+  void disagree(int32_t rank, Mode mode, const std::vector<int32_t>& slot_expert) {
+    prepare_rank(rank, mode, slot_expert);
+  }
+
+  // The first `num_ranks` ranks of the group, in one launch; 0: all.
+  void launch(int32_t num_blocks, int32_t num_ranks = 0) {
+    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks);
+  }
+
+  // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
+  // checked at once.
+  void launch_apart(int32_t num_blocks) {
+    std::vector<std::thread> ranks;
+    for (int32_t r = 0; r < group_.num_ranks; ++r)
+      ranks.emplace_back([this, num_blocks, r] {
+        launch_ranks(num_blocks, r, 1);
+        if (statuses_[r].failed_epoch == 0) check_slots(r);
+      });
+    for (std::thread& rank : ranks) rank.join();
+  }
+
+  void notify(int32_t rank, Notice notice) {
+    emulation::launch(
+        1, 1, sizeof(uec::cuda::BlockCall) + sizeof(uec::cuda::Ring),
+        [&](std::byte* memory) {
+          auto& block = *reinterpret_cast<uec::cuda::BlockCall*>(memory);
+          auto& ring = *reinterpret_cast<uec::cuda::Ring*>(memory + sizeof block);
+          if (options_.far)
+            uec::cuda::notify<true>(states_[rank], notice, block, ring);
+          else
+            uec::cuda::notify<false>(states_[rank], notice, block, ring);
+        },
+        1);
+  }
+
+  // Every byte of a rank's slots: the expert's of this call, or still poison.
+  void check_slots(int32_t r) {
+    for (int32_t s = 0; s < group_.slots_per_rank; ++s) {
+      const int32_t expert = group_.slot_expert[r * group_.slots_per_rank + s];
+      for (int32_t i = 0; i < num_segments(); ++i) {
+        const bool filled = expert >= 0 && std::count(selected_.begin(), selected_.end(), i) > 0;
+        const uint8_t* const bytes = slot(r, i, s);
+        for (int64_t at = 0; at < options_.segment_bytes[i]; ++at)
+          if (bytes[at] != (filled ? payload(call_, expert, i, at) : kPoison)) {
+            std::fprintf(stderr, "%s:%d: call %llu: rank %d, slot %d, segment %d, byte %lld\n",
+                         __FILE__, __LINE__, static_cast<unsigned long long>(call_), r, s, i,
+                         static_cast<long long>(at));
+            std::_Exit(1);
+          }
+      }
+    }
+  }
+
+  void check_success() {
+    for (int32_t r = 0; r < group_.num_ranks; ++r) {
+      CHECK_EQ(statuses_[r].failed_epoch, uint64_t{0});
+      CHECK_EQ(states_[r].epoch, call_);
+      CHECK_EQ(states_[r].entered, 0);
+      CHECK_EQ(states_[r].left, 0);
+    }
+    for (int32_t r = 0; r < group_.num_ranks; ++r) check_slots(r);
+  }
+
+ private:
+  static constexpr int32_t kMaxBlocks = 4;
+  static constexpr uint8_t kPoison = 0xEE;
+
+  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count) {
+    CHECK(num_blocks <= kMaxBlocks);
+    const uec::cuda::LaunchArgs args{
+        reinterpret_cast<uint64_t>(states_.data() + first),
+        reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_), call_bytes_};
+    int64_t shared = 0;
+    for (const RankState& state : states_)
+      shared = std::max(shared, uec::cuda::shared_bytes(state.capacity, kTile));
+    emulation::launch(num_blocks, count, shared, [&](std::byte* memory) {
+      if (options_.far)
+        uec::cuda::replicate<kTile, true>(args, memory);
+      else
+        uec::cuda::replicate<kTile, false>(args, memory);
+    });
+  }
+
+  int32_t num_segments() const { return static_cast<int32_t>(options_.segment_bytes.size()); }
+
+  void init_state(int32_t r) {
+    RankState& state = states_[r];
+    const int32_t ranks = group_.num_ranks;
+    for (int32_t peer = 0; peer < ranks; ++peer) {
+      const bool far = options_.far && group_.domain[peer] != group_.domain[r];
+      far_[r * ranks + peer] = far;
+      bases_[r * ranks + peer] = far ? nullptr : memory_[peer]->data();
+    }
+    state.rank = r;
+    state.num_ranks = ranks;
+    state.capacity = layouts_[r].capacity(configs_[r]);
+    state.layout = layouts_[r].symmetric;
+    state.bases = reinterpret_cast<uint64_t>(bases_.data() + r * ranks);
+    state.far = options_.far ? reinterpret_cast<uint64_t>(far_.data() + r * ranks) : 0;
+    state.pes = reinterpret_cast<uint64_t>(pes_.data());
+    state.staging = reinterpret_cast<uint64_t>(memory_[r]->data() + state.layout.total);
+    state.segment_bytes = reinterpret_cast<uint64_t>(configs_[r].segment_bytes.data());
+    state.slot_offset = reinterpret_cast<uint64_t>(layouts_[r].slot_offset.data());
+    state.region_offset = reinterpret_cast<uint64_t>(layouts_[r].region_offset.data());
+    state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
+    state.call_limit_ns = static_cast<uint64_t>(options_.call_timeout * 1e9);
+    state.wait_limit_ns = static_cast<uint64_t>(options_.wait_timeout * 1e9);
+    state.digest = configs_[r].initial_digest();
+  }
+
+  void prepare_rank(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
+    const uec::Capacity& capacity = states_[r].capacity;
+    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
+    uec::CallArrays arrays;
+    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
+    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule_) / 8);
+    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule_);
+    uec::Call call;
+    arrays.lend_to(&call);
+    uec::ReplicateArgs args;
+    args.slot_expert = slot_expert.data();
+    args.segments = selected_.data();
+    args.num_segments = static_cast<int32_t>(selected_.size());
+    args.mode = static_cast<int32_t>(mode);
+    args.region = mode == Mode::kPull ? 0 : -1;
+    uec::PlanShape shape;
+    const uec::GroupTables tables = layouts_[r].tables(configs_[r]);
+    const uint64_t digest = uec::prepare_replicate(tables, args, arrays, schedule_, &shape, &call);
+    call.reset_counters(uec::Alone{});
+    auto& header = *new (block) uec::cuda::CallHeader;
+    header.digest = digest;
+    header.regions = mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0;
+    header.num_tasks = call.work.num_tasks;
+    header.num_pieces = call.work.num_pieces;
+    header.num_destinations = call.work.num_destinations;
+    header.num_expected = call.work.num_expected;
+    header.num_segments = call.tiles.num_segments;
+    header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+    write_mains(r, mode, arrays.mains);
+  }
+
+  void write_mains(int32_t r, Mode mode, const uint8_t** addresses) {
+    int32_t first = 0;
+    for (int32_t other = 0; other < r; ++other)
+      first += layouts_[0].num_mains[other] * num_segments();
+    const int32_t mains = layouts_[0].num_mains[r];
+    for (int32_t i = 0; i < num_segments(); ++i)
+      for (int32_t m = 0; m < mains; ++m) {
+        uint8_t* to = mains_[first + i * mains + m]->data();
+        if (mode == Mode::kPull)
+          to = regions_[r]->data() + layouts_[0].region_offset[i] + m * options_.segment_bytes[i];
+        addresses[i * mains + m] = to;
+        int32_t expert = 0;
+        while (group_.home[expert] != r || layouts_[0].main_idx[expert] != m) ++expert;
+        for (int64_t at = 0; at < options_.segment_bytes[i]; ++at)
+          to[at] = payload(call_, expert, i, at);
+      }
+  }
+
+  void poison_slots() {
+    for (int32_t r = 0; r < group_.num_ranks; ++r)
+      for (int32_t i = 0; i < num_segments(); ++i)
+        std::fill_n(slot(r, i, 0), group_.slots_per_rank * options_.segment_bytes[i], kPoison);
+  }
+
+  PlanCase group_;
+  Options options_;
+  std::vector<RankState> states_;
+  std::vector<Status> statuses_;
+  std::vector<uec::host::EngineConfig> configs_;
+  std::vector<uec::host::EngineLayout> layouts_;
+  std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;
+  std::unique_ptr<Buffer> blocks_;
+  std::vector<const uint8_t*> region_table_;
+  std::vector<uint8_t*> bases_;
+  std::vector<uint8_t> far_;
+  std::vector<int32_t> pes_;
+  uec::ScheduleArrays schedule_;
+  int64_t call_bytes_ = 0;
+  std::vector<int32_t> selected_;
+  uint64_t call_ = 0;
+};
+
+}  // namespace device_tests

@@ -1,0 +1,277 @@
+// A device on the CPU: the same kernels, over an emulation of ptx.cuh and far.cuh.
+//
+// Every lane is a thread, so that ThreadSanitizer judges what lanes, warps and blocks share. Bulk
+// loads are done by an engine of its own, in any order. A bulk store happens as late as it can: its
+// source is read, and its destination written, when the thread waits for that. Puts over the
+// network are overtaken by signals. Proxy fences do nothing here, but leaving one out is noticed.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+
+inline constexpr int32_t kLanes = 2;  // of a warp
+inline constexpr int32_t kWarps = 2;  // of a block
+
+[[noreturn]] inline void violate(const char* what) {
+  std::fprintf(stderr, "emulated device: %s\n", what);
+  std::fflush(stderr);
+  std::_Exit(1);
+}
+
+class Barrier {
+ public:
+  explicit Barrier(int32_t count) : count_(count) {}
+  void wait() {
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      phase_.notify_all();
+      return;
+    }
+    phase_.wait(phase, std::memory_order_acquire);
+  }
+
+ private:
+  const int32_t count_;
+  std::atomic<int32_t> arrived_{0};
+  std::atomic<uint32_t> phase_{0};
+};
+
+struct Warp {
+  Barrier barrier{kLanes};
+  uint32_t values[kLanes] = {};
+  std::atomic<bool> unfenced_delivery{false};  // bulk stores were waited for, without a fence since
+  std::atomic<int32_t> far_pending{0};         // puts and signals under way
+};
+
+struct Block {
+  Barrier barrier{kLanes * kWarps};
+  Warp warps[kWarps];
+};
+
+struct BulkStore {
+  uint8_t* to;
+  const uint8_t* from;
+  std::vector<uint8_t> bytes;  // read from there
+  bool read = false;
+};
+using Group = std::vector<BulkStore>;
+
+struct Thread {
+  int32_t thread = 0, block_x = 0, block_y = 0, num_blocks_x = 0;
+  Block* block = nullptr;
+  Warp* warp = nullptr;
+  bool unfenced_observation = false;  // something was observed, without a proxy fence since
+  std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
+  uint32_t dice = 1;
+};
+
+inline thread_local Thread self;
+
+inline int32_t lane() { return self.thread % kLanes; }
+
+// ---- mbarriers: phase | expected | pending arrivals | bytes still to come -----------------------
+
+struct Mbarrier {
+  uint32_t phase : 1, expected : 15, pending : 16;
+  int32_t bytes;
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+template <class F>
+void update(uint64_t* word, F&& change) {
+  std::atomic_ref<uint64_t> atomic(*word);
+  uint64_t old = atomic.load(std::memory_order_relaxed), next;
+  do {
+    Mbarrier barrier;
+    std::memcpy(&barrier, &old, 8);
+    change(barrier);
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+      barrier.phase ^= 1;
+      barrier.pending = barrier.expected;
+    }
+    std::memcpy(&next, &barrier, 8);
+  } while (!atomic.compare_exchange_weak(old, next, std::memory_order_acq_rel));
+}
+
+// ---- the engine of bulk copies, and the network -------------------------------------------------
+
+class CopyEngine {
+ public:
+  // Apart, so that ThreadSanitizer does not take their turns for order.
+  static CopyEngine& bulk() {
+    static CopyEngine engine;
+    return engine;
+  }
+  static CopyEngine& network() {
+    static CopyEngine engine;
+    return engine;
+  }
+  static CopyEngine& slow_network() {
+    static CopyEngine engine;
+    return engine;
+  }
+
+  void submit(std::function<void()> operation) {
+    {
+      const std::lock_guard lock(mutex_);
+      operations_.push_back(std::move(operation));
+    }
+    wake_.notify_one();
+  }
+
+  ~CopyEngine() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+ private:
+  CopyEngine() {
+    for (uint32_t i = 0; i < 2; ++i) threads_.emplace_back([this, i] { run(i + 1); });
+  }
+
+  void run(uint32_t seed) {
+    std::minstd_rand random(seed);
+    for (;;) {
+      std::function<void()> operation;
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [&] { return stop_ || !operations_.empty(); });
+        if (operations_.empty()) return;
+        const size_t i = random() % operations_.size();
+        operation = std::move(operations_[i]);
+        operations_[i] = std::move(operations_.back());
+        operations_.pop_back();
+      }
+      if (random() % 8 == 0) std::this_thread::yield();
+      operation();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::function<void()>> operations_;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+inline void bulk_load(uint8_t* to, const uint8_t* from, uint32_t bytes, uint64_t* barrier) {
+  if (self.unfenced_observation) violate("a bulk load follows an observation without proxy fence");
+  CopyEngine::bulk().submit([=] {
+    std::memcpy(to, from, bytes);
+    update(barrier, [&](Mbarrier& b) { b.bytes -= static_cast<int32_t>(bytes); });
+  });
+}
+
+inline void read_source(BulkStore& store) {
+  if (!store.read) std::memcpy(store.bytes.data(), store.from, store.bytes.size());
+  store.read = true;
+}
+
+inline void bulk_store(uint8_t* to, const uint8_t* from, uint32_t bytes) {
+  if (self.unfenced_observation) violate("a bulk store follows an observation without proxy fence");
+  self.groups.back().push_back({to, from, std::vector<uint8_t>(bytes), false});
+  self.dice = self.dice * 1664525 + 1013904223;
+  if (self.dice >> 30 == 0) read_source(self.groups.back().back());  // now and then at once
+}
+
+inline void bulk_commit() { self.groups.emplace_back(); }
+
+inline void bulk_wait(int32_t pending, bool read_only) {
+  const auto closed = static_cast<int32_t>(self.groups.size()) - 1;
+  for (int32_t i = 0; i < closed - pending; ++i)
+    for (BulkStore& store : self.groups[i]) {
+      read_source(store);
+      if (!read_only) std::memcpy(store.to, store.bytes.data(), store.bytes.size());
+    }
+  if (read_only) return;
+  if (closed > pending) self.groups.erase(self.groups.begin(), self.groups.end() - 1 - pending);
+  self.warp->unfenced_delivery.store(true, std::memory_order_relaxed);
+}
+
+// ---- far peers ----------------------------------------------------------------------------------
+
+struct Network {
+  std::vector<uint8_t*> bases;  // [PE] symmetric memory
+  int64_t bytes = 0;            // of each
+  static Network& instance() {
+    static Network network;
+    return network;
+  }
+  // What `symmetric`, in this rank's memory, is called on a peer.
+  uint8_t* translate(const void* symmetric, int32_t pe) const {
+    const auto* const at = static_cast<const uint8_t*>(symmetric);
+    for (uint8_t* base : bases)
+      if (at >= base && at < base + bytes) return bases[pe] + (at - base);
+    violate("a put to memory that is not symmetric");
+  }
+};
+
+// A slow one is overtaken by others.
+inline void submit_far(bool slow, std::function<void()> operation) {
+  Warp* const warp = self.warp;
+  warp->far_pending.fetch_add(1, std::memory_order_relaxed);
+  CopyEngine& network = slow ? CopyEngine::slow_network() : CopyEngine::network();
+  network.submit([=] {
+    if (slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    operation();
+    warp->far_pending.fetch_sub(1, std::memory_order_release);
+  });
+}
+
+inline void far_quiet() {
+  while (self.warp->far_pending.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+}
+
+// ---- launches -----------------------------------------------------------------------------------
+
+// Runs `kernel(shared_memory)` in every thread of the grid, and waits for all.
+inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_bytes,
+                   const std::function<void(std::byte*)>& kernel, int32_t num_warps = kWarps) {
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::byte*> shared;
+  std::vector<std::thread> threads;
+  for (int32_t y = 0; y < num_blocks_y; ++y)
+    for (int32_t x = 0; x < num_blocks_x; ++x) {
+      blocks.push_back(std::make_unique<Block>());
+      const auto size = static_cast<size_t>((shared_bytes + 127) / 128 * 128);
+      shared.push_back(static_cast<std::byte*>(std::aligned_alloc(128, size)));
+      std::memset(shared.back(), 0xA5, size);
+      for (int32_t t = 0; t < num_warps * kLanes; ++t)
+        threads.emplace_back([=, block = blocks.back().get(), memory = shared.back(), &kernel] {
+          self = {};
+          self.thread = t;
+          self.block_x = x;
+          self.block_y = y;
+          self.num_blocks_x = num_blocks_x;
+          self.block = block;
+          self.warp = &block->warps[t / kLanes];
+          self.dice = static_cast<uint32_t>(x * 31 + y * 7 + t + 1);
+          kernel(memory);
+          for (const Group& group : self.groups)
+            if (!group.empty()) violate("a block ended with bulk stores under way");
+        });
+    }
+  for (std::thread& thread : threads) thread.join();
+  for (std::byte* memory : shared) std::free(memory);
+}
+
+}  // namespace emulation

@@ -1,0 +1,141 @@
+# Rules of the device's half, each broken in a program of its own that must not pass: the emulated
+# device, ThreadSanitizer or a check has to notice.
+#
+# Not here, because the emulation does without: fences of shared memory between the proxies, what a
+# shuffle does not order, and fence_system().
+
+# ultraep_add_device_mutant(<name> [HANGS] FILE <path> FIND [[...]] REPLACE [[...]])
+function(ultraep_add_device_mutant name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "FILE;FIND;REPLACE" "")
+  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
+    REPLACE "${arg_REPLACE}")
+  set(target mutant_${name})
+  add_executable(${target} device/test_replicate.cc)
+  target_include_directories(${target} BEFORE PRIVATE ${overlay} ${overlay}/device/emulation
+    device/emulation ${CMAKE_CURRENT_SOURCE_DIR})
+  target_link_libraries(${target} PRIVATE ultraep_host)
+  target_compile_options(${target} PRIVATE -w -g0)
+  if(arg_HANGS)
+    target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=10)
+  endif()
+  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
+    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
+  set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+endfunction()
+
+# ---- delivered, reusable, proxies ----------------------------------------------------------------
+
+ultraep_add_device_mutant(device_delivered_is_reusable FILE cuda/mover.cuh
+  FIND [[        return ptx::bulk_wait<0>();]]
+  REPLACE [[        return ptx::bulk_wait_read<0>();]])
+
+ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/mover.cuh
+  FIND [[wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);]]
+  REPLACE [[wait_for_all_but(kCommitsInFlight);]])
+
+ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/mover.cuh
+  FIND [[          // Bulk stores and the release that will publish them are of different proxies.
+          ptx::fence_proxy_async_global();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/mover.cuh
+  FIND [[      ptx::fence_proxy_async_global();
+      ptx::mbarrier_arrive_expect]]
+  REPLACE [[      ptx::mbarrier_arrive_expect]])
+
+ultraep_add_device_mutant(device_store_without_proxy_fence FILE cuda/mover.cuh
+  FIND [[      ptx::fence_proxy_async_global();
+      ptx::bulk_store]]
+  REPLACE [[      ptx::bulk_store]])
+
+# ---- the ring ------------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/mover.cuh
+  FIND [[        ptx::bulk_wait_read<1>();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/mover.cuh
+  FIND [[      read_ = commits_ - 1;]]
+  REPLACE [[      read_ = commits_;]])
+
+ultraep_add_device_mutant(device_ring_overrun FILE cuda/mover.cuh
+  FIND [[    return k < kStages || is_complete(]]
+  REPLACE [[    return true || is_complete(]])
+
+ultraep_add_device_mutant(device_stored_before_loaded HANGS FILE cuda/mover.cuh
+  FIND [[      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(in_bulk));]]
+  REPLACE [[      ptx::mbarrier_arrive(full);]])
+
+ultraep_add_device_mutant(device_described_too_late FILE cuda/mover.cuh
+  FIND [[    if (Warp::leader()) ring_.stages[k % kStages] = stage;
+    ptx::sync_warp();]]
+  REPLACE [[    ptx::sync_warp();
+    if (!Warp::leader()) ring_.stages[k % kStages] = stage;]])
+
+ultraep_add_device_mutant(device_tail_left_out FILE cuda/mover.cuh
+  FIND [[    if (in_bulk < bytes)
+]]
+  REPLACE [[    if (in_bulk == 0)
+]])
+
+# ---- blocks of a rank ----------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/ptx.cuh
+  FIND [[fetch_add(value, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/replicate.cuh
+  FIND [[  state.entered = 0;
+]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/replicate.cuh
+  FIND [[        state.epoch = block.call.epoch.number;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/replicate.cuh
+  FIND [[== ptx::num_blocks_x() - 1;]]
+  REPLACE [[>= 0;]])
+
+ultraep_add_device_mutant(device_peers_unchecked FILE cuda/replicate.cuh
+  FIND [[  if (early.fault != Fault::kNone) {]]
+  REPLACE [[  if (false) {]])
+
+ultraep_add_device_mutant(device_members_out_of_step FILE core/fetcher.hpp
+  FIND [[    team_.sync();  // what one member has seen open is open for all]]
+  REPLACE [[]])
+
+# ---- failing -------------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/wait.cuh
+  FIND [[    if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/wait.cuh
+  FIND [[    if (is_cancelled(block)) fault = Fault::kCancelled;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/replicate.cuh
+  FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
+  REPLACE [[]])
+
+# ---- far peers -----------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_far_flag_overtakes_its_bytes FILE cuda/mover.cuh
+  FIND [[        far::fence();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_far_puts_not_awaited FILE cuda/mover.cuh
+  FIND [[      if constexpr (kFar) far::quiet();
+      delivered_]]
+  REPLACE [[      delivered_]])
+
+ultraep_add_device_mutant(device_far_tiles_reused_too_early FILE cuda/mover.cuh
+  FIND [[        if (ring_.far_stages % kNumFarStages == 0) far::quiet();  // all of them are free again]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.cuh
+  FIND [[  if constexpr (kFar) far::quiet();
+
+  ptx::sync_block();]]
+  REPLACE [[  ptx::sync_block();]])

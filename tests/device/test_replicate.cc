@@ -1,0 +1,195 @@
+// The replicate kernel on the emulated device: every byte, in every mode, and how it fails.
+#include <cstdio>
+
+#include "device/emulated_group.hpp"
+#include "host/watchdog.hpp"
+
+namespace {
+
+using namespace device_tests;
+
+constexpr Mode kModes[] = {Mode::kPush, Mode::kPull, Mode::kDirect};
+
+int64_t draw_bytes(Random& random) {
+  const int64_t tiles = draw(random, 1, 9) * kTile;
+  switch (draw(random, 0, 3)) {
+    case 0:
+      return tiles;
+    case 1:
+      return tiles - 16 * draw(random, 1, 500);
+    case 2:
+      return tiles - draw(random, 1, 5000);
+    default:
+      return draw(random, 1, 40);
+  }
+}
+
+// Several calls on one group, with other plans, modes, weights and numbers of blocks.
+void check_random(uint32_t seed, bool far) {
+  Random random(seed);
+  PlanCase group = make_group(draw(random, 2, 4), draw(random, 2, 9), draw(random, 1, 3));
+  Options options;
+  options.far = far;
+  if (far) {
+    group.allow_cross_domain = true;
+    for (int32_t r = 0; r < group.num_ranks; ++r) group.domain[r] = r % 2;
+  }
+  const int32_t num_segments = draw(random, 1, 3);
+  for (int32_t i = 0; i < num_segments; ++i) options.segment_bytes.push_back(draw_bytes(random));
+  if (draw(random, 0, 2) == 0) options.skew = draw(random, 1, 15);
+  EmulatedGroup ranks(group, options);
+  const int calls = scaled(6) + 1;
+  for (int call = 0; call < calls; ++call) {
+    draw_plan(ranks.group(), random);
+    std::vector<int32_t> segments;
+    for (int32_t i = 0; i < num_segments; ++i)
+      if (num_segments == 1 || draw(random, 0, 2) != 0) segments.push_back(i);
+    if (segments.empty()) segments.push_back(0);
+    const Mode mode = far ? kModes[2 * draw(random, 0, 1)] : kModes[draw(random, 0, 2)];
+    ranks.prepare(mode, segments);
+    if (far || draw(random, 0, 1) == 0)
+      ranks.launch_apart(draw(random, 1, 2));
+    else
+      ranks.launch(draw(random, 1, 2));
+    ranks.check_success();
+  }
+}
+
+// Rank 0 is home of expert 0, which rank 1 and rank 2 hold.
+PlanCase three_ranks() {
+  PlanCase group = make_group(3, 3, 1);
+  CHECK(group.place(0, 1));
+  CHECK(group.place(0, 2));
+  return group;
+}
+
+Options small() {
+  Options options;
+  options.segment_bytes = {8 * kTile + 48};
+  options.call_timeout = options.wait_timeout = 0.2;
+  return options;
+}
+
+// A rank is never launched: the others' waits expire, they name it, and the group is poisoned.
+void check_timeout(Mode mode) {
+  EmulatedGroup ranks(three_ranks(), small());
+  ranks.prepare(mode, {0});
+  ranks.launch(2, 2);
+  for (const int32_t r : {0, 1}) {
+    CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{1});
+    const uec::Report& report = ranks.status(r).report;
+    CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
+    CHECK_EQ(report.root, 2);
+    CHECK_EQ(report.epoch, uint64_t{1});
+  }
+  ranks.launch(2);  // at once: nothing is waited for, or moved
+  CHECK_EQ(ranks.status(2).failed_epoch, uint64_t{1});
+  CHECK(ranks.status(2).report.fault == Fault::kAborted);
+  CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
+}
+
+// A plan differs on one rank: some rank says so, and nobody succeeds.
+void check_mismatch(Mode mode) {
+  EmulatedGroup ranks(three_ranks(), small());
+  ranks.prepare(mode, {0});
+  PlanCase other = three_ranks();
+  other.clear();
+  CHECK(other.place(1, 2));
+  ranks.disagree(2, mode, other.slot_expert);
+  ranks.launch(2);
+  int mismatches = 0;
+  for (int32_t r = 0; r < 3; ++r) {
+    CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{1});
+    const Fault fault = ranks.status(r).report.fault;
+    CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
+    mismatches += fault == Fault::kMismatch;
+  }
+  CHECK(mismatches > 0);
+}
+
+// A rank makes another call that concerns nobody else. All succeed, and learn of it at the next
+// call, though that moves nothing.
+void check_late_mismatch() {
+  PlanCase group = make_group(3, 3, 1);
+  CHECK(group.place(0, 1));
+  EmulatedGroup ranks(group, small());
+  ranks.prepare(Mode::kPush, {0});
+  PlanCase nothing = group;
+  nothing.clear();
+  ranks.disagree(2, Mode::kPush, nothing.slot_expert);
+  ranks.launch(2);
+  ranks.check_success();
+  ranks.group().clear();
+  ranks.prepare(Mode::kPush, {0});
+  ranks.launch(1);
+  CHECK(ranks.status(2).report.fault == Fault::kMismatch ||
+        ranks.status(2).report.fault == Fault::kAborted);
+  CHECK_EQ(ranks.status(2).failed_epoch, uint64_t{2});
+}
+
+// The host ends the waits of one rank, while another never comes.
+void check_cancel() {
+  Options options = small();
+  options.call_timeout = options.wait_timeout = 60;
+  EmulatedGroup ranks(three_ranks(), options);
+  ranks.prepare(Mode::kPush, {0});
+  std::atomic_ref(ranks.status(0).cancelled).store(1);
+  ranks.launch(2, 2);
+  CHECK(ranks.status(0).report.fault == Fault::kCancelled);
+  CHECK_EQ(ranks.status(0).report.root, 0);
+  CHECK(ranks.status(1).report.fault == Fault::kAborted);
+  CHECK_EQ(ranks.status(1).report.root, 0);
+}
+
+void check_notices() {
+  {
+    EmulatedGroup ranks(three_ranks(), small());
+    ranks.notify(1, Notice::kRejected);
+    CHECK(ranks.status(1).report.fault == Fault::kRejected);
+    CHECK_EQ(ranks.status(1).failed_epoch, uint64_t{1});
+    ranks.prepare(Mode::kPush, {0});
+    ranks.launch(1);
+    for (const int32_t r : {0, 2}) {
+      CHECK(ranks.status(r).report.fault == Fault::kRejected);
+      CHECK_EQ(ranks.status(r).report.root, 1);
+    }
+    CHECK_EQ(ranks.status(1).report.root, 1);
+  }
+  {
+    EmulatedGroup ranks(three_ranks(), small());
+    ranks.notify(2, Notice::kAborted);
+    CHECK(ranks.status(2).report.fault == Fault::kCancelled);
+    ranks.notify(2, Notice::kAborted);  // twice is once
+    ranks.prepare(Mode::kDirect, {0});
+    ranks.launch(1);
+    CHECK(ranks.status(0).report.fault == Fault::kAborted);
+    CHECK_EQ(ranks.status(0).report.root, 2);
+  }
+  {
+    EmulatedGroup ranks(three_ranks(), small());
+    ranks.prepare(Mode::kPush, {0});
+    ranks.launch(2);
+    ranks.check_success();
+    for (int32_t r = 0; r < 3; ++r) {
+      ranks.notify(r, Notice::kClosed);
+      CHECK_EQ(ranks.status(r).disagreement, int64_t{-1});
+      CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{0});
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Watchdog watchdog("a launch that does not end");
+  const int cases = scaled(40) + 4;
+  for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), seed % 2 == 1);
+  for (const Mode mode : kModes) {
+    check_timeout(mode);
+    check_mismatch(mode);
+  }
+  check_late_mismatch();
+  check_cancel();
+  check_notices();
+  std::printf("%d random groups\n", cases);
+}
