@@ -10,5 +10,6 @@ void bind_reroute(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_cuda(nanobind::module_& m);
 
 }  // namespace uec::python

@@ -7,8 +7,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "calls.hpp"
 #include "core/counts.hpp"
-#include "core/digest.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,42 +20,8 @@ using host::Engine;
 using host::EngineConfig;
 using host::EngineLayout;
 
-// Addresses cross the boundary as integers: a tensor's data_ptr() costs a tenth of a conversion.
-template <class T>
-T* at(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-template <class T>
-std::vector<T*> pointers(const std::vector<uint64_t>& addresses) {
-  std::vector<T*> result;
-  for (const uint64_t address : addresses) result.push_back(at<T>(address));
-  return result;
-}
-
-uint64_t plan_digest(const Topology& t, uint64_t slot_quota, uint64_t home_quota) {
-  uint64_t digest = 0;
-  if (slot_quota != 0)
-    digest =
-        digest_ints(digest, at<const int32_t>(slot_quota), int64_t{t.num_ranks} * t.slots_per_rank);
-  if (home_quota != 0) digest = digest_ints(digest, at<const int32_t>(home_quota), t.num_experts);
-  return digest;
-}
-
-// True once a Python signal handler has raised; the exception is then pending.
-bool signalled() {
-  const nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
 bool wait(Engine& engine, uint64_t epoch) {
-  bool raised = false, done = false;
-  {
-    const nb::gil_scoped_release release;
-    done = engine.wait(epoch, [&] { return raised = raised || signalled(); });
-  }
-  if (raised) throw nb::python_error();
-  return done;
+  return interruptible([&](auto&& interrupted) { return engine.wait(epoch, interrupted); });
 }
 
 }  // namespace
@@ -120,11 +86,12 @@ void bind_engine(nb::module_& m) {
              const PlanCheck c = e.check(at<const int32_t>(slot_expert));
              return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
            })
+      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); })
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
               bool background) {
-             host::ReplicateArgs args;
+             ReplicateArgs args;
              args.slot_expert = at<const int32_t>(slot_expert);
              args.plan_digest = plan_digest(e.topology(), slot_quota, home_quota);
              args.mains = at<const uint64_t>(mains);
@@ -147,6 +114,7 @@ void bind_engine(nb::module_& m) {
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait)
+      .def("synchronize", &wait)
       .def("is_completed", &Engine::is_completed)
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)

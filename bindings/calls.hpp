@@ -1,0 +1,60 @@
+// What the bindings of both engines share: addresses as arguments, and waits that Ctrl-C ends.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "core/digest.hpp"
+#include "core/prepare.hpp"
+
+namespace uec::python {
+
+// Addresses cross the boundary as integers: a tensor's data_ptr() costs a tenth of a conversion.
+template <class T>
+T* at(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+std::vector<T*> pointers(const std::vector<uint64_t>& addresses) {
+  std::vector<T*> result;
+  for (const uint64_t address : addresses) result.push_back(at<T>(address));
+  return result;
+}
+
+inline uint64_t plan_digest(const Topology& t, uint64_t slot_quota, uint64_t home_quota) {
+  uint64_t digest = 0;
+  if (slot_quota != 0)
+    digest =
+        digest_ints(digest, at<const int32_t>(slot_quota), int64_t{t.num_ranks} * t.slots_per_rank);
+  if (home_quota != 0) digest = digest_ints(digest, at<const int32_t>(home_quota), t.num_experts);
+  return digest;
+}
+
+// True once a Python signal handler has raised; the exception is then pending.
+inline bool signalled() {
+  const nanobind::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+inline bool has_home(const Topology& t, uint64_t home) {
+  return std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
+}
+
+// Runs body(interrupted) without the interpreter lock.
+template <class Body>
+auto interruptible(Body&& body) {
+  bool raised = false;
+  const auto run = [&] {
+    const nanobind::gil_scoped_release release;
+    return body([&] { return raised = raised || signalled(); });
+  };
+  auto result = run();
+  if (raised) throw nanobind::python_error();
+  return result;
+}
+
+}  // namespace uec::python

@@ -1,0 +1,185 @@
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <string>
+
+#include "bind.hpp"
+#include "calls.hpp"
+#include "cuda/block.hpp"
+#include "cuda/engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+using cuda::Driver;
+using cuda::Engine;
+using cuda::Handle;
+using cuda::Launcher;
+using cuda::LauncherConfig;
+using cuda::PeerConfig;
+using host::EngineConfig;
+using host::EngineLayout;
+
+Handle handle(uint64_t value) { return at<void>(value); }
+
+Driver make_driver(const std::map<std::string, uint64_t>& addresses) {
+  Driver driver;
+#define UEC_TAKE(name, arguments)                                                                 \
+  if (const auto found = addresses.find(#name); found == addresses.end() || found->second == 0) { \
+    throw nb::value_error("the driver has no " #name);                                            \
+  } else {                                                                                        \
+    driver.name = reinterpret_cast<decltype(driver.name)>(found->second);                         \
+  }
+  UEC_DRIVER_FUNCTIONS(UEC_TAKE)
+#undef UEC_TAKE
+  return driver;
+}
+
+std::vector<std::string> driver_names() {
+  return {
+#define UEC_NAME(name, arguments) #name,
+      UEC_DRIVER_FUNCTIONS(UEC_NAME)
+#undef UEC_NAME
+  };
+}
+
+Capacity largest_capacity(const EngineConfig& config) {
+  const EngineLayout layout(config);
+  Capacity capacity = layout.capacity(config);
+  capacity.num_mains = layout.max_mains;
+  return capacity;
+}
+
+// Fills `bases` [num_ranks] on the device; see kernels.cu.
+void launch_peers(const Driver& driver, uint64_t context, uint64_t kernel, uint64_t stream,
+                  uint64_t bases, uint64_t own, uint64_t pes, int32_t num_ranks) {
+  const cuda::ContextScope current(driver, handle(context));
+  void* arguments[] = {&bases, &own, &pes, &num_ranks};
+  require(driver,
+          driver.cuLaunchKernel(handle(kernel), 1, 1, 1, 32, 1, 1, 0, handle(stream), arguments,
+                                nullptr),
+          "cuLaunchKernel");
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& m) {
+  nb::exception<cuda::DriverError>(m, "DriverError", PyExc_RuntimeError);
+  nb::exception<cuda::CaptureError>(m, "CaptureError", PyExc_RuntimeError);
+
+  m.def("cuda_layout",
+        [] { return std::vector<int32_t>(std::begin(cuda::kLayout), std::end(cuda::kLayout)); });
+  m.def("cuda_tile_sizes", [] {
+    return std::vector<int32_t>(std::begin(cuda::kTileSizes), std::end(cuda::kTileSizes));
+  });
+  m.def("cuda_shared_bytes", [](const EngineConfig& config) {
+    return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
+  });
+  m.def("cuda_staging_bytes", &Engine::staging_bytes);
+  m.def("cuda_driver_names", &driver_names);
+  m.def("cuda_launch_peers", &launch_peers);
+
+  nb::class_<Driver>(m, "CudaDriver")
+      .def("__init__", [](Driver* self, const std::map<std::string, uint64_t>& addresses) {
+        new (self) Driver(make_driver(addresses));
+      });
+
+  nb::class_<LauncherConfig>(m, "CudaLauncherConfig")
+      .def(
+          "__init__",
+          [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
+             uint64_t kernel, uint64_t notice, int32_t first_rank, int32_t num_ranks,
+             int32_t num_sms, const EngineConfig& config) {
+            new (self) LauncherConfig{driver,
+                                      handle(context),
+                                      handle(stream),
+                                      handle(kernel),
+                                      handle(notice),
+                                      first_rank,
+                                      num_ranks,
+                                      num_sms,
+                                      config.tile_bytes,
+                                      largest_capacity(config),
+                                      0,
+                                      nullptr,
+                                      config.call_timeout};
+          },
+          nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "notice"_a,
+          "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
+      .def_prop_ro("device_bytes", &Launcher::device_bytes)
+      .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
+
+  nb::class_<Launcher>(m, "CudaLauncher")
+      .def(
+          "__init__",
+          [](Launcher* self, LauncherConfig config, uint64_t device, uint64_t pinned, nb::object) {
+            config.device = device;
+            config.pinned = at<uint8_t>(pinned);
+            new (self) Launcher(config);
+          },
+          // What `keep` owns is used until the last engine has let go of the launcher.
+          "config"_a, "device"_a, "pinned"_a, "keep"_a, nb::keep_alive<1, 5>());
+
+  nb::class_<Engine>(m, "CudaEngine")
+      .def(
+          "__init__",
+          [](Engine* self, const EngineConfig& config, std::shared_ptr<Launcher> launcher,
+             std::vector<uint8_t> far, std::vector<int32_t> pes, uint64_t staging) {
+            new (self) Engine(config, PeerConfig{std::move(far), std::move(pes), staging},
+                              std::move(launcher));
+          },
+          "config"_a, "launcher"_a, nb::kw_only(), "far"_a, "pes"_a, "staging"_a)
+      .def("add_region", &Engine::add_region)
+      .def("check",
+           [](const Engine& e, uint64_t slot_expert) {
+             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
+             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
+           })
+      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); })
+      .def("replicate",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
+              bool background, uint64_t stream) {
+             ReplicateArgs args;
+             args.slot_expert = at<const int32_t>(slot_expert);
+             args.plan_digest = plan_digest(e.topology(), slot_quota, home_quota);
+             args.mains = at<const uint64_t>(mains);
+             args.segments = at<const int32_t>(segments);
+             args.num_segments = num_segments;
+             args.mode = mode;
+             args.region = region;
+             Mode chosen;
+             const uint64_t epoch = interruptible([&](auto&& interrupted) {
+               return e.replicate(args, background, handle(stream), interrupted, &chosen);
+             });
+             return std::make_pair(epoch, static_cast<int>(chosen));
+           })
+      .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
+      .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait",
+           [](Engine& e, uint64_t epoch, uint64_t stream) {
+             return interruptible(
+                 [&](auto&& interrupted) { return e.wait(epoch, handle(stream), interrupted); });
+           })
+      .def("synchronize",
+           [](Engine& e, uint64_t epoch) {
+             return interruptible(
+                 [&](auto&& interrupted) { return e.synchronize(epoch, interrupted); });
+           })
+      .def("is_completed", &Engine::is_completed)
+      .def("failed_epoch", &Engine::failed_epoch)
+      .def("report", &Engine::report)
+      .def_prop_ro("epoch", &Engine::epoch)
+      .def_prop_ro("bytes_stored", &Engine::bytes_stored);
+}
+
+}  // namespace uec::python

@@ -1,0 +1,86 @@
+// The CUDA driver as the host half uses it: function pointers that somebody else has looked up.
+//
+// Nothing is linked and no CUDA header is needed. Python passes the addresses that the driver gives
+// for these names (their versions of CUDA 12.0), or those of an emulation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace uec::cuda {
+
+// What the driver calls CUresult, CUcontext, CUstream, CUevent and CUdeviceptr.
+using Result = int32_t;
+using Handle = void*;
+using Address = uint64_t;
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kNotReady = 600;
+
+// Name and type of each function, in the driver's own words.
+#define UEC_DRIVER_FUNCTIONS(F)                                                                   \
+  F(cuCtxPushCurrent, (Handle context))                                                           \
+  F(cuCtxPopCurrent, (Handle * context))                                                          \
+  F(cuMemcpyHtoD, (Address to, const void* from, size_t bytes))                                   \
+  F(cuMemcpyDtoH, (void* to, Address from, size_t bytes))                                         \
+  F(cuMemcpyHtoDAsync, (Address to, const void* from, size_t bytes, Handle stream))               \
+  F(cuEventCreate, (Handle * event, unsigned flags))                                              \
+  F(cuEventDestroy, (Handle event))                                                               \
+  F(cuEventRecord, (Handle event, Handle stream))                                                 \
+  F(cuEventQuery, (Handle event))                                                                 \
+  F(cuStreamWaitEvent, (Handle stream, Handle event, unsigned flags))                             \
+  F(cuStreamIsCapturing, (Handle stream, int32_t* status))                                        \
+  F(cuLaunchKernel, (Handle kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,            \
+                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
+                     Handle stream, void** arguments, void** unused))                             \
+  F(cuGetErrorName, (Result result, const char** name))                                           \
+  F(cuGetErrorString, (Result result, const char** text))
+
+struct Driver {
+#define UEC_MEMBER(name, arguments) Result(*name) arguments = nullptr;
+  UEC_DRIVER_FUNCTIONS(UEC_MEMBER)
+#undef UEC_MEMBER
+};
+
+// A driver call failed.
+class DriverError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The call cannot be captured into a CUDA graph.
+class CaptureError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline void require(const Driver& driver, Result result, const char* what) {
+  if (result == kSuccess) return;
+  const char *name = nullptr, *text = nullptr;
+  driver.cuGetErrorName(result, &name);
+  driver.cuGetErrorString(result, &text);
+  throw DriverError(std::string(what) + " failed with " + (name ? name : "an unknown error") +
+                    " (" + std::to_string(result) + "): " + (text ? text : "no description"));
+}
+
+// Makes a context current on this thread, for a scope. A null context is left alone.
+class ContextScope {
+ public:
+  ContextScope(const Driver& driver, Handle context) : driver_(driver), context_(context) {
+    if (context_) require(driver_, driver_.cuCtxPushCurrent(context_), "cuCtxPushCurrent");
+  }
+  ~ContextScope() {
+    Handle popped = nullptr;
+    if (context_) driver_.cuCtxPopCurrent(&popped);
+  }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const Driver& driver_;
+  Handle context_;
+};
+
+}  // namespace uec::cuda

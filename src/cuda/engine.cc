@@ -1,0 +1,269 @@
+#include "cuda/engine.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <type_traits>
+
+#include "core/digest.hpp"
+#include "cuda/config.hpp"
+#include "cuda/tables.hpp"
+
+namespace uec::cuda {
+namespace {
+
+uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
+
+template <class T>
+uint64_t address_of(Address base, const std::byte* begin, const T* at) {
+  return base + static_cast<uint64_t>(reinterpret_cast<const std::byte*>(at) - begin);
+}
+
+}  // namespace
+
+int64_t Engine::staging_bytes(int32_t num_sms, int64_t tile_bytes) {
+  return num_sms * int64_t{kNumFarStages} * tile_bytes;
+}
+
+Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
+               std::shared_ptr<Launcher> launcher)
+    : config_(std::move(config)),
+      peers_(peers),
+      launcher_(std::move(launcher)),
+      layout_(config_),
+      topology_(config_.topology()),
+      tables_(layout_.tables(config_)),
+      capacity_(layout_.capacity(config_)) {
+  memory_.resize(ScheduleArrays::cut(nullptr, capacity_, &schedule_) / 8);
+  ScheduleArrays::cut(reinterpret_cast<std::byte*>(memory_.data()), capacity_, &schedule_);
+  write_state();
+}
+
+Engine::~Engine() {
+  try {
+    close();
+  } catch (const DriverError&) {  // said before, or there is nobody left to tell
+  }
+}
+
+// What stays the same for the group's life.
+void Engine::write_state() {
+  const int64_t bytes = Launcher::tables_bytes(capacity_);
+  std::vector<uint64_t> image((bytes + 7) / 8);
+  auto* const begin = reinterpret_cast<std::byte*>(image.data());
+  Tables tables;
+  Tables::cut(begin, capacity_, &tables);
+  const auto copy = [](const auto& from, auto* to) {
+    std::transform(from.begin(), from.end(), to, [](auto value) {
+      return std::bit_cast<std::remove_reference_t<decltype(*to)>>(value);
+    });
+  };
+  copy(config_.bases, tables.bases);
+  copy(config_.segment_bytes, tables.segment_bytes);
+  copy(layout_.slot_offset, tables.slot_offset);
+  copy(layout_.region_offset, tables.region_offset);
+  copy(peers_.pes, tables.pes);
+  copy(peers_.far, tables.far);
+
+  const Address at = launcher_->tables(config_.rank);
+  RankState state;
+  state.rank = config_.rank;
+  state.num_ranks = topology_.num_ranks;
+  state.capacity = capacity_;
+  state.layout = layout_.symmetric;
+  state.bases = address_of(at, begin, tables.bases);
+  state.far = peers_.far.empty() ? 0 : address_of(at, begin, tables.far);
+  state.pes = peers_.pes.empty() ? 0 : address_of(at, begin, tables.pes);
+  state.staging = peers_.staging;
+  state.segment_bytes = address_of(at, begin, tables.segment_bytes);
+  state.slot_offset = address_of(at, begin, tables.slot_offset);
+  state.region_offset = address_of(at, begin, tables.region_offset);
+  state.status = reinterpret_cast<uint64_t>(&status());
+  state.call_limit_ns = nanoseconds(config_.call_timeout);
+  state.wait_limit_ns = nanoseconds(config_.wait_timeout);
+  state.digest = config_.initial_digest();
+
+  const ContextScope current = launcher_->scope();
+  const Driver& driver = launcher_->config().driver;
+  require(driver, driver.cuMemcpyHtoD(at, image.data(), bytes), "cuMemcpyHtoD");
+  require(driver, driver.cuMemcpyHtoD(launcher_->state(config_.rank), &state, sizeof(state)),
+          "cuMemcpyHtoD");
+}
+
+int32_t Engine::add_region(const std::vector<uint64_t>& bases, Address table) {
+  const ContextScope current = launcher_->scope();
+  const Driver& driver = launcher_->config().driver;
+  require(driver, driver.cuMemcpyHtoD(table, bases.data(), bases.size() * sizeof(uint64_t)),
+          "cuMemcpyHtoD");
+  const std::lock_guard lock(submit_mutex_);
+  regions_.push_back(table);
+  return static_cast<int32_t>(regions_.size()) - 1;
+}
+
+// ---- submitting ---------------------------------------------------------------------------------
+
+uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
+                           const Interrupted& interrupted, Mode* mode) {
+  const ContextScope current = launcher_->scope();
+  const Driver& driver = launcher_->config().driver;
+  const std::lock_guard lock(submit_mutex_);
+  *mode = Mode::kDirect;
+  int32_t capturing = 0;
+  require(driver, driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
+  if (capturing != 0) throw CaptureError("the stream is being captured into a CUDA graph");
+  const uint64_t epoch = submitted_.load() + 1;
+  if (is_over()) {
+    uint64_t none = 0;
+    failed_.compare_exchange_strong(none, epoch);
+    return submitted_ += 1;
+  }
+  try {
+    if (!launcher_->await_storage(config_.rank, epoch, interrupted)) {
+      // Ended by another rank, or else the caller learns that it was interrupted.
+      if (launcher_->ended(config_.rank, epoch).epoch != 0) submitted_.store(epoch);
+      return epoch;
+    }
+    std::byte* const block = launcher_->block(config_.rank, epoch);
+    CallArrays arrays;
+    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
+    Call call;
+    arrays.lend_to(&call);
+    CallHeader header;
+    header.digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
+    call.reset_counters(Alone{});
+    const int64_t addresses = int64_t{capacity_.num_segments} * capacity_.num_mains;
+    for (int64_t i = 0; i < addresses; ++i)
+      arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    *mode = schedule_.schedule.mode;
+    header.regions = *mode == Mode::kPull ? regions_[args.region] : 0;
+    header.num_tasks = call.work.num_tasks;
+    header.num_pieces = call.work.num_pieces;
+    header.num_destinations = call.work.num_destinations;
+    header.num_expected = call.work.num_expected;
+    header.num_segments = call.tiles.num_segments;
+    header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+    *reinterpret_cast<CallHeader*>(block) = header;
+    submitted_.store(epoch);
+    launcher_->submit(config_.rank, epoch, stream, background);
+  } catch (const DriverError&) {
+    submitted_.store(epoch);
+    fail_here();
+    throw;
+  }
+  return epoch;
+}
+
+void Engine::fail_here() {
+  const uint64_t from = launcher_->end(config_.rank, Fault::kCancelled, false);
+  uint64_t none = 0;
+  failed_.compare_exchange_strong(none, from);
+}
+
+void Engine::reject() {
+  const bool alone = launcher_->config().num_ranks == 1;
+  // What was submitted before is still owed. If it fails, the peers have heard of that.
+  if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
+  const std::lock_guard lock(submit_mutex_);
+  if (is_over()) return;
+  failed_.store(launcher_->end(config_.rank, Fault::kRejected, true));
+  // Ranks of a shared launch learn of it where they wait for the launch.
+  if (alone) launcher_->notify(config_.rank, Notice::kRejected);
+}
+
+void Engine::abort() {
+  if (is_over()) return;
+  // A kernel that waits for a peer sees this, and ends; so does a thread that waits for a launch.
+  std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
+  launcher_->end(config_.rank, Fault::kCancelled, false);
+  const std::lock_guard lock(submit_mutex_);
+  try {
+    launcher_->notify(config_.rank, Notice::kAborted);
+  } catch (const DriverError&) {
+    fail_here();
+    throw;
+  }
+  if (failed_epoch() == 0) fail_here();
+}
+
+int32_t Engine::close() {
+  if (closed_.exchange(true)) return -1;
+  const uint64_t last = submitted_.load();
+  const bool ok = last == 0 || synchronize(last, {});
+  const std::lock_guard lock(submit_mutex_);
+  launcher_->end(config_.rank, Fault::kClosed, true);
+  if (!ok || failed_epoch() != 0) {
+    // Kernels that were launched end by themselves, and use the memory until then.
+    for (uint64_t call = last; call > 0; --call) {
+      if (!launcher_->launched(call)) continue;
+      launcher_->await_done(call, {});
+      break;
+    }
+    return -1;
+  }
+  launcher_->notify(config_.rank, Notice::kClosed);
+  return static_cast<int32_t>(std::atomic_ref(status().disagreement).load());
+}
+
+// ---- waiting ------------------------------------------------------------------------------------
+
+bool Engine::is_over() const { return closed_.load() || failed_epoch() != 0; }
+
+uint64_t Engine::failed_epoch() const {
+  const uint64_t on_device = std::atomic_ref(status().failed_epoch).load(std::memory_order_acquire);
+  if (on_device != 0) return on_device;
+  if (const uint64_t here = failed_.load(); here != 0) return here;
+  return launcher_->ended(config_.rank, submitted_.load()).epoch;
+}
+
+bool Engine::succeeded(uint64_t epoch) const {
+  const uint64_t failed = failed_epoch();
+  return failed == 0 || failed > epoch;
+}
+
+bool Engine::is_completed(uint64_t epoch) { return launcher_->done(epoch) || !succeeded(epoch); }
+
+bool Engine::wait(uint64_t epoch, Handle stream, const Interrupted& interrupted) {
+  if (!succeeded(epoch)) return false;
+  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
+    if (succeeded(epoch)) fail_here();  // interrupted: the caller is about to free what it lent
+    return false;
+  }
+  launcher_->order(epoch, stream);
+  return true;
+}
+
+bool Engine::synchronize(uint64_t epoch, const Interrupted& interrupted) {
+  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
+    if (succeeded(epoch)) fail_here();
+    return false;
+  }
+  if (!launcher_->await_done(epoch, interrupted)) {
+    std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
+    launcher_->await_done(epoch, {});
+  }
+  return succeeded(epoch);
+}
+
+Report Engine::report() const {
+  if (std::atomic_ref(status().failed_epoch).load(std::memory_order_acquire) != 0)
+    return status().report;
+  Report report = launcher_->ended(config_.rank, std::max(submitted_.load(), failed_.load()));
+  if (report.epoch != 0) return report;
+  report.fault = Fault::kCancelled;
+  report.epoch = failed_.load();
+  return report;
+}
+
+int64_t Engine::bytes_stored() const {
+  const ContextScope current = launcher_->scope();
+  const Driver& driver = launcher_->config().driver;
+  uint64_t bytes = 0;
+  require(driver,
+          driver.cuMemcpyDtoH(&bytes,
+                              launcher_->state(config_.rank) + offsetof(RankState, bytes_stored),
+                              sizeof(bytes)),
+          "cuMemcpyDtoH");
+  return static_cast<int64_t>(bytes);
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,89 @@
+// The CUDA engine's host half: one rank of one group. A call is prepared, copied and launched by
+// the calling thread; nothing waits for the device but where it says so.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/validate.hpp"
+#include "cuda/launcher.hpp"
+#include "host/config.hpp"
+
+namespace uec::cuda {
+
+// How a rank reaches the others, beyond EngineConfig::bases (0: no load/store access).
+struct PeerConfig {
+  std::vector<uint8_t> far;  // [G] 1: by puts and signals; empty: nobody
+  std::vector<int32_t> pes;  // [G] NVSHMEM's numbers; empty: not needed
+  Address staging = 0;       // symmetric, staging_bytes(), if anybody is far
+};
+
+class Engine {
+ public:
+  static int64_t staging_bytes(int32_t num_sms, int64_t tile_bytes);
+
+  Engine(host::EngineConfig config, const PeerConfig& peers, std::shared_ptr<Launcher> launcher);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const Topology& topology() const { return topology_; }
+
+  // A region of main weights that all ranks can address, in the order of their collective making.
+  // `table` is device memory for [G] addresses.
+  int32_t add_region(const std::vector<uint64_t>& bases, Address table);
+
+  PlanCheck check(const int32_t* slot_expert) const { return check_plan(topology_, slot_expert); }
+
+  // Returns the call's epoch. Blocks only while kDepth calls are under way.
+  uint64_t replicate(const ReplicateArgs& args, bool background, Handle stream,
+                     const Interrupted& interrupted, Mode* mode);
+
+  // This rank's input was bad: takes an epoch, tells the peers and poisons the group. Blocks.
+  void reject();
+  // Ends what is under way, here and at the peers. Blocks until the device has.
+  void abort();
+  // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
+  int32_t close();
+
+  // Makes `stream` wait for the call; blocks only until all ranks of a shared launch have called.
+  // False: the call is known to have failed.
+  bool wait(uint64_t epoch, Handle stream, const Interrupted& interrupted);
+  // Blocks until the call has finished. True: it has succeeded.
+  bool synchronize(uint64_t epoch, const Interrupted& interrupted);
+  bool is_completed(uint64_t epoch);
+
+  uint64_t failed_epoch() const;  // 0: none is known
+  Report report() const;
+  uint64_t epoch() const { return submitted_.load(); }
+  int64_t bytes_stored() const;  // by finished calls
+
+ private:
+  bool succeeded(uint64_t epoch) const;
+  bool is_over() const;  // takes no more calls
+  void fail_here();      // the driver refused a call
+  Status& status() const { return launcher_->status(config_.rank); }
+  void write_state();
+
+  host::EngineConfig config_;
+  PeerConfig peers_;
+  std::shared_ptr<Launcher> launcher_;
+  host::EngineLayout layout_;
+  Topology topology_;
+  GroupTables tables_;
+  Capacity capacity_;
+  std::vector<uint64_t> memory_;  // of what making a schedule needs
+  ScheduleArrays schedule_;
+  PlanShape shape_;
+  std::vector<Address> regions_;
+
+  std::mutex submit_mutex_;
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> failed_{0};  // by the host's own finding; 0: none
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace uec::cuda

@@ -1,0 +1,310 @@
+#include "cuda/launcher.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "cuda/block.hpp"
+#include "cuda/tables.hpp"
+
+namespace uec::cuda {
+namespace {
+
+using Steady = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr int64_t kStateBytes = sizeof(RankState);
+constexpr int64_t kStatusBytes = round_up(sizeof(Status), 128);
+constexpr unsigned kWarpThreads = 32;
+constexpr unsigned kEventDisableTiming = 2;
+
+struct DeviceLayout {
+  int64_t tables, blocks, total;
+
+  explicit DeviceLayout(const LauncherConfig& c)
+      : tables(round_up(c.num_ranks * kStateBytes, 128)),
+        blocks(tables + c.num_ranks * Launcher::tables_bytes(c.capacity)),
+        total(blocks + static_cast<int64_t>(Launcher::kDepth) * c.num_ranks *
+                           call_block_bytes(c.capacity)) {}
+};
+
+double seconds_since(Steady::time_point start) {
+  return std::chrono::duration<double>(Steady::now() - start).count();
+}
+
+bool is_set(const Interrupted& interrupted) { return interrupted && interrupted(); }
+
+// Waits for the device: eagerly at first, then gently. False: interrupted.
+template <class Done>
+bool poll(Done&& done, const Interrupted& interrupted) {
+  const auto start = Steady::now();
+  auto looked = start;
+  while (!done()) {
+    const auto now = Steady::now();
+    if (now - start > milliseconds(1)) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    } else {
+      std::this_thread::yield();
+    }
+    if (now - looked < milliseconds(20)) continue;
+    looked = now;
+    if (is_set(interrupted)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int64_t Launcher::tables_bytes(const Capacity& c) {
+  Tables tables;
+  return round_up(Tables::cut(nullptr, c, &tables), 128);
+}
+int64_t Launcher::device_bytes(const LauncherConfig& c) { return DeviceLayout(c).total; }
+int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
+  return c.num_ranks * (kStatusBytes + static_cast<int64_t>(kDepth) * call_block_bytes(c.capacity));
+}
+
+Launcher::Launcher(const LauncherConfig& config)
+    : config_(config),
+      call_bytes_(call_block_bytes(config.capacity)),
+      entries_(kDepth),
+      submitted_(config.num_ranks) {
+  const ContextScope current = scope();
+  noticed_ = make_event();
+  for (Entry& e : entries_) {
+    e.done = make_event();
+    e.stream.resize(config_.num_ranks);
+    for (int32_t r = 0; r < config_.num_ranks; ++r) e.before.push_back(make_event());
+  }
+  for (int32_t r = 0; r < config_.num_ranks; ++r) status(config_.first_rank + r) = Status{};
+}
+
+Launcher::~Launcher() {
+  try {
+    const ContextScope current = scope();
+    const auto& destroy = config_.driver.cuEventDestroy;
+    destroy(noticed_);
+    for (const Entry& e : entries_) {
+      destroy(e.done);
+      for (const Handle event : e.before) destroy(event);
+    }
+  } catch (const DriverError&) {  // the context is gone, and all that was in it
+  }
+}
+
+Handle Launcher::make_event() const {
+  Handle event = nullptr;
+  require(config_.driver, config_.driver.cuEventCreate(&event, kEventDisableTiming),
+          "cuEventCreate");
+  return event;
+}
+
+// ---- where things lie ---------------------------------------------------------------------------
+
+Address Launcher::state(int32_t rank) const {
+  return config_.device + (rank - config_.first_rank) * kStateBytes;
+}
+Address Launcher::tables(int32_t rank) const {
+  return config_.device + DeviceLayout(config_).tables +
+         (rank - config_.first_rank) * tables_bytes(config_.capacity);
+}
+Status& Launcher::status(int32_t rank) const {
+  return *reinterpret_cast<Status*>(config_.pinned + (rank - config_.first_rank) * kStatusBytes);
+}
+std::byte* Launcher::block(int32_t rank, uint64_t call) const {
+  const int64_t index =
+      static_cast<int64_t>(call % kDepth) * config_.num_ranks + rank - config_.first_rank;
+  uint8_t* const blocks = config_.pinned + config_.num_ranks * kStatusBytes;
+  return reinterpret_cast<std::byte*>(blocks + index * call_bytes_);
+}
+
+// ---- submitting ---------------------------------------------------------------------------------
+
+bool Launcher::await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted) {
+  if (call > kDepth && !await_launch(rank, call - kDepth, interrupted)) return false;
+  if (call > kDepth && !await_done(call - kDepth, interrupted)) return false;
+  const std::lock_guard lock(mutex_);
+  return !is_ended(call);
+}
+
+void Launcher::submit(int32_t rank, uint64_t call, Handle stream, bool background) {
+  const ContextScope current = scope();
+  const std::lock_guard lock(mutex_);
+  const Driver& driver = config_.driver;
+  const int32_t index = rank - config_.first_rank;
+  const bool in_place = config_.num_ranks == 1 && !background;
+  Entry& e = entry(call);
+  e.stream[index] = stream;
+  if (!in_place) require(driver, driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
+  submitted_[index] = call;
+  if (is_ended(call) || *std::min_element(submitted_.begin(), submitted_.end()) < call) return;
+  launch(call, in_place ? stream : config_.stream);
+}
+
+// What the group did last comes before what `stream` gets from now on: calls share a rank's state.
+void Launcher::join(Handle stream) {
+  if (last_ == nullptr) return;
+  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, last_, 0), "cuStreamWaitEvent");
+}
+
+void Launcher::launch(uint64_t call, Handle stream) {
+  const Driver& driver = config_.driver;
+  const LauncherConfig& c = config_;
+  Entry& e = entry(call);
+  join(stream);
+  for (int32_t i = 0; i < c.num_ranks; ++i)
+    if (e.stream[i] != stream || c.num_ranks > 1)
+      require(driver, driver.cuStreamWaitEvent(stream, e.before[i], 0), "cuStreamWaitEvent");
+  const int64_t bytes = c.num_ranks * call_bytes_;
+  LaunchArgs args;
+  args.states = c.device;
+  args.calls = c.device + DeviceLayout(c).blocks + static_cast<int64_t>(call % kDepth) * bytes;
+  args.call_bytes = call_bytes_;
+  require(driver, driver.cuMemcpyHtoDAsync(args.calls, block(c.first_rank, call), bytes, stream),
+          "cuMemcpyHtoDAsync");
+  void* arguments[] = {&args};
+  require(driver,
+          driver.cuLaunchKernel(c.kernel, c.num_sms, c.num_ranks, 1, kNumThreads, 1, 1,
+                                static_cast<unsigned>(shared_bytes(c.capacity, c.tile_bytes)),
+                                stream, arguments, nullptr),
+          "cuLaunchKernel");
+  require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
+  e.call = call;
+  last_ = e.done;
+  launched_ = call;
+  launches_.notify_all();
+}
+
+void Launcher::notify(int32_t rank, Notice notice) {
+  const ContextScope current = scope();
+  const Driver& driver = config_.driver;
+  {
+    const std::lock_guard lock(mutex_);
+    join(config_.stream);
+    Address states = state(rank);
+    auto what = static_cast<int64_t>(notice);
+    void* arguments[] = {&states, &what};
+    require(driver,
+            driver.cuLaunchKernel(config_.notice, 1, 1, 1, kWarpThreads, 1, 1, 0, config_.stream,
+                                  arguments, nullptr),
+            "cuLaunchKernel");
+    require(driver, driver.cuEventRecord(noticed_, config_.stream), "cuEventRecord");
+    last_ = noticed_;
+  }
+  poll(
+      [&] {
+        const Result result = driver.cuEventQuery(noticed_);
+        if (result != kNotReady) require(driver, result, "a kernel");
+        return result == kSuccess;
+      },
+      {});
+}
+
+// ---- waiting ------------------------------------------------------------------------------------
+
+bool Launcher::launched(uint64_t call) const {
+  const std::lock_guard lock(mutex_);
+  return launched_ >= call;
+}
+
+bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted) {
+  const auto start = Steady::now();
+  auto looked = start;
+  std::unique_lock lock(mutex_);
+  while (launched_ < call) {
+    if (is_ended(call)) return false;
+    launches_.wait_for(lock, milliseconds(2));
+    look_for_failures();
+    const double seconds = seconds_since(start);
+    if (launched_ < call && !is_ended(call) && config_.call_timeout > 0 &&
+        seconds > config_.call_timeout) {
+      const auto slowest = std::min_element(submitted_.begin(), submitted_.end());
+      Report report;
+      report.fault = Fault::kTimeout;
+      report.root = config_.first_rank + static_cast<int32_t>(slowest - submitted_.begin());
+      report.wait = {FlagKind::kCall, report.root, -1, -1, *slowest, call};
+      report.seconds = seconds;
+      end_from(rank, launched_ + 1, report);
+    }
+    if (Steady::now() - looked < milliseconds(20)) continue;
+    looked = Steady::now();
+    lock.unlock();
+    if (is_set(interrupted)) return false;
+    lock.lock();
+  }
+  return true;
+}
+
+bool Launcher::done(uint64_t call) {
+  const std::lock_guard lock(mutex_);
+  if (call <= completed_) return true;
+  if (call > launched_) return false;
+  Entry& e = entry(call);
+  if (e.call != call) return true;  // its storage has been used again
+  const ContextScope current = scope();
+  const Result result = config_.driver.cuEventQuery(e.done);
+  if (result == kNotReady) return false;
+  require(config_.driver, result, "a kernel");
+  completed_ = call;  // launches follow each other
+  return true;
+}
+
+bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
+  return poll([&] { return done(call); }, interrupted);
+}
+
+void Launcher::order(uint64_t call, Handle stream) {
+  const ContextScope current = scope();
+  const std::lock_guard lock(mutex_);
+  const Entry& e = entry(call);
+  if (e.call != call || call <= completed_) return;
+  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.done, 0), "cuStreamWaitEvent");
+}
+
+// ---- ending -------------------------------------------------------------------------------------
+
+uint64_t Launcher::end(int32_t rank, Fault fault, bool owing) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t submitted = submitted_[rank - config_.first_rank];
+  Report report;
+  report.fault = fault;
+  report.wait.peer = report.root = rank;
+  const uint64_t from = (owing ? std::max(submitted, launched_) : launched_) + 1;
+  end_from(rank, from, report);
+  return from;
+}
+
+void Launcher::end_from(int32_t rank, uint64_t from, const Report& report) {
+  if (end_.rank >= 0 && end_.from <= from) return;
+  end_ = {rank, from, report};
+  end_.report.epoch = from;
+  launches_.notify_all();
+}
+
+// A rank whose call failed on the device submits no more.
+void Launcher::look_for_failures() {
+  for (int32_t r = config_.first_rank; r < config_.first_rank + config_.num_ranks; ++r) {
+    Status& said = status(r);
+    if (std::atomic_ref(said.failed_epoch).load(std::memory_order_acquire) != 0)
+      end_from(r, launched_ + 1, said.report);
+  }
+}
+
+Report Launcher::ended(int32_t rank, uint64_t call) const {
+  const std::lock_guard lock(mutex_);
+  if (!is_ended(call)) return {};
+  Report report = end_.report;
+  if (rank == end_.rank) return report;
+  if (report.fault == Fault::kRejected) return report;
+  if (report.fault == Fault::kClosed) {
+    report.wait = {FlagKind::kCall, end_.rank, -1, -1, end_.from - 1, end_.from};
+    return report;
+  }
+  report.fault = Fault::kAborted;
+  report.aborter = end_.rank;
+  report.wait = {FlagKind::kCall, end_.rank, -1, -1, end_.from - 1, end_.from};
+  return report;
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,123 @@
+// Launching calls: one launch for each call of the ranks that share it. A rank of an NVSHMEM group
+// has a launcher to itself; the ranks of a loopback group share one, and the last of them to submit
+// its n-th call launches the n-th kernel for all.
+//
+// Order on the device: a launch comes after what each rank's stream held when the rank submitted,
+// and after the launch before it. A ring entry (a block in page-locked host memory, its copy on the
+// device, and events) is used again only after the event behind its last kernel.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/failure.hpp"
+#include "cuda/args.hpp"
+#include "cuda/driver.hpp"
+
+namespace uec::cuda {
+
+// Polled now and then by waits on the calling thread; true ends them.
+using Interrupted = std::function<bool()>;
+
+// Memory is the caller's: zeroed, and kept until the launcher is gone.
+struct LauncherConfig {
+  Driver driver;
+  Handle context = nullptr;
+  Handle stream = nullptr;  // the group's own
+  Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
+  Handle notice = nullptr;  // ultraep_replicate_notice
+  int32_t first_rank = 0;   // of the ranks that share the launches
+  int32_t num_ranks = 1;
+  int32_t num_sms = 1;  // blocks of a rank
+  int64_t tile_bytes = 0;
+  Capacity capacity;          // with the most mains of any rank
+  Address device = 0;         // device_bytes()
+  uint8_t* pinned = nullptr;  // pinned_bytes(): page-locked, at the same address on the device
+  double call_timeout = 0;    // seconds that a rank waits for the others to submit; 0: no limit
+};
+
+class Launcher {
+ public:
+  static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
+
+  static int64_t device_bytes(const LauncherConfig& config);
+  static int64_t pinned_bytes(const LauncherConfig& config);
+
+  explicit Launcher(const LauncherConfig& config);
+  ~Launcher();
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
+
+  const LauncherConfig& config() const { return config_; }
+  ContextScope scope() const { return {config_.driver, config_.context}; }
+
+  Address state(int32_t rank) const;   // of its RankState
+  Address tables(int32_t rank) const;  // of its tables, which Engine lays out
+  Status& status(int32_t rank) const;
+  std::byte* block(int32_t rank, uint64_t call) const;  // the host's
+  static int64_t tables_bytes(const Capacity& capacity);
+
+  // Until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
+  bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
+  // The rank's block is filled. Ours may be the last: then it launches. On `stream` itself if the
+  // launcher has one rank and this is no `background` call; else on the group's own stream.
+  void submit(int32_t rank, uint64_t call, Handle stream, bool background);
+  // Until `call` is launched, which takes all ranks. False as above.
+  bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
+  bool launched(uint64_t call) const;
+  // Until a launched call has finished. False: interrupted.
+  bool await_done(uint64_t call, const Interrupted& interrupted);
+  bool done(uint64_t call);
+  // Makes `stream` wait for a launched call.
+  void order(uint64_t call, Handle stream);
+  // Tells the device's peers, behind all launches so far, and waits until that has been done.
+  void notify(int32_t rank, Notice notice);
+
+  // Calls that are not launched yet are launched no more, because of `rank`; with `owing`, only
+  // those that the rank has not submitted. The first reason stays. Returns the first such call.
+  uint64_t end(int32_t rank, Fault fault, bool owing);
+  // How `rank` fails by that, if it has submitted `call`: epoch 0 if it does not.
+  Report ended(int32_t rank, uint64_t call) const;
+
+ private:
+  struct Entry {
+    Handle done = nullptr;       // event
+    std::vector<Handle> before;  // [ranks] events
+    std::vector<Handle> stream;  // [ranks] where the rank called
+    uint64_t call = 0;           // that it was launched for
+    Handle ran_on = nullptr;
+  };
+  struct End {
+    int32_t rank = -1;  // -1: not ended
+    uint64_t from = 0;  // first call that is not launched
+    Report report;      // of that rank
+  };
+
+  Entry& entry(uint64_t call) { return entries_[call % kDepth]; }
+  void launch(uint64_t call, Handle stream);
+  void join(Handle stream);
+  Handle make_event() const;
+  // Under mutex_:
+  bool is_ended(uint64_t call) const { return end_.rank >= 0 && call >= end_.from; }
+  void end_from(int32_t rank, uint64_t from, const Report& report);
+  void look_for_failures();
+
+  LauncherConfig config_;
+  int64_t call_bytes_;
+  std::vector<Entry> entries_;
+  Handle noticed_ = nullptr;  // event behind a notice
+
+  mutable std::mutex mutex_;
+  std::condition_variable launches_;
+  std::vector<uint64_t> submitted_;  // [ranks]
+  uint64_t launched_ = 0, completed_ = 0;
+  Handle last_ = nullptr;  // event behind the last kernel; null: none
+  Handle last_stream_ = nullptr;
+  End end_;
+};
+
+}  // namespace uec::cuda

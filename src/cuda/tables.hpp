@@ -1,0 +1,29 @@
+// A rank's constant tables in device memory, which its RankState points to.
+#pragma once
+
+#include "core/call_arrays.hpp"
+
+namespace uec::cuda {
+
+struct Tables {
+  uint64_t* bases;         // [G]
+  int64_t* segment_bytes;  // [segments]
+  int64_t* slot_offset;    // [segments]
+  int64_t* region_offset;  // [segments]
+  int32_t* pes;            // [G]
+  uint8_t* far;            // [G]
+
+  // As CallArrays::cut().
+  static int64_t cut(std::byte* base, const Capacity& c, Tables* tables) {
+    ScratchCutter cutter(base);
+    tables->bases = cutter.take<uint64_t>(c.num_ranks);
+    tables->segment_bytes = cutter.take<int64_t>(c.num_segments);
+    tables->slot_offset = cutter.take<int64_t>(c.num_segments);
+    tables->region_offset = cutter.take<int64_t>(c.num_segments);
+    tables->pes = cutter.take<int32_t>(c.num_ranks);
+    tables->far = cutter.take<uint8_t>(c.num_ranks);
+    return round_up(cutter.used_bytes(), 8);
+  }
+};
+
+}  // namespace uec::cuda

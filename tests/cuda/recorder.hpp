@@ -1,0 +1,159 @@
+// A driver that does nothing but write down what it is asked, copy bytes, and let the test say when
+// events complete. "Device" memory is the host's.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/args.hpp"
+#include "cuda/driver.hpp"
+
+namespace recorder {
+
+using uec::cuda::Address;
+using uec::cuda::Driver;
+using uec::cuda::Handle;
+using uec::cuda::Result;
+
+inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
+inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
+inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
+
+struct Launch {
+  Handle kernel = nullptr, stream = nullptr;
+  unsigned grid[3] = {}, block[3] = {}, shared_bytes = 0;
+  uec::cuda::LaunchArgs args;  // of the replicate kernel
+  Address states = 0;          // of the notice kernel
+  int64_t notice = -1;
+};
+
+struct State {
+  std::mutex mutex;
+  std::vector<std::string> log;
+  std::vector<Launch> launches;
+  std::set<Handle> pending;  // events that were recorded and have not completed
+  bool complete = true;      // events complete as they are recorded
+  int32_t capturing = 0;
+  Result launch_result = 0;
+  int contexts = 0;  // pushed and not popped
+  int events = 0;    // that exist
+  std::function<void(const Launch&)> on_launch;
+};
+
+inline State& state() {
+  static State s;
+  return s;
+}
+
+inline std::string name_of(Handle handle) {
+  return std::to_string(reinterpret_cast<uintptr_t>(handle));
+}
+inline void note(const std::string& text) { state().log.push_back(text); }
+
+inline std::vector<std::string> take_log() {
+  const std::lock_guard lock(state().mutex);
+  return std::exchange(state().log, {});
+}
+inline void complete_all() {
+  const std::lock_guard lock(state().mutex);
+  state().pending.clear();
+}
+inline size_t num_launches() {
+  const std::lock_guard lock(state().mutex);
+  return state().launches.size();
+}
+
+inline Driver make_driver() {
+  Driver d;
+  d.cuCtxPushCurrent = [](Handle) {
+    const std::lock_guard lock(state().mutex);
+    ++state().contexts;
+    return 0;
+  };
+  d.cuCtxPopCurrent = [](Handle*) {
+    const std::lock_guard lock(state().mutex);
+    --state().contexts;
+    return 0;
+  };
+  d.cuMemcpyHtoD = [](Address to, const void* from, size_t bytes) {
+    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    return 0;
+  };
+  d.cuMemcpyDtoH = [](void* to, Address from, size_t bytes) {
+    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    return 0;
+  };
+  d.cuMemcpyHtoDAsync = [](Address to, const void* from, size_t bytes, Handle stream) {
+    const std::lock_guard lock(state().mutex);
+    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    note("copy " + std::to_string(bytes) + " on " + name_of(stream));
+    return 0;
+  };
+  d.cuEventCreate = [](Handle* event, unsigned) {
+    const std::lock_guard lock(state().mutex);
+    static uintptr_t last = 1000;
+    *event = reinterpret_cast<Handle>(++last);
+    ++state().events;
+    return 0;
+  };
+  d.cuEventDestroy = [](Handle) {
+    const std::lock_guard lock(state().mutex);
+    --state().events;
+    return 0;
+  };
+  d.cuEventRecord = [](Handle event, Handle stream) {
+    const std::lock_guard lock(state().mutex);
+    if (!state().complete) state().pending.insert(event);
+    note("record " + name_of(event) + " on " + name_of(stream));
+    return 0;
+  };
+  d.cuEventQuery = [](Handle event) {
+    const std::lock_guard lock(state().mutex);
+    return state().pending.count(event) ? uec::cuda::kNotReady : uec::cuda::kSuccess;
+  };
+  d.cuStreamWaitEvent = [](Handle stream, Handle event, unsigned) {
+    const std::lock_guard lock(state().mutex);
+    note("wait for " + name_of(event) + " on " + name_of(stream));
+    return 0;
+  };
+  d.cuStreamIsCapturing = [](Handle, int32_t* status) {
+    *status = state().capturing;
+    return 0;
+  };
+  d.cuLaunchKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                        unsigned by, unsigned bz, unsigned shared, Handle stream, void** arguments,
+                        void**) {
+    if (state().launch_result != 0) return state().launch_result;
+    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, 0, -1};
+    if (kernel == kNotice) {
+      launch.states = *static_cast<Address*>(arguments[0]);
+      launch.notice = *static_cast<int64_t*>(arguments[1]);
+    } else {
+      launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
+    }
+    {
+      const std::lock_guard lock(state().mutex);
+      state().launches.push_back(launch);
+      note((kernel == kNotice ? "notice on " : "launch on ") + name_of(stream));
+    }
+    if (state().on_launch) state().on_launch(launch);
+    return 0;
+  };
+  d.cuGetErrorName = [](Result, const char** name) {
+    *name = "CUDA_ERROR_OF_THE_TEST";
+    return 0;
+  };
+  d.cuGetErrorString = [](Result, const char** text) {
+    *text = "as the test wants it";
+    return 0;
+  };
+  return d;
+}
+
+}  // namespace recorder

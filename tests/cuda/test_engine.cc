@@ -1,0 +1,541 @@
+// The CUDA engine's host half over a driver that only writes down what it is asked.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "cuda/block.hpp"
+#include "cuda/engine.hpp"
+#include "cuda/tables.hpp"
+#include "host/prepared.hpp"
+#include "plans.hpp"
+#include "recorder.hpp"
+
+namespace {
+
+using uec::Mode;
+using uec::cuda::Address;
+using uec::cuda::CallHeader;
+using uec::cuda::Engine;
+using uec::cuda::Handle;
+using uec::cuda::Launcher;
+using uec::cuda::LauncherConfig;
+using uec::cuda::PeerConfig;
+using uec::cuda::RankState;
+using uec::cuda::Status;
+using uec::host::EngineConfig;
+using uec::host::EngineLayout;
+
+const Handle kContext = reinterpret_cast<Handle>(0xC);
+const Handle kUserStream = reinterpret_cast<Handle>(7);
+constexpr int32_t kNumSms = 5;
+
+std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
+
+EngineConfig make_config(const PlanCase& group, double call_timeout = 60) {
+  EngineConfig c;
+  c.num_experts = group.num_experts;
+  c.slots_per_rank = group.slots_per_rank;
+  c.home = group.home;
+  c.domain = group.domain;
+  c.segment_bytes = {100'000, 70};
+  c.tile_bytes = 16 << 10;
+  c.call_timeout = call_timeout;
+  c.wait_timeout = 2.5;
+  c.cost = {1000, 500, 2000, 2000, 100};
+  for (int32_t r = 0; r < group.num_ranks; ++r)
+    c.bases.push_back(reinterpret_cast<uint8_t*>(0x100000ull * (r + 1)));
+  return c;
+}
+
+// Engines of `num_ranks` ranks from `first` on that share a launcher, and all their memory.
+class Ranks {
+ public:
+  Ranks(const PlanCase& group, int32_t first, int32_t num_ranks, double call_timeout = 60)
+      : config(make_config(group, call_timeout)) {
+    recorder::state().complete = true;
+    LauncherConfig c{recorder::make_driver(),
+                     kContext,
+                     recorder::kOwnStream,
+                     recorder::kKernel,
+                     recorder::kNotice,
+                     first,
+                     num_ranks,
+                     kNumSms,
+                     config.tile_bytes,
+                     capacity(),
+                     0,
+                     nullptr,
+                     call_timeout};
+    device.resize(Launcher::device_bytes(c) / 8);
+    pinned.resize(Launcher::pinned_bytes(c) / 8);
+    c.device = reinterpret_cast<Address>(device.data());
+    c.pinned = reinterpret_cast<uint8_t*>(pinned.data());
+    launcher = std::make_shared<Launcher>(c);
+    for (int32_t r = first; r < first + num_ranks; ++r) {
+      config.rank = r;
+      engines.push_back(std::make_unique<Engine>(config, PeerConfig{}, launcher));
+    }
+    mains.resize(2 * group.num_experts);
+    for (size_t i = 0; i < mains.size(); ++i) mains[i] = 0x77000 + 16 * i;
+    recorder::state().launches.clear();
+    recorder::take_log();
+  }
+  ~Ranks() {
+    recorder::state().complete = true;
+    recorder::state().on_launch = nullptr;
+    recorder::complete_all();
+  }
+
+  uec::Capacity capacity() const {
+    const EngineLayout layout(config);
+    uec::Capacity capacity = layout.capacity(config);
+    capacity.num_mains = layout.max_mains;
+    return capacity;
+  }
+  const RankState& state(int32_t rank) const {
+    return *reinterpret_cast<const RankState*>(launcher->state(rank));
+  }
+  uec::ReplicateArgs args(const PlanCase& plan) const {
+    uec::ReplicateArgs a;
+    a.slot_expert = plan.slot_expert.data();
+    a.plan_digest = 99;
+    a.mains = mains.data();
+    a.segments = segments_;
+    a.num_segments = 2;
+    a.mode = static_cast<int32_t>(Mode::kPush);
+    return a;
+  }
+  uint64_t call(int32_t index, const PlanCase& plan, bool background, Handle stream = kUserStream) {
+    Mode mode;
+    return engines[index]->replicate(args(plan), background, stream, {}, &mode);
+  }
+
+  std::vector<uint64_t> device, pinned;  // outlive the engines
+  EngineConfig config;
+  std::shared_ptr<Launcher> launcher;
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<uint64_t> mains;
+
+ private:
+  static constexpr int32_t segments_[] = {0, 1};
+};
+
+PlanCase make_plan() {
+  PlanCase group = make_group(3, 7, 2);  // rank 0 has three mains
+  CHECK(group.place(0, 1));
+  CHECK(group.place(0, 2));
+  CHECK(group.place(6, 0));
+  return group;
+}
+
+// What the device gets is what the host engine would have prepared.
+void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const std::byte* block) {
+  EngineConfig config = ranks.config;
+  config.rank = rank;
+  const EngineLayout layout(config);
+  const uec::GroupTables tables = layout.tables(config);
+  const uec::Capacity capacity = layout.capacity(config);
+  uec::host::Prepared expected(capacity, 1);
+  const uint64_t digest =
+      uec::prepare_replicate(tables, ranks.args(plan), expected.arrays, expected.schedule,
+                             &expected.shape, &expected.call);
+  const auto& header = *reinterpret_cast<const CallHeader*>(block);
+  const uec::Worklist& work = expected.call.work;
+  CHECK(header.digest == digest);
+  CHECK_EQ(header.regions, 0);
+  CHECK_EQ(header.num_tasks, work.num_tasks);
+  CHECK_EQ(header.num_pieces, work.num_pieces);
+  CHECK_EQ(header.num_destinations, work.num_destinations);
+  CHECK_EQ(header.num_expected, work.num_expected);
+  CHECK_EQ(header.num_segments, 2);
+  CHECK_EQ(header.tile_bytes, config.tile_bytes);
+  uec::CallArrays found;
+  uec::CallArrays::cut(const_cast<std::byte*>(block) + uec::cuda::kHeaderBytes, capacity, &found);
+  const auto same = [](const auto* a, const auto* b, int64_t count) {
+    return std::memcmp(a, b, count * sizeof(*a)) == 0;
+  };
+  CHECK(same(found.work.tasks, work.tasks, work.num_tasks));
+  for (int32_t i = 0; i < work.num_pieces; ++i) {  // all but the padding
+    const uec::Piece &a = found.work.pieces[i], &b = work.pieces[i];
+    CHECK(std::memcmp(&a, &b, offsetof(uec::Piece, sets_ready)) == 0);
+    CHECK(a.sets_ready == b.sets_ready);
+  }
+  CHECK(same(found.work.destinations, work.destinations, work.num_destinations));
+  CHECK(same(found.work.expected, work.expected, work.num_expected));
+  CHECK(same(found.work.opens, work.opens, capacity.num_ranks));
+  CHECK(same(found.work.involved, work.involved, capacity.num_ranks));
+  CHECK(same(found.work.needs, work.needs, capacity.num_ranks));
+  CHECK(same(found.bytes, expected.arrays.bytes, 2));
+  CHECK(same(found.first_tile, expected.arrays.first_tile, 3));
+  CHECK(same(found.segment, expected.arrays.segment, 2));
+  for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
+    CHECK(reinterpret_cast<uint64_t>(found.mains[i]) == ranks.mains[i]);
+  for (int32_t i = 0; i < work.num_pieces; ++i) CHECK_EQ(found.cursor[i], 0);
+  for (int32_t i = 0; i < work.num_tasks; ++i)
+    CHECK_EQ(found.remaining[i], work.tasks[i].num_groups);
+}
+
+void check_state() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 1, 1);
+  const RankState& state = ranks.state(1);
+  const EngineLayout layout(ranks.config);
+  CHECK_EQ(state.rank, 1);
+  CHECK_EQ(state.num_ranks, 3);
+  CHECK_EQ(state.capacity.num_mains, layout.num_mains[1]);
+  CHECK_EQ(state.layout.total, layout.symmetric.total);
+  CHECK(state.digest == ranks.config.initial_digest());
+  CHECK_EQ(state.epoch, 0);
+  CHECK_EQ(state.call_limit_ns, 60'000'000'000);
+  CHECK_EQ(state.wait_limit_ns, 2'500'000'000);
+  CHECK_EQ(state.far, 0);
+  CHECK_EQ(state.pes, 0);
+  for (int32_t r = 0; r < 3; ++r)
+    CHECK(reinterpret_cast<uint8_t* const*>(state.bases)[r] == ranks.config.bases[r]);
+  for (int32_t i = 0; i < 2; ++i) {
+    CHECK_EQ(reinterpret_cast<const int64_t*>(state.segment_bytes)[i],
+             ranks.config.segment_bytes[i]);
+    CHECK_EQ(reinterpret_cast<const int64_t*>(state.slot_offset)[i], layout.slot_offset[i]);
+    CHECK_EQ(reinterpret_cast<const int64_t*>(state.region_offset)[i], layout.region_offset[i]);
+  }
+  CHECK(state.status == reinterpret_cast<uint64_t>(&ranks.launcher->status(1)));
+}
+
+// A call that blocks its stream runs on that stream; nothing is waited for.
+void check_in_place() {
+  const PlanCase plan = make_plan();
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    Ranks ranks(plan, rank, 1);
+    CHECK_EQ(ranks.call(0, plan, false), 1);
+    const std::vector<std::string> log = recorder::take_log();
+    CHECK_EQ(log.size(), 3);
+    const int64_t bytes = uec::cuda::call_block_bytes(ranks.capacity());
+    CHECK(log[0] == "copy " + std::to_string(bytes) + on(kUserStream));
+    CHECK(log[1] == "launch" + on(kUserStream));
+    CHECK(log[2].starts_with("record ") && log[2].ends_with(on(kUserStream)));
+    const recorder::Launch launch = recorder::state().launches.back();
+    CHECK(launch.kernel == recorder::kKernel);
+    CHECK_EQ(launch.grid[0], kNumSms);
+    CHECK_EQ(launch.grid[1], 1);
+    CHECK_EQ(launch.block[0], uec::cuda::kNumThreads);
+    CHECK_EQ(launch.shared_bytes,
+             uec::cuda::shared_bytes(ranks.capacity(), ranks.config.tile_bytes));
+    CHECK(launch.args.states == ranks.launcher->state(rank));
+    CHECK_EQ(launch.args.call_bytes, bytes);
+    check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
+    CHECK(ranks.engines[0]->synchronize(1, {}));
+    CHECK(ranks.engines[0]->is_completed(1));
+    // Of a call that has finished there is nothing to wait for.
+    CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
+    CHECK(recorder::take_log().empty());
+  }
+}
+
+// In the background: on the group's stream, behind what the caller's stream held.
+void check_background() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 1);
+  recorder::state().complete = false;
+  CHECK_EQ(ranks.call(0, plan, true), 1);
+  std::vector<std::string> log = recorder::take_log();
+  CHECK_EQ(log.size(), 5);
+  CHECK(log[0].starts_with("record ") && log[0].ends_with(on(kUserStream)));
+  const std::string before = log[0].substr(7, log[0].find(" on ") - 7);
+  CHECK(log[1] == "wait for " + before + on(recorder::kOwnStream));
+  CHECK(log[2].starts_with("copy ") && log[2].ends_with(on(recorder::kOwnStream)));
+  CHECK(log[3] == "launch" + on(recorder::kOwnStream));
+  const std::string done = log[4].substr(7, log[4].find(" on ") - 7);
+  CHECK(log[4].ends_with(on(recorder::kOwnStream)));
+  CHECK(!ranks.engines[0]->is_completed(1));
+  CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
+  CHECK(recorder::take_log() == std::vector<std::string>{"wait for " + done + on(kUserStream)});
+  // The next call comes after this one, on whatever stream.
+  const auto other = reinterpret_cast<Handle>(8);
+  ranks.call(0, plan, false, other);
+  log = recorder::take_log();
+  CHECK(log[0] == "wait for " + done + on(other));
+  CHECK(log[1].starts_with("copy "));
+  recorder::complete_all();
+}
+
+// A ring entry is used again only after its event: until then the host waits.
+void check_ring() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 2, 1);
+  recorder::state().complete = false;
+  std::vector<Address> blocks;
+  for (uint64_t i = 0; i < Launcher::kDepth; ++i) {
+    ranks.call(0, plan, true);
+    blocks.push_back(recorder::state().launches.back().args.calls);
+  }
+  std::sort(blocks.begin(), blocks.end());
+  CHECK(std::unique(blocks.begin(), blocks.end()) == blocks.end());
+  std::atomic<bool> returned{false};
+  std::thread fifth([&] {
+    CHECK_EQ(ranks.call(0, plan, true), Launcher::kDepth + 1);
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  CHECK(!returned);
+  CHECK_EQ(recorder::num_launches(), Launcher::kDepth);
+  recorder::complete_all();
+  fifth.join();
+  CHECK_EQ(recorder::num_launches(), Launcher::kDepth + 1);
+  CHECK(ranks.engines[0]->is_completed(1));
+  // Ctrl-C while it waits: the call is not counted.
+  for (uint64_t i = 1; i < Launcher::kDepth; ++i) ranks.call(0, plan, true);
+  Mode mode;
+  ranks.engines[0]->replicate(ranks.args(plan), true, kUserStream, [] { return true; }, &mode);
+  CHECK_EQ(ranks.engines[0]->epoch(), 2 * Launcher::kDepth);
+  recorder::complete_all();
+}
+
+// Ranks in one launch: the last to call launches for all, behind all their streams.
+void check_shared_launch() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  CHECK_EQ(ranks.call(1, plan, true, reinterpret_cast<Handle>(21)), 1);
+  CHECK_EQ(ranks.call(1, plan, true, reinterpret_cast<Handle>(21)), 2);
+  CHECK_EQ(ranks.call(0, plan, false, reinterpret_cast<Handle>(20)), 1);
+  CHECK_EQ(recorder::num_launches(), 0);
+  CHECK(!ranks.engines[0]->is_completed(1));
+  std::atomic<bool> returned{false};
+  std::thread waits([&] {
+    CHECK(ranks.engines[0]->wait(1, reinterpret_cast<Handle>(20), {}));
+    returned = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  CHECK(!returned);
+  recorder::state().complete = false;
+  recorder::take_log();
+  CHECK_EQ(ranks.call(2, plan, true, reinterpret_cast<Handle>(22)), 1);
+  waits.join();
+  CHECK_EQ(recorder::num_launches(), 1);
+  const recorder::Launch launch = recorder::state().launches.back();
+  CHECK(launch.stream == recorder::kOwnStream);
+  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[1], 3);
+  CHECK(launch.args.states == ranks.launcher->state(0));
+  for (int32_t r = 0; r < 3; ++r)
+    check_block(ranks, plan, r,
+                reinterpret_cast<const std::byte*>(launch.args.calls) + r * launch.args.call_bytes);
+  const std::vector<std::string> log = recorder::take_log();
+  const auto launched = std::find(log.begin(), log.end(), "launch" + on(recorder::kOwnStream));
+  CHECK_EQ(std::count_if(log.begin(), launched,
+                         [](const std::string& line) { return line.starts_with("wait for "); }),
+           3);
+  // The others' second calls launch the second kernel.
+  ranks.call(0, plan, true);
+  CHECK_EQ(recorder::num_launches(), 1);
+  ranks.call(2, plan, true);
+  CHECK_EQ(recorder::num_launches(), 2);
+  recorder::complete_all();
+  for (const auto& engine : ranks.engines) CHECK(engine->synchronize(engine->epoch(), {}));
+}
+
+// A rank that does not call: bounded, and named.
+void check_missing_rank() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3, 0.05);
+  ranks.call(0, plan, true);
+  ranks.call(2, plan, true);
+  CHECK(!ranks.engines[0]->synchronize(1, {}));
+  CHECK(!ranks.engines[2]->wait(1, kUserStream, {}));
+  CHECK_EQ(ranks.engines[0]->failed_epoch(), 1);
+  const uec::Report late = ranks.engines[0]->report(), told = ranks.engines[2]->report();
+  CHECK(late.fault == uec::Fault::kTimeout);
+  CHECK_EQ(late.wait.peer, 1);
+  CHECK_EQ(late.root, 1);
+  CHECK(late.seconds >= 0.05);
+  CHECK(told.fault == uec::Fault::kAborted);
+  CHECK_EQ(told.aborter, 0);
+  CHECK_EQ(told.root, 1);
+  CHECK_EQ(ranks.engines[1]->failed_epoch(), 0);  // it has not called
+  CHECK_EQ(ranks.call(1, plan, true), 1);
+  CHECK_EQ(ranks.engines[1]->failed_epoch(), 1);
+  CHECK_EQ(recorder::num_launches(), 0);
+}
+
+// Bad input, and goodbyes, between ranks in one launch.
+void check_shared_ends() {
+  const PlanCase plan = make_plan();
+  {
+    Ranks ranks(plan, 0, 3);
+    ranks.call(1, plan, true);  // owed, and still launched
+    ranks.engines[1]->reject();
+    CHECK_EQ(ranks.engines[1]->failed_epoch(), 2);
+    CHECK(ranks.engines[1]->report().fault == uec::Fault::kRejected);
+    ranks.call(0, plan, true);
+    ranks.call(2, plan, true);
+    CHECK_EQ(recorder::num_launches(), 1);
+    CHECK(ranks.engines[0]->synchronize(1, {}));
+    ranks.call(0, plan, true);
+    CHECK(!ranks.engines[0]->synchronize(2, {}));
+    const uec::Report report = ranks.engines[0]->report();
+    CHECK(report.fault == uec::Fault::kRejected);
+    CHECK_EQ(report.root, 1);
+  }
+  {
+    Ranks ranks(plan, 0, 3);
+    ranks.engines[2]->close();
+    CHECK_EQ(ranks.engines[0]->failed_epoch(), 0);  // no reason to fail while it does not call
+    ranks.call(0, plan, true);
+    CHECK(!ranks.engines[0]->wait(1, kUserStream, {}));
+    CHECK(ranks.engines[0]->report().fault == uec::Fault::kClosed);
+    CHECK_EQ(ranks.engines[0]->report().wait.peer, 2);
+  }
+  {
+    Ranks ranks(plan, 0, 3);
+    ranks.call(0, plan, true);
+    ranks.engines[1]->abort();
+    CHECK(!ranks.engines[0]->synchronize(1, {}));
+    CHECK(ranks.engines[0]->report().fault == uec::Fault::kAborted);
+    CHECK_EQ(ranks.engines[0]->report().root, 1);
+  }
+}
+
+// What happens on the device reaches the host through the status word.
+void check_device_failure() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  for (int32_t r = 0; r < 3; ++r) ranks.call(r, plan, true);
+  Status& status = ranks.launcher->status(1);
+  status.report.fault = uec::Fault::kMismatch;
+  status.report.epoch = 1;
+  status.report.root = 2;
+  status.failed_epoch = 1;
+  CHECK_EQ(ranks.engines[1]->failed_epoch(), 1);
+  CHECK(!ranks.engines[1]->wait(1, kUserStream, {}));
+  CHECK(ranks.engines[1]->report().fault == uec::Fault::kMismatch);
+  CHECK(ranks.engines[0]->synchronize(1, {}));
+  // Rank 1 will not call again: whoever waits for the next launch learns of it.
+  ranks.call(0, plan, true);
+  CHECK(!ranks.engines[0]->synchronize(2, {}));
+  CHECK(ranks.engines[0]->report().fault == uec::Fault::kAborted);
+  CHECK_EQ(ranks.engines[0]->report().aborter, 1);
+  CHECK_EQ(ranks.engines[0]->report().root, 2);
+}
+
+// A rank with launches of its own tells its peers by the notice kernel.
+void check_notices() {
+  const PlanCase plan = make_plan();
+  const auto acts = [](Ranks& ranks) {
+    recorder::state().on_launch = [&ranks](const recorder::Launch& launch) {
+      if (launch.kernel != recorder::kNotice) return;
+      Status& status = ranks.launcher->status(1);
+      if (launch.notice == static_cast<int64_t>(uec::cuda::Notice::kClosed)) {
+        status.disagreement = 2;
+      } else {
+        status.report.fault = uec::Fault::kCancelled;
+        status.report.epoch = status.failed_epoch = 1;
+      }
+    };
+  };
+  {
+    Ranks ranks(plan, 1, 1);
+    acts(ranks);
+    CHECK_EQ(ranks.engines[0]->close(), 2);
+    const recorder::Launch launch = recorder::state().launches.back();
+    CHECK(launch.stream == recorder::kOwnStream);
+    CHECK_EQ(launch.block[0], 32);
+    CHECK(launch.states == ranks.launcher->state(1));
+    CHECK_EQ(ranks.engines[0]->close(), -1);
+    CHECK_EQ(recorder::num_launches(), 1);
+    CHECK_EQ(ranks.call(0, plan, false), 1);  // fails where it begins
+    CHECK_EQ(ranks.engines[0]->failed_epoch(), 1);
+    CHECK_EQ(recorder::num_launches(), 1);
+  }
+  {
+    Ranks ranks(plan, 1, 1);
+    acts(ranks);
+    ranks.engines[0]->reject();
+    CHECK_EQ(recorder::state().launches.back().notice, 0);
+    CHECK_EQ(ranks.engines[0]->failed_epoch(), 1);
+    ranks.call(0, plan, false);
+    CHECK_EQ(recorder::num_launches(), 1);
+  }
+  {
+    Ranks ranks(plan, 1, 1);
+    acts(ranks);
+    ranks.engines[0]->abort();
+    CHECK_EQ(recorder::state().launches.back().notice, 1);
+    CHECK_EQ(ranks.launcher->status(1).cancelled, 1);
+    ranks.engines[0]->abort();
+    CHECK_EQ(recorder::num_launches(), 1);
+  }
+  {
+    // Ctrl-C in synchronize(): the kernel is told to end, and is waited for.
+    Ranks ranks(plan, 1, 1);
+    recorder::state().on_launch = nullptr;
+    recorder::state().complete = false;
+    ranks.call(0, plan, true);
+    std::thread device([&] {
+      while (std::atomic_ref(ranks.launcher->status(1).cancelled).load() == 0)
+        std::this_thread::yield();
+      Status& status = ranks.launcher->status(1);
+      status.report.fault = uec::Fault::kCancelled;
+      std::atomic_ref(status.failed_epoch).store(1);
+      recorder::complete_all();
+    });
+    CHECK(!ranks.engines[0]->synchronize(1, [] { return true; }));
+    device.join();
+  }
+}
+
+void check_driver_errors() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  ranks.call(0, plan, true);
+  ranks.call(1, plan, true);
+  recorder::state().launch_result = 719;
+  bool thrown = false;
+  try {
+    ranks.call(2, plan, true);
+  } catch (const uec::cuda::DriverError& error) {
+    thrown = true;
+    const std::string text = error.what();
+    CHECK(text.find("cuLaunchKernel") != std::string::npos);
+    CHECK(text.find("CUDA_ERROR_OF_THE_TEST (719)") != std::string::npos);
+  }
+  CHECK(thrown);
+  recorder::state().launch_result = 0;
+  CHECK_EQ(ranks.engines[2]->failed_epoch(), 1);
+  CHECK(!ranks.engines[0]->synchronize(1, {}));  // nobody waits for a launch that never comes
+  CHECK_EQ(ranks.engines[0]->report().root, 2);
+
+  Ranks captured(plan, 0, 1);
+  recorder::state().capturing = 1;
+  thrown = false;
+  try {
+    captured.call(0, plan, false);
+  } catch (const uec::cuda::CaptureError&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+  recorder::state().capturing = 0;
+  CHECK_EQ(captured.engines[0]->epoch(), 0);
+  CHECK_EQ(captured.call(0, plan, false), 1);
+}
+
+}  // namespace
+
+int main() {
+  check_state();
+  check_in_place();
+  check_background();
+  check_ring();
+  check_shared_launch();
+  check_missing_rank();
+  check_shared_ends();
+  check_device_failure();
+  check_notices();
+  check_driver_errors();
+  CHECK_EQ(recorder::state().contexts, 0);
+  CHECK_EQ(recorder::state().events, 0);
+}
