@@ -1,14 +1,16 @@
-# `find_package(ultraep_comm)` gives ultraep_comm::core and ultraep_comm::host.
+# `find_package(ultraep_comm)` gives ultraep_comm::core, ultraep_comm::host and
+# ultraep_comm::cuda_host, and the folder of the cubins, where there are any, in
+# ultraep_comm_CUBIN_DIR.
 include(CMakePackageConfigHelpers)
 
-install(TARGETS ultraep_core ultraep_host EXPORT ultraep_comm COMPONENT dev
+install(TARGETS ultraep_core ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(DIRECTORY src/core src/host COMPONENT dev
+install(DIRECTORY src/core src/host src/cuda COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp")
 install(EXPORT ultraep_comm NAMESPACE ultraep_comm:: FILE ultraep_comm-targets.cmake COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)
 configure_package_config_file(cmake/ultraep_comm-config.cmake.in ultraep_comm-config.cmake
-  INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)
+  INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm PATH_VARS CMAKE_INSTALL_DATADIR)
 write_basic_package_version_file(ultraep_comm-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/ultraep_comm-config.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/ultraep_comm-config-version.cmake

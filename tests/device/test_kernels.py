@@ -1,0 +1,136 @@
+"""The device kernels as built: symbols, resources and instructions. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from cubin_files import Resources, architecture, disassemble, nvdisasm, resources, spills
+
+DEFAULT_ARCHS = [90, 100]
+BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
+TRANSFERS = [f"ultraep_replicate_{tile}{far}" for tile in (16384, 32768) for far in ("", "_far")]
+# What nvshmem4py's library_init asks the loaded cubin for.
+NVSHMEM_SYMBOLS = {"nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"}
+
+# Instructions of sm_90 and later, as nvdisasm writes them: each a sequence of patterns, of which a
+# later one is looked for in the few instructions after the one before.
+INSTRUCTIONS = {
+    "bulk copy from global to shared memory": [r"UBLKCP\.S\.G"],
+    "bulk copy from shared to global memory": [r"UBLKCP\.G\.S"],
+    # Without the CCTL it is the wait of which the protocol says that it only frees the source.
+    "wait until bulk copies are delivered": [r"DEPBAR\.LE SB0", r"CCTL\.IVALL"],
+    "end of a group of bulk copies": [r"UTMACMDFLUSH"],
+    "fence between the generic and the async proxy": [r"FENCE\.VIEW\.ASYNC"],
+    "load-acquire at system scope": [r"LDG?\.E\.64\.STRONG\.SYS", r"CCTL\.IVALL"],
+    "store-release at system scope": [r"MEMBAR\.(ALL|SC)\.SYS", r"STG?\.E\.64\.STRONG\.SYS"],
+}
+NEARBY = 8
+
+pytestmark = pytest.mark.timeout(600)  # the first test builds
+
+
+@pytest.fixture(params=DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def cubin(request: pytest.FixtureRequest, cubins: Path) -> Path:
+    return cubins / f"ultraep_comm-sm_{request.param}.cubin"
+
+
+@pytest.fixture(scope="session")
+def code(cubins: Path) -> dict[int, dict[str, list[str]]]:
+    """Instructions by architecture and function."""
+    program = nvdisasm()
+    if program is None:
+        give_up = pytest.fail if os.environ.get("ULTRAEP_CUDA") == "ON" else pytest.skip
+        give_up("no nvdisasm: pip install -c constraints.txt -e '.[test]'")
+    return {architecture(c): disassemble(c, program) for c in cubins.glob("*.cubin")}
+
+
+def absent(instructions: list[str]) -> set[str]:
+    """Return the entries of INSTRUCTIONS that a function does not have."""
+
+    def found(patterns: list[str], begin: int, end: int) -> bool:
+        if not patterns:
+            return True
+        return any(
+            re.search(patterns[0], instructions[at])
+            and found(patterns[1:], at + 1, min(at + 1 + NEARBY, len(instructions)))
+            for at in range(begin, end)
+        )
+
+    return {
+        name for name, patterns in INSTRUCTIONS.items() if not found(patterns, 0, len(instructions))
+    }
+
+
+def symbols(cubin: Path) -> dict[str, str]:
+    """Return the type of every global symbol."""
+    elffile = pytest.importorskip("elftools.elf.elffile")
+    with cubin.open("rb") as file:
+        table = elffile.ELFFile(file).get_section_by_name(".symtab")
+        return {
+            symbol.name: symbol["st_info"]["type"]
+            for symbol in table.iter_symbols()
+            if symbol["st_info"]["bind"] == "STB_GLOBAL" and symbol["st_shndx"] != "SHN_UNDEF"
+        }
+
+
+def test_default_architectures_are_those_of_the_build() -> None:
+    text = (Path(__file__).parents[2] / "cmake" / "cuda.cmake").read_text()
+    default = re.search(r'set\(ULTRAEP_CUDA_ARCHS "([0-9;]+)"', text)
+    assert default is not None
+    assert [int(arch) for arch in default[1].split(";")] == DEFAULT_ARCHS
+
+
+def test_cubin_exports_the_kernels_and_what_nvshmem_asks_for(cubin: Path) -> None:
+    exported = symbols(cubin)
+    for name in [*NVSHMEM_SYMBOLS, "ultraep_cubin_info"]:
+        assert exported.get(name) == "STT_OBJECT", name
+    # A linked cubin has functions of NVSHMEM too; what a host can launch is what nvlink lists.
+    kernels = set(resources(cubin))
+    assert set(TRANSFERS) <= kernels
+    for kernel in kernels:
+        assert exported[kernel] == "STT_FUNC"
+        assert "replicate" in kernel  # so that a profile can be filtered
+
+
+def test_resources_are_within_the_budget(cubin: Path) -> None:
+    used = resources(cubin)
+    show = "python tests/device/cubin_files.py shows what is used; tests/device/budget.json has"
+    assert set(used) == set(BUDGET), f"{show} other kernels"
+    for kernel, values in used.items():
+        for name, value, allowed in zip(
+            Resources._fields, values, Resources(**BUDGET[kernel]), strict=True
+        ):
+            assert value <= allowed, f"{cubin.name}: {kernel}: {name} {value}; {show} {allowed}"
+
+
+def test_budget_allows_64_registers_and_no_stack_but_for_nvshmem() -> None:
+    for kernel, allowed in BUDGET.items():
+        # What calls NVSHMEM's library has its code in line, and a stack for what it calls in turn.
+        calls_nvshmem = kernel.endswith("_far")
+        assert allowed["registers"] <= (96 if calls_nvshmem else 64), kernel
+        assert allowed["stack"] == 0 or calls_nvshmem or kernel == "ultraep_replicate_notice"
+
+
+def test_nothing_spills(cubin: Path) -> None:
+    spilled = spills(cubin)
+    assert set(spilled) >= set(BUDGET)
+    assert {name: num_bytes for name, num_bytes in spilled.items() if num_bytes > 0} == {}
+
+
+@pytest.mark.parametrize("kernel", TRANSFERS)
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_transfers_have_the_instructions_that_the_protocol_rests_on(
+    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
+) -> None:
+    assert absent(code[arch][kernel]) == set()
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_an_absent_instruction_is_noticed(code: dict[int, dict[str, list[str]]], name: str) -> None:
+    for pattern in INSTRUCTIONS[name]:
+        without = [line for line in code[90][TRANSFERS[0]] if not re.search(pattern, line)]
+        assert name in absent(without), pattern
