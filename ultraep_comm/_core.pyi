@@ -189,6 +189,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None: ...
     def add_region(self, bases: list[int]) -> int: ...
     def check(self, slot_expert: int) -> tuple[int, int, int, int]: ...
+    def has_home(self, home: int) -> bool: ...
     def replicate(
         self,
         slot_expert: int,
@@ -206,6 +207,117 @@ class Engine:
     def abort(self) -> None: ...
     def close(self) -> int: ...
     def wait(self, epoch: int) -> bool: ...
+    def synchronize(self, epoch: int) -> bool: ...
+    def is_completed(self, epoch: int) -> bool: ...
+    def failed_epoch(self) -> int: ...
+    def report(self) -> Report: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def bytes_stored(self) -> int: ...
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+class CaptureError(RuntimeError):
+    """The stream is being captured."""
+
+def cuda_layout() -> list[int]:
+    """Return sizes and offsets of the structs that host and device share."""
+
+def cuda_tile_sizes() -> list[int]:
+    """Return what the kernels are compiled for."""
+
+def cuda_shared_bytes(config: EngineConfig) -> int:
+    """Return the shared memory of a block, for any rank of the group."""
+
+def cuda_staging_bytes(num_sms: int, tile_bytes: int) -> int:
+    """Return the symmetric memory that puts to far peers need."""
+
+def cuda_driver_names() -> list[str]:
+    """Return the names of the driver's functions that are called."""
+
+def cuda_launch_peers(
+    driver: CudaDriver,
+    context: int,
+    kernel: int,
+    stream: int,
+    bases: int,
+    own: int,
+    pes: int,
+    num_ranks: int,
+) -> None:
+    """Fill `bases [num_ranks]` on the device with the addresses of peers; 0: out of reach."""
+
+class CudaDriver:
+    """Addresses of the driver's functions, by name. Raises ValueError if one is missing."""
+
+    def __init__(self, addresses: dict[str, int]) -> None: ...
+
+class CudaLauncherConfig:
+    """See `LauncherConfig` in src/cuda/launcher.hpp."""
+
+    def __init__(
+        self,
+        *,
+        driver: CudaDriver,
+        context: int,
+        stream: int,
+        kernel: int,
+        notice: int,
+        first_rank: int,
+        num_ranks: int,
+        num_sms: int,
+        config: EngineConfig,
+    ) -> None: ...
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+
+class CudaLauncher:
+    """Launches calls of the ranks that share it; see src/cuda/launcher.hpp.
+
+    `keep` owns the memory, the stream and the driver's functions.
+    """
+
+    def __init__(
+        self, config: CudaLauncherConfig, device: int, pinned: int, keep: object
+    ) -> None: ...
+
+class CudaEngine:
+    """The CUDA engine of one rank. Addresses are integers; see src/cuda/engine.hpp."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        launcher: CudaLauncher,
+        *,
+        far: list[int],
+        pes: list[int],
+        staging: int,
+    ) -> None: ...
+    def add_region(self, bases: list[int], table: int) -> int: ...
+    def check(self, slot_expert: int) -> tuple[int, int, int, int]: ...
+    def has_home(self, home: int) -> bool: ...
+    def replicate(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        segments: int,
+        num_segments: int,
+        mode: int,
+        region: int,
+        background: bool,
+        stream: int,
+    ) -> tuple[int, int]: ...
+    def reject(self) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> int: ...
+    def wait(self, epoch: int, stream: int) -> bool: ...
+    def synchronize(self, epoch: int) -> bool: ...
     def is_completed(self, epoch: int) -> bool: ...
     def failed_epoch(self) -> int: ...
     def report(self) -> Report: ...

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ultraep_comm import _core
 from ultraep_comm.errors import (
@@ -14,9 +13,11 @@ from ultraep_comm.errors import (
     InvalidLoadError,
     InvalidPlanError,
     InvalidWeightsError,
+    UltraEPError,
 )
+from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import check_ids, check_plan_fits
+from ultraep_comm.planning import check_ids, check_plan_fits, plan_on_host
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
@@ -38,11 +39,12 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     """Count this rank's routed tokens and exchange the counts. Collective.
 
     Args:
-        topk_ids: int32 or int64 ``[T, k]`` on CPU, logical expert ids; -1 is padding.
+        topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding. On the CPU, or on
+            the device of a CUDA group: then they are counted there, and the host waits for it.
         group: the group.
 
     Returns:
-        int32 ``[G, E]``: tokens of each source rank for each expert.
+        int32 ``[G, E]`` on the CPU: tokens of each source rank for each expert.
 
     Raises:
         InvalidLoadError: wrong dtype, device or an id out of range.
@@ -51,31 +53,65 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     group._check_open("gather_load")
     t = group.topology
     counts = torch.empty(t.num_experts, dtype=torch.int32)
+    if group._loads is not None:
+        return _exchange(topk_ids, counts, group, group._loads)
     with group._rejecting():
-        _count(topk_ids, counts, group.rank)
+        _count(topk_ids, counts, group)
     table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32)
-    if 0 in group._region.bases:
-        # Ranks on other machines: the fabric does not reach them, the process group does.
-        assert group._meeting is not None
-        dist.all_gather(list(table), counts, group=group._meeting.group)
-        return table
     epoch = group._engine.gather(counts.data_ptr(), table.data_ptr())
     group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
 
 
-def _count(topk_ids: torch.Tensor, counts: torch.Tensor, rank: int) -> None:
-    check_ids(topk_ids, rank)
-    ids = topk_ids.contiguous()
-    num_experts = counts.numel()
-    bad = _core.count_experts(
-        ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, num_experts, counts.data_ptr()
-    )
+def _exchange(
+    topk_ids: torch.Tensor, counts: torch.Tensor, group: Group, loads: LoadExchange
+) -> torch.Tensor:
+    """Exchange loads outside the engine; a rank with bad ids says so in its row."""
+    rejected: Exception | None = None
+    try:
+        _count(topk_ids, counts, group)
+    except Exception as error:
+        counts.fill_(REJECTED)
+        rejected = error
+    try:
+        table = loads.exchange(counts)
+        if rejected is None:
+            check_rows(table, group.rank, group._engine.epoch)
+    except UltraEPError as error:
+        group._fail(rejected or error)
+        raise (rejected or error) from (error if rejected is not None else error.__cause__)
+    if rejected is not None:
+        with group._rejecting():
+            raise rejected
+    return table
+
+
+def _count(topk_ids: torch.Tensor, counts: torch.Tensor, group: Group) -> None:
+    check_ids(topk_ids, group.rank, group.device)
+    if topk_ids.device.type == "cpu":
+        ids = topk_ids.contiguous()
+        bad = _core.count_experts(
+            ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, counts.numel(), counts.data_ptr()
+        )
+    else:
+        bad = count_on_device(topk_ids, counts)
     if bad >= 0:
         raise InvalidLoadError(
-            f"rank {rank}: topk_ids has the id {int(ids.view(-1)[bad])} at position {bad}; expected"
-            f" [0, {num_experts}), or -1 for padding"
+            f"rank {group.rank}: topk_ids has the id {int(topk_ids.reshape(-1)[bad])} at position"
+            f" {bad}; expected [0, {counts.numel()}), or -1 for padding"
         )
+
+
+def count_on_device(topk_ids: torch.Tensor, counts: torch.Tensor) -> int:
+    """Count routed ids where they are; return a bad id's position, else -1."""
+    num_experts = counts.numel()
+    ids = topk_ids.reshape(-1)
+    bad = (ids < -1) | (ids >= num_experts)
+    # One bin for padding, one for each expert, one for what is out of range.
+    bins = torch.where(bad, num_experts + 1, ids + 1)
+    found = torch.bincount(bins, minlength=num_experts + 2).cpu()
+    counts.copy_(found[1 : num_experts + 1])
+    return int(torch.nonzero(bad)[0]) if int(found[num_experts + 1]) else -1
 
 
 def replicate_experts(
@@ -92,12 +128,17 @@ def replicate_experts(
     When it has finished, this rank's filled slots are complete, bit for bit; empty slots are
     untouched; nobody reads this rank's main weights any more; its own sends are delivered.
 
+    On the CUDA engine the call belongs to a stream, as any CUDA operation: it comes after what the
+    current stream holds, and what the current stream gets after ``wait()`` comes after it. Without
+    ``async_op`` it runs on the current stream itself; the host does not wait. With four calls
+    under way it waits for the first. A plan on the device is copied to the CPU, which synchronises.
+
     Args:
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
             or what ``group.bind`` returned. Not to be changed before the call has finished.
         plan: the same on every rank.
         group: the group.
-        async_op: return a :class:`Work` at once instead of blocking.
+        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
         segments: names of the segments to transfer; None: all.
 
@@ -105,27 +146,33 @@ def replicate_experts(
         InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
             peers fail at once, and the group takes no more calls.
         GroupClosedError: the group is closed or failed earlier.
+        DeviceError: the CUDA driver refused the call.
+        UnsupportedError: the current stream is being captured into a CUDA graph.
         TransferError: the call failed.
     """
     group._check_open("replicate_experts")
     with group._rejecting():
         selection = group._selection(segments)
+        plan = plan_on_host(plan, group)
         _check_plan(plan, group)
         bound = group.bind(weights)
         group._require(bound, selection)
         mode_id = _mode_id(mode, bound, group)
-    engine = group._engine
-    epoch, chosen = engine.replicate(
-        plan.slot_expert.data_ptr(),
-        0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
-        0 if plan.home_quota is None else plan.home_quota.data_ptr(),
-        bound.pointers.ctypes.data,
-        selection.ctypes.data,
-        len(selection),
-        mode_id,
-        bound.region,
-        async_op,
-    )
+    try:
+        epoch, chosen = group._engine.replicate(
+            plan.slot_expert.data_ptr(),
+            0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+            0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+            bound.address,
+            selection.address,
+            selection.count,
+            mode_id,
+            bound.region,
+            async_op,
+        )
+    except UltraEPError as error:
+        group._first_error = group._first_error or error
+        raise
     work = group._submitted(epoch, (bound, plan), "replicate_experts", MODES[chosen])
     if async_op:
         return work

@@ -3,14 +3,17 @@
 | variable             | argument of new_group | meaning                                       |
 |----------------------|-----------------------|-----------------------------------------------|
 | ULTRAEP_TIMEOUT      | timeout               | seconds for every wait; 0: no limit           |
-| ULTRAEP_NUM_SMS      | num_sms               | workers per rank (threads of the host engine) |
+| ULTRAEP_NUM_SMS      | num_sms               | workers per rank: threads, or blocks on a GPU |
 | ULTRAEP_TILE_BYTES   | tile_bytes            | unit of the transfer, a power of two          |
+| ULTRAEP_CUBINS       | none                  | folder of cubins to use instead of the        |
+|                      |                       | installed ones                                |
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from ultraep_comm.errors import InvalidArgumentError
@@ -43,3 +46,9 @@ def num_sms() -> int | None:
 def tile_bytes() -> int | None:
     """Tile size in bytes, or None."""
     return _read("ULTRAEP_TILE_BYTES", int)
+
+
+def cubins() -> Path | None:
+    """Folder of the device kernels, or None."""
+    text = os.environ.get("ULTRAEP_CUBINS")
+    return Path(text) if text else None

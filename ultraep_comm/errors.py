@@ -35,6 +35,10 @@ class OutOfSharedMemoryError(BootstrapError, MemoryError):
     """There is not enough memory for a rank's slots and flags."""
 
 
+class DeviceError(UltraEPError):
+    """The CUDA driver refused a call, or a kernel ended with an error that is not ours."""
+
+
 class GroupClosedError(UltraEPError):
     """The group was closed, or failed earlier and takes no more calls."""
 

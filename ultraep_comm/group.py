@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -13,24 +14,36 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.engines import Engine
 from ultraep_comm.errors import (
     GroupClosedError,
     InvalidArgumentError,
     InvalidWeightsError,
     PlanMismatchError,
     UltraEPError,
+    UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
-from ultraep_comm.fabrics.bootstrap import Meeting
+from ultraep_comm.loads import LoadExchange
 from ultraep_comm.reports import error_from
 from ultraep_comm.segments import BoundWeights, Segment, Weights, bind_weights
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
 
+
+@dataclass(frozen=True)
+class Selection:
+    """Segments to transfer: their indices, int32 ascending, and where those are."""
+
+    indices: np.ndarray
+    address: int
+    count: int
+
+
 Held = deque[tuple[int, tuple[object, ...]]]
 
 
-def _dispose(engine: _core.Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
+def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
     """End a group that nobody closed. ``memory`` outlives the engine, which still writes to it."""
     if not engine.is_completed(engine.epoch):
         engine.abort()  # nobody is left to wait for the call
@@ -46,6 +59,7 @@ class Group:
     Attributes:
         rank: this rank in the group.
         topology: the group's constants.
+        device: where weights and slots are.
         segments: the tensors of an expert, by name.
         slots: ``{name: [S, *shape]}``, views of this rank's slots, stable for the group's life.
     """
@@ -58,22 +72,24 @@ class Group:
         segments: Mapping[str, Segment],
         config: _core.EngineConfig,
         fabric: Fabric,
-        meeting: Meeting | None,
+        make_engine: Callable[[_core.EngineConfig], Engine] = _core.Engine,
+        loads: LoadExchange | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
         self.segments = dict(segments)
         self._names = tuple(self.segments)
         self._fabric = fabric
-        self._meeting = meeting
+        self._loads = loads  # None: the engine exchanges them
         self._layout = _core.EngineLayout(config)
         self._region = fabric.allocate(self._layout.total_bytes)
         config.set_bases(self._region.bases)
         config.peer_sockets = fabric.peer_sockets
-        self._engine = _core.Engine(config)
+        self.device = self._region.local.device
+        self._engine = make_engine(config)
         self._memory = [self._region]
         self._region_of: dict[int, int] = {}
-        self._selections: dict[tuple[str, ...] | None, np.ndarray] = {}
+        self._selections: dict[tuple[str, ...] | None, Selection] = {}
         self._in_flight: Held = deque()
         self._state = "open"
         self._aborted = False
@@ -123,7 +139,9 @@ class Group:
                     " one"
                 )
             return weights
-        pointers, names = bind_weights(weights, self.segments, self.num_mains, self.rank)
+        pointers, names = bind_weights(
+            weights, self.segments, self.num_mains, self.rank, self.device
+        )
         return BoundWeights(
             pointers=pointers,
             names=names,
@@ -166,8 +184,14 @@ class Group:
 
         Raises:
             OutOfSharedMemoryError: there is not enough memory on some rank.
+            UnsupportedError: some ranks have no load/store access to each other, so none can pull.
         """
         self._check_open("empty_weights")
+        if not self._fabric.can_pull:
+            raise UnsupportedError(
+                f"rank {self.rank}: empty_weights() is for mode='pull', and some ranks of this"
+                " group reach each other by puts only; use ordinary tensors and mode='push'"
+            )
         try:
             region = self._fabric.allocate(self._layout.region_bytes)
         except UltraEPError as error:
@@ -192,11 +216,13 @@ class Group:
                 continue
             base = self._region.bases[self.rank] + self._layout.slot_offset[i]
             slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
-            result[name] = torch.tensor([*bound.pointers[i].tolist(), *slots], dtype=torch.int64)
+            result[name] = torch.tensor(
+                [*bound.pointers[i].tolist(), *slots], dtype=torch.int64, device=self.device
+            )
         return result
 
-    def _selection(self, segments: Sequence[str] | None) -> np.ndarray:
-        """Return the indices of the segments to transfer, int32 ascending."""
+    def _selection(self, segments: Sequence[str] | None) -> Selection:
+        """Return the segments to transfer."""
         if segments is not None and (
             isinstance(segments, str)
             or not isinstance(segments, Sequence)
@@ -216,11 +242,15 @@ class Group:
                 f"rank {self.rank}: segments={key} is not a selection of {list(self._names)};"
                 " expected known names, each once, at least one"
             )
-        chosen = np.array(sorted(self._names.index(n) for n in names), np.int32)
+        indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
+        chosen = Selection(indices, indices.ctypes.data, len(indices))
         self._selections[key] = chosen
         return chosen
 
-    def _require(self, bound: BoundWeights, selection: np.ndarray) -> None:
+    def _require(self, bound: BoundWeights, chosen: Selection) -> None:
+        if len(bound.names) == len(self._names):
+            return
+        selection = chosen.indices
         missing = [self._names[i] for i in selection if self._names[i] not in bound.names]
         if missing:
             raise InvalidWeightsError(
@@ -262,6 +292,13 @@ class Group:
         self._first_error = self._first_error or error
         return error
 
+    def _fail(self, error: Exception) -> None:
+        """End a group whose ranks may no longer be at the same call."""
+        self._first_error = self._first_error or error
+        self._engine.abort()
+        if self._loads is not None:
+            self._loads.leave()
+
     @contextmanager
     def _rejecting(self) -> Iterator[None]:
         """Tell the peers when this rank's own input is bad, so that none waits for it."""
@@ -280,6 +317,13 @@ class Group:
         if self._state != "closed":
             self._aborted = True
             self._engine.abort()
+            if self._loads is not None:
+                self._loads.leave()
+
+    def _leave(self) -> None:
+        self._fabric.close()
+        if self._loads is not None:
+            self._loads.leave()
 
     def close(self) -> None:
         """Finish submitted calls, say goodbye to the peers, and free threads and connections.
@@ -295,13 +339,13 @@ class Group:
         self._state = "closed"
         engine = self._engine
         try:
-            engine.wait(engine.epoch)
+            engine.synchronize(engine.epoch)
         except BaseException:  # Ctrl-C while a peer keeps us waiting
             engine.abort()
             raise
         finally:
             peer = engine.close()
-            self._fabric.close()
+            self._leave()
             self._in_flight.clear()
             self._finalizer.detach()
         failed = engine.failed_epoch()

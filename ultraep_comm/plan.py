@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -113,6 +113,13 @@ class Plan:
         )
         plan.validate(allow_cross_domain=allow_cross_domain)
         return plan
+
+    def cpu(self) -> Plan:
+        """Return the plan with its tensors on the CPU; from a device, this synchronises."""
+        if self.slot_expert.device.type == "cpu":
+            return self
+        moved = {name: t.cpu() for name, t in vars(self).items() if t is not None}
+        return replace(self, **moved)
 
     # ---- rules ----------------------------------------------------------------------------
 

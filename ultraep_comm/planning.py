@@ -113,22 +113,37 @@ def _check_load(load: torch.Tensor) -> None:
             )
 
 
-def check_ids(topk_ids: torch.Tensor, rank: int) -> None:
-    """Raise InvalidLoadError unless ``topk_ids`` is an integer tensor on CPU."""
+def check_ids(topk_ids: torch.Tensor, rank: int, device: torch.device) -> None:
+    """Raise InvalidLoadError unless ``topk_ids`` is an integer tensor on CPU or ``device``."""
+    devices = (torch.device("cpu"), device)
     if not isinstance(topk_ids, torch.Tensor):
         raise InvalidLoadError(
             f"rank {rank}: topk_ids is a {type(topk_ids).__name__}; expected a tensor [T, k]"
         )
-    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device.type != "cpu":
+    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device not in devices:
+        expected = " or ".join(dict.fromkeys(map(str, devices)))
         raise InvalidLoadError(
             f"rank {rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32 or"
-            " int64 on cpu"
+            f" int64 on {expected}"
         )
+
+
+def plan_on_host(plan: Plan, group: Group) -> Plan:
+    """Return the plan of a CUDA group with its tensors on the CPU, which synchronises."""
+    return plan.cpu() if isinstance(plan, Plan) and group.device.type != "cpu" else plan
 
 
 def check_plan_fits(plan: Plan, group: Group) -> None:
     """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
     t = group.topology
+    if (
+        isinstance(plan, Plan)
+        and plan.slot_expert.shape == (t.num_ranks, t.slots_per_rank)
+        and plan.home.shape == (t.num_experts,)
+        and plan.slot_expert.device.type == plan.home.device.type == "cpu"
+        and group._engine.has_home(plan.home.data_ptr())
+    ):
+        return  # the rest says what is wrong
     if not isinstance(plan, Plan):
         raise InvalidPlanError(
             f"rank {group.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
@@ -155,28 +170,30 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
     """Map routed experts to physical instances, so that each receives its quota. Local.
 
     Args:
-        topk_ids: int32 or int64 ``[T, k]`` on CPU: the ids that were counted for ``plan.load``;
-            -1 is padding and stays -1.
+        topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
+            padding and stays -1. On the CPU, or on the device of a CUDA group: then they are
+            copied to the CPU and the result back, which synchronises.
         plan: with quotas and ``[G, E]`` load.
         group: the group; its rank is the source.
 
     Returns:
-        The same shape and dtype: ``rank * P + index``, with P the largest number of mains on a
-        rank plus S, mains first in expert order, then slots.
+        The same shape, dtype and device: ``rank * P + index``, with P the largest number of mains
+        on a rank plus S, mains first in expert order, then slots.
 
     Raises:
         InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
     """
+    plan = plan_on_host(plan, group)
     if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
         raise InvalidPlanError(
             f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
             " gather_load's result, or give Plan.from_slots its quotas and load"
         )
-    check_ids(topk_ids, group.rank)
+    check_ids(topk_ids, group.rank, group.device)
     check_plan_fits(plan, group)
-    ids = topk_ids.contiguous()
+    ids = topk_ids.cpu().contiguous()
     out = torch.empty_like(ids)
     status = _core.reroute(
         ids,
@@ -190,7 +207,7 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
     )
     if status.fault is not _core.RerouteFault.NONE:
         raise _reroute_error(status, group.rank, plan.num_experts)
-    return out
+    return out.to(topk_ids.device)
 
 
 def _reroute_error(

@@ -136,10 +136,20 @@ class BoundWeights:
     region: int = -1
     owner: object = field(default=None, repr=False)
     tensors: tuple[object, ...] = field(default=(), repr=False)
+    address: int = field(
+        init=False, repr=False
+    )  # of the pointers: asking NumPy takes a microsecond
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.pointers.ctypes.data)
 
 
 def bind_weights(
-    weights: Weights, segments: Mapping[str, Segment], num_mains: int, rank: int
+    weights: Weights,
+    segments: Mapping[str, Segment],
+    num_mains: int,
+    rank: int,
+    device: torch.device,
 ) -> tuple[Pointers, frozenset[str]]:
     """Check weights against the segments and take their addresses.
 
@@ -163,14 +173,19 @@ def bind_weights(
             continue
         value = weights[name]
         if isinstance(value, torch.Tensor):
-            pointers[i] = _stacked(value, name, segment, num_mains, rank)
+            pointers[i] = _stacked(value, name, segment, num_mains, rank, device)
         else:
-            pointers[i] = _listed(value, name, segment, num_mains, rank)
+            pointers[i] = _listed(value, name, segment, num_mains, rank, device)
     return pointers, frozenset(weights)
 
 
 def _stacked(
-    tensor: torch.Tensor, name: str, segment: Segment, num_mains: int, rank: int
+    tensor: torch.Tensor,
+    name: str,
+    segment: Segment,
+    num_mains: int,
+    rank: int,
+    device: torch.device,
 ) -> list[int]:
     if tensor.dim() == 0 or tensor.shape[0] != num_mains:
         raise InvalidWeightsError(
@@ -179,13 +194,18 @@ def _stacked(
         )
     if num_mains == 0:
         return []
-    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name, segment, rank)
+    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name, segment, rank, device)
     start, step = tensor.data_ptr(), tensor.stride(0) * segment.dtype.itemsize
     return [start + i * step for i in range(num_mains)]
 
 
 def _listed(
-    tensors: Sequence[torch.Tensor], name: str, segment: Segment, num_mains: int, rank: int
+    tensors: Sequence[torch.Tensor],
+    name: str,
+    segment: Segment,
+    num_mains: int,
+    rank: int,
+    device: torch.device,
 ) -> list[int]:
     if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
         found = (
@@ -201,7 +221,7 @@ def _listed(
                 f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__};"
                 " expected a tensor"
             )
-        _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank)
+        _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank, device)
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -212,15 +232,17 @@ def _check(
     name: str,
     segment: Segment,
     rank: int,
+    device: torch.device,
 ) -> None:
     if tensor.dtype != segment.dtype:
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name}] has dtype {tensor.dtype}; expected {segment.dtype}"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device != device:
+        engine = "host" if device.type == "cpu" else "CUDA"
         raise InvalidWeightsError(
-            f"rank {rank}: weights[{name}] is on {tensor.device}; expected cpu, where the host"
-            " engine reads it"
+            f"rank {rank}: weights[{name}] is on {tensor.device}; expected {device}, where the"
+            f" {engine} engine reads it"
         )
     # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
     if tensor.layout != torch.strided or tensor.data_ptr() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +118,10 @@ class Topology:
             domain=domain,
             allow_cross_domain=allow_cross_domain,
         )
+
+    def with_domains(self, domain: IntArray) -> Topology:
+        """Return the same with other domains ``[G]``."""
+        return replace(self, domain=domain)
 
     def mains(self, rank: int) -> IntArray:
         """Experts at home on ``rank``, ascending: the order of its main weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ultraep_comm.errors import UltraEPError
@@ -27,22 +28,34 @@ class Work:
         self._operation = operation
 
     def wait(self) -> None:
+        """Have what the caller does next come after the call.
+
+        On the host engine it blocks until the call has finished. On the CUDA engine the current
+        stream waits, not the host; a failure that is not known yet surfaces in
+        :meth:`synchronize`, :meth:`exception` or the next call on the group. Only ranks that share
+        a launch (``new_loopback_groups``) block until all of them have called.
+
+        Raises:
+            TransferError: it failed; the subclass and the text say how.
+        """
+        self._finish(self._group._engine.wait)
+
+    def synchronize(self) -> None:
         """Block until the call has finished.
 
         Raises:
             TransferError: it failed; the subclass and the text say how.
         """
+        self._finish(self._group._engine.synchronize)
+
+    def _finish(self, wait: Callable[[int], bool]) -> None:
         try:
-            done = self._group._engine.wait(self._epoch)
+            done = wait(self._epoch)
         except BaseException:
             self._group._aborted = True  # Ctrl-C ended the call, and says so itself
             raise
         if not done:
             raise self._group._failure(self._epoch, self._operation)
-
-    def synchronize(self) -> None:
-        """Block until the call has finished: on the host engine the same as :meth:`wait`."""
-        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether the call has finished or failed, without blocking."""

@@ -30,6 +30,10 @@ class Fabric(Protocol):
     def peer_sockets(self) -> list[int]:
         """File descriptors that reach end-of-file when a peer ends; -1: unknown."""
 
+    @property
+    def can_pull(self) -> bool:
+        """Whether all ranks of a domain can load from each other's memory."""
+
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate zeroed memory on every rank of the domain: collective, in the same order."""
 

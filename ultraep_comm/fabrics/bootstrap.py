@@ -104,23 +104,38 @@ class Meeting:
             return DEFAULT_TIMEOUT
         return value.total_seconds() if isinstance(value, timedelta) else DEFAULT_TIMEOUT
 
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Give this rank's tensor to all and return everybody's ``[G, *shape]``, on the CPU.
+
+        Raises:
+            BootstrapError: a rank left the process group.
+        """
+        mine = mine.to(self._device)
+        everybody = torch.empty(
+            (self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device
+        )
+        try:
+            dist.all_gather(list(everybody), mine, group=self.group)
+        except RuntimeError as error:
+            raise BootstrapError(
+                f"rank {self.rank}: the process group failed; has a rank left it?"
+                f" ({str(error).splitlines()[0]})"
+            ) from error
+        return everybody.cpu()
+
+    def gather_ints(self, *values: int) -> list[list[int]]:
+        """Give integers to all and return everybody's, by rank."""
+        rows: list[list[int]] = self.gather(torch.tensor(values, dtype=torch.int64)).tolist()
+        return rows
+
     def exchange(self, hello: Hello) -> list[Hello]:
         """Give this rank's record to all and return everybody's, by rank.
 
         Raises:
             BootstrapError: a rank left the process group, or sent something else.
         """
-        mine = torch.frombuffer(bytearray(hello.pack()), dtype=torch.uint8).to(self._device)
-        all_records = torch.empty(self.num_ranks * mine.numel(), dtype=torch.uint8)
-        all_records = all_records.to(self._device)
-        try:
-            dist.all_gather(list(all_records.chunk(self.num_ranks)), mine, group=self.group)
-        except RuntimeError as error:
-            raise BootstrapError(
-                f"rank {self.rank}: the process group failed while the group was being made; has a"
-                f" rank left it? ({str(error).splitlines()[0]})"
-            ) from error
-        data = bytes(all_records.cpu().numpy())
+        mine = torch.frombuffer(bytearray(hello.pack()), dtype=torch.uint8)
+        data = bytes(self.gather(mine).numpy())
         return [
             Hello.unpack(data[r * _RECORD.size : (r + 1) * _RECORD.size], r)
             for r in range(self.num_ranks)
@@ -141,3 +156,14 @@ class Meeting:
                     f"rank {self.rank}: no group was made, because rank {rank} failed:"
                     f" {hello.error}"
                 )
+
+
+def check_same_arguments(hellos: list[Hello]) -> None:
+    """Raise BootstrapError on every rank if one has called with other arguments."""
+    for rank, hello in enumerate(hellos):
+        if hello.digest != hellos[0].digest:
+            raise BootstrapError(
+                f"rank {rank} called new_group with other arguments than rank 0: num_experts,"
+                " slots_per_rank, home, domains, expert, tile_bytes, engine, fabric"
+                " and allow_cross_domain must be equal on every rank"
+            )

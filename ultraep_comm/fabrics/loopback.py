@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 
 import torch
 
 from ultraep_comm.fabrics import SharedRegion
 
 
-class LoopbackMemory:
-    """The allocations of all ranks. The first rank to ask makes them for everybody."""
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """Return zeroed pages."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
-    def __init__(self, num_ranks: int) -> None:
+
+class LoopbackMemory:
+    """The allocations of all ranks. The first rank to ask makes them for everybody.
+
+    Args:
+        num_ranks: G.
+        allocate: takes a number of bytes and returns zeroed memory, uint8; None: on the host.
+    """
+
+    def __init__(
+        self, num_ranks: int, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
         self.num_ranks = num_ranks
+        self._allocate = allocate or host_memory
         self._lock = threading.Lock()
         self._regions: list[tuple[int, list[torch.Tensor]]] = []
 
@@ -22,10 +36,7 @@ class LoopbackMemory:
         """Return the ``index``-th allocation of every rank."""
         with self._lock:
             if index == len(self._regions):
-                made = [
-                    torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-                    for _ in range(self.num_ranks)
-                ]
+                made = [self._allocate(num_bytes) for _ in range(self.num_ranks)]
                 self._regions.append((num_bytes, made))
             size, tensors = self._regions[index]
         if size != num_bytes:
@@ -47,6 +58,11 @@ class LoopbackFabric:
     def peer_sockets(self) -> list[int]:
         """Ranks share a process, so none can end alone."""
         return [-1] * self._memory.num_ranks
+
+    @property
+    def can_pull(self) -> bool:
+        """One memory for all."""
+        return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Return this rank's next allocation."""

@@ -120,6 +120,11 @@ class ShmFabric:
         """Descriptors of the connections, by rank."""
         return [-1 if s is None else s.fileno() for s in self._sockets]
 
+    @property
+    def can_pull(self) -> bool:
+        """Every rank of a machine maps the others' memory."""
+        return True
+
     def _connect(self, listener: socket.socket) -> None:
         # Lower ranks are called, higher ranks call. Every listener exists before anyone connects,
         # and the kernel queues connections, so the order cannot deadlock.

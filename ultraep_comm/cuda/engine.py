@@ -1,0 +1,213 @@
+"""The CUDA engine of one rank, with the methods of the host engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.cuda.device import Device
+from ultraep_comm.cuda.kernels import GroupKernels
+from ultraep_comm.errors import DeviceError, UnsupportedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """How a rank reaches those that it has no load/store access to.
+
+    Attributes:
+        pes: NVSHMEM's numbers of the ranks; empty: NVSHMEM is not used.
+        far: 1 for ranks reached by puts and signals; empty: there are none.
+        staging: symmetric memory for puts; None: nobody is far.
+    """
+
+    pes: Sequence[int] = ()
+    far: Sequence[int] = ()
+    staging: torch.Tensor | None = None
+
+
+class SharedLauncher:
+    """A launcher and its memory: of one rank, or of all ranks of a loopback group."""
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: GroupKernels,
+        config: _core.EngineConfig,
+        *,
+        first_rank: int,
+        num_ranks: int,
+        num_sms: int,
+    ) -> None:
+        stream, stream_owner = device.new_stream()
+        launcher_config = _core.CudaLauncherConfig(
+            driver=device.driver,
+            context=device.context,
+            stream=stream,
+            kernel=kernels.replicate,
+            notice=kernels.notice,
+            first_rank=first_rank,
+            num_ranks=num_ranks,
+            num_sms=num_sms,
+            config=config,
+        )
+        self.device = device
+        memory = device.allocate(launcher_config.device_bytes)
+        pinned = device.pinned(launcher_config.pinned_bytes)
+        self.launcher = _translated(
+            _core.CudaLauncher,
+            launcher_config,
+            memory.data_ptr(),
+            pinned.data_ptr(),
+            (device, stream_owner, memory, pinned),
+        )
+
+
+class CudaEngine:
+    """One rank. Calls go to the current stream, or to the group's own behind it."""
+
+    def __init__(
+        self, config: _core.EngineConfig, shared: SharedLauncher, peers: Peers | None = None
+    ) -> None:
+        peers = peers or Peers()
+        self._shared = shared
+        self._device = shared.device
+        self._current_stream = shared.device.current_stream
+        self._peers = peers
+        self._tables: list[torch.Tensor] = []  # of regions
+        self._engine = _translated(
+            _core.CudaEngine,
+            config,
+            shared.launcher,
+            far=list(peers.far),
+            pes=list(peers.pes),
+            staging=0 if peers.staging is None else peers.staging.data_ptr(),
+        )
+        self.check = self._engine.check
+        self.has_home = self._engine.has_home
+        self.failed_epoch = self._engine.failed_epoch
+        self.report = self._engine.report
+
+    def add_region(self, bases: list[int]) -> int:
+        """Remember where ranks have main weights that peers can address."""
+        table = self._device.allocate(8 * len(bases))
+        self._tables.append(table)
+        return _translated(self._engine.add_region, bases, table.data_ptr())
+
+    def replicate(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        segments: int,
+        num_segments: int,
+        mode: int,
+        region: int,
+        background: bool,
+    ) -> tuple[int, int]:
+        """Submit a call, and return its epoch and mode."""
+        try:
+            return self._engine.replicate(
+                slot_expert,
+                slot_quota,
+                home_quota,
+                mains,
+                segments,
+                num_segments,
+                mode,
+                region,
+                background,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def gather(self, row: int, table: int) -> int:
+        """Never called: loads are exchanged over the process group."""
+        raise NotImplementedError
+
+    def wait(self, epoch: int) -> bool:
+        """Make the current stream wait for a call; False if the call is known to have failed."""
+        try:
+            return self._engine.wait(epoch, self._current_stream())
+        except _core.DriverError as error:
+            _raise_typed(error)
+
+    def synchronize(self, epoch: int) -> bool:
+        """Block until a call has finished; return whether it succeeded."""
+        return _translated(self._engine.synchronize, epoch)
+
+    def is_completed(self, epoch: int) -> bool:
+        """Return whether a call has finished or failed."""
+        try:
+            return self._engine.is_completed(epoch)
+        except _core.DriverError as error:
+            _raise_typed(error)
+
+    def reject(self) -> None:
+        """Tell the peers that this rank's input was bad."""
+        _translated(self._engine.reject)
+
+    def abort(self) -> None:
+        """End what is under way."""
+        _translated(self._engine.abort)
+
+    def close(self) -> int:
+        """Say goodbye; return a rank that is seen to have made another last call, else -1."""
+        return _translated(self._engine.close)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of submitted calls."""
+        return self._engine.epoch
+
+    @property
+    def bytes_stored(self) -> int:
+        """Return the bytes that finished calls have stored; synchronises with the device."""
+        return _translated(lambda: self._engine.bytes_stored)
+
+
+def launch_peers(
+    device: Device, kernel: int, own: int, pes: torch.Tensor, num_ranks: int
+) -> list[int]:
+    """Return the addresses ``[num_ranks]`` at which the device reaches peers; 0: it does not."""
+    bases = device.allocate(8 * num_ranks)
+    _translated(
+        _core.cuda_launch_peers,
+        device.driver,
+        device.context,
+        kernel,
+        device.current_stream(),
+        bases.data_ptr(),
+        own,
+        pes.data_ptr(),
+        num_ranks,
+    )
+    device.settle()
+    return [int(base) for base in bases.view(torch.int64).tolist()]
+
+
+def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        return function(*args, **kwargs)
+    except _core.DriverError as error:
+        _raise_typed(error)
+
+
+def _raise_typed(error: Exception) -> NoReturn:
+    if isinstance(error, _core.CaptureError):
+        raise UnsupportedError(
+            f"{error}: plans on the CPU cannot be captured, since a replay would repeat the plan"
+            " of the capture; call replicate_experts outside the capture"
+        ) from error
+    raise DeviceError(
+        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
+        " restart the process"
+    ) from error

@@ -1,0 +1,91 @@
+"""Choosing the kernels for a group: which cubin, which tile size, how many blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ultraep_comm import _core
+from ultraep_comm.cuda.cubins import check_info, find_cubin, read_info
+from ultraep_comm.cuda.device import Device, Kernels
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+DEFAULT_NUM_SMS = 32
+NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
+
+
+def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
+    """Load the cubin for a device, if it fits this installation.
+
+    Args:
+        device: where to.
+        nvshmem: (major, minor) of NVSHMEM's host library; None: it is not used.
+
+    Raises:
+        UnsupportedError: there is none, or it does not fit.
+    """
+    cubin = find_cubin(device.compute_capability)
+    check_info(
+        read_info(cubin),
+        cuda_major=device.cuda_major,
+        layout=_core.cuda_layout(),
+        nvshmem=nvshmem,
+    )
+    return device.load(cubin)
+
+
+@dataclass(frozen=True)
+class GroupKernels:
+    """Handles of the kernels of one group."""
+
+    replicate: int
+    notice: int
+
+    @classmethod
+    def of(cls, kernels: Kernels, config: _core.EngineConfig, *, far: bool) -> GroupKernels:
+        """Look them up; with ``far``, those that reach peers by puts and signals."""
+        name = f"ultraep_replicate_{config.tile_bytes}{'_far' if far else ''}"
+        return cls(
+            replicate=kernels.handle(name, _core.cuda_shared_bytes(config)),
+            notice=kernels.handle(NOTICE, 0),
+        )
+
+
+def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:
+    """Return the tile size: the one asked for, else the largest that fits.
+
+    Raises:
+        InvalidArgumentError: the kernels are not compiled for the size asked for.
+        UnsupportedError: the group's tables leave no room for tiles in shared memory.
+    """
+    sizes = sorted(_core.cuda_tile_sizes(), reverse=True)
+    if given is not None and given not in sizes:
+        raise InvalidArgumentError(
+            f"tile_bytes is {given}; the CUDA engine's kernels are compiled for {sorted(sizes)}"
+        )
+    needed = 0
+    for size in sizes if given is None else [given]:
+        config.tile_bytes = size
+        needed = _core.cuda_shared_bytes(config)
+        if needed <= device.max_shared_bytes:
+            return size
+    raise UnsupportedError(
+        f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, this"
+        f" device has {device.max_shared_bytes}; use smaller tiles, of {min(sizes)} bytes, or a"
+        " group of fewer ranks and slots_per_rank"
+    )
+
+
+def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
+    """Return the blocks of a rank. All blocks of a launch have to run at the same time.
+
+    Raises:
+        InvalidArgumentError: the device has too few multiprocessors.
+    """
+    most = device.num_sms // ranks_here
+    wanted = min(DEFAULT_NUM_SMS, max(most, 1)) if given is None else given
+    if wanted > most:
+        raise InvalidArgumentError(
+            f"num_sms is {wanted} for each of {ranks_here} ranks on this device, which has"
+            f" {device.num_sms} multiprocessors; expected at most {most}, or fewer ranks"
+        )
+    return wanted

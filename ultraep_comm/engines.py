@@ -1,0 +1,72 @@
+"""What a group needs from an engine. The host engine has it in C++, the CUDA engine in Python."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ultraep_comm import _core
+
+
+class Engine(Protocol):
+    """One rank of one group. Addresses are integers; calls are numbered by epochs from 1."""
+
+    def add_region(self, bases: list[int]) -> int:
+        """Remember main weights that peers can address; return their number."""
+
+    def check(self, slot_expert: int) -> tuple[int, int, int, int]:
+        """Check a plan; see `check_plan` in src/core/validate.hpp."""
+
+    def has_home(self, home: int) -> bool:
+        """Return whether a home map ``[E]`` is the group's."""
+
+    def replicate(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        segments: int,
+        num_segments: int,
+        mode: int,
+        region: int,
+        background: bool,
+    ) -> tuple[int, int]:
+        """Submit a call; return its epoch and its mode."""
+
+    def gather(self, row: int, table: int) -> int:
+        """Submit an exchange of loads, where the engine has one; return its epoch."""
+
+    def wait(self, epoch: int) -> bool:
+        """Order what the caller does next behind a call; False: it has failed.
+
+        The host engine blocks; the CUDA engine orders the current stream.
+        """
+
+    def synchronize(self, epoch: int) -> bool:
+        """Block until a call has finished; False: it has failed."""
+
+    def is_completed(self, epoch: int) -> bool:
+        """Return whether a call has finished or failed."""
+
+    def failed_epoch(self) -> int:
+        """Return the first call that failed; 0: none is known."""
+
+    def report(self) -> _core.Report:
+        """Return how it failed."""
+
+    def reject(self) -> None:
+        """Tell the peers that this rank's input was bad."""
+
+    def abort(self) -> None:
+        """Fail what is under way, here and at the peers."""
+
+    def close(self) -> int:
+        """Say goodbye; return a rank that is seen to have made another last call, else -1."""
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of submitted calls."""
+
+    @property
+    def bytes_stored(self) -> int:
+        """Return the bytes stored so far."""
