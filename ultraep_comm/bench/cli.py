@@ -10,10 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench import replicate
-from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, launched_ranks, run_ranks
+from ultraep_comm.bench import device, gpu, replicate
+from ultraep_comm.bench.launch import (
+    FAILED,
+    INTERRUPTED,
+    launched_rank,
+    launched_ranks,
+    run_alone,
+    run_ranks,
+)
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
-from ultraep_comm.bench.sizes import parse_segments, parse_size
+from ultraep_comm.bench.sizes import parse_counts, parse_segments, parse_size
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import load_trace
 from ultraep_comm.errors import InvalidArgumentError
@@ -31,13 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = make_settings(options)
     except (InvalidArgumentError, OSError) as error:
-        if launched_rank() == 0:
+        if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
     try:
-        return run_ranks(replicate.run, settings, settings.num_ranks)
+        if settings.engine == "host":
+            return run_ranks(replicate.run, settings, settings.num_ranks)
+        if settings.fabric == "loopback":
+            return run_alone(device.run, settings)
+        return run_ranks(device.run, settings, settings.num_ranks)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _speaks() -> bool:
+    try:
+        return launched_rank() == 0
+    except InvalidArgumentError:
+        return True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, default=0, help="of the trace (default 0)")
     add("--layer", type=int, default=0, help="of the trace (default 0)")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add(
+        "--engine",
+        choices=["auto", "host", "cuda"],
+        default="host",
+        help='auto: cuda where there is a GPU and a kernel for it, else host (default "host")',
+    )
+    add(
+        "--fabric",
+        choices=["auto", "shm", "nvshmem", "loopback"],
+        default="auto",
+        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem, a"
+        " process and a GPU for each (default: nvshmem under torchrun or srun, else loopback)",
+    )
+    add(
+        "--num-sms",
+        metavar="N,...",
+        help="workers of a rank: threads, or blocks on the GPU; there a list, such as 4,8,16, is"
+        " measured one by one (default: the engine's)",
+    )
     add("--mode", choices=[*ALL_MODES, "all"], default="all", help="(default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
@@ -93,6 +130,10 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
     given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
+    engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
+    num_sms = () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms")
+    if engine == "host" and len(num_sms) > 1:
+        raise InvalidArgumentError(f"--num-sms is {options.num_sms}; a list is for --engine cuda")
     load, source = _make_load(options, _count_ranks(options))
     return ReplicateSettings(
         load=load,
@@ -106,7 +147,37 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
         check=options.check,
         json=options.json,
         seed=options.seed,
+        engine=engine,
+        fabric=fabric,
+        num_sms=num_sms,
     )
+
+
+def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
+    """Return engine and fabric of a run, neither of them "auto".
+
+    Raises:
+        InvalidArgumentError: they do not go together, or not with a launcher.
+    """
+    if engine == "auto":
+        if fabric == "auto":
+            engine = "cuda" if gpu.is_usable() else "host"
+        else:
+            engine = "host" if fabric == "shm" else "cuda"
+    fabrics = ("shm",) if engine == "host" else ("loopback", "nvshmem")
+    if fabric == "auto":
+        fabric = fabrics[0] if launched is None else fabrics[-1]
+    if fabric not in fabrics:
+        raise InvalidArgumentError(
+            f"--engine {engine} does not run over --fabric {fabric}; expected"
+            f" {' or '.join(fabrics)}"
+        )
+    if fabric == "loopback" and launched is not None:
+        raise InvalidArgumentError(
+            f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
+            " without the launcher, or use --fabric nvshmem"
+        )
+    return engine, fabric
 
 
 def _check_minima(options: argparse.Namespace) -> None:

@@ -1,13 +1,15 @@
-"""Rank processes: those of a launcher such as torchrun, or our own."""
+"""Rank processes: those of a launcher, torchrun or srun, or our own."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar, cast
@@ -19,19 +21,101 @@ from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 Settings = TypeVar("Settings")
 FAILED = 2
 INTERRUPTED = 130
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on Slurm's steps are batch scripts and shells
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 _GRACE_SECONDS = 5.0  # for ranks to report, after one of them has failed
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher says of this process.
+
+    Attributes:
+        rank: this one.
+        num_ranks: G.
+        local_rank: among the ranks of this machine, where the launcher says.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+
+
+def find_launcher() -> Launched | None:
+    """Return this process's place among the ranks of torchrun or srun; None: a plain process.
+
+    A step of srun with one task is a plain process too: it may start ranks of its own.
+
+    Raises:
+        InvalidArgumentError: the launcher's variables are not those of a rank.
+    """
+    environ = os.environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif environ.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_PROCID" in environ:
+        if int(environ["SLURM_STEP_ID"]) >= _FIRST_SPECIAL_STEP:
+            return None
+        tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        names = ("SLURM_PROCID", tasks, "SLURM_LOCALID")
+        if environ.get(tasks, "1") == "1":
+            return None
+    else:
+        return None
+    texts = [environ[names[0]], environ[names[1]], environ.get(names[2], environ[names[0]])]
+    found = dict(zip(names, texts, strict=True))
+    if not all(text.isdecimal() for text in texts) or int(texts[0]) >= int(texts[1]):
+        raise InvalidArgumentError(f"the launcher's variables are {found}; expected a rank below G")
+    return Launched(*map(int, texts))
 
 
 def launched_ranks() -> int | None:
     """Return the number of ranks that a launcher has started; None: this is a plain process."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return None
+    launched = find_launcher()
+    return None if launched is None else launched.num_ranks
 
 
 def launched_rank() -> int:
     """Return this process's rank among those of a launcher; 0 in a plain process."""
-    return int(os.environ["RANK"]) if launched_ranks() is not None else 0
+    launched = find_launcher()
+    return 0 if launched is None else launched.rank
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of Slurm's list of nodes: ``gb[07-09,12],gb20`` begins with ``gb07``."""
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    return "" if found is None else "".join(part or "" for part in found.groups())
+
+
+def meeting_point() -> tuple[str, int]:
+    """Return where the ranks of srun meet: ``MASTER_ADDR`` and ``MASTER_PORT``, else rank 0's node.
+
+    Raises:
+        InvalidArgumentError: there is neither.
+    """
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    host = os.environ.get("MASTER_ADDR") or first_host(nodes)
+    if not host:
+        raise InvalidArgumentError(
+            "Slurm names no nodes in SLURM_STEP_NODELIST; set MASTER_ADDR to rank 0's machine"
+        )
+    step = int(os.environ.get("SLURM_JOB_ID", "0")) + 7 * int(os.environ["SLURM_STEP_ID"])
+    port = os.environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _NUM_PORTS)
+    if not port.isdecimal():
+        raise InvalidArgumentError(f"MASTER_PORT is {port!r}; expected a number")
+    return host, int(port)
+
+
+def _join_launched(launched: Launched) -> None:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+        return
+    host, port = meeting_point()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{host}:{port}",
+        rank=launched.rank,
+        world_size=launched.num_ranks,
+    )
 
 
 def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int) -> int:
@@ -40,8 +124,9 @@ def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int
     Under a launcher this process is one of the ranks. Otherwise it starts ``num_ranks`` processes,
     which meet in a file, so no port can be taken.
     """
-    if launched_ranks() is not None:
-        dist.init_process_group("gloo")
+    launched = find_launcher()
+    if launched is not None:
+        _join_launched(launched)
         return _run_rank(run, settings)
     # One process imports everything once, and the ranks are its forks.
     context = mp.get_context("forkserver")
@@ -63,6 +148,11 @@ def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int
                 if process.is_alive():
                     process.terminate()
                     process.join()
+
+
+def run_alone(run: Callable[[Settings], int], settings: Settings) -> int:
+    """Run ``run(settings)`` in this process, without a process group; return the exit code."""
+    return _run_rank(run, settings)
 
 
 def _join(ranks: Sequence[BaseProcess]) -> int:
@@ -94,11 +184,16 @@ def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
         code = run(settings)
     except UltraEPError as error:
         # Settings are equal on all ranks, so all reject the same argument.
-        if dist.get_rank() == 0 or not isinstance(error, InvalidArgumentError):
+        if (
+            not dist.is_initialized()
+            or dist.get_rank() == 0
+            or not isinstance(error, InvalidArgumentError)
+        ):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception:
         traceback.print_exc()
         return FAILED
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return code

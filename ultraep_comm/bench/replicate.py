@@ -37,6 +37,8 @@ def run(settings: ReplicateSettings) -> int:
         slots_per_rank=settings.slots,
         expert=settings.expert,
         tile_bytes=settings.tile_bytes,
+        num_sms=settings.num_sms[0] if settings.num_sms else None,
+        engine=settings.engine,
     ) as group:
         plan = plan_replicas(torch.from_numpy(settings.load), group=group)
         if group.rank == 0:

@@ -17,7 +17,7 @@ from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.skew import rank_imbalance
 from ultraep_comm.bench.table import format_table
-from ultraep_comm.creation import HOST_TILE_BYTES
+from ultraep_comm.options import HOST_TILE_BYTES
 from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import make_schedule, transfer_bound
 

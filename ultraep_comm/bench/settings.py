@@ -30,6 +30,9 @@ class ReplicateSettings:
         check: verify every iteration instead of the last one.
         json: where records go; None: nowhere.
         seed: of load and payload.
+        engine: "host" or "cuda".
+        fabric: "shm", "nvshmem" or "loopback".
+        num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
     """
 
     load: NDArray[np.int32]
@@ -43,6 +46,9 @@ class ReplicateSettings:
     check: bool
     json: Path | None = None
     seed: int
+    engine: str = "host"
+    fabric: str = "shm"
+    num_sms: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -26,6 +26,20 @@ def parse_size(text: str) -> int:
     return int(number) * _SUFFIXES[suffix]
 
 
+def parse_counts(text: str, name: str) -> tuple[int, ...]:
+    """Return the numbers of ``"8"`` or ``"4,8,16"``, ascending.
+
+    Raises:
+        InvalidArgumentError: not numbers from 1 up, each once.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(parts)) < len(
+        parts
+    ):
+        raise InvalidArgumentError(f"{name} is {text!r}; expected numbers, for instance 4,8,16")
+    return tuple(sorted(map(int, parts)))
+
+
 def format_size(num_bytes: int) -> str:
     """Return a size with the largest unit that leaves at least 1, to two places."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

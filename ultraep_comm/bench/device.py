@@ -1,0 +1,263 @@
+"""The replicate benchmark on GPUs, as every process runs it. bench/METRICS.md defines figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.device_report import (
+    Baselines,
+    DeviceRun,
+    FixedCosts,
+    ModeRun,
+    format_device_header,
+    format_device_results,
+    write_device_json,
+)
+from ultraep_comm.bench.device_transfers import (
+    DeviceCopy,
+    DeviceMode,
+    DeviceTransfer,
+    NcclPointToPoint,
+    RanksHere,
+    StreamCopies,
+)
+from ultraep_comm.bench.gpu import Gpu, Meter, take_device
+from ultraep_comm.bench.launch import find_launcher
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.settings import ReplicateSettings
+from ultraep_comm.bench.traffic import Traffic, count_traffic
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
+from ultraep_comm.schedule import make_schedule
+
+TILE_BYTES = 32 << 10
+TIMED_CALLS = 3  # one more lines up the ranks; four can be under way without blocking the host
+HOST_CALLS = 30
+
+
+def run(settings: ReplicateSettings) -> int:
+    """Measure; rank 0 prints. Return the exit code, 1: wrong bytes.
+
+    Raises:
+        UltraEPError: there is no device, a group could not be made, or a transfer failed.
+    """
+    launched = find_launcher()
+    if launched is not None or dist.is_initialized():
+        take_device(launched.local_rank if launched is not None else dist.get_rank())
+    return run_on(Gpu(), settings)
+
+
+def run_on(meter: Meter, settings: ReplicateSettings) -> int:
+    """Measure on a device: see :func:`run`."""
+    loopback = settings.fabric == "loopback"
+    settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
+    speaks = loopback or dist.get_rank() == 0
+    here = settings.num_ranks if loopback else 1
+    sweep = [meter.num_sms(given, here) for given in settings.num_sms or (None,)]
+    payload = Payload(settings.seed, settings.segments)
+    found: DeviceRun | None = None
+    for num_sms in sweep:
+        ranks = _make_ranks(meter, settings, settings.load, settings.segments, num_sms)
+        plan = plan_replicas(torch.from_numpy(settings.load), group=ranks.groups[0])
+        if found is None:
+            found = DeviceRun(plan=plan, device=meter.describe())
+            if speaks:
+                print(format_device_header(settings, found), flush=True)
+        baselines = _make_baselines(ranks, plan, settings) if found.baselines is None else []
+        modes = [DeviceMode(ranks, plan, mode) for mode in settings.modes]
+        chosen = [mode.choose() for mode in modes]
+        times, wrong = _measure(settings, ranks, plan, payload, [*modes, *baselines])
+        for m, mode in enumerate(settings.modes):
+            found.modes.append(
+                ModeRun(
+                    mode=mode,
+                    chosen=chosen[m],
+                    num_sms=num_sms,
+                    times_us=times[m],
+                    wrong_bytes=int(wrong[m]),
+                    traffic=_traffic(settings, plan, chosen[m]),
+                    host_bound_us=_slowest(
+                        ranks.host_us(plan, mode, ranks.bound, HOST_CALLS), loopback
+                    ),
+                    host_unbound_us=_slowest(
+                        ranks.host_us(plan, mode, ranks.weights, HOST_CALLS), loopback
+                    ),
+                )
+            )
+        if found.baselines is None:
+            found.baselines = Baselines(
+                names=[x.name for x in baselines],
+                times_us=times[len(modes) :],
+                wrong_bytes=wrong[len(modes) :],
+                copied=[x.num_bytes if isinstance(x, DeviceCopy) else 0 for x in baselines],
+            )
+            found.fixed = _fixed_costs(meter, settings, ranks, num_sms)
+        ranks.close()
+    assert found is not None
+    if speaks:
+        print(format_device_results(settings, found), flush=True)
+        if settings.json is not None:
+            write_device_json(settings.json, settings, found)
+    return 1 if found.wrong_bytes else 0
+
+
+def _make_ranks(
+    meter: Meter,
+    settings: ReplicateSettings,
+    load: NDArray[np.int32],
+    segments: dict[str, int],
+    num_sms: int,
+) -> RanksHere:
+    return RanksHere(
+        meter,
+        load,
+        loopback=settings.fabric == "loopback",
+        slots=settings.slots,
+        segments=segments,
+        tile_bytes=settings.tile_bytes or TILE_BYTES,
+        num_sms=num_sms,
+    )
+
+
+def _make_baselines(
+    ranks: RanksHere, plan: Plan, settings: ReplicateSettings
+) -> list[DeviceTransfer]:
+    """Return what the modes are compared with, the copies of as many and of many bytes first."""
+    meter = ranks.meter
+    share = plan.num_replicas * settings.expert_bytes * len(ranks.groups) // settings.num_ranks
+    made: list[DeviceTransfer] = [
+        DeviceCopy(meter, "copy", max(share, 1)),
+        DeviceCopy(meter, "big copy", meter.big_bytes),
+    ]
+    group = ranks.groups[0]
+    if all(group._memory[1].bases):  # else some ranks are beyond load/store access
+        made.append(StreamCopies(ranks, plan))
+    nccl = None if ranks.loopback else _nccl_group()
+    if nccl is not None:
+        made.append(NcclPointToPoint(ranks, plan, nccl))
+    return made
+
+
+def _nccl_group() -> dist.ProcessGroup | None:
+    """Return a process group of all ranks over NCCL; None: it cannot be, on some rank."""
+    usable = dist.is_nccl_available() and torch.cuda.is_available()
+    mine = torch.zeros(16, dtype=torch.uint8)
+    if usable:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        text = str(getattr(properties, "uuid", torch.cuda.current_device())).replace("-", "")
+        mine = torch.frombuffer(bytearray(bytes.fromhex(text.rjust(32, "0"))), dtype=torch.uint8)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    devices = {bytes(row.tolist()) for row in everybody}
+    # NCCL has a rank on a GPU at most.
+    if bytes(16) in devices or len(devices) < dist.get_world_size() or len(devices) < 2:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="nccl")
+    return group
+
+
+def _measure(
+    settings: ReplicateSettings,
+    ranks: RanksHere,
+    plan: Plan,
+    payload: Payload,
+    transfers: Sequence[DeviceTransfer],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Time transfers of one plan, interleaved; return ``[transfers, iters]`` us, wrong bytes."""
+    times = np.zeros((len(transfers), settings.iters))
+    wrong = np.zeros(len(transfers), np.int64)
+    shuffle = np.random.default_rng(settings.seed)
+    epoch = 0
+    for i in range(-settings.warmup, settings.iters):
+        for t in shuffle.permutation(len(transfers)):
+            epoch += 1
+            ranks.fill(plan, payload, epoch)
+            ranks.meter.settle()
+            if not ranks.loopback:
+                dist.barrier()
+            took = ranks.meter.time_us(transfers[t].run, TIMED_CALLS, len(ranks.groups))
+            ranks.meter.settle()
+            if not ranks.loopback:
+                dist.barrier()  # nobody fills what another one still copies from
+            if settings.check or i == settings.iters - 1:
+                wrong[t] += transfers[t].count_wrong(payload, epoch)
+            if i >= 0:
+                times[t, i] = took
+    if not ranks.loopback:
+        dist.all_reduce(torch.from_numpy(times), op=dist.ReduceOp.MAX)
+        dist.all_reduce(torch.from_numpy(wrong))
+    return times, wrong
+
+
+def _traffic(settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
+    sizes, tile_bytes = list(settings.segments.values()), settings.tile_bytes or TILE_BYTES
+    schedule = make_schedule(
+        plan.slot_expert,
+        home=plan.home,
+        segment_bytes=sizes,
+        tile_bytes=tile_bytes,
+        mode=mode,
+    )
+    return count_traffic(
+        schedule, num_ranks=settings.num_ranks, segment_bytes=sizes, tile_bytes=tile_bytes
+    )
+
+
+def _slowest(value: float, loopback: bool) -> float:
+    if loopback:
+        return value
+    found = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
+    """Return a plan of one expert with two replicas, one of which is a hub; None: too few ranks."""
+    num_ranks, num_experts = load.shape
+    if num_ranks < 3 or slots < 1:
+        return None
+    table = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+    table[1, 0] = table[2, 0] = 0  # expert 0 is at home on rank 0
+    return Plan.from_slots(table, num_experts=num_experts)
+
+
+def _fixed_costs(
+    meter: Meter, settings: ReplicateSettings, ranks: RanksHere, num_sms: int
+) -> FixedCosts:
+    """Time calls with nothing to move, and with one tile that goes through a hub."""
+    nothing = torch.full((settings.num_ranks, settings.slots), -1, dtype=torch.int32)
+    empty = Plan.from_slots(nothing, num_experts=settings.num_experts)
+    loopback = ranks.loopback
+    empty_us = _median(settings, ranks, empty)
+    bound = _slowest(ranks.host_us(empty, "push", ranks.bound, HOST_CALLS), loopback)
+    unbound = _slowest(ranks.host_us(empty, "push", ranks.weights, HOST_CALLS), loopback)
+    tile_us = None
+    plan = hub_plan(settings.load, settings.slots)
+    if plan is not None:
+        segments = {"w": settings.tile_bytes or TILE_BYTES}
+        small = _make_ranks(meter, settings, settings.load, segments, num_sms)
+        tile_us = _median(settings, small, plan)
+        small.close()
+    return FixedCosts(
+        empty_us=empty_us, tile_us=tile_us, host_bound_us=bound, host_unbound_us=unbound
+    )
+
+
+def _median(settings: ReplicateSettings, ranks: RanksHere, plan: Plan) -> float:
+    times = []
+    for i in range(-settings.warmup, settings.iters):
+        ranks.meter.settle()
+        if not ranks.loopback:
+            dist.barrier()
+        took = ranks.meter.time_us(
+            lambda: ranks.call(plan, "push", ranks.bound), TIMED_CALLS, len(ranks.groups)
+        )
+        if i >= 0:
+            times.append(took)
+    return _slowest(float(np.median(times)), ranks.loopback)

@@ -1,0 +1,101 @@
+"""What a schedule makes each rank load, store and send, in bytes, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ultraep_comm.schedule import GROUP_BYTES, GROUP_BYTES_WIDE, WIDE_FANOUT, Schedule
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traffic:
+    """Bytes of one call, by rank.
+
+    Attributes:
+        loads: int64 ``[G]``, read by the rank, its own memory or a peer's.
+        stores: int64 ``[G]``, written by the rank, to its own memory or a peer's.
+        egress: int64 ``[G]``, what leaves the rank: stores to others, and others' loads.
+    """
+
+    loads: Int64Array
+    stores: Int64Array
+    egress: Int64Array
+
+    @property
+    def moved(self) -> int:
+        """Return loads plus stores of all ranks. A plain copy of n bytes moves 2 n."""
+        return int(self.loads.sum() + self.stores.sum())
+
+    @property
+    def critical(self) -> int:
+        """Return what leaves the busiest rank."""
+        return int(self.egress.max(initial=0))
+
+
+def group_offsets(num_replicas: int, segment_bytes: Sequence[int], tile_bytes: int) -> Int64Array:
+    """Return where the flag groups of an expert begin in its bytes, and where the last one ends.
+
+    Segments lie in a line, each cut into tiles of its own; consecutive tiles form groups.
+    """
+    tiles = [0]
+    for size in segment_bytes:
+        begin = tiles[-1]
+        tiles += [begin + min(at, size) for at in range(tile_bytes, size + tile_bytes, tile_bytes)]
+    group_bytes = GROUP_BYTES_WIDE if num_replicas > WIDE_FANOUT else GROUP_BYTES
+    step = max(1, group_bytes // tile_bytes)
+    inner = tiles[:-1:step]
+    return np.array([*inner, tiles[-1]], np.int64)
+
+
+def count_traffic(
+    schedule: Schedule, *, num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int
+) -> Traffic:
+    """Count what every rank loads, stores and sends under a schedule.
+
+    A hub loads its range once, however many replicas it stores it to. In push a hub other than the
+    home has its range stored into its slot by the home, and loads it from there. In pull it loads
+    it from the home's main weights, and stores it to every replica, itself included.
+    """
+    loads, stores, egress = (np.zeros(num_ranks, np.int64) for _ in range(3))
+    for x in range(schedule.num_experts):
+        home, num = int(schedule.home[x]), len(list(schedule.replicas(x)))
+        offsets = group_offsets(num, segment_bytes, tile_bytes)
+        for hub, begin, end in schedule.hubs(x):
+            size = int(offsets[end] - offsets[begin])
+            loads[hub] += size
+            if hub == home:
+                stores[hub] += num * size
+                egress[hub] += num * size
+                continue
+            egress[hub] += (num - 1) * size
+            egress[home] += size  # stored by the home, or loaded from it
+            if schedule.mode == "push":
+                loads[home] += size
+                stores[home] += size
+                stores[hub] += (num - 1) * size
+            else:
+                stores[hub] += num * size
+    return Traffic(loads=loads, stores=stores, egress=egress)
+
+
+def interpolate_sms(points: ArrayLike, wanted: float) -> float | None:
+    """Return the number of SMs at which a measured rate reaches ``wanted``; None: it does not.
+
+    Linear between neighbouring points ``(num_sms, rate)``, never beyond them. Where the point with
+    the fewest SMs is enough, it is that one's number: fewer might do.
+    """
+    line = sorted((float(sms), float(rate)) for sms, rate in np.asarray(points).reshape(-1, 2))
+    before: tuple[float, float] | None = None
+    for sms, rate in line:
+        if rate >= wanted:
+            if before is None:
+                return sms
+            return before[0] + (sms - before[0]) * (wanted - before[1]) / (rate - before[1])
+        before = (sms, rate)
+    return None
