@@ -41,3 +41,14 @@ def ranks() -> Iterator[RankPool]:
 def cpp() -> CppBuild:
     """The C++ tool chain; skips where there is none."""
     return CppBuild()
+
+
+@pytest.fixture(scope="session")
+def cubins(request: pytest.FixtureRequest) -> Path:
+    """Folder of the device kernels: $ULTRAEP_CUBINS, else of the preset `cuda`, built once."""
+    named = os.environ.get("ULTRAEP_CUBINS")
+    if named:
+        assert list(Path(named).glob("*.cubin")), f"ULTRAEP_CUBINS={named} has no cubins"
+        return Path(named)
+    cpp: CppBuild = request.getfixturevalue("cpp")
+    return cpp.cubins()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +65,25 @@ class CppBuild:
         run([self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"])
         run([self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs])
         return ROOT / "build" / preset
+
+    def cubins(self) -> Path:
+        """Build the cubins; skip where there is no nvcc or NVSHMEM, unless ULTRAEP_CUDA is ON."""
+        wanted = "ON" if os.environ.get("ULTRAEP_CUDA") == "ON" else "AUTO"
+        text = run(
+            [
+                self.cmake,
+                "--preset",
+                "cuda",
+                f"-DCMAKE_MAKE_PROGRAM={self.ninja}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DULTRAEP_CUDA={wanted}",
+            ]
+        )
+        found_nothing = re.search("CUDA: no cubins: (.*)", text)
+        if found_nothing:
+            pytest.skip(found_nothing[1])
+        run([self.cmake, "--build", "--preset", "cuda", "--parallel", self.num_jobs])
+        return ROOT / "build" / "cuda" / "cubins"
 
     def ctest(self, preset: str, *options: str) -> str:
         # g++ 12's ThreadSanitizer does not start where the kernel randomises more address bits than

@@ -296,14 +296,14 @@ def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
 
 def _two_machines(rank: int, process_group: Any) -> Any:
     """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
-    kept = uec.creation.machine_id
-    uec.creation.machine_id = lambda: bytes([rank // 2]) * 24  # type: ignore[attr-defined]
+    kept = uec.hosting.machine_id
+    uec.hosting.machine_id = lambda: bytes([rank // 2]) * 24  # type: ignore[attr-defined]
     try:
         group = uec.new_group(
             process_group, num_experts=8, slots_per_rank=1, expert=SMALL, timeout=20.0
         )
     finally:
-        uec.creation.machine_id = kept  # type: ignore[attr-defined]
+        uec.hosting.machine_id = kept  # type: ignore[attr-defined]
     ids = torch.tensor([[0, 0], [0, 1], [rank, 4]])
     load = uec.gather_load(ids, group=group)
     plan = uec.plan_replicas(load, group=group)

@@ -20,20 +20,32 @@ PYTHON_ORDER = [
     "_core",
     "errors",
     "env",
+    "cuda",
+    "cuda.cubins",
+    "cuda.device",
+    "cuda.kernels",
     "topology",
+    "reach",
     "rerouting",
     "planner",
     "plan",
     "planning",
     "segments",
+    "options",
     "schedule",
     "fabrics",
     "fabrics.bootstrap",
     "fabrics.loopback",
     "fabrics.shm",
+    "fabrics.nvshmem",
+    "loads",
+    "engines",
+    "cuda.engine",
     "reports",
     "work",
     "group",
+    "hosting",
+    "cuda.making",
     "creation",
     "collectives",
     "",  # the package itself
@@ -42,6 +54,7 @@ PYTHON_ORDER = [
 
 CPP_ORDER = [
     "core/common.hpp",
+    "core/team.hpp",
     "core/scratch.hpp",
     "core/digest.hpp",
     "core/mains.hpp",
@@ -55,19 +68,45 @@ CPP_ORDER = [
     "core/layout.hpp",
     "core/protocol.hpp",
     "core/worklist.hpp",
+    "core/ring.hpp",
+    "core/team.hpp",
     "core/stream.hpp",
+    "core/call_arrays.hpp",
+    "core/prepare.hpp",
+    "core/ring.hpp",
+    "core/fetcher.hpp",
+    "core/storer.hpp",
+    "core/worker.hpp",
     "core/call.hpp",
     "core/failure.hpp",
     "core/gather.hpp",
+    "core/storer.hpp",
+    "core/call_arrays.hpp",
+    "core/prepare.hpp",
+    "core/fetcher.hpp",
+    "core/worker.hpp",
     "host/doorbell.hpp",
     "host/copy.hpp",
     "host/copy.cc",
     "host/backoff.hpp",
     "host/policies.hpp",
+    "host/config.hpp",
+    "host/config.cc",
     "host/prepared.hpp",
+    "host/config.hpp",
     "host/engine.hpp",
     "host/engine.cc",
     "host/execute.cc",
+    "host/config.cc",
+    "cuda/config.hpp",
+    "cuda/args.hpp",
+    "cuda/block.hpp",
+    "cuda/driver.hpp",
+    "cuda/tables.hpp",
+    "cuda/launcher.hpp",
+    "cuda/launcher.cc",
+    "cuda/engine.hpp",
+    "cuda/engine.cc",
 ]
 
 
@@ -134,7 +173,9 @@ def cpp_files(folder: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "path", cpp_files("core") + cpp_files("host"), ids=lambda p: f"{p.parent.name}/{p.name}"
+    "path",
+    cpp_files("core") + cpp_files("host") + cpp_files("cuda"),
+    ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_header_includes_only_headers_before_it(path: Path) -> None:
     own = f"{path.parent.name}/{path.name}"
@@ -200,17 +241,34 @@ def test_dependencies_are_torch_and_numpy() -> None:
 
 
 def test_pins_stand_only_in_constraints() -> None:
-    extras = {key: requirements("project.optional-dependencies", key) for key in ("test", "lint")}
-    wanted = requirements("project", "dependencies") + extras["test"] + extras["lint"]
+    extras = {
+        key: requirements("project.optional-dependencies", key)
+        for key in ("test", "lint", "cuda12", "cuda13")
+    }
+    wanted = requirements("project", "dependencies") + [r for key in extras for r in extras[key]]
     for requirement in wanted:
-        assert re.fullmatch(r"[A-Za-z0-9._-]+>=[0-9.]+", requirement), (
+        # Only what belongs to a major version of CUDA or NVSHMEM has an upper bound.
+        upper = r"(,<[0-9]+)?" if re.match("cuda-python|nvidia-nvshmem", requirement) else ""
+        assert re.fullmatch(rf"[A-Za-z0-9._-]+>=[0-9.]+{upper}", requirement), (
             f"a lower bound: {requirement}"
         )
-    # Build requirements are pinned where they stand: no constraints file applies to them.
-    for requirement in requirements("build-system", "requires"):
-        assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9.]+", requirement), f"a pin: {requirement}"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     for pin in pins:
         assert re.match(r"[A-Za-z0-9._-]+==[0-9][^;]*(;.*)?$", pin), pin
-    assert {package_of(r) for r in wanted} == {package_of(pin) for pin in pins}
+    # cuda-python has a version for every major version of CUDA; a pin can name only one.
+    assert {package_of(r) for r in wanted} - {"cuda-python"} == {package_of(pin) for pin in pins}
+
+
+def test_build_requirements_are_pinned_where_they_stand() -> None:
+    # No constraints file applies to them.
+    (for_cuda,) = re.findall(
+        r"^build\.requires = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    (nvshmem,) = ast.literal_eval(for_cuda)
+    for requirement in [*requirements("build-system", "requires"), nvshmem]:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9.]+", requirement), f"a pin: {requirement}"
+    # NVSHMEM's host library may be later than the device library in the cubins, never earlier.
+    name, version = nvshmem.split("==")
+    assert f"{name}>={version},<4" in requirements("project.optional-dependencies", "cuda13")
+    assert nvshmem in (ROOT / "constraints.txt").read_text().splitlines()

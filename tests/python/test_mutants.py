@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +18,13 @@ def names(file: str, function: str) -> list[str]:
 
 
 SIMULATED = names("tests/simulation/mutants.cmake", "mutant")
+CORE = names("tests/core/mutants.cmake", "ultraep_add_core_mutant")
 HOST = names("tests/host/mutants.cmake", "ultraep_add_host_mutant")
 
 
 def test_mutants_are_many() -> None:
     assert len(SIMULATED) >= 15
+    assert len(CORE) >= 15
     assert len(HOST) >= 10
 
 
@@ -71,6 +74,18 @@ def test_mutant_is_caught(
         assert caught[1] == "deadlock or lost wake-up"
 
 
+# Else what is caught above could be something that is wrong without any mutant.
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_caught_where_no_rule_is_broken(cpp: CppBuild) -> None:
+    program = cpp.build("cpu") / "tests/simulation/test_hostile"
+    done = subprocess.run(
+        [program, "--mutant", "none"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "mutant none: survived" in done.stdout
+
+
 @pytest.fixture(scope="module")
 def sanitized(cpp: CppBuild) -> Path:
     return cpp.build("tsan")
@@ -79,8 +94,8 @@ def sanitized(cpp: CppBuild) -> Path:
 # That each program passes where nothing is broken is test_cpp_tests_pass's.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", HOST)
-def test_host_mutant_is_caught(
+@pytest.mark.parametrize("name", CORE + HOST)
+def test_sanitized_mutant_is_caught(
     cpp: CppBuild, sanitized: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sanitized.is_dir()

@@ -101,7 +101,7 @@ def _stored(rank: int, process_group: Any) -> Any:
 
 
 def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
-    num_ranks, tile = 8, uec.creation.HOST_TILE_BYTES
+    num_ranks, tile = 8, uec.options.HOST_TILE_BYTES
     stored = ranks.run(num_ranks, _stored)
     home = uec.topology.contiguous_home(16, num_ranks)
     for mode in ("push", "pull", "direct"):

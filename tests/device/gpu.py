@@ -1,0 +1,45 @@
+"""Whether kernels can run here, and what to do if not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import NoReturn
+
+import pytest
+import torch
+
+from ultraep_comm.errors import UltraEPError
+
+
+@functools.cache
+def missing() -> str:
+    """Return why there is nothing to run kernels on; empty: there is."""
+    if not torch.cuda.is_available():
+        build = "a CPU build" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+        return f"no CUDA device: torch.cuda.is_available() is False (torch is {build})"
+    from ultraep_comm.cuda.device import find_device
+    from ultraep_comm.cuda.kernels import load_kernels
+
+    try:
+        device = find_device()
+    except UltraEPError as error:
+        return f"no CUDA device: {error}"
+    try:
+        load_kernels(device, None)
+    except UltraEPError as error:
+        return f"no cubins: {error}"
+    return ""
+
+
+def give_up(reason: str) -> NoReturn:
+    """Skip, or fail where ULTRAEP_REQUIRE_GPU=1 says that there has to be a GPU."""
+    if os.environ.get("ULTRAEP_REQUIRE_GPU") == "1":
+        pytest.fail(f"ULTRAEP_REQUIRE_GPU=1, but {reason}")
+    pytest.skip(reason)
+
+
+def script_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a script that imports what tests import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **more}

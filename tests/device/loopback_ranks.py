@@ -1,0 +1,258 @@
+"""All ranks of a loopback group, on either engine: weights, calls, and a check of every byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from ranks import loopback, raw
+
+import ultraep_comm as uec
+from ultraep_comm import Segment
+from ultraep_comm.bench.payload import SENTINEL, Payload
+from ultraep_comm.cuda import device
+
+Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+Slots = list[list[int]]
+LONG = 500_000_000  # cycles: some tenths of a second
+EMULATED_SMS = 16  # of emulated_device
+
+
+class Rank:
+    """One rank's weights and slots."""
+
+    def __init__(self, group: uec.Group, payload: Payload) -> None:
+        self.group = group
+        self.payload = payload
+        self.mains = group.topology.mains(group.rank).tolist()
+
+    def content(self, name: str, epoch: int, expert: int) -> torch.Tensor:
+        data = np.empty(self.group.segments[name].nbytes, np.uint8)
+        self.payload.fill(data, epoch=epoch, expert=expert, segment=name)
+        return torch.from_numpy(data)
+
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Weights as most users have them."""
+        weights = {}
+        for name, segment in self.group.segments.items():
+            size = len(self.mains) * segment.nbytes
+            storage = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
+            weights[name] = segment.view(storage, len(self.mains))
+        return weights
+
+    def at_odd_offsets(self, first: int, gap: int) -> dict[str, list[torch.Tensor]]:
+        """Weights as views into one flat buffer of bytes, from ``first`` on, ``gap`` apart."""
+        sizes = [s.nbytes + gap for s in self.group.segments.values() for _ in self.mains]
+        flat = torch.zeros(first + sum(sizes), dtype=torch.uint8, device=self.group.device)
+        weights: dict[str, list[torch.Tensor]] = {}
+        for name, segment in self.group.segments.items():
+            weights[name] = []
+            for _ in self.mains:
+                weights[name].append(segment.view(flat.narrow(0, first, segment.nbytes), 1)[0])
+                first += segment.nbytes + gap
+        return weights
+
+    def fill(self, weights: Weights, epoch: int) -> None:
+        for name, segment in self.group.segments.items():
+            for i, expert in enumerate(self.mains):
+                raw(weights[name][i], segment).copy_(self.content(name, epoch, expert))
+
+    def slots(self) -> torch.Tensor:
+        """Symmetric memory from the first slot on, gaps between segments too."""
+        return self.group._region.local[self.group._layout.slots_base :]
+
+    def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
+        """What the slots must hold, if they were SENTINEL before the call."""
+        group, base = self.group, self.group._layout.slots_base
+        image = np.full(self.slots().numel(), SENTINEL, np.uint8)
+        for name, start in zip(group.segments, group._layout.slot_offset, strict=True):
+            if names is not None and name not in names:
+                continue
+            size = group.segments[name].nbytes
+            for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+                if expert >= 0:
+                    at = start - base + slot * size
+                    image[at : at + size] = self.content(name, epoch, expert)
+        return image
+
+
+class Ranks:
+    """All of them. Calls are made by this thread (async) or by one thread per rank."""
+
+    def __init__(
+        self,
+        engine: str,
+        num_ranks: int,
+        segments: Mapping[str, int | Segment],
+        *,
+        num_experts: int,
+        slots: int = 2,
+        **options: Any,
+    ) -> None:
+        expert = {
+            name: Segment((size,), torch.uint8) if isinstance(size, int) else size
+            for name, size in segments.items()
+        }
+        self.engine = engine
+        if engine == "emulated":
+            most = max(1, EMULATED_SMS // num_ranks)
+            options["num_sms"] = min(options.get("num_sms") or most, most)
+        payload = Payload(len(segments), {name: s.nbytes for name, s in expert.items()})
+        self.num_experts, self.num_slots = num_experts, slots
+        self.groups = uec.new_loopback_groups(
+            num_ranks,
+            num_experts=num_experts,
+            slots_per_rank=slots,
+            expert=expert,
+            engine="cuda" if engine == "emulated" else engine,
+            **{"timeout": 30.0, **options},
+        )
+        self.ranks = [Rank(group, payload) for group in self.groups]
+        self.epoch = 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for group in self.groups:
+            if kind is not None:
+                group.abort()
+            group.close()
+
+    def plan(self, slots: Slots) -> uec.Plan:
+        home = self.groups[0].topology.home.tolist()
+        rows = torch.tensor(slots, dtype=torch.int32).view(len(self.groups), self.num_slots)
+        return uec.Plan.from_slots(rows, num_experts=self.num_experts, home=home)
+
+    def plans(self, seeds: range) -> list[uec.Plan]:
+        shape = len(self.groups), self.num_experts, self.num_slots
+        home = self.groups[0].topology.home.tolist()
+        chosen = [*hard_slots(*shape, home), *(random_slots(s, *shape, home) for s in seeds)]
+        return [self.plan(slots) for slots in chosen]
+
+    def settle(self) -> None:
+        """Wait for the emulated device: this thread is not on its streams, as it is on a GPU's."""
+        if self.engine == "emulated":
+            device.find_device().settle()
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        device.find_device().settle()
+
+    def hold(self) -> None:
+        """Keep the current stream busy for some tenths of a second."""
+        if self.engine == "cuda":
+            torch.cuda._sleep(LONG)
+        else:
+            found: Any = device.find_device()
+            found.delay(300_000)
+
+    def shared(self) -> list[dict[str, torch.Tensor]]:
+        """Weights that peers can address."""
+        return [group.empty_weights() for group in self.groups]
+
+    def stacked(self) -> list[dict[str, torch.Tensor]]:
+        return [rank.stacked() for rank in self.ranks]
+
+    def start(self, weights: Sequence[Any], plan: uec.Plan, **options: Any) -> list[uec.Work]:
+        works = []
+        for group, own in zip(self.groups, weights, strict=True):
+            work = uec.replicate_experts(own, plan, group=group, async_op=True, **options)
+            assert work is not None
+            works.append(work)
+        return works
+
+    def call(
+        self, weights: Sequence[Any], plan: uec.Plan, *, blocking: bool = False, **options: Any
+    ) -> None:
+        if blocking:
+            loopback(
+                len(self.groups),
+                lambda r: uec.replicate_experts(weights[r], plan, group=self.groups[r], **options),
+            )
+        else:
+            for work in self.start(weights, plan, **options):
+                work.wait()
+
+    def fill(self, weights: Sequence[Weights]) -> int:
+        """Give all weights the bytes of a new epoch, and all slots those of emptiness."""
+        self.settle()
+        self.epoch += 1
+        for rank, own in zip(self.ranks, weights, strict=True):
+            rank.fill(own, self.epoch)
+            rank.slots().fill_(SENTINEL)
+        return self.epoch
+
+    def wrong(self, plan: uec.Plan, names: Sequence[str] | None = None) -> list[int]:
+        """Bytes of every rank's slots, empty ones and gaps too, that are not as they should be."""
+        self.settle()
+        return [
+            int((r.slots().cpu().numpy() != r.expected(plan, self.epoch, names)).sum())
+            for r in self.ranks
+        ]
+
+    def replicate(
+        self,
+        weights: Sequence[Any],
+        plan: uec.Plan,
+        *,
+        names: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Fill, call, and compare every byte."""
+        self.fill(weights)
+        given = weights
+        if names is not None:
+            options["segments"] = names
+            given = [{name: own[name] for name in names} for own in weights]
+        self.call(given, plan, **options)
+        assert self.wrong(plan, names) == [0] * len(self.ranks), (plan.slot_expert, options)
+
+
+def random_slots(
+    seed: int, num_ranks: int, num_experts: int, slots: int, home: Sequence[int]
+) -> Slots:
+    """A legal plan: any expert in any slot, but not where it is at home and not twice on a rank."""
+    draw = random.Random(seed)
+    hot = [draw.randrange(num_experts) for _ in range(2)]
+    plan = []
+    for rank in range(num_ranks):
+        legal = [e for e in range(num_experts) if home[e] != rank]
+        draw.shuffle(legal)
+        legal.sort(key=lambda e: e not in hot and draw.random() < 0.5)
+        row = [e if draw.random() < 0.8 else -1 for e in legal[:slots]]
+        plan.append(row + [-1] * (slots - len(row)))
+    return plan
+
+
+def hard_slots(num_ranks: int, num_experts: int, slots: int, home: Sequence[int]) -> list[Slots]:
+    """Plans at the edges: nothing, everywhere, chains, rings, and hubs that wait for each other."""
+    ranks = range(num_ranks)
+    mains = [[e for e in range(num_experts) if home[e] == r] for r in ranks]
+    away = [[e for e in range(num_experts) if home[e] != r] for r in ranks]
+
+    def neighbours(rank: int) -> list[int]:
+        return sorted({(rank + 1) % num_ranks, (rank - 1) % num_ranks} - {rank})
+
+    def fit(rows: list[list[int]]) -> Slots:
+        return [(row + [-1] * slots)[:slots] for row in rows]
+
+    return [
+        fit([[] for _ in ranks]),
+        fit([[e for e in (0,) if home[e] != r] for r in ranks]),  # one expert everywhere
+        fit([[e for e in (0, 1, num_experts - 1) if home[e] != r] for r in ranks]),
+        fit([mains[r - 1][:slots] if num_ranks > 1 else [] for r in ranks]),  # a ring
+        fit([away[r] if r == num_ranks - 1 else [] for r in ranks]),  # one rank takes all
+        fit([away[r][::-1] for r in ranks]),  # full
+        # Each rank is a home, and a hub of its neighbours' experts.
+        fit([[e for o in neighbours(r) for e in mains[o][:1]] for r in ranks]),
+    ]

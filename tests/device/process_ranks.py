@@ -1,0 +1,133 @@
+"""Ranks as processes.
+
+PYTHONPATH=tests/python python tests/device/process_ranks.py ENGINE CASE NUM_RANKS
+
+CASE is one of `CASES`. Engine cuda takes NVSHMEM, with all ranks on the current GPU. Exits with 0,
+or with 77 and a line beginning REFUSED where NVSHMEM does not start here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from loopback_ranks import Rank, hard_slots, random_slots
+from ranks import raised
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.bench.payload import SENTINEL, Payload
+
+REFUSED, MADE = 77, "a group was made"
+SIZES = {"w13": 200_003, "w2": 65_536, "bias": 1}
+EXPERTS, SLOTS = 6, 2
+
+
+def make_group(engine: str, **options: float) -> uec.Group:
+    group = uec.new_group(
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert={name: ((size,), torch.uint8) for name, size in SIZES.items()},
+        engine=engine,
+        fabric="nvshmem" if engine == "cuda" else "shm",
+        **{"timeout": 60.0, **options},  # type: ignore[arg-type]
+    )
+    print(MADE, flush=True)
+    return group
+
+
+def plans(group: uec.Group) -> list[uec.Plan]:
+    home = group.topology.home.tolist()
+    shape = group.num_ranks, EXPERTS, SLOTS
+    rows = [*hard_slots(*shape, home), *(random_slots(seed, *shape, home) for seed in range(4))]
+    return [uec.Plan.from_slots(slots, num_experts=EXPERTS) for slots in rows]
+
+
+def every_mode(engine: str) -> None:
+    """All plans in all modes, with a barrier before each only because slots are cleared."""
+    with make_group(engine) as group:
+        rank, weights, epoch = Rank(group, Payload(1, SIZES)), group.empty_weights(), 0
+        for plan in plans(group):
+            for mode in ("push", "pull", "direct", "auto"):
+                epoch += 1
+                rank.fill(weights, epoch)
+                rank.slots().fill_(SENTINEL)
+                uec.replicate_experts(weights, plan, group=group, mode=mode)
+                wrong = int((rank.slots().cpu().numpy() != rank.expected(plan, epoch, None)).sum())
+                assert wrong == 0, (group.rank, mode, plan.slot_expert.tolist(), wrong)
+        load = uec.gather_load(torch.tensor([[group.rank, 0]], device=group.device), group=group)
+        assert load.sum(dim=1).tolist() == [2] * group.num_ranks
+    print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
+
+
+def several_groups(engine: str) -> None:
+    """Two at once, one after them: memory is given back."""
+    for _ in range(3):
+        with make_group(engine) as one, make_group(engine) as two:
+            for group in (one, two):
+                uec.replicate_experts(group.empty_weights(), plans(group)[-1], group=group)
+                if engine == "cuda":
+                    torch.cuda.synchronize()
+
+
+def missing_rank(engine: str) -> None:
+    """The last rank never calls: the others wait in their kernels, and name it."""
+    group = make_group(engine, timeout=2.0)
+    last = group.num_ranks - 1
+    home = group.topology.home.tolist()
+    slots = [[e for e in range(EXPERTS) if home[e] != r][-SLOTS:] for r in range(group.num_ranks)]
+    if group.rank == last:
+        time.sleep(6)
+        group.abort()
+        group.close()
+        return
+    weights = Rank(group, Payload(1, SIZES)).stacked()
+    plan = uec.Plan.from_slots(slots, num_experts=EXPERTS)
+    work = uec.replicate_experts(weights, plan, group=group, async_op=True)
+    assert work is not None
+    error = raised(work.synchronize)
+    assert isinstance(error, errors.TransferTimeoutError), error
+    assert error.peer == last, error
+    error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    assert isinstance(error, errors.GroupClosedError), error
+    group.close()
+
+
+CASES = {"every_mode": every_mode, "several_groups": several_groups, "missing_rank": missing_rank}
+
+
+def _start(rank: int, engine: str, case: str, num_ranks: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    try:
+        CASES[case](engine)
+    except (errors.BootstrapError, errors.UnsupportedError) as error:
+        print(f"REFUSED {error}", flush=True)
+        os._exit(REFUSED)  # NVSHMEM may not survive its own end either
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    engine, case, num_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(256 << 20))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (engine, case, num_ranks, f"file://{folder}/ranks")
+        try:
+            torch.multiprocessing.spawn(_start, arguments, nprocs=num_ranks)
+        except torch.multiprocessing.ProcessExitedException as error:
+            if error.exit_code == REFUSED:
+                return REFUSED
+            print(f"rank {error.error_index} ended with {error.exit_code}", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Ranks as processes over NVSHMEM, on one GPU. The host engine runs the same cases over shm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpu import give_up, script_environment
+from process_ranks import CASES, MADE, REFUSED
+
+SCRIPT = Path(__file__).with_name("process_ranks.py")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(engine: str, case: str, num_ranks: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), engine, case, str(num_ranks)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=script_environment(),
+    )
+    print(done.stdout, done.stderr, sep="\n")  # what happened, also where it skips
+    if done.returncode == REFUSED:
+        reasons = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+        give_up(f"NVSHMEM with {num_ranks} processes on one GPU: {reasons[0][8:]}")
+    if engine == "cuda" and done.returncode != 0 and MADE not in done.stdout:
+        last = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        give_up(f"NVSHMEM ended {num_ranks} processes on one GPU as it started: {last}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", ["every_mode", "several_groups"])
+def test_a_rank_alone(process_engine: str, case: str) -> None:
+    """Only plans without replicas are legal; all else of a group is there."""
+    run(process_engine, case, 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(process_engine: str, case: str) -> None:
+    run(process_engine, case, 2)

@@ -1,0 +1,343 @@
+"""replicate_experts on a GPU, all ranks in one process: every mode, every byte.
+
+Each test of `engine` runs the kernels on the CPU too, and the host engine: no GPU is needed to know
+that the test itself is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from loopback_ranks import LONG, Ranks
+from ranks import MIXED, loopback
+
+import ultraep_comm as uec
+from ultraep_comm.bench.payload import SENTINEL
+from ultraep_comm.bench.traffic import count_traffic
+from ultraep_comm.schedule import make_schedule
+
+MODES = ["push", "pull", "direct", "auto"]
+SEGMENTS = {"w13": 200_003, "w2": 65_536, "scale": 37, "bias": 1}
+
+
+# ---- every mode, 2 to 16 ranks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "slots", "options"),
+    [
+        (1, 3, 2, {}),
+        (2, 5, 1, {}),
+        (3, 7, 2, {"num_sms": 1}),
+        (4, 16, 2, {"tile_bytes": 16384}),
+        (5, 11, 3, {"tile_bytes": 32768, "num_sms": 2}),
+        (8, 13, 2, {}),
+        (8, 3, 2, {}),  # ranks without mains
+        (4, 6, 0, {}),  # no slots
+        (16, 32, 2, {"num_sms": 2}),
+        (16, 20, 4, {"tile_bytes": 16384, "num_sms": 8}),
+    ],
+)
+def test_every_mode_moves_every_byte(
+    engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
+) -> None:
+    with Ranks(
+        engine, num_ranks, SEGMENTS, num_experts=num_experts, slots=slots, **options
+    ) as ranks:
+        weights = ranks.shared()
+        calls = list(itertools.product(ranks.plans(range(3)), MODES))
+        for i, (plan, mode) in enumerate(calls[:: 3 if engine == "emulated" else 1]):
+            ranks.replicate(weights, plan, mode=mode, blocking=i % 3 == 0)
+
+
+def test_a_single_wrong_bit_is_found(engine: str) -> None:
+    """Negative control of the check, in a filled slot, an empty one and a rank's last byte."""
+    with Ranks(engine, 2, {"w": 1001}, num_experts=4) as ranks:
+        weights, plan = ranks.shared(), ranks.plan([[2, -1], [0, 1]])
+        ranks.replicate(weights, plan, mode="push")
+        for slot, offset in ((0, 0), (1, 1000)):
+            ranks.groups[0].slots["w"][slot, offset] ^= 1
+        ranks.ranks[1].slots()[-1] ^= 1
+        assert ranks.wrong(plan) == [2, 1]
+        ranks.epoch += 1
+        assert ranks.wrong(plan)[0] > 900  # another epoch's bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_uneven_home_map(engine: str, mode: str) -> None:
+    home = [0, 2, 2, 2, 0, 2, 1]  # 2, 1, 4 and no mains
+    with Ranks(engine, 4, SEGMENTS, num_experts=7, home=home) as ranks:
+        weights = ranks.shared()
+        for plan in ranks.plans(range(10, 14)):
+            ranks.replicate(weights, plan, mode=mode)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 16383, 16385, 32767, 32768, 32769, 131_075])
+def test_odd_sizes(engine: str, size: int) -> None:
+    with Ranks(engine, 3, {"w": size}, num_experts=5, num_sms=2) as ranks:
+        weights = ranks.shared()
+        for plan, mode in itertools.product(ranks.plans(range(2)), MODES):
+            ranks.replicate(weights, plan, mode=mode)
+
+
+def test_large_experts(engine: str) -> None:
+    size = 40 << 20 if engine == "cuda" else 2 << 20
+    with Ranks(engine, 4, {"w13": size + 5, "w2": size // 2}, num_experts=8) as ranks:
+        weights = ranks.shared()
+        for mode in MODES:
+            ranks.replicate(weights, ranks.plans(range(1))[-1], mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull", "direct"])
+def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> None:
+    tile, sizes = 16384, list(SEGMENTS.values())
+    with Ranks(engine, 6, SEGMENTS, num_experts=13, tile_bytes=tile) as ranks:
+        weights = ranks.shared()
+        for plan in ranks.plans(range(2)):
+            before = [group.bytes_stored for group in ranks.groups]
+            ranks.replicate(weights, plan, mode=mode)
+            stored = [g.bytes_stored - b for g, b in zip(ranks.groups, before, strict=True)]
+            schedule = make_schedule(
+                plan.slot_expert.numpy(),
+                home=plan.home.numpy(),
+                segment_bytes=sizes,
+                tile_bytes=tile,
+                mode=mode,
+            )
+            traffic = count_traffic(schedule, num_ranks=6, segment_bytes=sizes, tile_bytes=tile)
+            assert stored == traffic.stores.tolist()
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["push", "direct"])
+def test_weights_at_odd_addresses(engine: str, mode: str) -> None:
+    sizes = {"w13": 70_001, "w2": 40_000, "scale": 37, "bias": 1}
+    with Ranks(engine, 3, sizes, num_experts=7) as ranks:
+        plan = ranks.plans(range(5, 6))[-1]
+        for first, gap in [*((first, 3) for first in range(1, 17)), (4, 0), (8, 8), (0, 1)]:
+            weights = [rank.at_odd_offsets(first, gap) for rank in ranks.ranks]
+            ranks.replicate(weights, plan, mode=mode)
+
+
+def test_dtypes_and_layouts(engine: str) -> None:
+    with Ranks(engine, 4, MIXED, num_experts=10) as ranks:
+        shared, stacked = ranks.shared(), ranks.stacked()
+        listed = [{name: list(t.unbind()) for name, t in own.items()} for own in stacked]
+        for plan in ranks.plans(range(2)):
+            for mode in MODES:
+                ranks.replicate(shared, plan, mode=mode)
+            ranks.replicate(stacked, plan, mode="push")
+            ranks.replicate(listed, plan, mode="direct")
+
+
+def test_a_selection_of_segments_leaves_the_others_untouched(engine: str) -> None:
+    with Ranks(engine, 4, SEGMENTS, num_experts=9) as ranks:
+        weights = ranks.shared()
+        selections = [["w2"], ["bias", "w13"], ["scale"], list(SEGMENTS)[::-1]]
+        for names, mode in itertools.product(selections, MODES):
+            ranks.replicate(weights, ranks.plans(range(1))[-1], names=names, mode=mode)
+
+
+def test_bound_weights(engine: str) -> None:
+    with Ranks(engine, 4, SEGMENTS, num_experts=9) as ranks:
+        weights = ranks.stacked()
+        bound = [g.bind(own) for g, own in zip(ranks.groups, weights, strict=True)]
+        for plan in ranks.plans(range(3)):
+            ranks.fill(weights)
+            ranks.call(bound, plan)
+            assert ranks.wrong(plan) == [0] * 4
+
+
+def test_weights_may_move_between_calls(engine: str) -> None:
+    with Ranks(engine, 4, SEGMENTS, num_experts=9) as ranks:
+        for plan in ranks.plans(range(3)):
+            ranks.replicate(ranks.stacked(), plan)
+
+
+# ---- many calls, many groups ---------------------------------------------------------------------
+
+
+def test_calls_submitted_ahead(engine: str) -> None:
+    with Ranks(engine, 4, {"w": 300_001}, num_experts=12) as ranks:
+        copies = [ranks.shared() for _ in range(3)]
+        plans = ranks.plans(range(3))
+        for turn in range(20):
+            works = []
+            for i, weights in enumerate(copies):
+                ranks.epoch += 1
+                for rank, own in zip(ranks.ranks, weights, strict=True):
+                    rank.fill(own, ranks.epoch)
+                plan = plans[(turn + i) % len(plans)]
+                mode = MODES[(turn * 3 + i) % len(MODES)]
+                works.append(ranks.start(weights, plan, mode=mode))
+            for work in itertools.chain(*works):
+                work.synchronize()
+                assert work.is_completed()
+                assert work.exception() is None
+            # Slots that the last call did not fill hold what earlier ones left there.
+            for rank in ranks.ranks:
+                for slot, expert in enumerate(plan.slot_expert[rank.group.rank].tolist()):
+                    if expert >= 0:
+                        found = rank.group.slots["w"][slot].cpu()
+                        assert torch.equal(found, rank.content("w", ranks.epoch, expert))
+
+
+def test_several_groups_at_once(engine: str) -> None:
+    with (
+        Ranks(engine, 4, SEGMENTS, num_experts=9, num_sms=4) as one,
+        Ranks(engine, 4, {"a": 1000}, num_experts=20, slots=1, num_sms=2) as two,
+        Ranks(engine, 3, {"w": 90_001}, num_experts=5, num_sms=4) as three,
+    ):
+        all_ranks = [one, two, three]
+        weights = [ranks.shared() for ranks in all_ranks]
+        for seed in range(8):
+            plans = [ranks.plans(range(seed, seed + 1))[-1] for ranks in all_ranks]
+            for ranks, own in zip(all_ranks, weights, strict=True):
+                ranks.fill(own)
+            started = [
+                ranks.start(own, plan, mode=MODES[seed % 4])
+                for ranks, own, plan in zip(all_ranks, weights, plans, strict=True)
+            ]
+            for work in itertools.chain(*reversed(started)):
+                work.wait()
+            for ranks, plan in zip(all_ranks, plans, strict=True):
+                assert not any(ranks.wrong(plan))
+
+
+def test_a_layer_from_routing_to_slots(engine: str) -> None:
+    num_ranks, num_experts = 4, 24
+    with Ranks(engine, num_ranks, SEGMENTS, num_experts=num_experts) as ranks:
+        weights = ranks.shared()
+        device = ranks.groups[0].device
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(4):
+            skewed = torch.rand((num_ranks, 200, 4), generator=generator) ** 3 * num_experts
+            ids = skewed.to(torch.int32)
+            ids[:, ::7, 1] = -1
+            on_device = ids.to(device)
+            loads = loopback(
+                num_ranks,
+                lambda r, own=on_device: uec.gather_load(own[r], group=ranks.groups[r]),
+            )
+            expected = torch.stack(
+                [torch.bincount(own.flatten() + 1, minlength=num_experts + 1)[1:] for own in ids]
+            )
+            assert all(torch.equal(load.long(), expected) for load in loads)
+            plan = uec.plan_replicas(loads[0], group=ranks.groups[0])
+            assert plan.num_replicas > 0
+            ranks.replicate(weights, plan)
+            for r, group in enumerate(ranks.groups):
+                physical = uec.reroute(on_device[r], plan, group=group)
+                assert physical.device == on_device.device
+                assert torch.equal(physical.cpu() == -1, ids[r] == -1)
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default", "side"])
+@pytest.mark.parametrize("blocking", [False, True], ids=["async", "sync"])
+def test_a_call_comes_between_what_its_stream_held_and_what_it_gets(
+    gpu: torch.device, mode: str, own_stream: bool, blocking: bool
+) -> None:
+    """Weights become final on the stream just before the call, and are wiped just behind it."""
+    with Ranks("cuda", 4, SEGMENTS, num_experts=9) as ranks:
+        weights = ranks.shared()
+        plans = ranks.plans(range(2))
+        contents = []
+        for _ in plans:
+            ranks.fill(weights)
+            contents.append([{n: t.clone() for n, t in own.items()} for own in weights])
+        stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+        torch.cuda.synchronize()
+        seen = []
+        for plan, content in zip(plans, contents, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG // 20)
+                for rank, own, new in zip(ranks.ranks, weights, content, strict=True):
+                    rank.slots().fill_(SENTINEL)
+                    for name, tensor in new.items():
+                        own[name].copy_(tensor)
+            if blocking:
+
+                def call(r: int, plan: uec.Plan = plan) -> None:
+                    with torch.cuda.stream(stream):
+                        uec.replicate_experts(weights[r], plan, group=ranks.groups[r], mode=mode)
+
+                loopback(4, call)
+            else:
+                with torch.cuda.stream(stream):
+                    ranks.call(weights, plan, mode=mode)
+            with torch.cuda.stream(stream):
+                seen.append([rank.slots().clone() for rank in ranks.ranks])
+                for own in weights:
+                    for tensor in own.values():
+                        tensor.zero_()
+        torch.cuda.synchronize()
+        for epoch, (plan, slots) in enumerate(zip(plans, seen, strict=True), start=1):
+            for rank, found in zip(ranks.ranks, slots, strict=True):
+                assert not (found.cpu().numpy() != rank.expected(plan, epoch, None)).any()
+
+
+def test_the_host_does_not_wait(streams: str) -> None:
+    with Ranks(streams, 4, SEGMENTS, num_experts=9) as ranks:
+        weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
+        ranks.replicate(weights, plan)  # what is loaded lazily, is
+        ranks.fill(weights)
+        ranks.finish()
+        ranks.hold()
+        works = ranks.start(weights, plan)
+        for work in works:
+            work.wait()
+            assert not work.is_completed()
+            assert work.exception() is None
+        for work in works:
+            work.synchronize()
+            assert work.is_completed()
+        assert ranks.wrong(plan) == [0] * 4
+
+
+@pytest.mark.gpu
+def test_an_async_call_runs_beside_what_the_stream_gets_next(gpu: torch.device) -> None:
+    with Ranks("cuda", 4, SEGMENTS, num_experts=9) as ranks:
+        weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
+        ranks.replicate(weights, plan)
+        ranks.fill(weights)
+        torch.cuda.synchronize()
+        works = ranks.start(weights, plan)
+        torch.cuda._sleep(LONG)
+        end = torch.cuda.Event()
+        end.record()
+        for work in works:
+            work.synchronize()
+        assert not end.query()
+        torch.cuda.synchronize()
+        assert ranks.wrong(plan) == [0] * 4
+
+
+@pytest.mark.gpu
+def test_a_plan_on_the_device(gpu: torch.device) -> None:
+    with Ranks("cuda", 4, SEGMENTS, num_experts=9) as ranks:
+        weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
+        on_device = uec.Plan.from_slots(plan.slot_expert.to(gpu), num_experts=9)
+        ranks.fill(weights)
+        ranks.call(weights, on_device)
+        assert ranks.wrong(plan) == [0] * 4
+
+
+@pytest.mark.gpu
+def test_a_call_cannot_be_captured_and_the_error_says_so(gpu: torch.device) -> None:
+    with Ranks("cuda", 1, SEGMENTS, num_experts=3) as ranks:
+        weights, plan = ranks.stacked(), ranks.plans(range(1))[0]
+        with (
+            pytest.raises(uec.errors.UnsupportedError, match="CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            ranks.call(weights, plan)

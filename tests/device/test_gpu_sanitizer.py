@@ -1,0 +1,85 @@
+"""The kernels under compute-sanitizer, over a short run of all modes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import give_up, script_environment
+
+SCRIPT = Path(__file__).with_name("sanitized.py")
+FOUND = 86  # what the sanitizer exits with when it has something to report
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def find_sanitizer() -> str | None:
+    """Return the program of PATH, of CUDA's toolkit, or of the environment's wheel."""
+    namespace = importlib.util.find_spec("nvidia")
+    wheels = [Path(p) for p in (namespace and namespace.submodule_search_locations) or []]
+    roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    folders = [*(Path(root) / "bin" for root in roots if root)]
+    folders += [*(Path(root) / "compute-sanitizer" for root in roots if root)]
+    folders += [bin_folder for wheel in wheels for bin_folder in sorted(wheel.glob("*/bin"))]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, folders)])
+    return shutil.which("compute-sanitizer", path=path)
+
+
+@pytest.fixture
+def sanitizer(gpu: torch.device) -> str:
+    program = find_sanitizer()
+    if program is None:
+        give_up("no compute-sanitizer: it comes with CUDA's toolkit")
+    return program
+
+
+def run(program: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = script_environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # each tensor its own memory
+    return subprocess.run(
+        [*program, sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+        env=environ,
+    )
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    text = f"{done.stdout}\n{done.stderr}"
+    if re.search(r"(?i)not supported|failed to initialize|unable to (attach|inject)", text):
+        give_up(f"compute-sanitizer does not run here: {text.strip().splitlines()[0]}")
+    assert done.returncode == 0, text
+    assert "every byte right" in done.stdout
+
+
+def test_the_script_runs_without_a_sanitizer() -> None:
+    check(run([], "host"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizers_find_nothing(sanitizer: str, tool: str) -> None:
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no"]  # torch asks for what may not be there
+    if tool == "racecheck":
+        options += ["--racecheck-report", "all"]
+    check(run([sanitizer, *options], "cuda"))
+
+
+@pytest.mark.gpu
+def test_memcheck_finds_a_read_out_of_bounds(sanitizer: str) -> None:
+    """Negative control: memory that torch was lent is watched too."""
+    options = ["--tool", "memcheck", "--error-exitcode", str(FOUND)]
+    done = run([sanitizer, *options], "cuda", "out-of-bounds")
+    text = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == FOUND, text
+    assert "Invalid __global__ read" in text

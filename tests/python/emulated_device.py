@@ -1,0 +1,90 @@
+"""A device on the CPU that runs the real kernels: tests/device/emulation as a ``Device``."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from ultraep_comm import _core
+
+
+class EmulatedKernels:
+    code = "no cubin"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._kernel = library.emulated_kernel
+        self._kernel.restype = ctypes.c_void_p
+        self._kernel.argtypes = [ctypes.c_char_p]
+
+    def handle(self, name: str, shared_bytes: int) -> int:
+        handle = self._kernel(name.encode())
+        assert handle, name
+        return int(handle)
+
+
+class EmulatedDevice:
+    """Streams are numbers; the caller's current one is ``stream``."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulated_delay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self.library.emulated_copy.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+        ]
+        self.torch_device = torch.device("cpu")
+        self.compute_capability = (9, 0)
+        self.num_sms = 16
+        self.max_shared_bytes = 227 << 10
+        self.cuda_major = 13
+        self.context = 0
+        self.stream = 1
+        self.kernels = EmulatedKernels(self.library)
+        addresses = {
+            name: ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0
+            for name in _core.cuda_driver_names()
+        }
+        self.driver = _core.CudaDriver(addresses)
+        self._streams = 1
+        self._memory: list[torch.Tensor] = []
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8))
+        address = self._memory[-1].data_ptr()
+        # Memory of its own, as from a device: at the beginning of a tensor's storage.
+        return self.view(address + -address % 4096, max(1, num_bytes)).narrow(0, 0, num_bytes)
+
+    pinned = allocate
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        kind = ctypes.c_uint8 * num_bytes
+        return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def new_stream(self) -> tuple[int, object]:
+        self._streams += 1
+        return self._streams, None
+
+    def settle(self) -> None:
+        self.library.emulated_settle()
+
+    def load(self, cubin: Path) -> EmulatedKernels:
+        return self.kernels
+
+    # ---- work of the caller's, in the order of its stream
+
+    def delay(self, microseconds: int) -> None:
+        self.library.emulated_delay(self.stream, microseconds)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        assert to.is_contiguous()
+        assert source.is_contiguous()
+        self.library.emulated_copy(
+            to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), self.stream
+        )

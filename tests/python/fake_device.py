@@ -1,0 +1,256 @@
+"""A device that writes down what it is asked and moves no experts, and an NVSHMEM without network.
+
+Memory is the host's; kernels do nothing but what a test hooks in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.cuda.kernels import NOTICE, PEERS
+from ultraep_comm.fabrics.nvshmem import Heap
+
+NOT_READY = 600
+_POINTER = ctypes.c_void_p
+_RESULT = ctypes.c_int32
+_ARGUMENTS = {
+    "cuCtxPushCurrent": [_POINTER],
+    "cuCtxPopCurrent": [_POINTER],
+    "cuMemcpyHtoD": [ctypes.c_uint64, _POINTER, ctypes.c_size_t],
+    "cuMemcpyDtoH": [_POINTER, ctypes.c_uint64, ctypes.c_size_t],
+    "cuMemcpyHtoDAsync": [ctypes.c_uint64, _POINTER, ctypes.c_size_t, _POINTER],
+    "cuEventCreate": [ctypes.POINTER(_POINTER), ctypes.c_uint],
+    "cuEventDestroy": [_POINTER],
+    "cuEventRecord": [_POINTER, _POINTER],
+    "cuEventQuery": [_POINTER],
+    "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
+    "cuStreamIsCapturing": [_POINTER, ctypes.POINTER(ctypes.c_int32)],
+    "cuLaunchKernel": [
+        _POINTER,
+        *[ctypes.c_uint] * 7,
+        _POINTER,
+        ctypes.POINTER(_POINTER),
+        _POINTER,
+    ],
+    "cuGetErrorName": [_RESULT, ctypes.POINTER(ctypes.c_char_p)],
+    "cuGetErrorString": [_RESULT, ctypes.POINTER(ctypes.c_char_p)],
+}
+
+
+def _method(name: str) -> str:
+    """Of cuEventRecord: _driver_event_record."""
+    return "_driver" + re.sub("([A-Z])", r"_\1", name[2:]).lower()
+
+
+class FakeKernels:
+    code = "the cubin"
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self.shared_bytes: dict[str, int] = {}
+
+    def handle(self, name: str, shared_bytes: int) -> int:
+        handle = 0xA00 + len(self.names)
+        self.names[handle] = name
+        self.shared_bytes[name] = shared_bytes
+        return handle
+
+
+class FakeDevice:
+    """``log`` holds (what, handle, handle) of launches, records and waits."""
+
+    def __init__(
+        self, *, num_sms: int = 132, max_shared_bytes: int = 227 << 10, reaches: Any = None
+    ) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute_capability = (9, 0)
+        self.num_sms = num_sms
+        self.max_shared_bytes = max_shared_bytes
+        self.cuda_major = 13
+        self.context = 0
+        self.stream = 7
+        self.kernels = FakeKernels()
+        self.log: list[tuple[str, int, int]] = []
+        self.grids: list[tuple[int, int]] = []
+        self.pending: set[int] = set()
+        self.complete = True  # events complete as they are recorded
+        self.capturing = 0
+        self.launch_result = 0
+        self.on_launch: Callable[[str, list[int]], None] | None = None
+        self.reaches = reaches  # [G] of the peers kernel; None: everybody
+        self.memory: list[torch.Tensor] = []
+        self.pages: list[torch.Tensor] = []
+        self._events = 0
+        self._functions = [
+            ctypes.CFUNCTYPE(_RESULT, *arguments)(getattr(self, _method(name)))
+            for name, arguments in _ARGUMENTS.items()
+        ]
+        addresses = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self._functions)
+        self.driver = _core.CudaDriver(dict(zip(_ARGUMENTS, addresses, strict=True)))
+
+    # ---- Device
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.memory.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return self.memory[-1]
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.pages.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return self.pages[-1]
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        kind = ctypes.c_uint8 * num_bytes
+        return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def new_stream(self) -> tuple[int, object]:
+        return 0x51, None
+
+    def settle(self) -> None:
+        pass
+
+    def load(self, cubin: Path) -> FakeKernels:
+        return self.kernels
+
+    # ---- what tests look at
+
+    def launches(self) -> list[str]:
+        """Names of the kernels launched so far."""
+        return [self.kernels.names[h] for what, h, _ in self.log if what == "launch"]
+
+    def fail(self, index: int, epoch: int, fault: int, *, root: int = -1) -> None:
+        """Do as the ``index``-th rank of a launch does when its call fails."""
+        layout = _core.cuda_layout()
+        status_bytes = -(-layout[3] // 128) * 128
+        at = self.pages[-1][index * status_bytes :].numpy()
+        report = layout[4]
+        struct.pack_into("<i", at, report, fault)
+        struct.pack_into("<i", at, report + layout[7], root)
+        struct.pack_into("<Q", at, report + layout[7] + 4, epoch)
+        struct.pack_into("<Q", at, 0, epoch)
+
+    # ---- the driver
+
+    def _driver_ctx_push_current(self, context: int) -> int:
+        return 0
+
+    _driver_ctx_pop_current = _driver_event_destroy = _driver_ctx_push_current
+
+    def _driver_memcpy_hto_d(self, to: int, source: int, num_bytes: int) -> int:
+        ctypes.memmove(to, source, num_bytes)
+        return 0
+
+    _driver_memcpy_dto_h = _driver_memcpy_hto_d
+
+    def _driver_memcpy_hto_d_async(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        return self._driver_memcpy_hto_d(to, source, num_bytes)
+
+    def _driver_event_create(self, event: Any, flags: int) -> int:
+        self._events += 1
+        event[0] = self._events
+        return 0
+
+    def _driver_event_record(self, event: int, stream: int) -> int:
+        self.log.append(("record", event, stream))
+        if not self.complete:
+            self.pending.add(event)
+        return 0
+
+    def _driver_event_query(self, event: int) -> int:
+        return NOT_READY if event in self.pending else 0
+
+    def _driver_stream_wait_event(self, stream: int, event: int, flags: int) -> int:
+        self.log.append(("wait", event, stream))
+        return 0
+
+    def _driver_stream_is_capturing(self, stream: int, status: Any) -> int:
+        status[0] = self.capturing
+        return 0
+
+    def _driver_launch_kernel(self, kernel: int, *rest: Any) -> int:
+        if self.launch_result:
+            return self.launch_result
+        grid_x, grid_y, stream, arguments = rest[0], rest[1], rest[7], rest[8]
+        name = self.kernels.names[kernel]
+        self.log.append(("launch", kernel, stream))
+        self.grids.append((grid_x, grid_y))
+        words = {NOTICE: 2, PEERS: 4}.get(name, 0)
+        values = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(words)]
+        if name == PEERS:
+            bases, own, _, count = values
+            for r in range(count & 0xFFFFFFFF):
+                reached = self.reaches is None or self.reaches[r]
+                ctypes.c_uint64.from_address(bases + 8 * r).value = own if reached else 0
+        if self.on_launch is not None:
+            self.on_launch(name, values)
+        return 0
+
+    def _driver_get_error_name(self, result: int, name: Any) -> int:
+        name[0] = b"CUDA_ERROR_OF_THE_TEST"
+        return 0
+
+    _driver_get_error_string = _driver_get_error_name
+
+
+class FakeNvshmem:
+    """One PE. Collective calls do not check that the others make them too."""
+
+    def __init__(self, *, pes: tuple[int, int] | None = None, room: int = 1 << 30) -> None:
+        self.heap = Heap(self)
+        self.initialized = pes is not None
+        self._pes = pes or (-1, -1)
+        self.room = room
+        self.uids: list[bytes] = []
+        self.made: dict[int, Any] = {}
+        self.freed: list[int] = []
+        self.registered = 0
+        self.init_error: Exception | None = None
+
+    def version(self) -> tuple[int, int]:
+        return 3, 4
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def unique_id(self) -> bytes:
+        return bytes(range(128))
+
+    def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
+        if self.init_error is not None:
+            raise self.init_error
+        self.initialized = True
+        self.uids.append(uid)
+        self._pes = rank, num_ranks
+
+    def pes(self) -> tuple[int, int]:
+        return self._pes
+
+    def malloc(self, num_bytes: int) -> int:
+        if num_bytes > self.room:
+            return 0
+        self.room -= num_bytes
+        buffer = ctypes.create_string_buffer(num_bytes + 4096)
+        address = -(-ctypes.addressof(buffer) // 4096) * 4096
+        self.made[address] = buffer
+        return address
+
+    def free(self, address: int) -> None:
+        self.freed.append(address)
+        del self.made[address]
+
+    def register(self, code: object) -> None:
+        assert code == "the cubin"
+        self.registered += 1
+
+    def unregister(self, code: object) -> None:
+        self.registered -= 1

@@ -1,0 +1,132 @@
+"""Which launcher has started a process, as its environment says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultraep_comm.bench.launch import Launched, find_launcher, first_host, meeting_point
+from ultraep_comm.errors import InvalidArgumentError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "72",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_NODELIST": "gb[07-09,12],gb20",
+}
+NAMES = ["MASTER_ADDR", "MASTER_PORT", *TORCHRUN]
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [*os.environ]:
+        if name in NAMES or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def _set(patch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in values.items():
+        patch.setenv(name, value)
+
+
+def test_a_plain_process(plain: pytest.MonkeyPatch) -> None:
+    assert find_launcher() is None
+
+
+def test_torchrun(plain: pytest.MonkeyPatch) -> None:
+    _set(plain, **TORCHRUN)
+    assert find_launcher() == Launched(3, 8, 1)
+    _set(plain, **SRUN)  # torchrun inside a step
+    assert find_launcher() == Launched(3, 8, 1)
+
+
+def test_srun(plain: pytest.MonkeyPatch) -> None:
+    _set(plain, **SRUN)
+    assert find_launcher() == Launched(5, 72, 1)
+    _set(plain, SLURM_STEP_NUM_TASKS="16")  # a step smaller than its job
+    assert find_launcher() == Launched(5, 16, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": "4294967291"},  # a batch script
+        {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_STEP_NUM_TASKS": "1"},  # may start ranks of its own
+    ],
+)
+def test_inside_slurm_but_not_a_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
+    _set(plain, **{**SRUN, **change})
+    assert find_launcher() is None
+
+
+@pytest.mark.parametrize("change", [{"RANK": "x"}, {"RANK": "8"}, {"WORLD_SIZE": "-1"}])
+def test_variables_that_make_no_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
+    _set(plain, **{**TORCHRUN, **change})
+    with pytest.raises(InvalidArgumentError, match="a rank below G"):
+        find_launcher()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gb07", "gb07"),
+        ("gb07,gb08", "gb07"),
+        ("gb[07-09,12],gb20", "gb07"),
+        ("gb[07,12]", "gb07"),
+        ("rack-1-n[3-5]-x,y", "rack-1-n3-x"),
+        ("", ""),
+    ],
+)
+def test_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_where_ranks_of_srun_meet(plain: pytest.MonkeyPatch) -> None:
+    _set(plain, **SRUN)
+    assert meeting_point() == ("gb07", 21234)
+    _set(plain, SLURM_STEP_ID="1")  # another step of the job: another port
+    assert meeting_point() == ("gb07", 21241)
+    _set(plain, MASTER_ADDR="10.0.0.1", MASTER_PORT="999")
+    assert meeting_point() == ("10.0.0.1", 999)
+    _set(plain, MASTER_PORT="x")
+    with pytest.raises(InvalidArgumentError, match="MASTER_PORT"):
+        meeting_point()
+    plain.delenv("MASTER_ADDR")
+    plain.delenv("SLURM_STEP_NODELIST")
+    with pytest.raises(InvalidArgumentError, match="MASTER_ADDR"):
+        meeting_point()
+
+
+def test_the_benchmark_as_a_step_of_srun(plain: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two processes with the environment that srun gives, and no Slurm."""
+    started = []
+    for rank in range(2):
+        names = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2"}
+        environ = {**os.environ, **SRUN, **names, "SLURM_STEP_NODELIST": "localhost"}
+        environ["SLURM_JOB_ID"] = str(os.getpid() % 10_000)
+        command = [sys.executable, "-m", "ultraep_comm.bench", "replicate", "--engine", "host"]
+        few = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16", "--mode", "push", "--check"]
+        started.append(
+            subprocess.Popen(
+                [*command, *few],
+                env=environ,
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    texts = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], texts
+    assert [text.count("#wrong") for text in texts] == [1, 0]  # one rank prints
+    assert "ranks 2, experts 16" in texts[0]

@@ -1,0 +1,571 @@
+"""Groups of the CUDA engine without a GPU: what is launched, in which order, and every error."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, FakeNvshmem
+from ranks import RankPool, loopback, make_weights
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, _core, errors
+from ultraep_comm.collectives import count_on_device
+from ultraep_comm.cuda import device as device_module
+from ultraep_comm.cuda import kernels as kernels_module
+from ultraep_comm.cuda import making
+from ultraep_comm.reach import check_domains, find_domains
+
+E, S = 6, 2
+EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
+PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+NO_GPU = not torch.cuda.is_available()
+OWN = 0x51  # the group's own stream
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice()
+    monkeypatch.setattr(device_module, "find_device", lambda: fake)
+    monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: fake.kernels)
+    return fake
+
+
+def _groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
+    options = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options}
+    return uec.new_loopback_groups(num_ranks, engine="cuda", **options)
+
+
+def _call_all(groups: list[uec.Group], **options: Any) -> list[uec.Work]:
+    works = []
+    for group in groups:
+        work = uec.replicate_experts(
+            make_weights(group), PLAN, group=group, async_op=True, **options
+        )
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def _close(groups: list[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+# ---- without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_without_a_gpu_the_error_says_so_and_nvshmem_is_left_alone() -> None:
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
+        _groups()
+    code = """
+import sys, torch.distributed as dist, ultraep_comm as uec
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = dict(num_experts=2, slots_per_rank=1, expert={"w": ((8,), __import__("torch").uint8)})
+for asked in ({"engine": "cuda"}, {"fabric": "nvshmem"}):
+    try:
+        uec.new_group(**options, **asked)
+    except uec.errors.UnsupportedError:
+        continue
+    raise SystemExit(f"{asked} made a group")
+group = uec.new_group(**options)
+assert str(group.device) == "cpu"
+group.close()
+dist.destroy_process_group()
+raise SystemExit("nvshmem was imported" if "nvshmem" in sys.modules else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_auto_falls_back_to_the_host_engine() -> None:
+    (group,) = uec.new_loopback_groups(
+        1, num_experts=E, slots_per_rank=S, expert=EXPERT, engine="auto"
+    )
+    uec.replicate_experts(
+        make_weights(group), uec.Plan.from_slots([[-1, -1]], num_experts=E), group=group
+    )
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "options, error, part",
+    [
+        ({"engine": "gpu"}, errors.InvalidArgumentError, "engine is 'gpu'"),
+        ({"fabric": "tcp"}, errors.InvalidArgumentError, "fabric is 'tcp'"),
+        ({"engine": "cuda", "fabric": "shm"}, errors.UnsupportedError, "fabric='nvshmem'"),
+        ({"engine": "host", "fabric": "nvshmem"}, errors.UnsupportedError, "fabric='shm'"),
+        ({"fabric": "loopback"}, errors.UnsupportedError, "new_loopback_groups"),
+    ],
+)
+def test_engines_and_fabrics_that_do_not_go_together(
+    ranks: RankPool, options: dict[str, str], error: type[Exception], part: str
+) -> None:
+    ranks.run(1, _refused, options, error, part)
+
+
+def _refused(
+    rank: int, process_group: Any, options: dict[str, str], error: type[Exception], part: str
+) -> None:
+    with pytest.raises(error, match=part):
+        uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT, **options)
+
+
+# ---- what a call does ---------------------------------------------------------------------------
+
+
+def test_the_last_rank_to_call_launches_for_all(device: FakeDevice) -> None:
+    groups = _groups(3, num_sms=4)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1], [-1, 0]], num_experts=E)
+    works = []
+    for group in groups:
+        assert device.launches() == []
+        works.append(uec.replicate_experts(make_weights(group), plan, group=group, async_op=True))
+    assert device.launches() == ["ultraep_replicate_32768"]
+    assert device.grids == [(4, 3)]
+    needed = device.kernels.shared_bytes["ultraep_replicate_32768"]
+    assert 128 << 10 < needed <= device.max_shared_bytes
+    device.stream = 9
+    for work in works:
+        assert work is not None
+        work.synchronize()
+        assert work.is_completed()
+        assert work.exception() is None
+    _close(groups)
+    assert device.launches()[1:] == ["ultraep_replicate_notice"] * 3
+
+
+def test_wait_orders_the_current_stream_and_does_not_block(device: FakeDevice) -> None:
+    groups = _groups()
+    device.complete = False
+    works = _call_all(groups)
+    done = next(e for what, e, stream in reversed(device.log) if (what, stream) == ("record", OWN))
+    device.log.clear()
+    device.stream = 9
+    for work in works:
+        assert not work.is_completed()
+        work.wait()
+    assert device.log == [("wait", done, 9)] * 2
+    device.complete = True
+    device.pending.clear()
+    assert works[0].is_completed()
+    _close(groups)
+
+
+def test_weights_live_until_the_device_has_finished(device: FakeDevice) -> None:
+    groups = _groups()
+    device.complete = False
+    weights = [make_weights(group) for group in groups]
+    alive = weakref.ref(weights[0]["w"])
+    for group, tensors in zip(groups, weights, strict=True):
+        uec.replicate_experts(tensors, PLAN, group=group, async_op=True)
+    del weights, tensors
+    gc.collect()
+    assert alive() is not None
+    device.complete = True
+    device.pending.clear()
+    _call_all(groups)
+    gc.collect()
+    assert alive() is None
+    _close(groups)
+
+
+def test_expert_pointers_and_regions(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = [group.empty_weights() for group in groups]
+    assert [g.bind(w).region for g, w in zip(groups, weights, strict=True)] == [0, 0]
+    assert groups[1].expert_pointers(weights[1])["w"].tolist() == [
+        t.data_ptr() for t in [*weights[1]["w"], *groups[1].slots["w"]]
+    ]
+    works = [
+        uec.replicate_experts(w, PLAN, group=g, async_op=True, mode="pull")
+        for g, w in zip(groups, weights, strict=True)
+    ]
+    assert [work.mode for work in works if work is not None] == ["pull", "pull"]
+    _close(groups)
+
+
+# ---- what a group refuses -----------------------------------------------------------------------
+
+
+def test_tile_sizes(device: FakeDevice) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"\[16384, 32768\]"):
+        _groups(tile_bytes=65536)
+    _close(_groups(tile_bytes=16384))
+    device.max_shared_bytes = 99 << 10  # of sm_89: tiles of 32 KiB do not fit
+    _close(_groups())
+    assert "ultraep_replicate_16384" in device.kernels.shared_bytes
+    with pytest.raises(errors.UnsupportedError, match="tiles of 32768, this device has 101376"):
+        _groups(tile_bytes=32768)
+    device.max_shared_bytes = 48 << 10
+    with pytest.raises(errors.UnsupportedError, match="slots_per_rank"):
+        _groups()
+
+
+def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
+    device.num_sms = 8
+    groups = _groups()
+    _call_all(groups)
+    assert device.grids == [(4, 2)]
+    _close(groups)
+    with pytest.raises(errors.InvalidArgumentError, match="num_sms is 5 for each of 2 ranks"):
+        _groups(num_sms=5)
+    with pytest.raises(errors.InvalidArgumentError, match="fewer ranks"):
+        _groups(9)
+
+
+def test_weights_on_another_device_are_named(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = make_weights(groups[0])
+    with pytest.raises(errors.InvalidWeightsError, match="is on meta; expected cpu"):
+        groups[0].bind({**weights, "w": weights["w"].to("meta")})
+    _close(groups)
+
+
+def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = [make_weights(group) for group in groups]
+    work = uec.replicate_experts(weights[0], PLAN, group=groups[0], async_op=True)
+    assert work is not None
+    device.launch_result = 719
+    with pytest.raises(errors.DeviceError, match=r"cuLaunchKernel .*OF_THE_TEST \(719\)"):
+        uec.replicate_experts(weights[1], PLAN, group=groups[1])
+    device.launch_result = 0
+    with pytest.raises(errors.GroupClosedError) as closed:
+        uec.replicate_experts(weights[1], PLAN, group=groups[1])
+    assert isinstance(closed.value.__cause__, errors.DeviceError)
+    with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
+        work.wait()  # for a launch that does not come any more
+    _close(groups)
+
+
+def test_captured_streams_are_refused_before_anything_is_done(device: FakeDevice) -> None:
+    groups = _groups()
+    device.capturing = 1
+    with pytest.raises(errors.UnsupportedError, match="CUDA graph"):
+        uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
+    device.capturing = 0
+    groups[0]._first_error = None
+    for work in _call_all(groups):
+        work.synchronize()
+    _close(groups)
+
+
+# ---- failures on the device ---------------------------------------------------------------------
+
+
+def test_a_failure_surfaces_in_exception_synchronize_and_the_next_call(device: FakeDevice) -> None:
+    groups = _groups()
+    works = _call_all(groups)
+    for work in works:
+        work.wait()  # nothing is known yet
+        assert work.exception() is None
+    device.fail(0, epoch=1, fault=5, root=1)
+    assert works[1].exception() is None
+    assert isinstance(works[0].exception(), errors.TransferAbortedError)
+    with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
+        works[0].synchronize()
+    with pytest.raises(errors.TransferAbortedError):
+        works[0].wait()
+    with pytest.raises(errors.GroupClosedError, match="failed in call 1"):
+        uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
+    _close(groups)
+
+
+def test_a_failure_that_nobody_looked_at_surfaces_in_close(device: FakeDevice) -> None:
+    groups = _groups()
+    _call_all(groups)
+    device.fail(1, epoch=1, fault=6)
+    groups[0].close()
+    with pytest.raises(errors.TransferTimeoutError):
+        groups[1].close()
+
+
+def test_a_rank_that_does_not_call_is_named(device: FakeDevice) -> None:
+    groups = _groups(timeout=0.1)
+    work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+    assert work is not None
+    with pytest.raises(errors.TransferTimeoutError, match="Look at rank 0") as caught:
+        work.wait()
+    assert (caught.value.peer, caught.value.root, caught.value.epoch) == (0, 0, 1)
+    _close(groups)
+
+
+def test_bad_input_reaches_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
+    groups = _groups()
+    with pytest.raises(errors.InvalidWeightsError):
+        uec.replicate_experts({}, PLAN, group=groups[0])
+    work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+    assert work is not None
+    with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected"):
+        work.wait()
+    _close(groups)
+
+
+def test_abort_and_close_reach_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
+    for end, error in (
+        (uec.Group.abort, errors.TransferAbortedError),
+        (uec.Group.close, errors.PeerGoneError),
+    ):
+        groups = _groups()
+        end(groups[0])
+        work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+        assert work is not None
+        with pytest.raises(error):
+            work.wait()
+        _close(groups)
+
+
+def test_close_tells_of_another_last_call(device: FakeDevice) -> None:
+    groups = _groups()
+    layout = _core.cuda_layout()
+    status_bytes = -(-layout[3] // 128) * 128
+
+    def close_differs(name: str, values: list[int]) -> None:
+        if name == "ultraep_replicate_notice":
+            page = device.pages[-1]
+            page[status_bytes + 16 : status_bytes + 24].view(torch.int64)[0] = 0
+
+    for work in _call_all(groups):
+        work.synchronize()
+    device.on_launch = close_differs
+    with pytest.raises(errors.PlanMismatchError, match="rank 0 made another call"):
+        groups[1].close()
+    groups[0].close()
+
+
+# ---- loads --------------------------------------------------------------------------------------
+
+
+def test_loads_are_gathered_between_threads(device: FakeDevice) -> None:
+    groups = _groups(3)
+    for _ in range(3):
+        ids = [torch.randint(-1, E, (10, 2)) for _ in groups]
+        tables = loopback(3, lambda r, i=ids: uec.gather_load(i[r], group=groups[r]))
+        for row, own in enumerate(ids):
+            expected = torch.bincount(own.flatten() + 1, minlength=E + 1)[1:]
+            assert all(torch.equal(t[row].long(), expected) for t in tables)
+    _close(groups)
+
+
+def test_bad_ids_reach_every_rank(device: FakeDevice) -> None:
+    groups = _groups()
+    found: list[Exception | None] = [None, None]
+
+    def call(rank: int) -> None:
+        try:
+            uec.gather_load(torch.tensor([[rank * E]]), group=groups[rank])
+        except errors.UltraEPError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=call, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(found[1], errors.InvalidLoadError)
+    assert "id 6 at position 0" in str(found[1])
+    assert isinstance(found[0], errors.PeerRejectedError)
+    for group in groups:
+        with pytest.raises(errors.GroupClosedError):
+            uec.gather_load(torch.tensor([[0]]), group=group)
+    _close(groups)
+
+
+def test_a_rank_missing_in_gather_load_is_named(device: FakeDevice) -> None:
+    groups = _groups(timeout=0.1)
+    with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
+        uec.gather_load(torch.tensor([[0]]), group=groups[0])
+    uec.gather_load(torch.tensor([[0]]), group=groups[1])  # rank 0's row was there in time
+    with pytest.raises(errors.PeerGoneError, match="rank 0"):
+        uec.gather_load(torch.tensor([[0]]), group=groups[1])
+    _close(groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counting_on_the_device_agrees_with_the_core(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(1)
+    for bad in (None, E, -2, 2**31 - 1):
+        ids = torch.from_numpy(rng.integers(-1, E, (50, 4))).to(dtype)
+        if bad is not None:
+            ids[20, 1] = bad
+            ids[30, 2] = bad
+        expected, found = (torch.zeros(E, dtype=torch.int32) for _ in range(2))
+        position = _core.count_experts(
+            ids.data_ptr(), ids.numel(), dtype == torch.int64, E, expected.data_ptr()
+        )
+        assert count_on_device(ids, found) == position == (-1 if bad is None else 81)
+        assert bad is not None or torch.equal(expected, found)
+    assert count_on_device(torch.empty((0, 2), dtype=dtype), found) == -1
+    assert int(found.sum()) == 0
+
+
+# ---- NVSHMEM -------------------------------------------------------------------------------------
+
+
+def test_domains_follow_from_load_store_access() -> None:
+    assert find_domains([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).tolist() == [0, 0, 1]
+    assert find_domains([[1, 0, 1], [0, 1, 0], [1, 0, 1]]).tolist() == [0, 1, 0]
+    assert find_domains(np.eye(3, dtype=int).tolist()).tolist() == [0, 1, 2]
+    with pytest.raises(errors.UnsupportedError, match="makes no domains: rank 1 has"):
+        find_domains([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
+    with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 1"):
+        check_domains(np.array([0, 0], np.int32), [[1, 0], [1, 1]])
+    check_domains(np.array([0, 1], np.int32), [[1, 0], [0, 1]])
+
+
+def _with_nvshmem(
+    process_group: Any, device: FakeDevice, runtime: FakeNvshmem, **options: Any
+) -> uec.Group:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(making, "find_nvshmem_device", lambda: (device, runtime, device.kernels))
+        return uec.new_group(
+            process_group,
+            **{"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options},
+        )
+
+
+def _nvshmem_groups(rank: int, process_group: Any) -> Any:
+    device, runtime = FakeDevice(), FakeNvshmem()
+    group = _with_nvshmem(process_group, device, runtime)
+    uids = runtime.uids
+    other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
+    registered = runtime.registered
+    load = uec.gather_load(torch.tensor([[rank, 3]]), group=group)
+    uec.replicate_experts(make_weights(group), PLAN, group=group)
+    launches = device.launches()
+    group.close()
+    kept = len(runtime.freed)
+    other.close()
+    third = _with_nvshmem(process_group, device, runtime, fabric="nvshmem")
+    freed = len(runtime.freed)
+    third.close()
+    return {
+        "uids": [uid == bytes(range(128)) for uid in uids],
+        "registered": (registered, runtime.registered),
+        "load": load.tolist(),
+        "launches": launches[-1],
+        "domain": group.topology.domain.tolist(),
+        "freed": (kept, freed),
+        "made": len(runtime.made),
+    }
+
+
+def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) -> None:
+    for result in ranks.run(2, _nvshmem_groups):
+        assert result["uids"] == [True]
+        assert result["registered"] == (2, 0)
+        assert result["load"] == [[1, 0, 0, 1, 0, 0], [0, 1, 0, 1, 0, 0]]
+        assert result["launches"] == "ultraep_replicate_32768"
+        assert result["domain"] == [0, 0]
+        # Nothing is freed by close(); the next group frees what every rank has closed.
+        assert result["freed"] == (0, 4)
+        assert result["made"] == 2
+
+
+def _far_groups(rank: int, process_group: Any) -> Any:
+    pairs = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    device, runtime = FakeDevice(reaches=pairs[rank]), FakeNvshmem(pes=(3 - rank, 4))
+    apart = _with_nvshmem(process_group, device, runtime)
+    crossing = uec.Plan.from_slots([[3, -1], [-1, -1], [0, -1], [-1, -1]], num_experts=E)
+    with pytest.raises(errors.InvalidPlanError, match="another domain"):
+        uec.replicate_experts(make_weights(apart), crossing, group=apart)
+    apart.close()
+    group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
+    with pytest.raises(errors.UnsupportedError, match="push"):
+        group.empty_weights()
+    uec.replicate_experts(make_weights(group), crossing, group=group)
+    launches = device.launches()
+    state = device.memory[-1]  # begins with RankState
+    group.close()
+    with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 2"):
+        _with_nvshmem(process_group, device, runtime, domains=[0, 0, 0, 0])
+    return launches[-1], group.topology.domain.tolist(), runtime.uids, len(state)
+
+
+def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
+    for launch, domain, uids, _ in ranks.run(4, _far_groups):
+        assert launch == "ultraep_replicate_32768_far"
+        assert domain == [0, 0, 1, 1]
+        assert uids == []  # somebody else had initialised it
+
+
+def _refuse(*_: Any) -> int:
+    raise errors.DeviceError("the device is out of order")
+
+
+def _nvshmem_errors(rank: int, process_group: Any) -> None:
+    def refused(error: type[Exception], part: str, **runtime: Any) -> FakeNvshmem:
+        fake = FakeNvshmem(**runtime)
+        with pytest.raises(error, match=part):
+            _with_nvshmem(process_group, FakeDevice(), fake)
+        return fake
+
+    unsupported, bootstrap = errors.UnsupportedError, errors.BootstrapError
+    refused(unsupported, r"PEs \[4, 5\] of 8", pes=(4 + rank, 8))
+    mixed = {"pes": (0, 1)} if rank == 0 else {}
+    refused(bootstrap, "initialised on rank 0 but not on rank 1", **mixed)
+    if rank == 1:
+        refused(errors.OutOfSharedMemoryError, "NVSHMEM_SYMMETRIC_SIZE", room=4096)
+    else:
+        refused(bootstrap, "rank 1 failed")
+
+    broken = FakeNvshmem()
+    broken.init_error = ValueError("no transport") if rank == 0 else None
+    with pytest.raises(bootstrap, match="no transport"):
+        _with_nvshmem(process_group, FakeDevice(), broken)
+
+    small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
+    with pytest.raises(bootstrap if rank == 0 else unsupported, match="shared memory"):
+        _with_nvshmem(process_group, small, FakeNvshmem())
+    # What a device refuses on one rank, wherever that is, holds up none of the others.
+    for step in ("handle", "pinned"):
+        device = FakeDevice()
+        if rank == 1:
+            owner = device.kernels if step == "handle" else device
+            setattr(owner, step, _refuse)
+        with pytest.raises(errors.DeviceError if rank == 1 else bootstrap, match="the device is"):
+            _with_nvshmem(process_group, device, FakeNvshmem())
+    # Tiles chosen by device have to be the same everywhere.
+    uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
+    with pytest.raises(bootstrap, match="tile_bytes"):
+        _with_nvshmem(process_group, uneven, FakeNvshmem())
+
+
+def test_nvshmem_errors_reach_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, _nvshmem_errors)
+
+
+def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
+    def find() -> Any:
+        if rank == 1:
+            raise errors.UnsupportedError("no GPU on this rank")
+        device = FakeDevice()
+        return device, FakeNvshmem(), device.kernels
+
+    options: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT}
+    kind = errors.BootstrapError if rank == 0 else errors.UnsupportedError
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(making, "find_nvshmem_device", find)
+        with pytest.raises(kind, match="no GPU on this rank"):
+            uec.new_group(process_group, engine="cuda", **options)
+        with uec.new_group(process_group, **options) as group:
+            found = type(group._engine).__module__
+        with pytest.raises(errors.BootstrapError, match="other arguments"):
+            uec.new_group(process_group, engine=("host", "cuda")[rank], **options)
+    return found
+
+
+def test_auto_takes_the_host_engine_unless_every_rank_has_a_gpu(ranks: RankPool) -> None:
+    assert ranks.run(2, _one_rank_without_gpu) == ["ultraep_comm._core"] * 2

@@ -1,0 +1,174 @@
+"""The CUDA engine from the Python API to the kernels, which run on an emulated device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cpp_build import CppBuild
+from emulated_device import EmulatedDevice
+from ranks import (
+    MIXED,
+    clear_slots,
+    expert_bytes,
+    fan_out_plan,
+    fill_weights,
+    make_weights,
+    random_plan,
+    raw,
+    wrong_bytes,
+)
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.cuda import device as device_module
+from ultraep_comm.cuda import kernels as kernels_module
+
+MODES = ["push", "pull", "direct", "auto"]
+
+
+@pytest.fixture(scope="module")
+def library(cpp: CppBuild) -> Path:
+    return cpp.build("cpu") / "tests" / "libemulated_device.so"
+
+
+@pytest.fixture
+def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    emulated = EmulatedDevice(library)
+    monkeypatch.setattr(device_module, "find_device", lambda: emulated)
+    monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: emulated.kernels)
+    return emulated
+
+
+def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> list[uec.Group]:
+    options = {"expert": MIXED, "timeout": 60.0, "num_sms": 2, **options}
+    return uec.new_loopback_groups(
+        num_ranks, num_experts=num_experts, slots_per_rank=slots, engine="cuda", **options
+    )
+
+
+def _submit(groups: list[uec.Group], weights: Any, plan: uec.Plan, **options: Any) -> Any:
+    works = []
+    for group in groups:
+        work = uec.replicate_experts(
+            weights[group.rank], plan, group=group, async_op=True, **options
+        )
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def _close(groups: list[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("num_ranks, num_experts, slots", [(2, 5, 1), (3, 7, 2), (5, 8, 2)])
+@pytest.mark.parametrize("tile_bytes", [None, 16384])
+def test_every_mode_moves_every_byte(
+    device: EmulatedDevice, num_ranks: int, num_experts: int, slots: int, tile_bytes: int | None
+) -> None:
+    groups = _groups(num_ranks, num_experts, slots, tile_bytes=tile_bytes)
+    weights = [group.empty_weights() for group in groups]
+    plans = [
+        fan_out_plan(num_ranks, num_experts, slots),
+        random_plan(3, num_ranks, num_experts, slots),
+        uec.Plan.from_slots(torch.full((num_ranks, slots), -1), num_experts=num_experts),
+    ]
+    epoch = 0
+    for mode in MODES:
+        for plan in plans:
+            epoch += 1
+            for group in groups:
+                fill_weights(group, weights[group.rank], epoch)
+                clear_slots(group)
+            for work in _submit(groups, weights, plan, mode=mode):
+                work.synchronize()
+                assert work.is_completed()
+            assert [wrong_bytes(group, plan, epoch) for group in groups] == [0] * num_ranks
+    _close(groups)
+
+
+def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevice) -> None:
+    expert = {"w": uec.Segment((40_000,), torch.uint8)}
+    groups = _groups(2, 2, 1, expert=expert)
+    plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
+    weights = [make_weights(group) for group in groups]
+    for epoch in range(1, 4):
+        fresh, seen, works = [], [], []
+        for group in groups:
+            device.stream = 100 + group.rank
+            own = expert_bytes(epoch, group.rank, 0, expert["w"])
+            fresh.append(own)
+            device.delay(20_000)  # the weights come late,
+            device.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
+            works += _submit([group], weights, plan)
+        for group, work in zip(groups, works, strict=True):
+            device.stream = 100 + group.rank
+            work.wait()  # orders the stream, and returns at once
+            assert not work.is_completed()
+            seen.append(torch.empty(40_000, dtype=torch.uint8))
+            device.copy(seen[-1], raw(group.slots["w"][0], expert["w"]))
+            device.copy(weights[group.rank]["w"], torch.zeros_like(weights[group.rank]["w"]))
+        device.settle()
+        assert torch.equal(seen[0], fresh[1])
+        assert torch.equal(seen[1], fresh[0])
+    _close(groups)
+
+
+def test_several_calls_are_under_way_and_several_groups(device: EmulatedDevice) -> None:
+    first, second = _groups(2, 5, 1), _groups(3, 7, 2)
+    plans = [fan_out_plan(2, 5, 1), fan_out_plan(3, 7, 2)]
+    weights = [[make_weights(group) for group in groups] for groups in (first, second)]
+    for groups, own in zip((first, second), weights, strict=True):
+        for group in groups:
+            fill_weights(group, own[group.rank], 1)
+            clear_slots(group)
+    works = []
+    for _ in range(7):  # more than the ring of calls holds
+        for groups, own, plan in zip((first, second), weights, plans, strict=True):
+            works += _submit(groups, own, plan)
+    for work in works:
+        work.synchronize()
+    for groups, plan in zip((first, second), plans, strict=True):
+        assert sum(wrong_bytes(group, plan, 1) for group in groups) == 0
+        _close(groups)
+
+
+def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedDevice) -> None:
+    groups = _groups(3, 6, 1)
+    weights = [make_weights(group) for group in groups]
+    plan = uec.Plan.from_slots([[-1], [0], [0]], num_experts=6)
+    other = uec.Plan.from_slots([[-1], [0], [1]], num_experts=6)
+    works = []
+    for group in groups:
+        works += _submit([group], weights, other if group.rank == 2 else plan)
+    device.settle()
+    found = []
+    for work in works:
+        with pytest.raises(errors.TransferError) as caught:
+            work.synchronize()
+        found.append(type(caught.value))
+        assert isinstance(work.exception(), errors.TransferError)
+    assert errors.PlanMismatchError in found
+    for group in groups:
+        with pytest.raises(errors.GroupClosedError):
+            uec.replicate_experts(weights[group.rank], plan, group=group)
+        group.close()
+
+
+def test_a_group_that_is_aborted_ends_what_its_peers_wait_for(device: EmulatedDevice) -> None:
+    groups = _groups(2, 2, 1)
+    weights = [make_weights(group) for group in groups]
+    plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
+    groups[0].abort()
+    with pytest.raises(errors.GroupClosedError):
+        uec.replicate_experts(weights[0], plan, group=groups[0])
+    (work,) = _submit(groups[1:], weights, plan)
+    device.settle()
+    with pytest.raises(errors.TransferAbortedError) as caught:
+        work.synchronize()
+    assert caught.value.root == 0
+    _close(groups)
