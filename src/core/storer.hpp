@@ -53,10 +53,9 @@ class Storer {
     // First: a mover may learn that a stage has been read only by a later commit, which never
     // comes, while the fetch side waits for the stage.
     if (!mover_.when_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;
-    const bool released = release_stages();
+    release_stages();
     if (ended_) return Step::kFinished;
-    // A stage that was released is one that the fetch side may be waiting for.
-    if (!mover_.loaded(stored_)) return released ? Step::kProgress : Step::kAwaitDelivered;
+    if (!mover_.loaded(stored_)) return Step::kAwaitDelivered;
     ended_ = mover_.stage(stored_).ends_stream();
     if (!ended_) ++stored_;
     return Step::kProgress;
@@ -64,11 +63,9 @@ class Storer {
 
  private:
   // Rule: a stage is loaded into again only when its stores have read it. That says nothing of
-  // delivery: see when_delivered(). Returns whether there was one.
-  UEC_HD bool release_stages() {
-    const uint32_t before = released_;
+  // delivery: see when_delivered().
+  UEC_HD void release_stages() {
     while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);
-    return released_ != before;
   }
 
   UEC_HD bool is_far(int32_t rank) const {

@@ -30,7 +30,8 @@ class Worker {
     return Step::kProgress;
   }
 
-  // After a failure, in place of the others.
+  // After a failure, in place of the others. In this order, because the store side may release the
+  // stage that the fetch side's last word needs, and that word is what the store side waits for.
   Step drain_step() {
     const Step stored = storer_.drain_step(), fetched = fetcher_.drain_step();
     return fetched == Step::kProgress ? fetched : stored;

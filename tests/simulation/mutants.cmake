@@ -28,12 +28,12 @@ mutant(drain_ignores_stores core/storer.hpp
   REPLACE [[]])
 
 mutant(drain_ignores_loads core/storer.hpp
-  FIND [[    if (!mover_.loaded(stored_)) return released ? Step::kProgress : Step::kAwaitDelivered;]]
+  FIND [[    if (!mover_.loaded(stored_)) return Step::kAwaitDelivered;]]
   REPLACE [[    if (!mover_.loaded(stored_)) return Step::kFinished;]])
 
-mutant(drain_sleeps_on_a_released_stage core/storer.hpp
-  FIND [[return released ? Step::kProgress : Step::kAwaitDelivered;]]
-  REPLACE [[return Step::kAwaitDelivered;]])
+mutant(drain_sleeps_on_a_released_stage core/worker.hpp
+  FIND [[    return fetched == Step::kProgress ? fetched : stored;]]
+  REPLACE [[    return stored;]])
 
 mutant(drain_discards_nothing core/storer.hpp
   FIND [[    if (!ended_) ++stored_;]]
