@@ -58,7 +58,9 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     with group._rejecting():
         _count(topk_ids, counts, group)
     table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32)
-    epoch = group._engine.gather(counts.data_ptr(), table.data_ptr())
+    engine = group._engine
+    assert isinstance(engine, _core.Engine)  # other groups have an exchange of their own
+    epoch = engine.gather(counts.data_ptr(), table.data_ptr())
     group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
 

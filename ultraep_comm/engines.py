@@ -33,9 +33,6 @@ class Engine(Protocol):
     ) -> tuple[int, int]:
         """Submit a call; return its epoch and its mode."""
 
-    def gather(self, row: int, table: int) -> int:
-        """Submit an exchange of loads, where the engine has one; return its epoch."""
-
     def wait(self, epoch: int) -> bool:
         """Order what the caller does next behind a call; False: it has failed.
 

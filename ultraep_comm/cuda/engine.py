@@ -129,10 +129,6 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
-    def gather(self, row: int, table: int) -> int:
-        """Never called: loads are exchanged over the process group."""
-        raise NotImplementedError
-
     def wait(self, epoch: int) -> bool:
         """Make the current stream wait for a call; False if the call is known to have failed."""
         try:
