@@ -10,9 +10,16 @@ namespace uec {
 template <class Memory, class Mover>
 class Fetcher {
  public:
-  // Scratch of the team: `open` [num_ranks] and `state` [num_pieces], bytes.
-  UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state)
-      : call_(call), memory_(memory), mover_(mover), open_(open), state_(state) {
+  // Scratch of the team: `open` [num_ranks] and `state` [num_pieces], bytes. `worker` is this
+  // worker's number among its rank's.
+  UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state,
+                 int32_t worker = 0)
+      : call_(call),
+        memory_(memory),
+        mover_(mover),
+        open_(open),
+        state_(state),
+        shift_(call.work.num_pieces > 0 ? worker % call.work.num_pieces : 0) {
     for (int32_t r = team_.index(); r < call.num_ranks; r += team_.size())
       open_[r] = !call.work.needs[r];
     for (int32_t p = team_.index(); p < call.work.num_pieces; p += team_.size())
@@ -81,6 +88,14 @@ class Fetcher {
   UEC_HD static uint32_t outcome(Outcome kind, uint32_t far_along, int32_t id) {
     return static_cast<uint32_t>(kind) << 30 | far_along << kIdBits | static_cast<uint32_t>(id);
   }
+  // Of pieces that are equally far along, workers begin with different ones.
+  UEC_HD int32_t shifted(int32_t p) const {
+    return p >= shift_ ? p - shift_ : p - shift_ + call_.work.num_pieces;
+  }
+  UEC_HD int32_t unshifted(int32_t id) const {
+    const int32_t p = id + shift_;
+    return p < call_.work.num_pieces ? p : p - call_.work.num_pieces;
+  }
   // In parts of 1024; of pieces with more than 2^22 groups only the order suffers.
   UEC_HD static uint32_t progress(int32_t at, int32_t length) {
     return (static_cast<uint32_t>(at) << 10) / static_cast<uint32_t>(length) & 1023;
@@ -110,7 +125,7 @@ class Fetcher {
         verdict = group_ready(piece, piece.begin + at, &why);
       uint32_t found = outcome(kWaits, 0, p);
       if (verdict == Verdict::kArrived) {
-        found = outcome(kEligible, progress(at, length), p);
+        found = outcome(kEligible, progress(at, length), shifted(p));
       } else if (verdict == Verdict::kFault) {
         found = outcome(kFault, 1, p);  // nobody has claimed a group that is never flagged
       }
@@ -123,7 +138,8 @@ class Fetcher {
     }
     const uint32_t chosen = team_.lowest(best);
     const auto kind = static_cast<Outcome>(chosen >> 30);
-    const auto id = static_cast<int32_t>(chosen & ((1 << kIdBits) - 1));
+    auto id = static_cast<int32_t>(chosen & ((1 << kIdBits) - 1));
+    if (kind == kEligible) id = unshifted(id);
     const int32_t member = id % team_.size();
     if (kind == kNothing) return Step::kFinished;
     if (kind != kEligible) {
@@ -132,11 +148,17 @@ class Fetcher {
       fault_ = team_.from(member, fault);
       return kind == kFault ? Step::kFailed : Step::kBlocked;
     }
-    // By the member that found it: its look at the group's flag is what the load comes after.
-    if (best == chosen && !memory_.claim(&call_.cursor[id], best_at)) best_at = -1;
-    const int32_t at = team_.from(member, best_at);
-    if (at < 0) return Step::kProgress;  // another worker's
     const Piece& piece = call_.work.pieces[id];
+    // By the member that found it: its look at the group's flag is what the load comes after. Any
+    // group of a home's piece will do, so that workers that take at once all get one.
+    if (best == chosen) {
+      if (piece.source != Source::kSlot)
+        best_at = memory_.take(&call_.cursor[id]);
+      else if (!memory_.claim(&call_.cursor[id], best_at))
+        best_at = -1;
+    }
+    const int32_t at = team_.from(member, best_at);
+    if (at < 0 || at >= piece.end - piece.begin) return Step::kProgress;  // another worker's
     const int32_t tiles = call_.work.tasks[piece.task].group_tiles;
     item_.piece = id;
     item_.group = piece.begin + at;
@@ -244,6 +266,7 @@ class Fetcher {
   typename Memory::Team team_;
   uint8_t* open_;   // [num_ranks] this worker has seen it open, or needs it not
   uint8_t* state_;  // [num_pieces]
+  int32_t shift_;
   Item item_;
   uint32_t fetched_ = 0;  // stages, counted without wrapping
   bool ended_ = false;

@@ -123,7 +123,8 @@ class DeliveryPolicy {
 // and for counters in this rank's private memory, shared by its workers:
 //   int32_t load(const int32_t*)            relaxed
 //   bool claim(int32_t*, int32_t expected)  expected -> expected + 1, relaxed
-//   int32_t arrive(Delivered, int32_t*)     decrement, acquire-release; returns what is left
+//   int32_t take(int32_t*)                  adds 1, relaxed; returns what was there
+//   int32_t arrive(Delivered, int32_t*, n)  subtracts n, acquire-release; returns what is left
 //
 // A Mover moves bytes for one worker, in order, through a ring of stages (core/ring.hpp). All
 // members of a team call these together and get the same answers. By the fetch side:

@@ -44,6 +44,11 @@ class Storer {
       return Step::kProgress;
     }
     if (num_published_ != num_held_) return Step::kAwaitDelivered;
+    if (num_uncounted_ > 0) {  // before anything blocks: they may be what a task lacks
+      const uint32_t ticket = held_[(num_published_ - 1) % kMaxHeld].ticket;
+      mover_.when_delivered(ticket, true, [&](Delivered token) { count_groups(token); });
+      return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
+    }
     return ended_ ? Step::kFinished : Step::kIdle;
   }
 
@@ -109,11 +114,19 @@ class Storer {
         memory_.publish(token, hub.rank, call_.layout.ready(hub.slot, held.group),
                         call_.epoch.number);
     }
-    // Workers of a rank share a task. Each arrives after its own deliveries, and arrive() is
-    // acquire-release, so the last one vouches for all of them.
+    // Groups of one task are counted together: arriving costs more than the flag.
+    if (num_uncounted_ > 0 && task_ != piece.task) count_groups(token);
+    task_ = piece.task;
+    ++num_uncounted_;
+  }
+
+  // Workers of a rank share a task. Each arrives after its own deliveries, and arrive() is
+  // acquire-release, so the last one vouches for all of them.
+  UEC_HD void count_groups(Delivered token) {
     int32_t left = 0;
-    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[piece.task]);
-    if (team_.share(left) == 0) finish_task(token, call_.work.tasks[piece.task]);
+    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);
+    num_uncounted_ = 0;
+    if (team_.share(left) == 0) finish_task(token, call_.work.tasks[task_]);
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
@@ -147,7 +160,8 @@ class Storer {
   uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   uint32_t stored_ = 0, released_ = 0;         // stages, counted without wrapping
   uint32_t last_ticket_ = 0;
-  bool ended_ = false;  // the fetch side has nothing more
+  int32_t task_ = 0, num_uncounted_ = 0;  // groups of it that are delivered, but not counted
+  bool ended_ = false;                    // the fetch side has nothing more
   Fault fault_ = Fault::kNone;
   int32_t aborter_ = -1, aborted_expert_ = -1;
 };

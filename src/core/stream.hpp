@@ -49,7 +49,7 @@ struct Call {
   TileMap tiles;
   Addresses addresses;
   Worklist work;
-  int32_t* cursor = nullptr;     // [num_pieces] groups claimed
+  int32_t* cursor = nullptr;     // [num_pieces] groups claimed, or more
   int32_t* remaining = nullptr;  // [num_tasks] groups not yet delivered
 
   // Before workers begin; whoever starts them orders that.

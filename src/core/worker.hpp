@@ -9,9 +9,10 @@ namespace uec {
 template <class Memory, class Mover>
 class Worker {
  public:
-  // Scratch: `open` [num_ranks] and `state` [num_pieces], bytes.
-  Worker(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state)
-      : fetcher_(call, memory, mover, open, state), storer_(call, memory, mover, held_) {}
+  // As Fetcher.
+  Worker(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state,
+         int32_t worker = 0)
+      : fetcher_(call, memory, mover, open, state, worker), storer_(call, memory, mover, held_) {}
 
   Fault fault() const {
     return fetcher_.fault() != Fault::kNone ? fetcher_.fault() : storer_.fault();

@@ -29,10 +29,10 @@ UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_32768(const uec::cuda::LaunchAr
 
 // With peers that only NVSHMEM's puts and signals reach. Its functions are called, not inlined,
 // which costs registers.
-UEC_KERNEL(96) void ultraep_replicate_16384_far(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(104) void ultraep_replicate_16384_far(const uec::cuda::LaunchArgs args) {
   uec::cuda::replicate<16384, true>(args, shared_memory);
 }
-UEC_KERNEL(96) void ultraep_replicate_32768_far(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(104) void ultraep_replicate_32768_far(const uec::cuda::LaunchArgs args) {
   uec::cuda::replicate<32768, true>(args, shared_memory);
 }
 

@@ -57,9 +57,10 @@ class DeviceMemory {
   UEC_DEVICE static bool claim(int32_t* counter, int32_t expected) {
     return ptx::compare_swap_relaxed(counter, expected, expected + 1) == expected;
   }
+  UEC_DEVICE static int32_t take(int32_t* counter) { return ptx::fetch_add_relaxed(counter, 1); }
   // Acquire-release: the last block of a task vouches for the stores of all.
-  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter) {
-    return ptx::fetch_add_acq_rel(counter, -1) - 1;
+  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter, int32_t count) {
+    return ptx::fetch_add_acq_rel(counter, -count) - count;
   }
 
  private:

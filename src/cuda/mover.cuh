@@ -71,18 +71,18 @@ class DeviceMover : public DeliveryPolicy {
   // ---- store side
 
   UEC_DEVICE bool loaded(uint32_t k) const {
-    return is_complete(ring_.full[k % kStages], k / kStages);
+    if (!is_complete(ring_.full[k % kStages], k / kStages)) return false;
+    // That the destinations are open was observed through ordinary loads, by the fetch side.
+    if (Warp::leader()) ptx::fence_proxy_async_global();
+    return true;
   }
 
   UEC_DEVICE const Stage& stage(uint32_t k) const { return ring_.stages[k % kStages]; }
 
   UEC_DEVICE void store(uint32_t k, uint8_t* destination, int64_t bytes) {
     const int64_t in_bulk = ptx::kHasBulk && is_aligned(destination) ? bytes / 16 * 16 : 0;
-    if (in_bulk > 0 && Warp::leader()) {
-      // That the destination is open was observed through ordinary loads, by the fetch side.
-      ptx::fence_proxy_async_global();
+    if (in_bulk > 0 && Warp::leader())
       ptx::bulk_store(destination, tile(k), static_cast<uint32_t>(in_bulk));
-    }
     if (in_bulk < bytes)
       copy_from_shared(destination + in_bulk, tile(k) + in_bulk, bytes - in_bulk);
     count(bytes);

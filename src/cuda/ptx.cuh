@@ -68,6 +68,14 @@ UEC_DEVICE int32_t compare_swap_relaxed(int32_t* at, int32_t expected, int32_t v
                : "memory");
   return old;
 }
+UEC_DEVICE int32_t fetch_add_relaxed(int32_t* at, int32_t value) {
+  int32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(at), "r"(value)
+               : "memory");
+  return old;
+}
 // Returns what was there. All who came before are before this thread's next steps.
 UEC_DEVICE int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
   int32_t old;
@@ -90,32 +98,33 @@ UEC_DEVICE void store_shared_relaxed(int32_t* at, int32_t value) {
 
 // ---- bytes --------------------------------------------------------------------------------------
 
-// Coherent: never through a cache that peers' stores do not reach.
+// Coherent: never through a cache that peers' stores do not reach. In their place among stores.
 UEC_DEVICE uint4 load_global(const uint4* at) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(at));
+               : "l"(at)
+               : "memory");
   return v;
 }
 UEC_DEVICE uint64_t load_global(const uint64_t* at) {
   uint64_t v;
-  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(at));
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
 UEC_DEVICE uint32_t load_global(const uint32_t* at) {
   uint32_t v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
 UEC_DEVICE uint16_t load_global(const uint16_t* at) {
   uint16_t v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at));
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
   return v;
 }
 UEC_DEVICE uint8_t load_global(const uint8_t* at) {
   uint32_t v;
-  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(at));
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return static_cast<uint8_t>(v);
 }
 

@@ -72,7 +72,11 @@ UEC_ROLE bool announce(BlockShared& shared) {
   }
   announce_call(block.call, memory, mover);
   announce_open(block.call, memory, mover);
-  return true;
+  // A call that never has to wait ends by this look. Behind the announcements, because the host's
+  // memory is far away.
+  if (!is_cancelled(block)) return true;
+  fail(block, memory, mover, Fault::kCancelled, -1, Wait{});
+  return false;
 }
 
 template <class Memory, class Mover>
@@ -81,8 +85,8 @@ UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
   auto* const scratch = reinterpret_cast<uint8_t*>(&shared + 1);
-  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
-                                 scratch + block.call.num_ranks);
+  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch, scratch + block.call.num_ranks,
+                                 ptx::block_x());
   if (announced && drive(fetcher, block, memory, mover)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
 }

@@ -48,12 +48,13 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Mover& mover, Fault fault
   }
 }
 
-inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond
+inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond,
+inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memory more
 
 // Nanoseconds that the present wait has lasted, once that is too long; else 0.
 template <class Memory>
 UEC_DEVICE uint64_t expired(BlockCall& block, Memory& memory) {
-  const bool all = all_called(memory, block.call);
+  const bool all = Warp::share(block.clock.called) != 0 || all_called(memory, block.call);
   uint64_t waited = 0;
   if (Warp::leader()) {
     Clock& clock = block.clock;
@@ -90,7 +91,7 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Memory& memory, Mover& mov
     if (has_failed(block)) return false;
     if (step != Step::kBlocked) continue;
     aborter = find_teller(memory, block.call, &fault);
-    if (is_cancelled(block)) fault = Fault::kCancelled;
+    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;
     waited = expired(block, memory);
     if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;
   }

@@ -81,7 +81,7 @@ bool Engine::work(Prepared& prepared, int32_t worker_idx,
                   const std::function<bool()>& interrupted) {
   HostMover mover;
   Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.open(worker_idx),
-                                       prepared.state(worker_idx));
+                                       prepared.state(worker_idx), worker_idx);
   const bool done = drive(worker, prepared, interrupted);
   while (!done && worker.drain_step() != Step::kFinished) {
   }

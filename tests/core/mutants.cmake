@@ -33,8 +33,8 @@ ultraep_add_core_mutant(chosen_by_each PROGRAM test_team FILE core/fetcher.hpp
   REPLACE [[    const uint32_t chosen = best;]])
 
 ultraep_add_core_mutant(claimed_by_each PROGRAM test_team FILE core/fetcher.hpp
-  FIND [[    if (best == chosen && !memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]]
-  REPLACE [[    if (!memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]])
+  FIND [[    if (best == chosen) {]]
+  REPLACE [[    if (true) {]])
 
 ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM test_team FILE core/fetcher.hpp
   FIND [[    const int32_t at = team_.from(member, best_at);]]
@@ -59,8 +59,8 @@ ultraep_add_core_mutant(ready_by_each PROGRAM test_team FILE core/storer.hpp
   REPLACE [[    if (piece.sets_ready) {]])
 
 ultraep_add_core_mutant(arrived_by_each PROGRAM test_team FILE core/storer.hpp
-  FIND [[    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[piece.task]);]]
-  REPLACE [[    left = memory_.arrive(token, &call_.remaining[piece.task]);]])
+  FIND [[    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]]
+  REPLACE [[    left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]])
 
 ultraep_add_core_mutant(arrival_not_shared PROGRAM test_team FILE core/storer.hpp
   FIND [[    if (team_.share(left) == 0)]]

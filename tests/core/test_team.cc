@@ -203,8 +203,11 @@ class TeamMemory {
     return std::atomic_ref(*counter).compare_exchange_strong(expected, expected + 1,
                                                              std::memory_order_relaxed);
   }
-  int32_t arrive(Delivered, int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_sub(1, std::memory_order_acq_rel) - 1;
+  int32_t take(int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
+  }
+  int32_t arrive(Delivered, int32_t* counter, int32_t count) {
+    return std::atomic_ref(*counter).fetch_sub(count, std::memory_order_acq_rel) - count;
   }
 
  private:

@@ -44,9 +44,9 @@ ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/mover.cuh
   REPLACE [[      ptx::mbarrier_arrive_expect]])
 
 ultraep_add_device_mutant(device_store_without_proxy_fence FILE cuda/mover.cuh
-  FIND [[      ptx::fence_proxy_async_global();
-      ptx::bulk_store]]
-  REPLACE [[      ptx::bulk_store]])
+  FIND [[    if (Warp::leader()) ptx::fence_proxy_async_global();
+    return true;]]
+  REPLACE [[    return true;]])
 
 # ---- the ring ------------------------------------------------------------------------------------
 
@@ -112,8 +112,12 @@ ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/wait.cuh
-  FIND [[    if (is_cancelled(block)) fault = Fault::kCancelled;]]
+  FIND [[    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
   REPLACE [[]])
+
+ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/replicate.cuh
+  FIND [[  if (!is_cancelled(block)) return true;]]
+  REPLACE [[  if (true) return true;]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/replicate.cuh
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]

@@ -111,7 +111,7 @@ def test_budget_allows_64_registers_and_no_stack_but_for_nvshmem() -> None:
     for kernel, allowed in BUDGET.items():
         # What calls NVSHMEM's library has its code in line, and a stack for what it calls in turn.
         calls_nvshmem = kernel.endswith("_far")
-        assert allowed["registers"] <= (96 if calls_nvshmem else 64), kernel
+        assert allowed["registers"] <= (104 if calls_nvshmem else 64), kernel
         assert allowed["stack"] == 0 or calls_nvshmem or kernel == "ultraep_replicate_notice"
 
 

@@ -133,12 +133,27 @@ void check_cancel() {
   options.call_timeout = options.wait_timeout = 60;
   EmulatedGroup ranks(three_ranks(), options);
   ranks.prepare(Mode::kPush, {0});
-  std::atomic_ref(ranks.status(0).cancelled).store(1);
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::atomic_ref(ranks.status(0).cancelled).store(1);
+  });
   ranks.launch(2, 2);
+  host.join();
   CHECK(ranks.status(0).report.fault == Fault::kCancelled);
   CHECK_EQ(ranks.status(0).report.root, 0);
   CHECK(ranks.status(1).report.fault == Fault::kAborted);
   CHECK_EQ(ranks.status(1).report.root, 0);
+}
+
+// Before the call begins, also if it would never have had to wait.
+void check_cancelled_before() {
+  PlanCase group = make_group(2, 2, 1);
+  EmulatedGroup ranks(group, small());
+  ranks.prepare(Mode::kDirect, {0});
+  std::atomic_ref(ranks.status(1).cancelled).store(1);
+  ranks.launch(1);
+  CHECK(ranks.status(1).report.fault == Fault::kCancelled);
+  CHECK_EQ(ranks.status(1).failed_epoch, uint64_t{1});
 }
 
 void check_notices() {
@@ -190,6 +205,7 @@ int main() {
   }
   check_late_mismatch();
   check_cancel();
+  check_cancelled_before();
   check_notices();
   std::printf("%d random groups\n", cases);
 }

@@ -74,8 +74,25 @@ mutant(last_arriver_off_by_one core/storer.hpp
   REPLACE [[    if (team_.share(left) == 1)]])
 
 mutant(claim_is_not_atomic core/fetcher.hpp
-  FIND [[    if (best == chosen && !memory_.claim(&call_.cursor[id], best_at)) best_at = -1;]]
-  REPLACE [[    if (best == chosen) memory_.claim(&call_.cursor[id], best_at);]])
+  FIND [[        best_at = memory_.take(&call_.cursor[id]);]]
+  REPLACE [[        memory_.take(&call_.cursor[id]);]])
+
+mutant(hub_claim_is_not_atomic core/fetcher.hpp
+  FIND [[      else if (!memory_.claim(&call_.cursor[id], best_at))
+        best_at = -1;]]
+  REPLACE [[      else memory_.claim(&call_.cursor[id], best_at);]])
+
+mutant(taken_beyond_the_end core/fetcher.hpp
+  FIND [[    if (at < 0 || at >= piece.end - piece.begin) return]]
+  REPLACE [[    if (at < 0) return]])
+
+mutant(groups_uncounted_before_it_blocks core/storer.hpp
+  FIND [[    if (num_uncounted_ > 0) {]]
+  REPLACE [[    if (false) {]])
+
+mutant(groups_of_two_tasks_counted_as_one core/storer.hpp
+  FIND [[    if (num_uncounted_ > 0 && task_ != piece.task) count_groups(token);]]
+  REPLACE [[]])
 
 # Only what the fetch side has acquired itself lets it go on.
 mutant(opening_seen_without_acquire simulation/world.cc
@@ -171,8 +188,8 @@ mutant(blocked_hub_item_first core/fetcher.hpp
   FIND [[        verdict = group_ready(piece, piece.begin + at, &why);]]
   REPLACE [[        verdict = Verdict::kArrived;]])
 mutant(blocked_hub_item_first core/fetcher.hpp
-  FIND [[outcome(kEligible, progress(at, length), p);]]
-  REPLACE [[outcome(kEligible, piece.source == Source::kSlot ? 0 : 1 + at, p);]])
+  FIND [[outcome(kEligible, progress(at, length), shifted(p));]]
+  REPLACE [[outcome(kEligible, piece.source == Source::kSlot ? 0 : 1 + at, shifted(p));]])
 mutant(blocked_hub_item_first core/fetcher.hpp
   FIND [[    const Piece& piece = call_.work.pieces[item_.piece];
     Stage stage;]]

@@ -202,8 +202,9 @@ int32_t World::load_counter(int32_t agent, const int32_t* counter) {
   int32_t value = *counter;
   if (roll(4) == 3)
     while (value > last) {
+      // Nobody looks at what is taken beyond the end.
       const Tick* const claim = claims_ + (index * shape.max_groups + value - 1) * 2;
-      if (clock(agent)[claim[0]] >= claim[1]) break;
+      if (value <= shape.max_groups && clock(agent)[claim[0]] >= claim[1]) break;
       --value;
     }
   return last = value;
@@ -219,12 +220,23 @@ bool World::claim(int32_t agent, int32_t* counter, int32_t expected) {
   return true;
 }
 
-int32_t World::arrive(int32_t agent, int32_t* counter) {
+int32_t World::take(int32_t agent, int32_t* counter) {
+  const auto index = static_cast<int32_t>(counter - cursors_);
+  const int32_t taken = *counter;
+  if (taken < shape.max_groups) {
+    claim(agent, counter, taken);
+  } else {  // beyond the end of every piece
+    last_cursor_[agent * shape.max_pieces + index % shape.max_pieces] = ++*counter;
+  }
+  return taken;
+}
+
+int32_t World::arrive(int32_t agent, int32_t* counter, int32_t count) {
   Tick* const shared = counter_clocks_ + (counter - remaining_) * ticks_;
   ++clock(agent)[agent];
   join_ticks(shared, clock(agent));  // release
   join_ticks(clock(agent), shared);  // acquire
-  return --*counter;
+  return *counter -= count;
 }
 
 // Before a call's workers begin: the counters are new.

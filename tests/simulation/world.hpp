@@ -132,7 +132,8 @@ class World {
   }
   int32_t load_counter(int32_t agent, const int32_t* counter);
   bool claim(int32_t agent, int32_t* counter, int32_t expected);
-  int32_t arrive(int32_t agent, int32_t* counter);
+  int32_t take(int32_t agent, int32_t* counter);
+  int32_t arrive(int32_t agent, int32_t* counter, int32_t count);
   void reset_claims(int32_t rank);
 
   void fetch(int32_t agent, uint32_t stage, const uint8_t* source, int64_t bytes);
@@ -280,7 +281,10 @@ class SimMemory {
   bool peer_gone(int32_t rank) { return world_.peer_gone(agent_, rank); }
   int32_t load(const int32_t* counter) { return world_.load_counter(agent_, counter); }
   bool claim(int32_t* counter, int32_t expected) { return world_.claim(agent_, counter, expected); }
-  int32_t arrive(uec::Delivered, int32_t* counter) { return world_.arrive(agent_, counter); }
+  int32_t take(int32_t* counter) { return world_.take(agent_, counter); }
+  int32_t arrive(uec::Delivered, int32_t* counter, int32_t count) {
+    return world_.arrive(agent_, counter, count);
+  }
 
  private:
   World& world_;

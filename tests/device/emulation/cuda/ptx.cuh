@@ -65,6 +65,9 @@ inline int32_t compare_swap_relaxed(int32_t* at, int32_t expected, int32_t value
   std::atomic_ref(*at).compare_exchange_strong(expected, value, std::memory_order_relaxed);
   return expected;
 }
+inline int32_t fetch_add_relaxed(int32_t* at, int32_t value) {
+  return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+}
 inline int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
   return std::atomic_ref(*at).fetch_add(value, std::memory_order_acq_rel);
 }
