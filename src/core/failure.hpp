@@ -126,12 +126,15 @@ UEC_HD int32_t find_root(Memory& memory, const Call& call) {
   for (int32_t r = 0; r < call.num_ranks; ++r)
     if (detail::said_by(memory, call, r).by_itself()) return r;
   // Whoever gave up first waited for somebody, who may have been waiting too. What a rank was
-  // waiting for when another cause ended it says nothing: then that other cause is followed.
+  // waiting for when another cause ended it says nothing: then that other cause is followed. Only
+  // where causes lead to each other, by then, the waits are all there is.
+  const int32_t circle = 2 * call.num_ranks;
   int32_t cause = detail::first_cause(memory, call, call.rank), at = cause;
-  for (int32_t steps = 0; steps < 2 * call.num_ranks; ++steps) {
+  for (int32_t steps = 0; steps < 2 * circle; ++steps) {
     const AbortWord word = detail::said_by(memory, call, at);
     if (!word.set()) break;
-    if (const int32_t other = detail::first_cause(memory, call, at); other != cause) {
+    const int32_t other = steps < circle ? detail::first_cause(memory, call, at) : cause;
+    if (other != cause) {
       cause = at = other;
       continue;
     }

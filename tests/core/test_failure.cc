@@ -74,6 +74,9 @@ void check_roots() {
   CHECK_EQ(Seen().word(0, 1, -1).word(1, 0, 2).word(2, 4, -1).root(), 4);
   // Two ranks each wait for what the other's failure has kept from them.
   CHECK_EQ(Seen().word(0, 1, 2).word(1, 0, 0).word(2, 3, -1).root(), 3);
+  // 0 and 1 gave up by themselves, on ranks that the other one's word ended while they waited for
+  // 3: the causes lead to each other, the waits lead on.
+  CHECK_EQ(Seen().word(0, 2, -1).word(1, 4, -1).word(2, 3, 1).word(4, 3, 0).root(), 3);
   // One that failed by itself is the root, whatever chain we are in; we are our own.
   CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).word(3, -1, -1).root(), 3);
   CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).later_word(3, -1, -1).root(), 2);
