@@ -236,7 +236,9 @@ class Fetcher {
     const int32_t expert = call_.work.tasks[piece.task].expert;
     const uint64_t epoch = call_.epoch.number;
     if (closed_ < 0) {
-      const int32_t group = piece.begin + memory_.load(&call_.cursor[p]);
+      // Other workers may have claimed all since.
+      const int32_t at = memory_.load(&call_.cursor[p]), last = piece.end - piece.begin - 1;
+      const int32_t group = piece.begin + (at < last ? at : last);
       const uint64_t ready = memory_.observe(call_.layout.ready(piece.source_idx, group));
       return {FlagKind::kReady, piece.source_rank, expert, p, ready, epoch};
     }

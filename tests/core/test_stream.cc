@@ -157,6 +157,24 @@ void check_peer_ahead() {
   CHECK(sender.published.empty());
 }
 
+// A hub waits for its only group; another worker claims it before the first one is asked what it
+// waits for. The answer is that group, not what lies behind the flags of its slot.
+void check_wait_for_a_claimed_group() {
+  Sender sender(1);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  sender.pieces[0].source = uec::Source::kSlot;
+  sender.pieces[0].source_idx = 0;
+  sender.pieces[0].source_rank = 1;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  CHECK(run(worker) == Step::kBlocked);
+  sender.words[sender.call.layout.ready(0, 0)] = kEpoch;
+  sender.words[sender.call.layout.ready(0, 1)] = kEpoch + 7;
+  sender.cursor[0] = 1;
+  CHECK(worker.wait().flag == uec::FlagKind::kReady);
+  CHECK_EQ(worker.wait().seen, kEpoch);
+}
+
 // A mover that knows a stage to be read only once a later commit, or the wait for delivery, says
 // so: as a device, whose waits count commits.
 struct LateMover : FakeMover {
@@ -248,5 +266,6 @@ int main() {
   check_gate();
   check_peer_ahead();
   check_overtaken_worker();
+  check_wait_for_a_claimed_group();
   check_drain_of_a_full_ring();
 }
