@@ -30,11 +30,11 @@ UEC_HD inline int64_t modelled_time(const Topology& t, const TileMap& tiles, con
     busiest = max64(busiest, s.egress[r]);
     stores += s.egress[r];
   }
-  for (int32_t x = 0; x < s.num_experts; ++x) {
+  const GroupCounts num_groups(tiles);
+  for (int32_t x = 0; s.mode == Mode::kPush && x < s.num_experts; ++x) {
     const int32_t n = s.num_replicas(x);
-    const int64_t groups = max64(tiles.num_groups(n), 1);
+    const int64_t groups = max64(num_groups.of(n), 1);
     const int64_t forwarded = s.boundaries(x)[n + 1] - s.boundaries(x)[1];
-    if (s.mode != Mode::kPush) continue;
     flags += forwarded * cost.group;
     loads += load * forwarded / groups;  // a hub in push reads again what the home has written
   }

@@ -52,48 +52,46 @@ struct ScheduleScratch {
   int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
 };
 
-// Collects the replicas of each expert. The plan has been validated.
+// Collects the replicas of each expert. The plan has been validated. Its values are counted, not
+// branched on: no branch predictor knows the next plan.
 UEC_HD inline PlanShape collect_replicas(const Topology& t, const int32_t* slot_expert,
                                          const ScheduleScratch& scratch, Schedule& s) {
   PlanShape shape;
   const int32_t num_ranks = t.num_ranks, slots = t.slots_per_rank;
-  for (int32_t e = 0; e <= t.num_experts; ++e) scratch.count[e] = 0;
-  for (int32_t r = 0; r < num_ranks; ++r) scratch.exports[r] = 0;
-  for (int32_t r = 0; r < num_ranks; ++r) {
-    int32_t imports = 0;
-    for (int32_t i = 0; i < slots; ++i) {
-      const int32_t e = slot_expert[r * slots + i];
-      if (e < 0) continue;
-      ++scratch.count[e];
-      ++imports;
+  int32_t* const count = scratch.count + 1;  // of empty slots too, at -1
+  int32_t* const filled = s.boundary;        // [R] slots; free until hubs are assigned
+  for (int32_t e = -1; e < t.num_experts; ++e) count[e] = 0;
+  for (int32_t r = 0, at = 0; r < num_ranks; ++r) {
+    const int32_t before = shape.num_replicas;
+    for (int32_t i = 0; i < slots; ++i, ++at) {
+      filled[shape.num_replicas] = at;
+      shape.num_replicas += slot_expert[at] >= 0;
+      ++count[slot_expert[at]];
     }
-    shape.num_replicas += imports;
-    if (imports > shape.max_imports) shape.max_imports = imports;
+    shape.max_imports = max32(shape.max_imports, shape.num_replicas - before);
   }
   // Counting sort by expert: ranks are visited in order, so replicas come out in rank order.
   s.num_experts = 0;
-  int32_t at = 0;
-  for (int32_t e = 0; e < t.num_experts; ++e) {
-    const int32_t n = scratch.count[e];
-    if (n == 0) continue;
-    s.expert[s.num_experts] = e;
-    s.first[s.num_experts++] = at;
-    scratch.count[e] = at;  // from here on: where the next replica of e goes
-    at += n;
-    if (n > shape.max_fanout) shape.max_fanout = n;
-    const int32_t exports = ++scratch.exports[t.home[e]];
-    if (exports > shape.max_exports) shape.max_exports = exports;
+  int32_t placed = 0;
+  for (int32_t e = 0; placed < shape.num_replicas; ++e) {
+    const int32_t n = count[e];
+    s.expert[s.num_experts] = e;  // stays if there are any
+    s.first[s.num_experts] = placed;
+    s.num_experts += n > 0;
+    count[e] = placed;  // from here on: where the next replica of e goes
+    placed += n;
+    shape.max_fanout = max32(shape.max_fanout, n);
   }
-  s.first[s.num_experts] = at;
-  for (int32_t r = 0; r < num_ranks; ++r) {
-    for (int32_t i = 0; i < slots; ++i) {
-      const int32_t e = slot_expert[r * slots + i];
-      if (e < 0) continue;
-      const int32_t to = scratch.count[e]++;
-      s.replica_rank[to] = r;
-      s.replica_slot[to] = i;
-      if (scratch.exports[r] > 0) shape.chained = true;
-    }
+  s.first[s.num_experts] = placed;
+  for (int32_t r = 0; r < num_ranks; ++r) scratch.exports[r] = 0;
+  for (int32_t x = 0; x < s.num_experts; ++x)
+    shape.max_exports = max32(shape.max_exports, ++scratch.exports[t.home[s.expert[x]]]);
+  for (int32_t i = 0; i < shape.num_replicas; ++i) {
+    const int32_t r = filled[i] / slots;
+    const int32_t to = count[slot_expert[filled[i]]]++;
+    s.replica_rank[to] = r;
+    s.replica_slot[to] = filled[i] - r * slots;
+    shape.chained |= scratch.exports[r] > 0;
   }
   return shape;
 }
@@ -105,38 +103,40 @@ UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, 
   return hub == 0 ? t.home[s.expert[x]] : s.replica_rank[s.first[x] + hub - 1];
 }
 
-// Water-filling: the largest level with sum(max(level - egress, 0)) <= total, by bisection, so that
-// a warp can evaluate it without sorting. What is left goes to the first hubs at the level, one
-// unit each.
+// Water-filling: the largest level with sum(max(level - egress, 0)) <= total. What is left goes to
+// the first hubs at the level, one unit each.
+//
+// Newton's steps from above: if only hubs below a level that is too high were filled, total would
+// take them to a lower one, which is no lower than the one sought. Few steps, and no sorting.
 UEC_HD inline void fill_expert(const Topology& t, Schedule& s, int32_t x, int64_t* extra) {
   const int32_t n = s.num_replicas(x);
   const int64_t total = (n - 1) * kEgressUnit;
-  int64_t low = INT64_MAX;
+  int64_t* const egress = extra;  // of the hubs without this expert's extra, until that is known
+  int64_t below = 0, num_below = n + 1;
   for (int32_t hub = 0; hub <= n; ++hub) {
-    const int32_t r = hub_rank(t, s, x, hub);
-    s.egress[r] -= extra[hub];
-    low = min64(low, s.egress[r]);
+    const int64_t others = s.egress[hub_rank(t, s, x, hub)] - extra[hub];
+    egress[hub] = others;
+    below += others;
   }
-  int64_t high = low + total + 1;  // the level lies in [low, high)
-  while (high - low > 1) {
-    const int64_t level = low + (high - low) / 2;
-    int64_t sum = 0;
-    for (int32_t hub = 0; hub <= n; ++hub)
-      sum += max64(level - s.egress[hub_rank(t, s, x, hub)], 0);
-    (sum <= total ? low : high) = level;
-  }
-  int64_t left = total;
-  for (int32_t hub = 0; hub <= n; ++hub) {
-    extra[hub] = max64(low - s.egress[hub_rank(t, s, x, hub)], 0);
-    left -= extra[hub];
-  }
-  for (int32_t hub = 0; hub <= n; ++hub) {
-    int64_t& egress = s.egress[hub_rank(t, s, x, hub)];
-    if (left > 0 && egress <= low) {
-      ++extra[hub];
-      --left;
+  int64_t level, filled;
+  for (;;) {
+    level = (total + below) / num_below;
+    filled = below = num_below = 0;
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      const int64_t e = egress[hub];
+      filled += max64(level - e, 0);
+      below += e < level ? e : 0;
+      num_below += e < level;
     }
-    egress += extra[hub];
+    if (filled <= total) break;
+  }
+  int64_t left = total - filled;
+  for (int32_t hub = 0; hub <= n; ++hub) {
+    const int64_t others = egress[hub];
+    const int64_t unit = left > 0 && others <= level;
+    left -= unit;
+    extra[hub] = max64(level - others, 0) + unit;
+    s.egress[hub_rank(t, s, x, hub)] = others + extra[hub];
   }
 }
 
@@ -147,13 +147,13 @@ UEC_HD inline void assign_hubs(const Topology& t, const TileMap& tiles, const Pl
                                Mode mode, const ScheduleScratch& scratch, Schedule& s) {
   s.mode = mode;
   for (int32_t r = 0; r < t.num_ranks; ++r) s.egress[r] = 0;
+  const GroupCounts num_groups(tiles);
   if (mode == Mode::kDirect) {
     for (int32_t x = 0; x < s.num_experts; ++x) {
       const int32_t n = s.num_replicas(x);
       int32_t* bounds = s.boundaries(x);
       bounds[0] = 0;
-      for (int32_t hub = 1; hub <= n + 1; ++hub)
-        bounds[hub] = static_cast<int32_t>(tiles.num_groups(n));
+      for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = num_groups.of(n);
       s.egress[t.home[s.expert[x]]] += n * kEgressUnit;
     }
     return;
@@ -182,7 +182,7 @@ UEC_HD inline void assign_hubs(const Topology& t, const TileMap& tiles, const Pl
 
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t n = s.num_replicas(x);
-    const int64_t groups = tiles.num_groups(n);
+    const int32_t groups = num_groups.of(n);
     const int64_t total = (n - 1) * kEgressUnit;
     const int64_t* extra = scratch.extra + s.first[x] + x;
     int32_t* bounds = s.boundaries(x);
@@ -192,7 +192,7 @@ UEC_HD inline void assign_hubs(const Topology& t, const TileMap& tiles, const Pl
       sum += extra[hub];
       // Rounded to the nearest group; n == 1 has no extra and leaves everything to the home.
       bounds[hub + 1] =
-          static_cast<int32_t>(n == 1 ? groups : (2 * sum * groups + total) / (2 * total));
+          n == 1 ? groups : static_cast<int32_t>((2 * sum * groups + total) / (2 * total));
     }
   }
 }

@@ -54,4 +54,16 @@ struct TileMap {
   }
 };
 
+// num_groups() of either width, for loops over experts: it divides twice.
+struct GroupCounts {
+  int32_t narrow, wide;
+
+  UEC_HD explicit GroupCounts(const TileMap& tiles)
+      : narrow(static_cast<int32_t>(tiles.num_groups(1))),
+        wide(static_cast<int32_t>(tiles.num_groups(kWideFanout + 1))) {}
+  UEC_HD int32_t of(int32_t num_replicas) const {
+    return num_replicas > kWideFanout ? wide : narrow;
+  }
+};
+
 }  // namespace uec

@@ -32,6 +32,7 @@ void check_cut(const std::vector<int64_t>& segment_bytes, int64_t tile_bytes) {
     CHECK((per_group + 1) * tile_bytes > limit);  // as coarse as allowed
     CHECK(map.num_groups(n) * per_group >= tile);
     CHECK((map.num_groups(n) - 1) * per_group < tile || tile == 0);
+    CHECK_EQ(uec::GroupCounts(map).of(n), map.num_groups(n));
   }
 }
 
