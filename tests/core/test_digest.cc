@@ -1,5 +1,6 @@
 // The digest depends on every bit that goes in, and is the same in every build.
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -45,9 +46,23 @@ int main() {
     plan[i] = 7;
     CHECK(seen.insert(shown(digest(plan))).second);
   }
+  seen.clear();
+  for (int i = 0; i < 64; ++i) {  // two words change places, also where all others are equal
+    std::vector<int32_t> values(64, 5);
+    values[i] = 6;
+    values[(i + 2) % 64] = 7;
+    CHECK(seen.insert(shown(digest(values))).second);
+    std::swap(values[i], values[(i + 2) % 64]);
+    CHECK(seen.insert(shown(digest(values))).second);
+  }
+  for (int32_t all = 0; all < 64; ++all)  // equal words do not cancel
+    CHECK(seen.insert(shown(digest(std::vector<int32_t>(32, all + 10)))).second);
   // Chained: the same call after another past is another digest.
   CHECK(uec::mix(uec::mix(0, 1), 2) != uec::mix(uec::mix(0, 2), 2));
   // Ranks with differently built libraries have to agree.
   CHECK(uec::mix(0, 1) == 0x17FB89EE35ED72B0ull);
   CHECK(digest({3, 1, 4, 1, 5}) == 0xE1C58608B1FB7F6Bull);
+  std::vector<int32_t> long_one;
+  for (int i = 0; i < 19; ++i) long_one.push_back(i * i - 7);
+  CHECK(digest(long_one) == 0x8DEE4849D51501D9ull);
 }
