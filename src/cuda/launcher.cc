@@ -129,17 +129,16 @@ bool Launcher::await_storage(int32_t rank, uint64_t call, const Interrupted& int
 }
 
 void Launcher::submit(int32_t rank, uint64_t call, Handle stream, bool background) {
-  const ContextScope current = scope();
   const std::lock_guard lock(mutex_);
   const Driver& driver = config_.driver;
   const int32_t index = rank - config_.first_rank;
-  const bool in_place = config_.num_ranks == 1 && !background;
   Entry& e = entry(call);
   e.stream[index] = stream;
-  if (!in_place) require(driver, driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
+  e.in_place = config_.num_ranks == 1 && !background;
+  if (!e.in_place) require(driver, driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
   submitted_[index] = call;
   if (is_ended(call) || *std::min_element(submitted_.begin(), submitted_.end()) < call) return;
-  launch(call, in_place ? stream : config_.stream);
+  launch(call, e.in_place ? stream : config_.stream);
 }
 
 // What the group did last comes before what `stream` gets from now on: calls share a rank's state.
@@ -255,10 +254,12 @@ bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
 }
 
 void Launcher::order(uint64_t call, Handle stream) {
-  const ContextScope current = scope();
   const std::lock_guard lock(mutex_);
   const Entry& e = entry(call);
   if (e.call != call || call <= completed_) return;
+  // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
+  if (e.in_place && e.stream.front() == stream) return;
+  const ContextScope current = scope();
   require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.done, 0), "cuStreamWaitEvent");
 }
 

@@ -64,7 +64,8 @@ class Launcher {
   // Until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
   bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
   // The rank's block is filled. Ours may be the last: then it launches. On `stream` itself if the
-  // launcher has one rank and this is no `background` call; else on the group's own stream.
+  // launcher has one rank and this is no `background` call; else on the group's own stream. Inside
+  // scope().
   void submit(int32_t rank, uint64_t call, Handle stream, bool background);
   // Until `call` is launched, which takes all ranks. False as above.
   bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
@@ -88,8 +89,8 @@ class Launcher {
     Handle done = nullptr;       // event
     std::vector<Handle> before;  // [ranks] events
     std::vector<Handle> stream;  // [ranks] where the rank called
+    bool in_place = false;       // launched on the caller's stream itself
     uint64_t call = 0;           // that it was launched for
-    Handle ran_on = nullptr;
   };
   struct End {
     int32_t rank = -1;  // -1: not ended
@@ -116,7 +117,6 @@ class Launcher {
   std::vector<uint64_t> submitted_;  // [ranks]
   uint64_t launched_ = 0, completed_ = 0;
   Handle last_ = nullptr;  // event behind the last kernel; null: none
-  Handle last_stream_ = nullptr;
   End end_;
 };
 

@@ -229,6 +229,12 @@ void check_in_place() {
     CHECK(launch.args.states == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
     check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
+    // What the stream gets next follows the call anyway; what another gets does not.
+    const auto other = reinterpret_cast<Handle>(8);
+    CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
+    CHECK(ranks.engines[0]->wait(1, other, {}));
+    const std::string done = log[2].substr(7, log[2].find(" on ") - 7);
+    CHECK(recorder::take_log() == std::vector<std::string>{"wait for " + done + on(other)});
     CHECK(ranks.engines[0]->synchronize(1, {}));
     CHECK(ranks.engines[0]->is_completed(1));
     // Of a call that has finished there is nothing to wait for.
