@@ -9,6 +9,7 @@
 
 #include "core/digest.hpp"
 #include "core/prepare.hpp"
+#include "core/validate.hpp"
 
 namespace uec::python {
 
@@ -42,6 +43,13 @@ inline bool signalled() {
 
 inline bool has_home(const Topology& t, uint64_t home) {
   return std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
+}
+
+// A plan that check() finds nothing wrong with, made for this home map.
+template <class Engine>
+bool accepts(const Engine& engine, uint64_t slot_expert, uint64_t home) {
+  return has_home(engine.topology(), home) &&
+         engine.check(at<const int32_t>(slot_expert)).fault == PlanFault::kNone;
 }
 
 // Runs body(interrupted) without the interpreter lock.

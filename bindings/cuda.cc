@@ -143,6 +143,7 @@ void bind_cuda(nb::module_& m) {
              const PlanCheck c = e.check(at<const int32_t>(slot_expert));
              return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
            })
+      .def("accepts", &accepts<Engine>)
       .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); })
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,

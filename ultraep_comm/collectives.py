@@ -17,7 +17,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import check_ids, check_plan_fits, plan_on_host
+from ultraep_comm.planning import check_ids, check_plan_fits, has_shape_of, plan_on_host
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
@@ -55,8 +55,11 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     counts = torch.empty(t.num_experts, dtype=torch.int32)
     if group._loads is not None:
         return _exchange(topk_ids, counts, group, group._loads)
-    with group._rejecting():
+    try:
         _count(topk_ids, counts, group)
+    except Exception as error:
+        group._reject(error)
+        raise
     table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32)
     engine = group._engine
     assert isinstance(engine, _core.Engine)  # other groups have an exchange of their own
@@ -83,8 +86,8 @@ def _exchange(
         group._fail(rejected or error)
         raise (rejected or error) from (error if rejected is not None else error.__cause__)
     if rejected is not None:
-        with group._rejecting():
-            raise rejected
+        group._reject(rejected)
+        raise rejected
     return table
 
 
@@ -153,19 +156,22 @@ def replicate_experts(
         TransferError: the call failed.
     """
     group._check_open("replicate_experts")
-    with group._rejecting():
+    try:
         selection = group._selection(segments)
         plan = plan_on_host(plan, group)
         _check_plan(plan, group)
         bound = group.bind(weights)
         group._require(bound, selection)
         mode_id = _mode_id(mode, bound, group)
+    except Exception as error:
+        group._reject(error)
+        raise
     try:
         epoch, chosen = group._engine.replicate(
             plan.slot_expert.data_ptr(),
             0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
             0 if plan.home_quota is None else plan.home_quota.data_ptr(),
-            bound.address,
+            bound.addresses.buffer_info()[0],
             selection.address,
             selection.count,
             mode_id,
@@ -198,6 +204,10 @@ def _mode_id(mode: str, bound: BoundWeights, group: Group) -> int:
 
 
 def _check_plan(plan: Plan, group: Group) -> None:
+    if has_shape_of(plan, group) and group._engine.accepts(
+        plan.slot_expert.data_ptr(), plan.home.data_ptr()
+    ):
+        return  # the rest says what is wrong
     check_plan_fits(plan, group)
     fault, rank, slot, expert = group._engine.check(plan.slot_expert.data_ptr())
     if fault:

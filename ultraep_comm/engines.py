@@ -16,6 +16,9 @@ class Engine(Protocol):
     def check(self, slot_expert: int) -> tuple[int, int, int, int]:
         """Check a plan; see `check_plan` in src/core/validate.hpp."""
 
+    def accepts(self, slot_expert: int, home: int) -> bool:
+        """Return whether a plan is legal and has the group's home map: both, in one question."""
+
     def has_home(self, home: int) -> bool:
         """Return whether a home map ``[E]`` is the group's."""
 

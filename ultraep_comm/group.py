@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -26,7 +26,7 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.reports import error_from
-from ultraep_comm.segments import BoundWeights, Segment, Weights, bind_weights
+from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
 
@@ -139,22 +139,23 @@ class Group:
                     " one"
                 )
             return weights
-        pointers, names = bind_weights(
+        addresses, names = bind_weights(
             weights, self.segments, self.num_mains, self.rank, self.device
         )
         return BoundWeights(
-            pointers=pointers,
+            addresses=addresses,
             names=names,
-            region=self._find_region(weights, pointers, names),
+            region=self._find_region(weights, addresses, names) if self._region_of else -1,
             owner=self._region,
             tensors=tuple(weights.values()),
         )
 
-    def _find_region(self, weights: Weights, pointers: np.ndarray, names: frozenset[str]) -> int:
+    def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:
         """Return the region of ``empty_weights`` that these addresses fill exactly, else -1."""
-        if not self._region_of or not names:
+        if not names:
             return -1
-        if self.num_mains == 0:  # empty tensors have no address, but they know their storage
+        count = self.num_mains
+        if count == 0:  # empty tensors have no address, but they know their storage
             found = {
                 self._region_of.get(t.untyped_storage().data_ptr(), -1)
                 if isinstance(t, torch.Tensor)
@@ -164,15 +165,15 @@ class Group:
             return found.pop() if len(found) == 1 else -1
         first = next(i for i, name in enumerate(self._names) if name in names)
         offset = self._layout.region_offset[first]
-        index = self._region_of.get(int(pointers[first, 0]) - offset, -1)
+        start = addresses[first * count] - offset
+        index = self._region_of.get(start, -1)
         if index < 0:
             return -1
-        start = int(pointers[first, 0]) - offset
         for i, (name, segment) in enumerate(self.segments.items()):
             if name in names:
-                at = start + self._layout.region_offset[i]
-                steps = np.arange(self.num_mains, dtype=np.uint64) * np.uint64(segment.nbytes)
-                if not np.array_equal(pointers[i], np.uint64(at) + steps):
+                at, step = start + self._layout.region_offset[i], segment.nbytes
+                filled = array("Q", range(at, at + count * step, step))
+                if addresses[i * count : (i + 1) * count] != filled:
                     return -1
         return index
 
@@ -209,16 +210,15 @@ class Group:
         Raises:
             InvalidWeightsError: as :meth:`bind`.
         """
-        bound = self.bind(weights)
+        bound, mains = self.bind(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:
                 continue
             base = self._region.bases[self.rank] + self._layout.slot_offset[i]
             slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
-            result[name] = torch.tensor(
-                [*bound.pointers[i].tolist(), *slots], dtype=torch.int64, device=self.device
-            )
+            own = bound.addresses[i * mains : (i + 1) * mains]
+            result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
 
     def _selection(self, segments: Sequence[str] | None) -> Selection:
@@ -299,15 +299,10 @@ class Group:
         if self._loads is not None:
             self._loads.leave()
 
-    @contextmanager
-    def _rejecting(self) -> Iterator[None]:
-        """Tell the peers when this rank's own input is bad, so that none waits for it."""
-        try:
-            yield
-        except Exception as error:
-            self._first_error = self._first_error or error
-            self._engine.reject()
-            raise
+    def _reject(self, error: Exception) -> None:
+        """Tell the peers that this rank's own input is bad, so that none waits for it."""
+        self._first_error = self._first_error or error
+        self._engine.reject()
 
     def abort(self) -> None:
         """Fail the calls that are under way, here and, through the peers' waits, everywhere.

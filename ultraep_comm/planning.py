@@ -130,19 +130,27 @@ def check_ids(topk_ids: torch.Tensor, rank: int, device: torch.device) -> None:
 
 def plan_on_host(plan: Plan, group: Group) -> Plan:
     """Return the plan of a CUDA group with its tensors on the CPU, which synchronises."""
-    return plan.cpu() if isinstance(plan, Plan) and group.device.type != "cpu" else plan
+    if not isinstance(plan, Plan) or plan.slot_expert.is_cpu:  # asked first: it costs least
+        return plan
+    return plan.cpu() if group.device.type != "cpu" else plan
+
+
+def has_shape_of(plan: Plan, group: Group) -> bool:
+    """Return whether the plan is for as many ranks, slots and experts as the group, and on CPU."""
+    t = group.topology
+    return (
+        isinstance(plan, Plan)
+        and plan.slot_expert.shape == (t.num_ranks, t.slots_per_rank)
+        and plan.home.shape == (t.num_experts,)
+        and plan.slot_expert.is_cpu
+        and plan.home.is_cpu
+    )
 
 
 def check_plan_fits(plan: Plan, group: Group) -> None:
     """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
     t = group.topology
-    if (
-        isinstance(plan, Plan)
-        and plan.slot_expert.shape == (t.num_ranks, t.slots_per_rank)
-        and plan.home.shape == (t.num_experts,)
-        and plan.slot_expert.device.type == plan.home.device.type == "cpu"
-        and group._engine.has_home(plan.home.data_ptr())
-    ):
+    if has_shape_of(plan, group) and group._engine.has_home(plan.home.data_ptr()):
         return  # the rest says what is wrong
     if not isinstance(plan, Plan):
         raise InvalidPlanError(

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import operator
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-Pointers = npt.NDArray[np.uint64]
+Addresses: TypeAlias = "array[int]"  # of 64 bits
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_DTYPE, _DEVICE, _LAYOUT, _SHAPE = map(attrgetter, ("dtype", "device", "layout", "shape"))
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Segment:
         """Return the bytes of one expert's tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def layout(self) -> tuple[int, ...]:
         """Return the strides in elements, row-major by default."""
         if self.strides is not None:
@@ -124,24 +129,18 @@ class BoundWeights:
     The addresses are frozen: bind again after weights have moved.
 
     Attributes:
-        pointers: uint64 ``[num_segments, M]``; 0 in rows of segments that were not given.
+        addresses: ``[num_segments, M]`` in a row; 0 for segments that were not given.
         names: the segments that were given.
         region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
         owner: identifies the group that bound them.
         tensors: keeps the memory alive.
     """
 
-    pointers: Pointers
+    addresses: Addresses
     names: frozenset[str]
     region: int = -1
     owner: object = field(default=None, repr=False)
     tensors: tuple[object, ...] = field(default=(), repr=False)
-    address: int = field(
-        init=False, repr=False
-    )  # of the pointers: asking NumPy takes a microsecond
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "address", self.pointers.ctypes.data)
 
 
 def bind_weights(
@@ -150,7 +149,7 @@ def bind_weights(
     num_mains: int,
     rank: int,
     device: torch.device,
-) -> tuple[Pointers, frozenset[str]]:
+) -> tuple[Addresses, frozenset[str]]:
     """Check weights against the segments and take their addresses.
 
     Raises:
@@ -162,21 +161,22 @@ def bind_weights(
             f"rank {rank}: weights is a {type(weights).__name__}; expected {{name: tensor or"
             f" sequence of tensors}} with names from {list(segments)}"
         )
-    pointers = np.zeros((len(segments), num_mains), np.uint64)
     unknown = [name for name in weights if name not in segments]
     if unknown:
         raise InvalidWeightsError(
             f"rank {rank}: weights have a segment {unknown[0]!r}; expected {list(segments)}"
         )
-    for i, (name, segment) in enumerate(segments.items()):
+    addresses = array("Q")
+    for name, segment in segments.items():
         if name not in weights:
+            addresses.extend([0] * num_mains)
             continue
         value = weights[name]
         if isinstance(value, torch.Tensor):
-            pointers[i] = _stacked(value, name, segment, num_mains, rank, device)
+            addresses.extend(_stacked(value, name, segment, num_mains, rank, device))
         else:
-            pointers[i] = _listed(value, name, segment, num_mains, rank, device)
-    return pointers, frozenset(weights)
+            addresses.extend(_listed(value, name, segment, num_mains, rank, device))
+    return addresses, frozenset(weights)
 
 
 def _stacked(
@@ -186,17 +186,18 @@ def _stacked(
     num_mains: int,
     rank: int,
     device: torch.device,
-) -> list[int]:
-    if tensor.dim() == 0 or tensor.shape[0] != num_mains:
+) -> Sequence[int]:
+    shape = tensor.shape
+    if not shape or shape[0] != num_mains:
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name!r}] has shape {tuple(tensor.shape)}; expected"
             f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
         )
     if num_mains == 0:
         return []
-    _check(tensor, tensor.shape[1:], tensor.stride()[1:], name, segment, rank, device)
-    start, step = tensor.data_ptr(), tensor.stride(0) * segment.dtype.itemsize
-    return [start + i * step for i in range(num_mains)]
+    start = _check(tensor, (num_mains,), name, segment, rank, device)
+    step = tensor.stride()[0] * segment.dtype.itemsize
+    return range(start, start + num_mains * step, step) if step else [start] * num_mains
 
 
 def _listed(
@@ -215,25 +216,50 @@ def _listed(
             f"rank {rank}: weights[{name!r}] has {found}; expected a tensor"
             f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
         )
+    addresses = _plain_addresses(tensors, segment, device)
+    if 0 not in addresses:
+        return addresses
+    addresses = []
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeightsError(
                 f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__};"
                 " expected a tensor"
             )
-        _check(tensor, tensor.shape, tensor.stride(), f"{name}][{i}", segment, rank, device)
-    return [tensor.data_ptr() for tensor in tensors]
+        addresses.append(_check(tensor, (), f"{name}][{i}", segment, rank, device))
+    return addresses
+
+
+def _plain_addresses(
+    tensors: Sequence[torch.Tensor], segment: Segment, device: torch.device
+) -> list[int]:
+    """Return addresses of tensors that are all just as expected, else [0]: to be looked at again.
+
+    There may be hundreds: each question is put to all of them, without a step of the interpreter
+    in between.
+    """
+    count = len(tensors)
+    if (
+        _PLAIN.issuperset(map(type, tensors))
+        and list(map(_DTYPE, tensors)).count(segment.dtype) == count
+        and list(map(_DEVICE, tensors)).count(device) == count
+        and list(map(_LAYOUT, tensors)).count(torch.strided) == count
+        and list(map(_SHAPE, tensors)).count(segment.shape) == count
+        and list(map(torch.Tensor.stride, tensors)).count(segment.layout) == count
+    ):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return [0]
 
 
 def _check(
     tensor: torch.Tensor,
-    shape: torch.Size,
-    strides: tuple[int, ...],
+    stacked: tuple[int, ...],
     name: str,
     segment: Segment,
     rank: int,
     device: torch.device,
-) -> None:
+) -> int:
+    """Return the address of a tensor ``[*stacked, *segment.shape]``."""
     if tensor.dtype != segment.dtype:
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name}] has dtype {tensor.dtype}; expected {segment.dtype}"
@@ -245,21 +271,24 @@ def _check(
             f" {engine} engine reads it"
         )
     # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
-    if tensor.layout != torch.strided or tensor.data_ptr() == 0:
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    if address == 0:
         raise InvalidWeightsError(
             f"rank {rank}: weights[{name}] is a {type(tensor).__name__} without dense memory;"
             " expected a plain tensor, for instance from .to_local()"
         )
-    if tuple(shape) != segment.shape:
+    shape = tensor.shape
+    if shape != (*stacked, *segment.shape):
         raise InvalidWeightsError(
-            f"rank {rank}: an expert of weights[{name}] has shape {tuple(shape)}; expected"
-            f" {segment.shape}"
+            f"rank {rank}: an expert of weights[{name}] has shape {tuple(shape[len(stacked) :])};"
+            f" expected {segment.shape}"
         )
-    layout = segment.layout
+    strides, layout = tensor.stride()[len(stacked) :], segment.layout
     if strides != layout and any(
         size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
     ):
         raise InvalidWeightsError(
-            f"rank {rank}: an expert of weights[{name}] has strides {tuple(strides)}; expected"
+            f"rank {rank}: an expert of weights[{name}] has strides {strides}; expected"
             f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
         )
+    return address

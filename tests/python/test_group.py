@@ -98,6 +98,60 @@ def test_bound_weights_of_a_group_of_the_same_shape_are_foreign_too() -> None:
     _close(one + other)
 
 
+def test_bound_addresses_are_those_of_the_tensors() -> None:
+    thin = Segment((4, 1, 3), torch.float32)
+    (group,) = _groups(1, expert={**SMALL, "t": thin})
+    stacked = make_weights(group)
+    rows = {name: list(tensor) for name, tensor in stacked.items()}
+    expected = [t.data_ptr() for name in group.segments for t in rows[name]]
+    assert list(group.bind(stacked).addresses) == expected
+    assert list(group.bind(rows).addresses) == expected
+    # Parameters, a subclass, and strides that say nothing, of a dimension of 1, are tensors too.
+    rows["w"][1] = torch.nn.Parameter(rows["w"][1])
+    rows["s"][0] = rows["s"][0].as_subclass(Tagged)
+    rows["t"][2] = rows["t"][2].as_strided((4, 1, 3), (3, 99, 1))
+    assert list(group.bind(rows).addresses) == expected
+    # One expert's bytes for all; and a segment that is left out.
+    same = stacked["w"][3].expand(E, *SMALL["w"].shape)
+    assert list(group.bind({"w": same}).addresses) == [same.data_ptr()] * E + [0] * 2 * E
+    _close([group])
+
+
+class Tagged(torch.Tensor):
+    """A plain tensor of another class."""
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda w: w.float(), r"weights\[w\]\[1\] has dtype torch.float32; expected"),
+        (lambda w: w.to("meta"), r"weights\[w\]\[1\] is on meta; expected cpu"),
+        (lambda w: w.to_sparse(), r"weights\[w\]\[1\] is a Tensor without dense memory"),
+        (lambda w: w[1:], r"an expert of weights\[w\]\[1\] has shape"),
+        (lambda w: w.T.contiguous().T, r"an expert of weights\[w\]\[1\] has strides"),
+        (lambda w: w.tolist(), r"weights\['w'\]\[1\] is a list; expected a tensor"),
+    ],
+    ids=["dtype", "device", "layout", "shape", "strides", "no tensor"],
+)
+def test_one_bad_tensor_of_many_is_named(change: Any, text: str) -> None:
+    (group,) = _groups(1)
+    weights: Any = make_weights(group)
+    weights["w"] = list(weights["w"])
+    weights["w"][1] = change(weights["w"][1])
+    with pytest.raises(errors.InvalidWeightsError, match=text):
+        group.bind(weights)
+    _close([group])
+
+
+def test_a_plan_for_another_home_map_is_rejected() -> None:
+    (group,) = _groups(2)[:1]
+    home = torch.arange(E, dtype=torch.int32) % 2
+    plan = uec.Plan.from_slots(torch.full((2, S), -1), num_experts=E, home=home)
+    with pytest.raises(errors.InvalidPlanError, match="home map is not the group's"):
+        uec.replicate_experts(make_weights(group), plan, group=group)
+    group.close()
+
+
 def test_weights_of_a_region_are_recognised() -> None:
     (group,) = _groups(1)
     first, second = group.empty_weights(), group.empty_weights()

@@ -90,6 +90,7 @@ class CudaEngine:
             staging=0 if peers.staging is None else peers.staging.data_ptr(),
         )
         self.check = self._engine.check
+        self.accepts = self._engine.accepts
         self.has_home = self._engine.has_home
         self.failed_epoch = self._engine.failed_epoch
         self.report = self._engine.report
