@@ -323,3 +323,13 @@ def test_shares_cover_every_byte_once() -> None:
     assert all(source - target == 10**6 for share in shares for target, source, _ in share)
     work = [sum(n for *_, n in share) for share in shares]
     assert max(work) - min(work) <= 2 * 4096
+
+
+def test_host_cost_needs_no_gpu(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "bench" / "host_cost.py"
+    done = run(str(script), "--ranks", "8", "--iters", "3", "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "r.json").read_text())["records"]
+    kinds = [(r["weights"], r["async_op"]) for r in records]
+    assert kinds == [(k, a) for k in ("bound", "stacked", "listed") for a in (False, True)]
+    assert all(0 < r["time_us"]["p50"] <= r["time_us"]["p99"] for r in records)

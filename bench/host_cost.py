@@ -1,0 +1,230 @@
+"""What a call of the CUDA engine keeps the host for, over a driver that does nothing.
+
+    python bench/host_cost.py [--iters 5000] [--json FILE]
+
+Rank 0 of a group of 8, and of 64, calls ``replicate_experts`` with another plan each time; it has
+no peers and no GPU. Weights are bound once, or checked in every call: stacked tensors, or a tensor
+for each expert. The figures are all of the host's time but the CUDA driver's: its functions return
+at once here. On a GPU its time for a copy, a launch and a few events comes on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.bench.machine import describe_machine, find_commit
+from ultraep_comm.bench.skew import generate_load
+from ultraep_comm.collectives import replicate_experts
+from ultraep_comm.cuda.device import Kernels
+from ultraep_comm.cuda.engine import CudaEngine, SharedLauncher
+from ultraep_comm.cuda.kernels import GroupKernels
+from ultraep_comm.cuda.making import cost_constants
+from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
+from ultraep_comm.group import Group
+from ultraep_comm.options import Options
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
+from ultraep_comm.segments import BoundWeights, Weights
+from ultraep_comm.topology import Topology
+
+EXPERTS, SLOTS = 256, 2
+EXPERT = {"w13": ((2 * 2048, 3072), torch.bfloat16), "w2": ((3072, 2048), torch.bfloat16)}
+TILE_BYTES = 32 << 10
+TOKENS, TOPK, IMBALANCE = 4096, 8, 3.0
+NUM_PLANS = 256
+
+
+class IdleDevice:
+    """Host memory for a device's, and a driver that does nothing.
+
+    The recording driver of the tests is in Python: its callbacks would cost more than the call.
+    """
+
+    torch_device = torch.device("cpu")
+    compute_capability = (9, 0)
+    num_sms = 132
+    max_shared_bytes = 227 << 10
+    cuda_major = 13
+    context = 0
+
+    def __init__(self) -> None:
+        # A function of the C library that looks at no argument and returns 0: success.
+        nothing = ctypes.CDLL(None).pthread_mutexattr_destroy
+        address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
+        self.driver = _core.CudaDriver(dict.fromkeys(_core.cuda_driver_names(), address))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return zeroed pages."""
+        return host_memory(num_bytes)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return zeroed pages."""
+        return host_memory(num_bytes)
+
+    def current_stream(self) -> int:
+        """Return what no driver looks at."""
+        return 7
+
+    def new_stream(self) -> tuple[int, object]:
+        """Return another one."""
+        return 8, None
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def load(self, cubin: Path) -> Kernels:
+        """Nobody asks."""
+        raise NotImplementedError
+
+
+def make_group(num_ranks: int) -> Group:
+    """Return rank 0's group with a launcher of its own, as over NVSHMEM."""
+    rank, num_sms = 0, 32
+    options = Options(
+        expert=EXPERT,
+        engine="cuda",
+        fabric="auto",
+        timeout=30,
+        num_sms=num_sms,
+        tile_bytes=TILE_BYTES,
+    )
+    topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
+    device = IdleDevice()
+
+    def make_engine(config: _core.EngineConfig) -> CudaEngine:
+        kernels = GroupKernels(replicate=1, notice=2)
+        shared = SharedLauncher(
+            device, kernels, config, first_rank=rank, num_ranks=1, num_sms=num_sms
+        )
+        return CudaEngine(config, shared)
+
+    return Group(
+        rank=rank,
+        topology=topology,
+        segments=options.segments,
+        config=options.config(topology, rank, 30, cost_constants(num_ranks)),
+        fabric=LoopbackFabric(LoopbackMemory(num_ranks), rank),
+        make_engine=make_engine,
+    )
+
+
+def make_plans(num_ranks: int) -> list[Plan]:
+    """Return plans for as many loads of one skew."""
+    plans = []
+    for seed in range(NUM_PLANS):
+        load = generate_load(
+            num_ranks=num_ranks,
+            num_experts=EXPERTS,
+            imbalance=IMBALANCE,
+            num_tokens=num_ranks * TOKENS * TOPK,
+            seed=seed,
+        )
+        plans.append(
+            plan_replicas(torch.from_numpy(load), num_ranks=num_ranks, slots_per_rank=SLOTS)
+        )
+    return plans
+
+
+def make_weights(group: Group) -> dict[str, torch.Tensor]:
+    """Return main weights that nobody touches."""
+    return {
+        name: segment.view(host_memory(group.num_mains * segment.nbytes), group.num_mains)
+        for name, segment in group.segments.items()
+    }
+
+
+def measure(group: Group, plans: list[Plan], iters: int) -> Iterator[tuple[str, bool, np.ndarray]]:
+    """Yield (weights, async_op, times in us) of kinds of calls, which are made in turn."""
+    stacked = make_weights(group)
+    given: dict[str, Weights | BoundWeights] = {
+        "bound": group.bind(stacked),
+        "stacked": stacked,
+        "listed": {name: list(tensor) for name, tensor in stacked.items()},
+    }
+    rows = list(itertools.product(given, (False, True)))
+    times = np.zeros((len(rows), iters))
+    next_plan = itertools.cycle(plans)
+    for i in range(-50, iters):
+        for row, (kind, async_op) in enumerate(rows):
+            weights, plan = given[kind], next(next_plan)
+            start = time.perf_counter_ns()
+            work = replicate_experts(weights, plan, group=group, async_op=async_op)
+            end = time.perf_counter_ns()
+            if work is not None:
+                work.wait()
+            if i >= 0:
+                times[row, i] = (end - start) / 1e3
+    for (kind, async_op), row_times in zip(rows, times, strict=True):
+        yield kind, async_op, row_times
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--iters", type=int, default=5000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    machine, commit = describe_machine(), find_commit()
+    print(f"# ultraep_comm {machine['ultraep_comm']}, commit {commit}: one rank's host, no driver")
+    print(f"# machine: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
+    records = []
+    for num_ranks in arguments.ranks:
+        plans = make_plans(num_ranks)
+        replicas = float(np.median([plan.num_replicas for plan in plans]))
+        with make_group(num_ranks) as group:
+            for kind, async_op, times in measure(group, plans, arguments.iters):
+                p50, p99 = (float(np.percentile(times, q)) for q in (50, 99))
+                records.append(
+                    {
+                        "op": "replicate_experts",
+                        "ranks": num_ranks,
+                        "replicas": replicas,
+                        "weights": kind,
+                        "async_op": async_op,
+                        "time_us": {"p50": p50, "p99": p99},
+                    }
+                )
+                print(
+                    f"EP{num_ranks:<3} {replicas:3.0f} replicas  {kind:8} async_op={async_op!s:5}"
+                    f"  p50 {p50:6.1f} us   p99 {p99:6.1f} us"
+                )
+    if arguments.json is not None:
+        document = {
+            "records": records,
+            "machine": machine,
+            "commit": commit,
+            "settings": {
+                "iters": arguments.iters,
+                "plans": NUM_PLANS,
+                "experts": EXPERTS,
+                "slots": SLOTS,
+                "expert_bytes": sum(math.prod(s) * d.itemsize for s, d in EXPERT.values()),
+                "tile_bytes": TILE_BYTES,
+                "imbalance": IMBALANCE,
+                "driver": "none: its functions return at once",
+            },
+        }
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
