@@ -135,7 +135,7 @@ class DeliveryPolicy {
 // by the store side:
 //   bool loaded(k)                          stage k's bytes may be stored
 //   const Stage& stage(k)                   of a loaded stage
-//   void store(k, destination, bytes)
+//   void store(k, destination, bytes)       each member for a destination of its own; null: none
 //   void store_far(k, rank, offset, bytes, flag, value)
 //                                           where kFar: to a peer without load/store access. With
 //                                           flag >= 0, that flag there gets `value` behind all that

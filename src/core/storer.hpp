@@ -82,27 +82,39 @@ class Storer {
     const bool ends_group = stage.ends_group;
     const int32_t group = stage.group, piece_idx = stage.piece;
     const Piece& piece = call_.work.pieces[stage.piece];
-    const Addresses& a = call_.addresses;
-    for (int32_t i = 0; i < piece.dst_count; ++i) {
-      const Destination& to = call_.work.destinations[piece.dst_first + i];
-      const int64_t offset = a.slot_offset[stage.span.segment] +
-                             to.slot * a.segment_bytes[stage.span.segment] + stage.span.offset;
-      if constexpr (Mover::kFar) {
-        if (is_far(to.rank)) {
-          const bool flags = piece.sets_ready && stage.ends_group;
-          mover_.store_far(stored_, to.rank, offset, stage.span.bytes,
-                           flags ? call_.layout.ready(to.slot, stage.group) : -1,
-                           call_.epoch.number);
-          continue;
-        }
-      }
-      mover_.store(stored_, a.bases[to.rank] + offset, stage.span.bytes);
-    }
+    for (int32_t first = 0; first < piece.dst_count; first += team_.size())
+      mover_.store(stored_, destination(piece, first + team_.index(), stage.span),
+                   stage.span.bytes);
+    if constexpr (Mover::kFar) store_far(piece, stage);
     last_ticket_ = mover_.commit(stored_++);
     if (!ends_group) return;
     if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_idx, group, last_ticket_};
     team_.sync();
     ++num_held_;
+  }
+
+  // Where the piece's i-th destination has these bytes; null: out of reach, or there are not so
+  // many.
+  UEC_HD uint8_t* destination(const Piece& piece, int32_t i, const TileSpan& span) const {
+    if (i >= piece.dst_count) return nullptr;
+    const Destination& to = call_.work.destinations[piece.dst_first + i];
+    if (is_far(to.rank)) return nullptr;
+    return call_.addresses.bases[to.rank] + slot_offset(to, span);
+  }
+
+  UEC_HD int64_t slot_offset(const Destination& to, const TileSpan& span) const {
+    const Addresses& a = call_.addresses;
+    return a.slot_offset[span.segment] + to.slot * a.segment_bytes[span.segment] + span.offset;
+  }
+
+  UEC_HD void store_far(const Piece& piece, const Stage& stage) {
+    const bool flags = piece.sets_ready && stage.ends_group;
+    for (int32_t i = 0; i < piece.dst_count; ++i) {
+      const Destination& to = call_.work.destinations[piece.dst_first + i];
+      if (!is_far(to.rank)) continue;
+      mover_.store_far(stored_, to.rank, slot_offset(to, stage.span), stage.span.bytes,
+                       flags ? call_.layout.ready(to.slot, stage.group) : -1, call_.epoch.number);
+    }
   }
 
   UEC_HD void publish(Delivered token, const HeldGroup& held) {

@@ -32,10 +32,24 @@ struct Ring {
   uint32_t far_stages, far_staged;  // tiles prepared for puts, and one more than the last one's
 };
 
-// Behind it lie the scratch of the fetch side and the tiles.
+// What has a copy in shared memory: see nearby.cuh.
+struct Nearby {
+  struct Table {
+    const uint32_t* from;
+    uint32_t* to;
+    int32_t words;
+  };
+  Table tables[12];
+  int32_t num_tables;
+};
+// Enough for 64 ranks and a hundred replicas; what does not fit stays where it is.
+inline constexpr int64_t kNearbyBytes = 8 << 10;
+
+// Behind it lie the scratch of the fetch side, the copies and the tiles.
 struct BlockShared {
   BlockCall block;
   Ring ring;
+  Nearby nearby;
   HeldGroup held[kMaxHeld];
   int32_t first;   // this block began first: it announces the call
   int32_t active;  // the rank has not failed before, and has something to move
@@ -44,8 +58,11 @@ struct BlockShared {
 
 inline constexpr int64_t kTileAlign = 128;
 
+UEC_HD inline int64_t nearby_offset(const Capacity& c) {
+  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), 8);
+}
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
-  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), kTileAlign);
+  return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);
 }
 
 // Bytes of dynamic shared memory that a launch asks for.

@@ -54,7 +54,7 @@ void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
 UEC_KERNEL(UEC_REGISTERS)
 void ultraep_replicate_peers(uint64_t* bases, void* own, const int32_t* pes,
                              const int32_t num_ranks) {
-  for (int32_t r = uec::ptx::thread_idx(); r < num_ranks; r += blockDim.x)
+  for (int32_t r = uec::ptx::thread_idx(); r < num_ranks; r += uec::ptx::num_threads())
     bases[r] = reinterpret_cast<uint64_t>(uec::cuda::far::peer_address(own, pes[r]));
 }
 

@@ -72,20 +72,27 @@ class DeviceMover : public DeliveryPolicy {
 
   UEC_DEVICE bool loaded(uint32_t k) const {
     if (!is_complete(ring_.full[k % kStages], k / kStages)) return false;
-    // That the destinations are open was observed through ordinary loads, by the fetch side.
-    if (Warp::leader()) ptx::fence_proxy_async_global();
+    // That the destinations are open was observed through ordinary loads, by the fetch side. By
+    // every lane: each issues bulk stores.
+    ptx::fence_proxy_async_global();
     return true;
   }
 
   UEC_DEVICE const Stage& stage(uint32_t k) const { return ring_.stages[k % kStages]; }
 
+  // Each lane has its destination's bulk store under way at once: found one after the other, their
+  // addresses would take longer than the store.
   UEC_DEVICE void store(uint32_t k, uint8_t* destination, int64_t bytes) {
-    const int64_t in_bulk = ptx::kHasBulk && is_aligned(destination) ? bytes / 16 * 16 : 0;
-    if (in_bulk > 0 && Warp::leader())
-      ptx::bulk_store(destination, tile(k), static_cast<uint32_t>(in_bulk));
-    if (in_bulk < bytes)
-      copy_from_shared(destination + in_bulk, tile(k) + in_bulk, bytes - in_bulk);
-    count(bytes);
+    const bool any = destination != nullptr;
+    const int64_t in_bulk = ptx::kHasBulk && any && is_aligned(destination) ? bytes / 16 * 16 : 0;
+    if (in_bulk > 0) ptx::bulk_store(destination, tile(k), static_cast<uint32_t>(in_bulk));
+    count(bytes * ptx::num_set(ptx::ballot(any)));
+    // What bulk stores cannot take: by all lanes together, one destination after the other.
+    for (uint32_t rest = ptx::ballot(any && in_bulk < bytes); rest != 0; rest &= rest - 1) {
+      const int32_t lane = ptx::lowest_set(rest);
+      const int64_t done = Warp::from(lane, in_bulk);
+      copy_from_shared(Warp::from(lane, destination) + done, tile(k) + done, bytes - done);
+    }
   }
 
   // To a peer without load/store access. With a signal, `flag` gets `value` behind all that this
@@ -120,10 +127,8 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE uint32_t commit(uint32_t) {
     ++commits_;
     if constexpr (ptx::kHasBulk) {
-      if (Warp::leader()) {
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<1>();
-      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<1>();
       read_ = commits_ - 1;
     } else {
       read_ = commits_;
@@ -143,18 +148,17 @@ class DeviceMover : public DeliveryPolicy {
   }
 
   // Delivered is not source-reusable: only wait_group without `.read` says that bulk stores have
-  // arrived, and only to the thread that issued them; the others come after it by sync_warp().
+  // arrived, and only to the thread that issued them. Every lane waits for its own; all come after
+  // all of that by sync_warp().
   template <class F>
   UEC_DEVICE bool when_delivered(uint32_t ticket, bool idle, F&& then) {
     if (ticket > delivered_) {
       const uint32_t behind = commits_ - ticket;
       if (behind < kCommitsInFlight && !idle) return false;
       if constexpr (ptx::kHasBulk) {
-        if (Warp::leader()) {
-          wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
-          // Bulk stores and the release that will publish them are of different proxies.
-          ptx::fence_proxy_async_global();
-        }
+        wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
+        // Bulk stores and the release that will publish them are of different proxies.
+        ptx::fence_proxy_async_global();
       }
       if constexpr (kFar) far::quiet();
       delivered_ = commits_ - (behind < kCommitsInFlight ? behind : kCommitsInFlight);

@@ -23,6 +23,7 @@ inline constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 // ---- where a thread is --------------------------------------------------------------------------
 
 UEC_DEVICE int32_t thread_idx() { return static_cast<int32_t>(threadIdx.x); }
+UEC_DEVICE int32_t num_threads() { return static_cast<int32_t>(blockDim.x); }  // of a block
 UEC_DEVICE int32_t block_x() { return static_cast<int32_t>(blockIdx.x); }
 UEC_DEVICE int32_t block_y() { return static_cast<int32_t>(blockIdx.y); }
 UEC_DEVICE int32_t num_blocks_x() { return static_cast<int32_t>(gridDim.x); }
@@ -95,6 +96,11 @@ UEC_DEVICE int32_t load_shared_relaxed(const int32_t* at) {
 UEC_DEVICE void store_shared_relaxed(int32_t* at, int32_t value) {
   *const_cast<volatile int32_t*>(at) = value;
 }
+
+// Bit i: lane i's value.
+UEC_DEVICE uint32_t ballot(bool value) { return __ballot_sync(~0u, value); }
+UEC_DEVICE int32_t num_set(uint32_t bits) { return __popc(bits); }
+UEC_DEVICE int32_t lowest_set(uint32_t bits) { return __ffs(static_cast<int32_t>(bits)) - 1; }
 
 // ---- bytes --------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@
 #include "cuda/block.hpp"
 #include "cuda/memory.cuh"
 #include "cuda/mover.cuh"
+#include "cuda/nearby.cuh"
 #include "cuda/wait.cuh"
 
 namespace uec::cuda {
@@ -152,7 +153,11 @@ UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
     shared.first = ptx::fetch_add_acq_rel(&state.entered, 1) == 0 && !failed;
     shared.active = !failed && shared.block.call.work.num_pieces > 0;
     init_ring(shared.ring);
+    NearbyTables(shared.nearby, shared_memory + nearby_offset(state.capacity))
+        .replace(shared.block.call, state.capacity);
   }
+  ptx::sync_block();
+  fill_nearby(shared.nearby);
   ptx::sync_block();
 
   const bool fetches = ptx::thread_idx() < ptx::kWarpSize;

@@ -1,12 +1,13 @@
-#What members of a team do together, each broken in a program of its own that must not pass.
+# What members of a team do together, each broken in a program of its own that must not pass.
 
-#ultraep_add_core_mutant(<name> PROGRAM<test> FILE<path below src /> FIND[[...]] REPLACE[[...]])
+# ultraep_add_core_mutant(<name> PROGRAM <test> FILE <path below src/> FIND [[...]] REPLACE [[...]])
 #
-#PROGRAM is the name of a test in this folder.
-if (POLICY CMP0174)
+# PROGRAM is the name of a test in this folder.
+if(POLICY CMP0174)
   cmake_policy(SET CMP0174 NEW)  # REPLACE may be empty
 endif()
 find_package(Threads REQUIRED)
+
 function(ultraep_add_core_mutant name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PROGRAM;FILE;FIND;REPLACE" "")
   ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
@@ -22,7 +23,8 @@ function(ultraep_add_core_mutant name)
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
   set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
 endfunction()
-#-- -- a claim -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+# ---- a claim ------------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(openings_not_shared PROGRAM test_team FILE core/fetcher.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
@@ -52,7 +54,11 @@ ultraep_add_core_mutant(first_member_blames PROGRAM test_team FILE core/fetcher.
   FIND [[      return outcome(kFault, 0, r);]]
   REPLACE [[      return outcome(kFault, 0, team_.index());]])
 
-#-- -- a publish -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+# ---- a publish ----------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(one_destination_for_all PROGRAM test_team FILE core/storer.hpp
+  FIND [[destination(piece, first + team_.index(), stage.span)]]
+  REPLACE [[destination(piece, first, stage.span)]])
 
 ultraep_add_core_mutant(ready_by_each PROGRAM test_team FILE core/storer.hpp
   FIND [[    if (piece.sets_ready && team_.leader()) {]]
@@ -80,7 +86,7 @@ ultraep_add_core_mutant(open_by_each PROGRAM test_team FILE core/call.hpp
   REPLACE [[    for (int32_t r = 0; r < call.num_ranks; ++r)
       if (call.work.opens[r])]])
 
-#-- -- a wait for peers -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+# ---- a wait for peers ---------------------------------------------------------------------------
 
 ultraep_add_core_mutant(finish_waits_for_each PROGRAM test_team FILE core/call.hpp
   FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
@@ -106,7 +112,7 @@ ultraep_add_core_mutant(called_for_each PROGRAM test_team FILE core/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]
   REPLACE [[  return all != 0;]])
 
-#-- -- two sides -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+# ---- two sides ----------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.hpp
   FIND [[return fetcher_.fault() != Fault::kNone ? Step::kFailed : storer_.step();]]

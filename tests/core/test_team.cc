@@ -237,7 +237,7 @@ class TeamMover : public uec::DeliveryPolicy {
   }
   const uec::Stage& stage(uint32_t k) const { return ring_.stages[k % Ring::kStages]; }
   void store(uint32_t k, uint8_t* destination, int64_t bytes) {
-    if (team_.leader()) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
+    if (destination != nullptr) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
     team_.sync();
   }
   uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++ring_.commits : 0); }

@@ -34,9 +34,18 @@ ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/mover.cuh
   REPLACE [[wait_for_all_but(kCommitsInFlight);]])
 
 ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/mover.cuh
-  FIND [[          // Bulk stores and the release that will publish them are of different proxies.
-          ptx::fence_proxy_async_global();]]
+  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
+        ptx::fence_proxy_async_global();]]
   REPLACE [[]])
+
+ultraep_add_device_mutant(device_one_lane_fences_for_all FILE cuda/mover.cuh
+  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
+        ptx::fence_proxy_async_global();]]
+  REPLACE [[        if (Warp::leader()) ptx::fence_proxy_async_global();]])
+
+ultraep_add_device_mutant(device_one_lane_waits_for_all FILE cuda/mover.cuh
+  FIND [[        wait_for_all_but(behind]]
+  REPLACE [[        if (Warp::leader()) wait_for_all_but(behind]])
 
 ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/mover.cuh
   FIND [[      ptx::fence_proxy_async_global();
@@ -44,14 +53,20 @@ ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/mover.cuh
   REPLACE [[      ptx::mbarrier_arrive_expect]])
 
 ultraep_add_device_mutant(device_store_without_proxy_fence FILE cuda/mover.cuh
-  FIND [[    if (Warp::leader()) ptx::fence_proxy_async_global();
+  FIND [[    ptx::fence_proxy_async_global();
     return true;]]
   REPLACE [[    return true;]])
+
+ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/mover.cuh
+  FIND [[    ptx::fence_proxy_async_global();
+    return true;]]
+  REPLACE [[    if (Warp::leader()) ptx::fence_proxy_async_global();
+    return true;]])
 
 # ---- the ring ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/mover.cuh
-  FIND [[        ptx::bulk_wait_read<1>();]]
+  FIND [[      ptx::bulk_wait_read<1>();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/mover.cuh
@@ -73,16 +88,23 @@ ultraep_add_device_mutant(device_described_too_late FILE cuda/mover.cuh
     if (!Warp::leader()) ring_.stages[k % kStages] = stage;]])
 
 ultraep_add_device_mutant(device_tail_left_out FILE cuda/mover.cuh
-  FIND [[    if (in_bulk < bytes)
-]]
-  REPLACE [[    if (in_bulk == 0)
-]])
+  FIND [[ptx::ballot(any && in_bulk < bytes)]]
+  REPLACE [[ptx::ballot(any && in_bulk == 0)]])
 
 # ---- blocks of a rank ----------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/ptx.cuh
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/replicate.cuh
+  FIND [[  fill_nearby(shared.nearby);
+  ptx::sync_block();]]
+  REPLACE [[  fill_nearby(shared.nearby);]])
+
+ultraep_add_device_mutant(device_tables_without_bound FILE cuda/nearby.cuh
+  FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
+  REPLACE [[]])
 
 ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/replicate.cuh
   FIND [[  state.entered = 0;

@@ -55,6 +55,21 @@ void check_random(uint32_t seed, bool far) {
   }
 }
 
+// More segments than a block has room for copies of their tables.
+void check_many_segments() {
+  PlanCase group = make_group(2, 8, 2);
+  CHECK(group.place(0, 1));
+  CHECK(group.place(7, 0));
+  Options options;
+  options.segment_bytes.assign(300, 40);
+  EmulatedGroup ranks(group, options);
+  std::vector<int32_t> segments(300);
+  for (int32_t i = 0; i < 300; ++i) segments[i] = i;
+  ranks.prepare(Mode::kPull, segments);
+  ranks.launch(2);
+  ranks.check_success();
+}
+
 // Rank 0 is home of expert 0, which rank 1 and rank 2 hold.
 PlanCase three_ranks() {
   PlanCase group = make_group(3, 3, 1);
@@ -199,6 +214,7 @@ int main() {
   const Watchdog watchdog("a launch that does not end");
   const int cases = scaled(40) + 4;
   for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), seed % 2 == 1);
+  check_many_segments();
   for (const Mode mode : kModes) {
     check_timeout(mode);
     check_mismatch(mode);

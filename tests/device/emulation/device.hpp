@@ -54,8 +54,10 @@ class Barrier {
 struct Warp {
   Barrier barrier{kLanes};
   uint32_t values[kLanes] = {};
-  std::atomic<bool> unfenced_delivery{false};  // bulk stores were waited for, without a fence since
-  std::atomic<int32_t> far_pending{0};         // puts and signals under way
+  // Lanes without a proxy fence since a lane observed something, or since they waited for their
+  // bulk stores.
+  std::atomic<uint32_t> unfenced_observations{0}, unfenced_deliveries{0};
+  std::atomic<int32_t> far_pending{0};  // puts and signals under way
 };
 
 struct Block {
@@ -75,7 +77,6 @@ struct Thread {
   int32_t thread = 0, block_x = 0, block_y = 0, num_blocks_x = 0;
   Block* block = nullptr;
   Warp* warp = nullptr;
-  bool unfenced_observation = false;  // something was observed, without a proxy fence since
   std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
   uint32_t dice = 1;
 };
@@ -83,6 +84,16 @@ struct Thread {
 inline thread_local Thread self;
 
 inline int32_t lane() { return self.thread % kLanes; }
+inline uint32_t lane_bit() { return 1u << lane(); }
+
+// What one lane has observed, others go by after the next shuffle.
+inline void observed() {
+  self.warp->unfenced_observations.store((1u << kLanes) - 1, std::memory_order_relaxed);
+}
+inline void require_fence(const char* what) {
+  if ((self.warp->unfenced_observations.load(std::memory_order_relaxed) & lane_bit()) != 0)
+    violate(what);
+}
 
 // ---- mbarriers: phase | expected | pending arrivals | bytes still to come -----------------------
 
@@ -174,7 +185,7 @@ class CopyEngine {
 };
 
 inline void bulk_load(uint8_t* to, const uint8_t* from, uint32_t bytes, uint64_t* barrier) {
-  if (self.unfenced_observation) violate("a bulk load follows an observation without proxy fence");
+  require_fence("a bulk load follows an observation without proxy fence");
   CopyEngine::bulk().submit([=] {
     std::memcpy(to, from, bytes);
     update(barrier, [&](Mbarrier& b) { b.bytes -= static_cast<int32_t>(bytes); });
@@ -187,7 +198,7 @@ inline void read_source(BulkStore& store) {
 }
 
 inline void bulk_store(uint8_t* to, const uint8_t* from, uint32_t bytes) {
-  if (self.unfenced_observation) violate("a bulk store follows an observation without proxy fence");
+  require_fence("a bulk store follows an observation without proxy fence");
   self.groups.back().push_back({to, from, std::vector<uint8_t>(bytes), false});
   self.dice = self.dice * 1664525 + 1013904223;
   if (self.dice >> 30 == 0) read_source(self.groups.back().back());  // now and then at once
@@ -204,7 +215,7 @@ inline void bulk_wait(int32_t pending, bool read_only) {
     }
   if (read_only) return;
   if (closed > pending) self.groups.erase(self.groups.begin(), self.groups.end() - 1 - pending);
-  self.warp->unfenced_delivery.store(true, std::memory_order_relaxed);
+  self.warp->unfenced_deliveries.fetch_or(lane_bit(), std::memory_order_relaxed);
 }
 
 // ---- far peers ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 // src/ run in emulation::launch().
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "device.hpp"
@@ -25,6 +26,7 @@ inline constexpr int32_t kWarpSize = emulation::kLanes;
 using emulation::self;
 
 inline int32_t thread_idx() { return self.thread; }
+inline int32_t num_threads() { return emulation::kLanes * emulation::kWarps; }
 inline int32_t block_x() { return self.block_x; }
 inline int32_t block_y() { return self.block_y; }
 inline int32_t num_blocks_x() { return self.num_blocks_x; }
@@ -47,12 +49,23 @@ inline uint32_t reduce_min(uint32_t value) {
   return result;
 }
 
+inline uint32_t ballot(bool value) {
+  self.warp->values[emulation::lane()] = value;
+  sync_warp();
+  uint32_t bits = 0;
+  for (int32_t i = 0; i < kWarpSize; ++i) bits |= self.warp->values[i] << i;
+  sync_warp();
+  return bits;
+}
+inline int32_t num_set(uint32_t bits) { return std::popcount(bits); }
+inline int32_t lowest_set(uint32_t bits) { return std::countr_zero(bits); }
+
 inline uint64_t load_acquire_system(const uint64_t* at) {
-  self.unfenced_observation = true;
+  emulation::observed();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);
 }
 inline void store_release_system(uint64_t* at, uint64_t value) {
-  if (self.warp->unfenced_delivery.load(std::memory_order_relaxed))
+  if (self.warp->unfenced_deliveries.load(std::memory_order_relaxed) != 0)
     emulation::violate("a publish follows the wait for its delivery without proxy fence");
   std::atomic_ref(*at).store(value, std::memory_order_release);
 }
@@ -104,13 +117,13 @@ inline bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
   emulation::Mbarrier state;
   std::memcpy(&state, &word, 8);
   if (state.phase == parity) return false;
-  self.unfenced_observation = true;  // the other side's, handed over
+  emulation::observed();  // the other side's, handed over
   return true;
 }
 
 inline void fence_proxy_async_global() {
-  self.unfenced_observation = false;
-  self.warp->unfenced_delivery.store(false, std::memory_order_relaxed);
+  self.warp->unfenced_observations.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
+  self.warp->unfenced_deliveries.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
 }
 inline void fence_proxy_async_shared() {}
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
