@@ -1,8 +1,11 @@
 #include "core/planner.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -14,9 +17,28 @@ namespace nb = nanobind;
 namespace uec::python {
 namespace {
 
+using Costs = std::tuple<int64_t, int64_t, int64_t>;  // of a token, a unit of transfer, a replica
+
+Objective make_objective(int64_t target_ppm, const std::optional<Costs>& costs) {
+  if (target_ppm < kPpm || target_ppm > kMaxTargetPpm)
+    reject("target_ppm", target_ppm, std::to_string(kPpm) + " to " + std::to_string(kMaxTargetPpm));
+  Objective objective{.target_ppm = target_ppm, .by_cost = costs.has_value()};
+  if (!costs) return objective;
+  std::tie(objective.per_token, objective.per_transfer, objective.per_replica) = *costs;
+  const auto require_cost = [](const char* name, int64_t value, int bits) {
+    if (value < 0 || value >> bits != 0)
+      reject(name, value, "0 to 2^" + std::to_string(bits) + " - 1");
+  };
+  require_cost("the cost of a token", objective.per_token, 22);
+  require_cost("the cost of a unit of transfer", objective.per_transfer, 40);
+  require_cost("the cost of a replica", objective.per_replica, 40);
+  return objective;
+}
+
 std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
     const Input<int64_t, 1>& load, const Input<int32_t, 1>& home, const Input<int32_t, 1>& domain,
-    int32_t slots_per_rank, bool allow_cross_domain, int64_t target_ppm) {
+    int32_t slots_per_rank, bool allow_cross_domain, int64_t target_ppm,
+    const std::optional<Costs>& costs) {
   const Topology topology{.num_ranks = static_cast<int32_t>(domain.size()),
                           .num_experts = static_cast<int32_t>(load.size()),
                           .slots_per_rank = slots_per_rank,
@@ -27,14 +49,16 @@ std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
   if (slots_per_rank < 0) reject("slots_per_rank", slots_per_rank, "0 or more");
   require_equal("length of home", home.size(), topology.num_experts);
   require_homes(topology);
-  if (target_ppm < kPpm || target_ppm > kMaxTargetPpm) {
-    reject("target_ppm", target_ppm, std::to_string(kPpm) + " to " + std::to_string(kMaxTargetPpm));
-  }
+  const Objective objective = make_objective(target_ppm, costs);
+  int64_t total = 0;
   for (size_t e = 0; e < load.size(); ++e) {
     if (load.data()[e] < 0 || load.data()[e] > kMaxLoad) {
       reject("load[" + std::to_string(e) + "]", load.data()[e], "0 to " + std::to_string(kMaxLoad));
     }
+    total += load.data()[e];
   }
+  if (total > kMaxTotalLoad)
+    reject("sum of load", total, "at most " + std::to_string(kMaxTotalLoad));
 
   const size_t num_ranks = domain.size();
   const size_t num_slots = num_ranks * static_cast<size_t>(slots_per_rank);
@@ -45,7 +69,7 @@ std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
     nb::gil_scoped_release release;
     const auto scratch = std::make_unique_for_overwrite<std::byte[]>(
         static_cast<size_t>(planner_scratch_bytes(topology)));
-    plan_replicas(topology, load.data(), target_ppm, PlannerScratch(topology, scratch.get()),
+    plan_replicas(topology, load.data(), objective, PlannerScratch(topology, scratch.get()),
                   slot_expert.get(), slot_quota.get(), home_quota.get());
   }
   const size_t slots = static_cast<size_t>(slots_per_rank);
@@ -59,7 +83,7 @@ std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
 void bind_planner(nb::module_& m) {
   m.def("plan_replicas", &plan_replicas_numpy, nb::arg("load").noconvert(),
         nb::arg("home").noconvert(), nb::arg("domain").noconvert(), nb::arg("slots_per_rank"),
-        nb::arg("allow_cross_domain"), nb::arg("target_ppm"),
+        nb::arg("allow_cross_domain"), nb::arg("target_ppm"), nb::arg("costs") = nb::none(),
         "(slot_expert [G, S], slot_quota [G, S], home_quota [E]) of global sums load [E].");
 }
 

@@ -5,6 +5,7 @@ Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
 
 from ultraep_comm import errors
 from ultraep_comm.collectives import gather_load, replicate_experts
+from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
@@ -17,6 +18,7 @@ __all__ = [
     "BoundWeights",
     "Group",
     "Plan",
+    "PlanCost",
     "Segment",
     "Work",
     "errors",

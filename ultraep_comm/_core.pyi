@@ -21,10 +21,12 @@ def plan_replicas(
     slots_per_rank: int,
     allow_cross_domain: bool,
     target_ppm: int,
+    costs: tuple[int, int, int] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Plan from global sums: `(slot_expert [G, S], slot_quota [G, S], home_quota [E])`.
 
-    `load [E]`, `home [E]`, `domain [G]`; `target_ppm` from `planner.target_to_ppm`.
+    `load [E]`, `home [E]`, `domain [G]`; `target_ppm` from `planner.target_to_ppm`; `costs` as
+    `planner.Costs`.
     """
 
 class RerouteFault(enum.Enum):

@@ -85,8 +85,8 @@ class Topology:
         """Check the arguments and fill in defaults.
 
         Raises:
-            InvalidArgumentError: a count below its minimum, a map of the wrong shape, or a home
-                outside ``[0, num_ranks)``.
+            InvalidArgumentError: a count below its minimum, more slots on a rank than experts, a
+                map of the wrong shape, or a home outside ``[0, num_ranks)``.
         """
         num_ranks = as_int(num_ranks, "num_ranks")
         num_experts = as_int(num_experts, "num_experts")
@@ -96,6 +96,11 @@ class Topology:
         for name, (value, least) in minima.items():
             if value < least:
                 raise InvalidArgumentError(f"{name} is {value}; expected at least {least}")
+        if slots_per_rank > num_experts:
+            raise InvalidArgumentError(
+                f"slots_per_rank is {slots_per_rank}, but there are {num_experts} experts; expected"
+                " no more slots than experts, since a rank has at most one instance of each"
+            )
         if home is None:
             home_map = contiguous_home(num_experts, num_ranks)
         else:

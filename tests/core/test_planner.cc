@@ -42,8 +42,13 @@ void check_case(const Case& c, std::mt19937& random) {
 
   std::vector<int32_t> slot_expert(num_ranks * slots), slot_quota(num_ranks * slots);
   std::vector<int32_t> home_quota(num_experts);
+  const uec::Objective objective{.target_ppm = 1'010'000,
+                                 .by_cost = random() % 2 == 0,
+                                 .per_token = 1 << 10,
+                                 .per_transfer = 1 << 20,
+                                 .per_replica = 1 << 8};
   std::vector<std::byte> plan_memory(uec::planner_scratch_bytes(topology));
-  uec::plan_replicas(topology, total.data(), 1'010'000,
+  uec::plan_replicas(topology, total.data(), objective,
                      uec::PlannerScratch(topology, plan_memory.data()), slot_expert.data(),
                      slot_quota.data(), home_quota.data());
 

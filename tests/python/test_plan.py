@@ -162,6 +162,33 @@ def test_bad_loads_are_rejected(
         uec.plan_replicas(load, **arguments)
 
 
+@pytest.mark.parametrize(
+    "load, part",
+    [
+        (torch.tensor([[3, 4], [5, -1]]), r"load\[1, 1\] is -1"),
+        (torch.tensor([[3, -(2**31)], [5, -1]]), r"load\[0, 1\] is -2147483648"),
+        (torch.tensor([3, 2**31]), r"load\[1\] is 2147483648"),
+        (torch.tensor([[0, 2**30], [0, 2**30]]), r"load\[1\] is 2147483648"),
+        (torch.full((513,), 2**31 - 1), "sum of load is 1101659111"),
+        (torch.ones(2, 4), "torch.float32"),
+    ],
+)
+def test_a_bad_load_is_named_with_its_place(load: torch.Tensor, part: str) -> None:
+    with pytest.raises(InvalidLoadError, match=part):
+        uec.plan_replicas(load, slots_per_rank=1, num_ranks=2)
+
+
+def test_no_more_slots_than_experts() -> None:
+    with pytest.raises(InvalidArgumentError, match="slots_per_rank is 3, but there are 2 experts"):
+        uec.plan_replicas(torch.ones((2, 2), dtype=torch.int32), slots_per_rank=3)
+
+
+def test_nothing_to_balance_is_the_empty_plan() -> None:
+    plan = uec.plan_replicas(torch.zeros((4, 8), dtype=torch.int32), slots_per_rank=2)
+    assert plan.num_replicas == 0
+    assert plan.imbalance == plan.imbalance_bound == 1.0
+
+
 def test_a_plan_from_a_load_is_legal_and_balanced() -> None:
     generator = torch.Generator().manual_seed(1)
     load = (torch.rand((8, 32), generator=generator) ** 6 * 1000).to(torch.int32)

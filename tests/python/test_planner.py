@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from reference.planner_oracle import (
     Plan,
     Problem,
+    fewest_replicas,
     lower_bound,
     optimum,
+    placement_optimum,
     target_tokens,
     violations,
     worst_rank_after,
@@ -21,6 +23,7 @@ from reference.planner_oracle import (
 )
 
 from ultraep_comm import _core, planner
+from ultraep_comm.planner import Costs
 
 MAX_LOAD = 2**31 - 1
 
@@ -39,7 +42,7 @@ def problem_of(load: list[int], num_ranks: int, slots_per_rank: int = 2, **more:
     return Problem(load=load, slots_per_rank=slots_per_rank, **(settings_ | more))
 
 
-def plan_in_core(problem: Problem) -> Plan:
+def plan_in_core(problem: Problem, costs: Costs | None = None) -> Plan:
     arrays = _core.plan_replicas(
         np.array(problem.load, np.int64),
         np.array(problem.home, np.int32),
@@ -47,11 +50,12 @@ def plan_in_core(problem: Problem) -> Plan:
         problem.slots_per_rank,
         problem.allow_cross_domain,
         planner.target_to_ppm(problem.target),
+        costs,
     )
     return Plan.of(arrays)
 
 
-def plan_in_numpy(problem: Problem) -> Plan:
+def plan_in_numpy(problem: Problem, costs: Costs | None = None) -> Plan:
     arrays = planner.plan_slots(
         problem.load,
         num_ranks=problem.num_ranks,
@@ -60,14 +64,15 @@ def plan_in_numpy(problem: Problem) -> Plan:
         domain=problem.domain,
         allow_cross_domain=problem.allow_cross_domain,
         target=problem.target,
+        costs=costs,
     )
     return Plan.of(arrays)
 
 
-def check(problem: Problem) -> Plan:
-    plan = plan_in_core(problem)
-    assert plan == plan_in_numpy(problem)
-    assert violations(problem, plan) == []
+def check(problem: Problem, costs: Costs | None = None) -> Plan:
+    plan = plan_in_core(problem, costs)
+    assert plan == plan_in_numpy(problem, costs)
+    assert violations(problem if costs is None else replace(problem, target=1.0), plan) == []
     return plan
 
 
@@ -101,7 +106,26 @@ def problems(draw: st.DrawFn, max_ranks: int = 10, max_experts: int = 30) -> Pro
 @example(problem_of([MAX_LOAD], 3))
 @settings(max_examples=400)
 def test_the_planners_agree_and_obey_every_rule(problem: Problem) -> None:
-    check(problem)
+    plan = check(problem)
+    if problem.target == 1.0:
+        least = fewest_replicas(problem, worst_rank_after(problem, plan))
+        assert sum(e != -1 for row in plan.slot_expert for e in row) >= least
+
+
+@given(
+    problems(),
+    st.builds(
+        Costs,
+        st.integers(0, 2**22 - 1),
+        st.integers(0, 2**40 - 1) | st.integers(0, 2**20),
+        st.integers(0, 2**40 - 1) | st.integers(0, 2**10),
+    ),
+)
+@settings(max_examples=200)
+def test_the_planners_agree_by_cost(problem: Problem, costs: Costs) -> None:
+    plan = check(problem, costs)
+    nothing = costs.per_token * worst_rank_before(problem)
+    assert cost_of(problem, plan, costs) <= nothing
 
 
 def adversarial(name: str, num_experts: int, num_ranks: int) -> list[int]:
@@ -114,7 +138,7 @@ def adversarial(name: str, num_experts: int, num_ranks: int) -> list[int]:
         "zero load": [0] * num_experts,
         "one token": [0] * (num_experts - 1) + [1],
         "equal loads": [4096] * num_experts,
-        "largest loads": [MAX_LOAD] * num_experts,
+        "largest loads": [min(MAX_LOAD, planner.MAX_TOTAL_LOAD // num_experts)] * num_experts,
         "random": rng.integers(0, 2000, num_experts).tolist(),
         "heavy tail": np.minimum(rng.pareto(0.4, num_experts), MAX_LOAD).astype(int).tolist(),
     }[name]
@@ -151,13 +175,13 @@ def test_a_hot_expert_is_spread_over_its_own_domain_only() -> None:
     problem = problem_of([900, 0, 0, 0], 4, domain=[0, 0, 1, 1])
     assert worst_rank_after(problem, check(problem)) == 450
     problem = replace(problem, allow_cross_domain=True)
-    assert worst_rank_after(problem, check(problem)) == target_tokens(problem) == 228
+    assert worst_rank_after(problem, check(problem)) == 225
 
 
 def test_small_batches_meet_no_cliff() -> None:
     """Without a least size for replicas, a small batch is balanced as well as a large one."""
     problem = problem_of([13, 1, 0, 0, 1, 1, 0, 0], 4)
-    assert worst_rank_after(problem, check(problem)) == 5
+    assert worst_rank_after(problem, check(problem)) == 4
 
 
 def test_best_fit_keeps_the_large_gap_for_the_large_need() -> None:
@@ -167,6 +191,57 @@ def test_best_fit_keeps_the_large_gap_for_the_large_need() -> None:
     plan = check(problem)
     assert plan.slot_expert == [[-1], [-1], [1], [0]]
     assert plan.slot_quota == [[0], [0], [10], [30]]
+
+
+def test_a_chain_makes_room_where_slots_are_used_up() -> None:
+    # The mean is 10. Rank 1 has all the room, and one slot. Expert 2 fills it with more than its
+    # rank's excess, and so rank 2 has room, and a slot, for expert 0.
+    problem = problem_of([13, 1, 16], 3, slots_per_rank=1, target=1.0)
+    plan = check(problem)
+    assert worst_rank_after(problem, plan) == optimum(problem) == 10
+    assert (plan.slot_expert, plan.slot_quota) == ([[-1], [2], [0]], [[0], [9], [3]])
+
+
+def transfer(problem: Problem, plan: Plan) -> int:
+    exported = {e for row in plan.slot_expert for e in row if e != -1}
+    exports = [sum(problem.home[e] == rank for e in exported) for rank in range(problem.num_ranks)]
+    return max(*exports, *(sum(e != -1 for e in row) for row in plan.slot_expert))
+
+
+def cost_of(problem: Problem, plan: Plan, costs: Costs) -> int:
+    replicas = sum(e != -1 for row in plan.slot_expert for e in row)
+    return (
+        costs.per_token * worst_rank_after(problem, plan)
+        + costs.per_transfer * transfer(problem, plan)
+        + costs.per_replica * replicas
+    )
+
+
+def test_transfer_goes_before_replicas() -> None:
+    # Rank 0 is 20 above the mean of 20. Two experts could go to rank 1 whole; one expert, split
+    # over ranks 1 and 2, leaves its home once and arrives once everywhere.
+    problem = problem_of([20, 20, 10, 10], 3, home=[0, 0, 1, 2], slots_per_rank=2, target=1.0)
+    plan = check(problem)
+    assert worst_rank_after(problem, plan) == 20
+    assert transfer(problem, plan) == 1
+
+
+def test_what_is_left_for_free_is_taken() -> None:
+    # One replica reaches the target of 1.5, and the mean just as well.
+    problem = problem_of([100, 0], 2, target=1.5)
+    assert worst_rank_after(problem, check(problem)) == 50
+
+
+def test_costs_decide_how_far_balancing_goes() -> None:
+    problem = problem_of([400, 40, 40, 40, 40, 40, 20, 20], 4, target=1.0)
+    best = worst_rank_after(problem, check(problem))
+    free = check(problem, Costs(per_token=1, per_transfer=0, per_replica=0))
+    assert worst_rank_after(problem, free) == best
+    dear = check(problem, Costs(per_token=1, per_transfer=10**6, per_replica=0))
+    assert all(e == -1 for row in dear.slot_expert for e in row)
+    few = check(problem, Costs(per_token=1, per_transfer=0, per_replica=70))
+    replicas = [sum(e != -1 for row in p.slot_expert for e in row) for p in (few, free)]
+    assert 0 < replicas[0] < replicas[1]
 
 
 small_problems = problems(max_ranks=4, max_experts=6).filter(
@@ -194,8 +269,16 @@ def test_close_to_the_optimum_on_small_cases() -> None:
         excess.append(worst / max(best, 1))
     assert min(excess) >= 1
     print(np.mean(excess), max(excess), sum(e == 1 for e in excess))
-    assert np.mean(excess) < 1.05
-    assert max(excess) < 1.3
+    assert np.mean(excess) < 1.001
+    assert sum(e == 1 for e in excess) >= 38
+
+
+@given(small_problems)
+@settings(max_examples=60)
+def test_quotas_are_nearly_the_best_for_their_placement(problem: Problem) -> None:
+    plan = check(replace(problem, target=1.0, allow_cross_domain=True))
+    best = placement_optimum(problem, plan)
+    assert best <= worst_rank_after(problem, plan) <= best + 1
 
 
 def broken(problem: Problem, plan: Plan, rule: str) -> tuple[Problem, Plan]:
@@ -218,7 +301,7 @@ def broken(problem: Problem, plan: Plan, rule: str) -> tuple[Problem, Plan]:
         quotas[1].reverse()
     elif rule == "an empty slot has no quota":
         quotas[0][0] = 1
-    elif rule == "no rank both exports and imports":
+    elif rule == "only ranks above the mean export":
         experts[0][0], quotas[0][0] = 4, 1
     elif rule == "never worse than no replication":
         quotas[1][0] += 100
@@ -240,7 +323,7 @@ def broken(problem: Problem, plan: Plan, rule: str) -> tuple[Problem, Plan]:
         "replicas stay in the domain and off the home",
         "slots are filled from 0",
         "an empty slot has no quota",
-        "no rank both exports and imports",
+        "only ranks above the mean export",
         "never worse than no replication",
         "no replica where the load is balanced already",
         "every rank has its slots, no more",
@@ -262,6 +345,7 @@ def test_the_oracle_notices(rule: str) -> None:
         {"home": [0, 1, 2]},
         {"domain": []},
         {"slots_per_rank": -1},
+        {"load": [2**31 - 1] * 513, "home": [0] * 513},
     ],
 )
 def test_bad_input_is_rejected_by_both(change: dict[str, object]) -> None:
@@ -295,10 +379,10 @@ def test_the_core_converts_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "slots_per_rank", "mean_bound", "worst_bound"),
     [
-        ("gptoss20b_counts_G8_tok4096_topic.npz", 1, 1.045, 1.17),
-        ("gptoss20b_counts_G8_tok4096_topic.npz", 2, 1.015, 1.07),
-        ("gptoss20b_counts_G32_tok1024_topic.npz", 1, 1.065, 1.18),
-        ("gptoss20b_counts_G32_tok1024_topic.npz", 2, 1.012, 1.04),
+        ("gptoss20b_counts_G8_tok4096_topic.npz", 1, 1.01, 1.03),
+        ("gptoss20b_counts_G8_tok4096_topic.npz", 2, 1.01, 1.0101),
+        ("gptoss20b_counts_G32_tok1024_topic.npz", 1, 1.01, 1.0101),
+        ("gptoss20b_counts_G32_tok1024_topic.npz", 2, 1.01, 1.0101),
     ],
 )
 def test_recorded_loads(

@@ -268,7 +268,7 @@ def test_plans_of_the_planner_are_sent_at_the_bound(shape: tuple[int, int, int])
         ratios.append(float(slowest_link(problem, found)) / best)
     print(f"{shape}: over T*, mean {np.mean(ratios):.4f}, worst {max(ratios):.4f}")
     assert np.mean(ratios) < 1.005
-    assert max(ratios) < 1.02
+    assert max(ratios) < 1.03
 
 
 def random_plans(count: int) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from fractions import Fraction
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,17 @@ class Plan:
         return Plan(*(array.tolist() for array in arrays))
 
 
-def worst_rank_before(problem: Problem) -> int:
-    """Tokens of the fullest rank without any replica."""
-    return max(
+def tokens_before(problem: Problem) -> list[int]:
+    """Tokens of every rank without any replica."""
+    return [
         sum(load for load, home in zip(problem.load, problem.home, strict=True) if home == rank)
         for rank in range(problem.num_ranks)
-    )
+    ]
+
+
+def worst_rank_before(problem: Problem) -> int:
+    """Tokens of the fullest rank without any replica."""
+    return max(tokens_before(problem))
 
 
 def worst_rank_after(problem: Problem, plan: Plan) -> int:
@@ -84,14 +91,80 @@ def lower_bound(problem: Problem) -> int:
 def target_tokens(problem: Problem) -> int:
     """The most tokens on a rank that still count as balanced."""
     target = Fraction(round(problem.target * 10**6), 10**6)
-    return -(-Fraction(sum(problem.load), problem.num_ranks) * target // 1)
+    return Fraction(sum(problem.load), problem.num_ranks) * target // 1
+
+
+def fewest_replicas(problem: Problem, threshold: int) -> int:
+    """No plan gets every rank to the threshold with fewer replicas than this.
+
+    A rank above it exports: its largest experts, even if all of each left, make up the excess. And
+    replicas bring at most one expert's tokens each, at most a rank's room in all: the widest rooms,
+    cut into slots, make up the excess of all. Without exports by ranks below the threshold, which
+    open no room that a replica did not fill before.
+    """
+    before = tokens_before(problem)
+    exports, excess = 0, 0
+    for rank, tokens in enumerate(before):
+        left = tokens - threshold
+        excess += max(left, 0)
+        mains = [e for e, h in zip(problem.load, problem.home, strict=True) if h == rank]
+        for load in sorted(mains, reverse=True):
+            if left <= 0:
+                break
+            left -= load
+            exports += 1
+    rooms = []
+    largest = max(problem.load, default=0)
+    for tokens in before:
+        room = threshold - tokens
+        for _ in range(problem.slots_per_rank):
+            if room > 0:
+                rooms.append(min(room, largest))
+                room -= largest
+    imports = 0
+    for room in sorted(rooms, reverse=True):
+        if excess <= 0:
+            break
+        excess -= room
+        imports += 1
+    return max(exports, imports)
+
+
+def placement_optimum(problem: Problem, plan: Plan) -> int:
+    """Fewest tokens on the fullest rank for the plan's placement, whatever the quotas.
+
+    Bisection; a threshold is reachable if all tokens flow from experts through their instances'
+    ranks, each of which lets that many pass.
+    """
+    num_experts, num_ranks = len(problem.load), problem.num_ranks
+    source, sink = num_experts + num_ranks, num_experts + num_ranks + 1
+    edges = [(source, e, load) for e, load in enumerate(problem.load)]
+    edges += [(e, num_experts + home, problem.load[e]) for e, home in enumerate(problem.home)]
+    edges += [
+        (e, num_experts + rank, problem.load[e])
+        for rank, row in enumerate(plan.slot_expert)
+        for e in row
+        if e != -1
+    ]
+    total = sum(problem.load)
+    low, high = -(-total // num_ranks), worst_rank_before(problem)
+    while low < high:
+        threshold = (low + high) // 2
+        capped = edges + [(num_experts + r, sink, threshold) for r in range(num_ranks)]
+        tails, heads, room = zip(*capped, strict=True)
+        graph = csr_array((room, (tails, heads)), shape=(sink + 1, sink + 1), dtype=np.int32)
+        if maximum_flow(graph, source, sink).flow_value == total:
+            high = threshold
+        else:
+            low = threshold + 1
+    return high
 
 
 def violations(problem: Problem, plan: Plan) -> list[str]:
     """The names of the rules that the plan breaks."""
     broken = set()
     served = list(plan.home_quota)
-    exporters, importers = set(), set()
+    exporters = set()
     if any(quota < 0 for quota in plan.home_quota):
         broken.add("no quota is negative")
     for rank in range(problem.num_ranks):
@@ -114,14 +187,14 @@ def violations(problem: Problem, plan: Plan) -> list[str]:
                 broken.add("replicas stay in the domain and off the home")
             served[expert] += quota
             exporters.add(problem.home[expert])
-            importers.add(rank)
     if served != problem.load:
         broken.add("quotas sum to the load")
-    if exporters & importers:
-        broken.add("no rank both exports and imports")
+    before = tokens_before(problem)
+    if any(before[rank] <= lower_bound(problem) for rank in exporters):
+        broken.add("only ranks above the mean export")
     if worst_rank_after(problem, plan) > worst_rank_before(problem):
         broken.add("never worse than no replication")
-    if exporters and worst_rank_before(problem) <= target_tokens(problem):
+    if exporters and max(before) <= target_tokens(problem):
         broken.add("no replica where the load is balanced already")
     return sorted(broken)
 
