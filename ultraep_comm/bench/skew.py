@@ -51,7 +51,7 @@ def generate_load(
 
     def spread_out(spread: float) -> NDArray[np.int64]:
         weights = np.exp(spread * (popularity - popularity.max()))
-        return _apportion(weights, num_tokens)
+        return apportion(weights, num_tokens)
 
     low, high = 0.0, _MAX_SPREAD
     for _ in range(_STEPS):
@@ -69,7 +69,7 @@ def generate_load(
     return load
 
 
-def _apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+def apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     """Return integers that sum to ``total`` and follow ``weights``; remainders to the largest."""
     exact = weights * (total / weights.sum())
     parts: NDArray[np.int64] = np.floor(exact).astype(np.int64)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,51 @@ Ints = NDArray[np.integer]
 
 class TraceError(InvalidLoadError):
     """A trace file is not what this module's text describes, or has no such step or layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """An open file.
+
+    Attributes:
+        array: ``counts_src`` or ``topk``, by the number of axes.
+        num_experts: E.
+        place: the file and the array, for messages.
+    """
+
+    array: Ints
+    num_experts: int
+    place: str
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return int(self.array.shape[1])
+
+    def num_steps(self, *, num_ranks: int, tokens_per_rank: int) -> int:
+        """Return how many steps there are; of counted files, whatever the arguments."""
+        steps = len(self.array)
+        return steps if self.array.ndim == 4 else steps // (num_ranks * tokens_per_rank)
+
+    def load(
+        self, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
+    ) -> NDArray[np.int32]:
+        """Return the load ``[G, E]`` of one step and layer, as :func:`load_trace` does."""
+        place, array = self.place, self.array
+        steps = self.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
+        _check_range(place, {"step": (step, steps), "layer": (layer, self.num_layers)})
+        if array.ndim == 4:
+            counts = array[step, layer]
+            if counts.size == 0 or counts.min() < 0:
+                raise TraceError(f"{place} has no experts, or counts below 0")
+            counts = regroup(counts, num_ranks)
+        else:
+            window = num_ranks * tokens_per_rank
+            ids = array[step * window : (step + 1) * window, layer]
+            counts = _count(ids.reshape(num_ranks, -1), self.num_experts, place)
+        if counts.sum(axis=0).max() > MAX_LOAD:
+            raise TraceError(f"{place} has an expert with 2**31 or more tokens")
+        return np.ascontiguousarray(counts, dtype=np.int32)
 
 
 def load_trace(
@@ -45,6 +91,17 @@ def load_trace(
     Raises:
         TraceError: as its text says.
         OSError: the file cannot be read.
+    """
+    trace = open_trace(path)
+    return trace.load(num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank)
+
+
+def open_trace(path: Path) -> Trace:
+    """Read a file.
+
+    Raises:
+        TraceError: it is not what this module's text describes.
+        OSError: it cannot be read.
     """
     try:
         archive = np.load(path, allow_pickle=False)
@@ -70,21 +127,8 @@ def load_trace(
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
         )
     if name == "counts_src":
-        steps, layers = array.shape[:2]
-        _check_range(place, {"step": (step, steps), "layer": (layer, layers)})
-        counts = array[step, layer]
-        if counts.size == 0 or counts.min() < 0:
-            raise TraceError(f"{place} has no experts, or counts below 0")
-        counts = regroup(counts, num_ranks)
-    else:
-        window = num_ranks * tokens_per_rank
-        steps = len(array) // window
-        _check_range(place, {"step": (step, steps), "layer": (layer, array.shape[1])})
-        ids = array[step * window : (step + 1) * window, layer]
-        counts = _count(ids.reshape(num_ranks, -1), _read_experts(array, num_experts, place), place)
-    if counts.sum(axis=0).max() > MAX_LOAD:
-        raise TraceError(f"{place} has an expert with 2**31 or more tokens")
-    return np.ascontiguousarray(counts, dtype=np.int32)
+        return Trace(array, array.shape[3], place)
+    return Trace(array, _read_experts(array, num_experts, place), place)
 
 
 def _check_range(place: str, values: Mapping[str, tuple[int, int]]) -> None:
