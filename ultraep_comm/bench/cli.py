@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench import device, gpu, replicate
+from ultraep_comm.bench import device, gpu, plan, replicate
 from ultraep_comm.bench.launch import (
     FAILED,
     INTERRUPTED,
@@ -19,6 +19,7 @@ from ultraep_comm.bench.launch import (
     run_alone,
     run_ranks,
 )
+from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
 from ultraep_comm.bench.sizes import parse_counts, parse_segments, parse_size
 from ultraep_comm.bench.skew import generate_load
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 1 for wrong bytes, 2 for other errors."""
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "plan":
+            return run_alone(plan.run, make_plan_settings(options))
         settings = make_settings(options)
     except (InvalidArgumentError, OSError) as error:
         if _speaks():
@@ -104,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-c", "--check", action="store_true", help="check every iteration, not just the last")
     add("--seed", type=int, default=1, help="of load and payload (default 1)")
     add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_plan_command(commands)
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.report import Measurement, format_header, format_results, write_json
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.transfers import LibraryMode, PlainCopy, PointToPoint, Stage, Transfer
@@ -70,7 +70,8 @@ def measure(
     shuffle = np.random.default_rng(settings.seed)
     epoch = 0
     for i in range(-settings.warmup, settings.iters):
-        _show_progress(group.rank, i, settings)
+        if group.rank == 0:
+            show_progress(max(i, 0), settings.iters, "iterations")
         # Shuffled, alike on all ranks: what a transfer leaves in caches falls to no fixed other.
         for t in shuffle.permutation(len(transfers)):
             epoch += 1
@@ -84,6 +85,8 @@ def measure(
                 wrong[t] += transfers[t].count_wrong(payload, epoch)
             if i >= 0:
                 spans[:, t, i] = start, end
+    if group.rank == 0:
+        show_progress(settings.iters, settings.iters, "iterations")
     dist.all_reduce(wrong)
     times = _iteration_times(spans, one_machine)
     return [
@@ -113,12 +116,3 @@ def _iteration_times(spans: NDArray[np.int64], one_machine: bool) -> NDArray[np.
     times: NDArray[np.int64]
     times = ends.max(axis=0) - starts.min(axis=0) if one_machine else (ends - starts).max(axis=0)
     return times
-
-
-def _show_progress(rank: int, iteration: int, settings: ReplicateSettings) -> None:
-    if rank == 0 and sys.stderr.isatty():
-        last = iteration == settings.iters - 1
-        text = f"iteration {iteration + 1} of {settings.iters}"
-        print(
-            f"\r{text:<40}\r" if not last else f"\r{'':<40}\r", end="", file=sys.stderr, flush=True
-        )

@@ -113,14 +113,21 @@ def write_json(
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def format_header(settings: ReplicateSettings, plan: Plan) -> str:
-    """Return what a reader must know before the figures."""
+def describe_run(command: str) -> list[str]:
+    """Return the first lines of a header: the version, the command and the machine."""
     machine = describe_machine()
     memory = format_size(int(machine["memory_bytes"]))
-    lines = [
-        f"ultraep_comm {machine['ultraep_comm']}, commit {find_commit()}: replicate",
+    return [
+        f"ultraep_comm {machine['ultraep_comm']}, commit {find_commit()}: {command}",
         f"machine: {machine['cpu']}, {machine['cores']} cores, {memory}, {machine['kernel']};"
         f" Python {machine['python']}, torch {machine['torch']}",
+    ]
+
+
+def format_header(settings: ReplicateSettings, plan: Plan) -> str:
+    """Return what a reader must know before the figures."""
+    lines = [
+        *describe_run("replicate"),
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {describe_segments(settings.segments)}",
         f"load: {settings.load_source}; imbalance {_imbalance_before(settings):.3f} before,"

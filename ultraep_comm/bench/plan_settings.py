@@ -1,0 +1,224 @@
+"""What one run of the planner's benchmark does, and its options on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.families import FAMILIES
+from ultraep_comm.bench.traces import Trace, open_trace
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.planner import target_to_ppm
+from ultraep_comm.topology import contiguous_home
+
+TRACE = "trace"
+DEFAULT_SIZES = (
+    "8/128/2,8/32/1,32/32/1,32/32/2,40/160/4,64/128/1,64/128/2,64/256/2,72/288/2,256/512/2"
+)
+DEFAULT_SEEDS = 4
+DEFAULT_DOMAIN = 64
+MAX_ONE_DOMAIN = 72  # ranks; the largest NVLink domain
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSize:
+    """Ranks, experts and slots of a plan.
+
+    Attributes:
+        num_ranks: G.
+        num_experts: E.
+        slots_per_rank: S.
+        domain_size: ranks of a domain; the last may be smaller.
+    """
+
+    num_ranks: int
+    num_experts: int
+    slots_per_rank: int
+    domain_size: int
+
+    def __str__(self) -> str:
+        text = f"{self.num_ranks}/{self.num_experts}/{self.slots_per_rank}"
+        return text if self.domain_size >= self.num_ranks else f"{text} by {self.domain_size}"
+
+    @property
+    def home(self) -> NDArray[np.int32]:
+        """Return the home map ``[E]``: contiguous."""
+        return contiguous_home(self.num_experts, self.num_ranks)
+
+    @property
+    def domain(self) -> NDArray[np.int32]:
+        """Return the domains ``[G]``."""
+        return np.arange(self.num_ranks, dtype=np.int32) // self.domain_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Checked arguments of ``plan``.
+
+    Attributes:
+        sizes: a row for each of them and each family.
+        families: of `bench.families`, or "trace".
+        seeds: loads of a generated family.
+        tokens: of each rank.
+        topk: experts of a token.
+        target: imbalance that is good enough.
+        trace: recorded routing; None: there is none.
+        trace_name: of its file.
+        json: where records go; None: nowhere.
+    """
+
+    sizes: tuple[PlanSize, ...]
+    families: tuple[str, ...]
+    seeds: int
+    tokens: int
+    topk: int
+    target: float
+    trace: Trace | None = None
+    trace_name: str = ""
+    json: Path | None = None
+
+
+def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``plan`` and its options."""
+    parser = commands.add_parser(
+        "plan",
+        help="compare the planner's plans with those of others",
+        description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
+        " bound and time, beside the published planner and, where it is installed, EPLB.",
+    )
+    add = parser.add_argument
+    add(
+        "--sizes",
+        default=DEFAULT_SIZES,
+        metavar="G/E/S,...",
+        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
+    )
+    add(
+        "--families",
+        metavar="NAME,...",
+        help=f"of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
+    )
+    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
+    add(
+        "--seeds",
+        type=int,
+        default=DEFAULT_SEEDS,
+        help=f"loads of a generated family (default {DEFAULT_SEEDS})",
+    )
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
+    add("--target", type=float, default=1.01, help="imbalance that is good enough (default 1.01)")
+    add(
+        "--domain-size",
+        type=int,
+        metavar="N",
+        help=f"ranks of a domain (default: all up to {MAX_ONE_DOMAIN}, beyond {DEFAULT_DOMAIN})",
+    )
+    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+
+
+def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
+    """Check the arguments of ``plan``, and read the trace.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        TraceError: the trace is no trace.
+        OSError: the trace cannot be read.
+    """
+    for name in ("seeds", "tokens", "topk", "domain_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            flag = name.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag} is {value}; expected at least 1")
+    try:
+        target_to_ppm(options.target)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--target: {error}") from None
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+    families = _parse_families(options.families, options.trace is not None)
+    sizes = parse_plan_sizes(options.sizes, options.domain_size)
+    if set(families) - {TRACE}:
+        for size in sizes:
+            _check_load(size, options.tokens, options.topk)
+    trace = None
+    if TRACE in families:
+        trace = open_trace(options.trace)
+        if all(size.num_experts != trace.num_experts for size in sizes):
+            raise InvalidArgumentError(
+                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has as many"
+            )
+    return PlanSettings(
+        sizes=sizes,
+        families=families,
+        seeds=options.seeds,
+        tokens=options.tokens,
+        topk=options.topk,
+        target=options.target,
+        trace=trace,
+        trace_name="" if trace is None else options.trace.name,
+        json=options.json,
+    )
+
+
+def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]:
+    """Return the sizes of ``"64/256/2,8/32/1"``.
+
+    Raises:
+        InvalidArgumentError: not three positive numbers each, or the same size twice.
+    """
+    sizes = []
+    for part in text.split(","):
+        numbers = [number.strip() for number in part.split("/")]
+        if len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+            raise InvalidArgumentError(
+                f"--sizes {text!r}: {part!r} is not ranks/experts/slots, each at least 1; expected"
+                " for instance 64/256/2,8/32/1"
+            )
+        ranks, experts, slots = map(int, numbers)
+        default = ranks if ranks <= MAX_ONE_DOMAIN else DEFAULT_DOMAIN
+        size = PlanSize(
+            num_ranks=ranks,
+            num_experts=experts,
+            slots_per_rank=slots,
+            domain_size=min(domain_size or default, ranks),
+        )
+        if size in sizes:
+            raise InvalidArgumentError(f"--sizes {text!r} has {size} twice")
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
+    possible = (*FAMILIES, TRACE) if has_trace else FAMILIES
+    if text is None:
+        return possible
+    families = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if TRACE in families and not has_trace:
+        raise InvalidArgumentError(f"--families {text}: {TRACE} needs --trace FILE.npz")
+    if has_trace and TRACE not in families:
+        raise InvalidArgumentError(f"--families {text}: --trace was given; expected {TRACE} too")
+    for family in families:
+        if family not in possible:
+            raise InvalidArgumentError(
+                f"--families has {family!r}; expected any of {', '.join(possible)}"
+            )
+    return families
+
+
+def _check_load(size: PlanSize, tokens: int, topk: int) -> None:
+    if size.num_experts < topk:
+        raise InvalidArgumentError(
+            f"--sizes has {size}, with fewer experts than --topk {topk}; a token takes different"
+            " ones"
+        )
+    total = size.num_ranks * tokens * topk
+    if total >= 2**31:
+        raise InvalidArgumentError(
+            f"--sizes has {size}: {size.num_ranks} ranks with {tokens} tokens to {topk} experts"
+            f" each make a load of {total}; expected less than 2**31"
+        )
