@@ -18,6 +18,7 @@ Loads = list[NDArray[np.int64]]
 
 _TABLE_SIZE = 1 << 20  # popularity in millionths
 _BLOCK = 8192  # tokens, so that their draws stay in a cache
+_MOST_DRAWS = 4  # times topk
 _MAX_EXPONENT = 32.0  # everything goes to one expert
 _STEPS = 60
 
@@ -78,7 +79,8 @@ def draw_topk(
     """Return how often each expert is drawn, if every token draws ``topk`` different ones.
 
     A token draws with replacement and skips what it has already: that is drawing without
-    replacement in proportion to popularity, and costs far less than E random keys for each token.
+    replacement in proportion to popularity. The few that need many draws are finished with a random
+    key for every expert, the lowest keys winning, which is the same and costs more.
     """
     num_experts = len(popularity)
     shares = np.maximum(apportion(popularity, _TABLE_SIZE), 1)  # each expert can be drawn
@@ -86,7 +88,7 @@ def draw_topk(
     load = np.zeros(num_experts, np.int64)
     for start in range(0, num_tokens, _BLOCK):
         draws = np.empty((0, min(_BLOCK, num_tokens - start)), np.int32)
-        while draws.shape[1]:
+        while draws.shape[1] and len(draws) < _MOST_DRAWS * topk:
             more = rng.integers(0, len(table), (topk, draws.shape[1]), dtype=np.int32)
             draws = np.concatenate([draws, table[more]])
             new = np.stack([(draws[:i] != draw).all(axis=0) for i, draw in enumerate(draws)])
@@ -94,6 +96,10 @@ def draw_topk(
             done = place[-1] >= topk
             load += np.bincount(draws[new & (place <= topk) & done], minlength=num_experts)
             draws = draws[:, ~done]
+        keys = rng.exponential(size=(draws.shape[1], num_experts)) / shares
+        np.put_along_axis(keys, draws.T, -1.0, axis=1)  # what a token has, it keeps
+        chosen = np.argpartition(keys, topk - 1, axis=1)[:, :topk]
+        load += np.bincount(chosen.ravel(), minlength=num_experts)
     return load
 
 
