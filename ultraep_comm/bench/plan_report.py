@@ -125,7 +125,7 @@ def format_plan_header(settings: PlanSettings, *, has_eplb: bool) -> str:
     """Return what a reader must know before the figures."""
     loads = (
         f"loads: {settings.tokens} tokens of each rank to {settings.topk} experts,"
-        f" {settings.seeds} seeds"
+        f" {settings.seeds} of a family"
     )
     if settings.trace is not None:
         loads += f"; {settings.trace_name}, every step and layer"
