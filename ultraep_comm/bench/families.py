@@ -84,17 +84,21 @@ def draw_topk(
     """
     num_experts = len(popularity)
     shares = np.maximum(apportion(popularity, _TABLE_SIZE), 1)  # each expert can be drawn
-    table = np.repeat(np.arange(num_experts, dtype=np.int32), shares)
+    small = np.min_scalar_type(num_experts)  # the table should stay in a cache
+    table = np.repeat(np.arange(num_experts, dtype=small), shares)
     load = np.zeros(num_experts, np.int64)
     for start in range(0, num_tokens, _BLOCK):
-        draws = np.empty((0, min(_BLOCK, num_tokens - start)), np.int32)
+        draws = np.empty((0, min(_BLOCK, num_tokens - start)), small)
         while draws.shape[1] and len(draws) < _MOST_DRAWS * topk:
             more = rng.integers(0, len(table), (topk, draws.shape[1]), dtype=np.int32)
             draws = np.concatenate([draws, table[more]])
-            new = np.stack([(draws[:i] != draw).all(axis=0) for i, draw in enumerate(draws)])
-            place = new.cumsum(axis=0, dtype=np.int32)
-            done = place[-1] >= topk
-            load += np.bincount(draws[new & (place <= topk) & done], minlength=num_experts)
+            new = np.zeros(draws.shape, np.bool_)
+            count = np.zeros(draws.shape[1], np.int32)
+            for i, draw in enumerate(draws):
+                new[i] = (draws[:i] != draw).all(axis=0) & (count < topk)
+                count += new[i]
+            done = count == topk
+            load += np.bincount(draws[new & done], minlength=num_experts)
             draws = draws[:, ~done]
         keys = rng.exponential(size=(draws.shape[1], num_experts)) / shares
         np.put_along_axis(keys, draws.T, -1.0, axis=1)  # what a token has, it keeps
