@@ -17,7 +17,8 @@ namespace uec::python {
 template <typename T, int kDims>
 using Input =
     nanobind::ndarray<const T, nanobind::ndim<kDims>, nanobind::c_contig, nanobind::device::cpu>;
-using OutputInt32 = nanobind::ndarray<nanobind::numpy, int32_t, nanobind::c_contig>;
+template <typename T>
+using Output = nanobind::ndarray<nanobind::numpy, T, nanobind::c_contig>;
 
 // Raises ValueError "<name> is <value>; expected <expected>".
 [[noreturn]] inline void reject(const std::string& name, int64_t value,
@@ -43,9 +44,10 @@ inline void require_homes(const Topology& topology) {
 }
 
 // A new NumPy array that owns `data`. Needs the GIL.
-inline OutputInt32 to_numpy(std::unique_ptr<int32_t[]> data, std::initializer_list<size_t> shape) {
-  nanobind::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
-  return OutputInt32(data.release(), shape, owner);
+template <typename T>
+Output<T> to_numpy(std::unique_ptr<T[]> data, std::initializer_list<size_t> shape) {
+  nanobind::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return Output<T>(data.release(), shape, owner);
 }
 
 }  // namespace uec::python

@@ -35,7 +35,7 @@ Objective make_objective(int64_t target_ppm, const std::optional<Costs>& costs) 
   return objective;
 }
 
-std::tuple<OutputInt32, OutputInt32, OutputInt32> plan_replicas_numpy(
+std::tuple<Output<int32_t>, Output<int32_t>, Output<int32_t>> plan_replicas_numpy(
     const Input<int64_t, 1>& load, const Input<int32_t, 1>& home, const Input<int32_t, 1>& domain,
     int32_t slots_per_rank, bool allow_cross_domain, int64_t target_ppm,
     const std::optional<Costs>& costs) {

@@ -9,7 +9,8 @@ from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_replicas, reroute
+from ultraep_comm.planning import plan_replicas
+from ultraep_comm.rerouting import reroute, reroute_map
 from ultraep_comm.segments import BoundWeights, Segment
 from ultraep_comm.work import Work
 
@@ -28,4 +29,5 @@ __all__ = [
     "plan_replicas",
     "replicate_experts",
     "reroute",
+    "reroute_map",
 ]

@@ -36,7 +36,7 @@ class RerouteFault(enum.Enum):
     BAD_SLOT: `slot_expert` has `value` at the flat index `position`: no expert, or one that this
     rank has already. QUOTA_MISMATCH: the quotas of `expert` sum to `counted`, its load to
     `expected`. ID_OUT_OF_RANGE: `topk_ids` has `value` at the flat index `position`.
-    COUNT_MISMATCH: `topk_ids` has `expert` `counted` times, `load[rank]` says `expected`.
+    COUNT_MISMATCH: the routing has `expert` `counted` times, `load[rank]` says `expected`.
     """
 
     NONE = 0
@@ -90,6 +90,22 @@ def reroute(
     rank: int,
     out: NDArray[np.int64] | torch.Tensor,
 ) -> RerouteStatus: ...
+def reroute_map(
+    routing_map: NDArray[np.uint8] | torch.Tensor,
+    load: _Int32Input,
+    slot_expert: _Int32Input,
+    slot_quota: _Int32Input,
+    home_quota: _Int32Input,
+    home: _Int32Input,
+    rank: int,
+) -> tuple[RerouteStatus, NDArray[np.int64]]:
+    """Reroute a map `[T, E]` of bytes 0 and 1: `(status, moves [2, N])`.
+
+    The plan's arrays as in `reroute`. `moves[0]` are the row-major positions of the map's ones,
+    `moves[1]` where each of them moves to in the physical map `[T, G * P]`; after a fault they mean
+    nothing.
+    """
+
 def make_schedule(
     slot_expert: list[int],
     home: list[int],

@@ -20,7 +20,7 @@ class InvalidPlanError(InvalidArgumentError):
 
 
 class InvalidLoadError(InvalidArgumentError):
-    """Loads or routed ids are out of range, of the wrong shape, or do not match the plan."""
+    """Loads, or routed ids, maps or probabilities: out of range, misshapen, or not the plan's."""
 
 
 class UnsupportedError(UltraEPError):

@@ -239,6 +239,25 @@ class Plan:
         return int(ranks.max()) * self.num_ranks / total if total else 1.0
 
     @property
+    def local_share(self) -> float:
+        """Return the share of all tokens that stay on the rank that they come from.
+
+        No reroute with these quotas keeps more: an instance serves at most its quota, and its own
+        rank has no more tokens for it than its load there. 1.0 without tokens; nan without load or
+        quotas.
+        """
+        if self.load is None or self.slot_quota is None or self.home_quota is None:
+            return float("nan")
+        load = self.load
+        total = int(load.sum(dtype=torch.int64))
+        at_home = load.gather(0, self.home.long()[None])[0]
+        in_slots = load.gather(1, self.slot_expert.long().clamp(min=0))
+        in_slots = in_slots.minimum(self.slot_quota)[self.slot_expert >= 0]
+        kept = at_home.minimum(self.home_quota).sum(dtype=torch.int64)
+        kept += in_slots.sum(dtype=torch.int64)
+        return int(kept) / total if total else 1.0
+
+    @property
     def imbalance_bound(self) -> float:
         """Return the least imbalance that any placement inside the domains could reach.
 

@@ -1,4 +1,4 @@
-"""The local stages: from a load to a plan, and from a plan to physical instance ids."""
+"""The local stage from a load to a plan, and what calls ask of ids and plans."""
 
 from __future__ import annotations
 
@@ -185,77 +185,3 @@ def check_plan_fits(plan: Plan, group: Group) -> None:
         raise InvalidPlanError(
             f"rank {group.rank}: the plan's home map is not the group's; pass home= to both"
         )
-
-
-def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor:
-    """Map routed experts to physical instances, so that each receives its quota. Local.
-
-    Args:
-        topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
-            padding and stays -1. On the CPU, or on the device of a CUDA group: then they are
-            copied to the CPU and the result back, which synchronises.
-        plan: with quotas and ``[G, E]`` load.
-        group: the group; its rank is the source.
-
-    Returns:
-        The same shape, dtype and device: ``rank * P + index``, with P the largest number of mains
-        on a rank plus S, mains first in expert order, then slots.
-
-    Raises:
-        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
-        InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
-            counted in ``plan.load``.
-    """
-    plan = plan_on_host(plan, group)
-    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
-        raise InvalidPlanError(
-            f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
-            " gather_load's result, or give Plan.from_slots its quotas and load"
-        )
-    check_ids(topk_ids, group.rank, group.device)
-    check_plan_fits(plan, group)
-    ids = topk_ids.cpu().contiguous()
-    out = torch.empty_like(ids)
-    status = _core.reroute(
-        ids,
-        plan.load,
-        plan.slot_expert,
-        plan.slot_quota,
-        plan.home_quota,
-        plan.home,
-        group.rank,
-        out,
-    )
-    if status.fault is not _core.RerouteFault.NONE:
-        raise _reroute_error(status, group.rank, plan.num_experts)
-    return out.to(topk_ids.device)
-
-
-def _reroute_error(
-    status: _core.RerouteStatus, rank: int, num_experts: int
-) -> InvalidPlanError | InvalidLoadError:
-    faults = _core.RerouteFault
-    if status.fault is faults.ID_OUT_OF_RANGE:
-        return InvalidLoadError(
-            f"rank {rank}: topk_ids has the id {status.value} at position {status.position};"
-            f" expected [0, {num_experts}), or -1 for padding"
-        )
-    if status.fault is faults.COUNT_MISMATCH:
-        return InvalidLoadError(
-            f"rank {rank}: topk_ids has expert {status.expert} {status.counted} times, but the plan"
-            f" was made for {status.expected}; reroute the ids that gather_load counted"
-        )
-    if status.fault is faults.QUOTA_MISMATCH:
-        return InvalidPlanError(
-            f"rank {rank}: the quotas of expert {status.expert} sum to {status.counted}; expected"
-            f" its load, {status.expected}"
-        )
-    if status.fault is faults.BAD_SLOT:
-        return InvalidPlanError(
-            f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"
-            " expected -1 or an expert that its rank does not hold yet"
-        )
-    return InvalidPlanError(
-        f"rank {rank}: a load or quota of expert {status.expert} is {status.value}; expected at"
-        " least 0 and sums below 2**31"
-    )

@@ -1,136 +1,180 @@
-"""The quota-exact reroute, as a short definition: from expert ids to physical instance ids.
-
-`src/core/reroute.hpp` computes the same, fast; the two agree in every integer. A plan fixes how
-many tokens each instance receives. Every source rank computes its own part of that from the load
-and the plan alone, so that all parts add up to the quotas without any communication.
-"""
+"""The local stage from routed experts to physical instances, as ids or as a map."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
-Int32Array = NDArray[np.int32]
+from ultraep_comm import _core
+from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import check_ids, check_plan_fits, plan_on_host
 
+if TYPE_CHECKING:
+    from ultraep_comm.group import Group
 
-def instance_stride(home: Int32Array, slots_per_rank: int) -> int:
-    """P, the step between ranks in physical ids: most mains on a rank, plus the slots."""
-    return int(np.bincount(home).max()) + slots_per_rank
-
-
-def list_instances(home: Int32Array, slot_expert: Int32Array) -> list[list[tuple[int, int, int]]]:
-    """Instances of every expert by ascending rank: `(rank, physical id, slot or -1)`.
-
-    A physical id is `rank * P + index`: mains first in expert order, then slots.
-
-    Args:
-        home: `[E]`, rank of each main instance.
-        slot_expert: `[G, S]`, expert in the slot, -1 empty.
-    """
-    num_ranks, slots_per_rank = slot_expert.shape
-    stride = instance_stride(home, slots_per_rank)
-    instances: list[list[tuple[int, int, int]]] = [[] for _ in home]
-    for rank in range(num_ranks):
-        mains = np.flatnonzero(home == rank).tolist()
-        for index, expert in enumerate(mains):
-            instances[expert].append((rank, rank * stride + index, -1))
-        for slot, expert in enumerate(slot_expert[rank].tolist()):
-            if expert != -1:
-                physical_id = rank * stride + len(mains) + slot
-                instances[expert].append((rank, physical_id, slot))
-    return instances
+PlanArrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def source_shares(
-    load: Sequence[int], ranks: Sequence[int], quotas: Sequence[int], source: int
-) -> list[int]:
-    """Tokens of one expert that rank `source` sends to each instance.
+def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor:
+    """Map routed experts to physical instances, so that each receives its quota. Local.
 
-    First every rank uses the quota of its own instance. The rest follows in rank order: a source
-    with L tokens left, over the remaining quotas with prefix sums C and total R, gives instance i
-    `floor(L * C[i + 1] / R) - floor(L * C[i] / R)`, then the quotas shrink. No share is negative
-    or above its quota; over the instances they sum to the source's load, over all sources to the
-    quotas.
+    Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
+    share of this rank's tokens exceeds j.
 
     Args:
-        load: `[G]` tokens of the expert at each source rank.
-        ranks: ranks of the expert's instances, ascending.
-        quotas: quota of each instance; they sum to the load.
-        source: the source rank.
-    """
-    rest = list(load)
-    quota = list(quotas)
-    share = [0] * len(quota)
-    for i, rank in enumerate(ranks):
-        kept = min(rest[rank], quota[i])
-        rest[rank] -= kept
-        quota[i] -= kept
-        if rank == source:
-            share[i] = kept
-    for rank in range(source + 1):
-        if rest[rank] == 0:
-            continue
-        upto = [rest[rank] * int(c) // sum(quota) for c in np.cumsum(quota, dtype=np.int64)]
-        given = np.diff(upto, prepend=0).tolist()
-        quota = [q - g for q, g in zip(quota, given, strict=True)]
-        if rank == source:
-            share = [s + g for s, g in zip(share, given, strict=True)]
-    return share
-
-
-def reroute_ids(
-    topk_ids: NDArray[np.int32] | NDArray[np.int64],
-    *,
-    load: Int32Array,
-    slot_expert: Int32Array,
-    slot_quota: Int32Array,
-    home_quota: Int32Array,
-    home: Int32Array,
-    rank: int,
-) -> NDArray[np.int32] | NDArray[np.int64]:
-    """Replace each expert id by the id of the instance that serves the token.
-
-    Token j of an expert, in row-major order, goes to the first instance (by rank) whose
-    cumulative share from this rank exceeds j.
-
-    Args:
-        topk_ids: expert ids of this rank's tokens, any shape; -1 is padding and stays -1.
-        load: `[G, E]` tokens by source rank and expert; row `rank` must count `topk_ids`.
-        slot_expert: `[G, S]`, -1 empty.
-        slot_quota: `[G, S]`.
-        home_quota: `[E]`.
-        home: `[E]`.
-        rank: this source rank.
+        topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
+            padding and stays -1. On the CPU, or on the device of a CUDA group: then they are
+            copied to the CPU and the result back, which synchronises.
+        plan: with quotas and ``[G, E]`` load.
+        group: the group; its rank is the source.
 
     Returns:
-        Physical instance ids, with the shape and dtype of `topk_ids`.
+        The same shape, dtype and device: ``rank * P + index``, with P the largest number of mains
+        on a rank plus S, mains first in expert order, then slots. Every id stays in its place, so
+        that weights ``[T, k]`` keep belonging to it.
 
     Raises:
-        ValueError: an id that is neither -1 nor an expert, a plan whose quotas do not sum to the
-            load, or ids that `load[rank]` does not count.
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
+            counted in ``plan.load``.
     """
-    num_experts = len(home)
-    ids = topk_ids.reshape(-1)
-    if np.any((ids < -1) | (ids >= num_experts)):
-        raise ValueError(f"an expert id is neither -1 nor between 0 and {num_experts - 1}")
-    out = np.full_like(ids, -1)
-    for expert, instances in enumerate(list_instances(home, slot_expert)):
-        column = load[:, expert].tolist()
-        quotas = [
-            int(home_quota[expert]) if slot < 0 else int(slot_quota[r, slot])
-            for r, _, slot in instances
-        ]
-        if sum(quotas) != sum(column):
-            raise ValueError(
-                f"quotas of expert {expert} sum to {sum(quotas)}; its load is {sum(column)}"
-            )
-        positions = np.flatnonzero(ids == expert)
-        if len(positions) != column[rank]:
-            raise ValueError(
-                f"expert {expert} occurs {len(positions)} times; load[{rank}] says {column[rank]}"
-            )
-        share = source_shares(column, [r for r, _, _ in instances], quotas, rank)
-        out[positions] = np.repeat([physical_id for _, physical_id, _ in instances], share)
-    return out.reshape(topk_ids.shape)
+    check_ids(topk_ids, group.rank, group.device)
+    arrays = _plan_arrays(plan, group)
+    ids = topk_ids.cpu().contiguous()
+    out = torch.empty_like(ids)
+    status = _core.reroute(ids, *arrays, group.rank, out)
+    _raise_fault(status, "topk_ids", group)
+    return out.to(topk_ids.device)
+
+
+def reroute_map(
+    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, *, group: Group
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do what :func:`reroute` does, for a routing map and its probabilities. Local.
+
+    Every token gets the instances that :func:`reroute` gives it for the list of the map's experts,
+    token by token and in ascending order within a token.
+
+    Args:
+        routing_map: bool ``[T, E]``, True where a token goes to an expert: as many per expert as
+            were counted for ``plan.load``. On the CPU, or on the device of a CUDA group: then it is
+            copied to the CPU and positions back, which synchronises.
+        probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
+        plan: with quotas and ``[G, E]`` load.
+        group: the group; its rank is the source.
+
+    Returns:
+        ``(routing_map, probs)``, both ``[T, G * P]``, by the ids that :func:`reroute` returns;
+        columns without an instance are False and 0. Probabilities of routed tokens are moved bit
+        for bit, the others dropped. ``probs`` has the dtype of the input, and gradients flow back
+        through it, unless it is an 8-bit float; None if there were none.
+
+    Raises:
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
+            ``plan.load``.
+    """
+    _check_map(routing_map, group)
+    if probs is not None:
+        _check_probs(probs, routing_map, group.rank)
+    arrays = _plan_arrays(plan, group)
+    on_host = routing_map.cpu().contiguous()
+    status, moves = _core.reroute_map(on_host.view(torch.uint8), *arrays, group.rank)
+    _raise_fault(status, "routing_map", group)
+    before, after = torch.from_numpy(moves).to(routing_map.device)
+
+    t = group.topology
+    shape = (routing_map.shape[0], t.num_ranks * t.instances_per_rank)
+    physical_map = routing_map.new_zeros(shape)
+    physical_map.view(-1).index_fill_(0, after, True)
+    if probs is None:
+        return physical_map, None
+    # torch scatters no 8-bit floats, only their bits.
+    values = probs.view(torch.uint8) if probs.element_size() == 1 else probs
+    moved = values.reshape(-1).index_select(0, before)
+    physical = values.new_zeros(shape[0] * shape[1]).scatter_(0, after, moved).view(shape)
+    return physical_map, physical if values is probs else physical.view(probs.dtype)
+
+
+def _plan_arrays(plan: Plan, group: Group) -> PlanArrays:
+    """Return load, slot_expert, slot_quota, home_quota and home, on the CPU."""
+    plan = plan_on_host(plan, group)
+    check_plan_fits(plan, group)
+    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
+        raise InvalidPlanError(
+            f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
+            " gather_load's result, or give Plan.from_slots its quotas and load"
+        )
+    return plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home
+
+
+def _check_map(routing_map: torch.Tensor, group: Group) -> None:
+    if not isinstance(routing_map, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {group.rank}: routing_map is a {type(routing_map).__name__}; expected a bool"
+            " tensor [T, E]"
+        )
+    num_experts = group.topology.num_experts
+    if routing_map.dim() != 2 or routing_map.shape[1] != num_experts:
+        raise InvalidLoadError(
+            f"rank {group.rank}: routing_map has shape {tuple(routing_map.shape)}; expected"
+            f" [T, {num_experts}]"
+        )
+    devices = (torch.device("cpu"), group.device)
+    if routing_map.dtype != torch.bool or routing_map.device not in devices:
+        expected = " or ".join(dict.fromkeys(map(str, devices)))
+        raise InvalidLoadError(
+            f"rank {group.rank}: routing_map is {routing_map.dtype} on {routing_map.device};"
+            f" expected torch.bool on {expected}"
+        )
+
+
+def _check_probs(probs: torch.Tensor, routing_map: torch.Tensor, rank: int) -> None:
+    if not isinstance(probs, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {rank}: probs is a {type(probs).__name__}; expected a tensor [T, E] or None"
+        )
+    if probs.shape != routing_map.shape:
+        raise InvalidLoadError(
+            f"rank {rank}: probs has shape {tuple(probs.shape)}; expected that of routing_map,"
+            f" {tuple(routing_map.shape)}"
+        )
+    if not probs.is_floating_point() or probs.device != routing_map.device:
+        raise InvalidLoadError(
+            f"rank {rank}: probs is {probs.dtype} on {probs.device}; expected a floating dtype on"
+            f" {routing_map.device}, like routing_map"
+        )
+
+
+def _raise_fault(status: _core.RerouteStatus, routing: str, group: Group) -> None:
+    """Raise what the core found wrong with the plan, or with the argument named ``routing``."""
+    faults = _core.RerouteFault
+    if status.fault is faults.NONE:
+        return
+    rank, num_experts = group.rank, group.topology.num_experts
+    if status.fault is faults.ID_OUT_OF_RANGE:
+        raise InvalidLoadError(
+            f"rank {rank}: {routing} has the id {status.value} at position {status.position};"
+            f" expected [0, {num_experts}), or -1 for padding"
+        )
+    if status.fault is faults.COUNT_MISMATCH:
+        raise InvalidLoadError(
+            f"rank {rank}: {routing} has expert {status.expert} {status.counted} times, but the"
+            f" plan was made for {status.expected}; reroute what gather_load counted"
+        )
+    if status.fault is faults.QUOTA_MISMATCH:
+        raise InvalidPlanError(
+            f"rank {rank}: the quotas of expert {status.expert} sum to {status.counted}; expected"
+            f" its load, {status.expected}"
+        )
+    if status.fault is faults.BAD_SLOT:
+        raise InvalidPlanError(
+            f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"
+            " expected -1 or an expert that its rank does not hold yet"
+        )
+    raise InvalidPlanError(
+        f"rank {rank}: a load or quota of expert {status.expert} is {status.value}; expected at"
+        " least 0 and sums below 2**31"
+    )

@@ -2,8 +2,9 @@
 //
 // Two steps. compute_shares() decides, from the plan and the load alone, how many tokens of each
 // expert this source rank sends to each instance: every rank could compute every other's. Then
-// reroute_tokens() hands out the shares in row-major order of the ids. The readable definition of
-// the same is `ultraep_comm/rerouting.py`; the two agree in every integer.
+// reroute_tokens() or reroute_map() hands out the shares in row-major order of the routing, a list
+// of ids or a map. The readable definition of the same is `ultraep_comm/rerouter.py`; the two agree
+// in every integer.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,7 @@ enum class RerouteFault : int32_t {
   kBadSlot,        // slot_expert[position] is `value`: no expert, or its rank has it already
   kQuotaMismatch,  // the quotas of `expert` sum to `counted`, its load to `expected`
   kIdOutOfRange,   // topk_ids[position] (row-major) is `value`: neither -1 nor an expert
-  kCountMismatch,  // topk_ids has `expert` `counted` times, load[rank] says `expected`
+  kCountMismatch,  // the routing has `expert` `counted` times, load[rank] says `expected`
 };
 
 // The first fault found, or kNone. Fields that the fault does not name are -1.
@@ -45,22 +46,29 @@ struct RerouteStatus {
   int64_t value = -1;
 };
 
-// Working memory, and what compute_shares() leaves for reroute_tokens(). `memory` is aligned to 8
+// Where an expert's next token goes, in one load of 8 bytes.
+struct TokenCursor {
+  int32_t left;         // tokens that the instance still takes
+  int32_t physical_id;  // of the instance
+};
+
+// Working memory, and what compute_shares() leaves for the second step. `memory` is aligned to 8
 // bytes and has reroute_scratch_bytes() bytes; nothing in it needs to be initialised.
 //
 // The instances of expert e are the entries begin[e] .. begin[e + 1] - 1, by ascending rank.
 struct RerouteScratch {
   int64_t* expert_load;  // [E] tokens over all sources
-  int64_t* counted;      // [E] tokens met so far in topk_ids
+  int64_t* surplus;      // [E] tokens met beyond the load
+  TokenCursor* cursor;   // [E]
   int32_t* begin;        // [E + 1]
-  int32_t* cursor;       // [E] entry that receives the expert's next token
+  int32_t* next;         // [E] entry to continue with when the cursor has nothing left
   int32_t* mains_begin;  // [G + 1]
   int32_t* mains;        // [E]
   int32_t* physical_id;  // [E + G * S]
   int32_t* rank;         // [E + G * S]
   int32_t* quota;        // [E + G * S] what later sources may still use
   int32_t* local;        // [E + G * S] tokens that the instance's own rank keeps
-  int32_t* share_end;    // [E + G * S] cumulative tokens from this source rank
+  int32_t* share;        // [E + G * S] tokens from this source rank
   int64_t bytes;
 
   UEC_HD RerouteScratch(const Topology& topology, std::byte* memory) {
@@ -69,16 +77,17 @@ struct RerouteScratch {
         num_experts + static_cast<int64_t>(topology.num_ranks) * topology.slots_per_rank;
     ScratchCutter cutter(memory);
     expert_load = cutter.take<int64_t>(num_experts);
-    counted = cutter.take<int64_t>(num_experts);
+    surplus = cutter.take<int64_t>(num_experts);
+    cursor = cutter.take<TokenCursor>(num_experts);
     begin = cutter.take<int32_t>(num_experts + 1);
-    cursor = cutter.take<int32_t>(num_experts);
+    next = cutter.take<int32_t>(num_experts);
     mains_begin = cutter.take<int32_t>(topology.num_ranks + 1);
     mains = cutter.take<int32_t>(num_experts);
     physical_id = cutter.take<int32_t>(num_instances);
     rank = cutter.take<int32_t>(num_instances);
     quota = cutter.take<int32_t>(num_instances);
     local = cutter.take<int32_t>(num_instances);
-    share_end = cutter.take<int32_t>(num_instances);
+    share = cutter.take<int32_t>(num_instances);
     bytes = cutter.used_bytes();
   }
 };
@@ -87,7 +96,7 @@ UEC_HD inline int64_t reroute_scratch_bytes(const Topology& topology) {
   return RerouteScratch(topology, nullptr).bytes;
 }
 
-// Fills the instances and this rank's cumulative shares. Checks all of the plan that memory safety
+// Fills the instances and this rank's shares. Checks all of the plan that memory safety
 // and exactness rest on; after a fault the scratch must not be used.
 UEC_HD inline RerouteStatus compute_shares(const Topology& topology, const QuotaPlan& plan,
                                            int32_t source, const RerouteScratch& scratch);
@@ -95,22 +104,29 @@ UEC_HD inline RerouteStatus compute_shares(const Topology& topology, const Quota
 // Writes the physical instance id of each of `num_ids` expert ids; -1 stays -1. Token j of an
 // expert, counted in the order of the ids, goes to the first instance whose cumulative share
 // exceeds j. `out` may be `topk_ids`. After a fault the contents of `out` mean nothing.
-//
-//   source_load [E] the source rank's row of the load, as given to compute_shares
 template <typename Id>
 UEC_HD inline RerouteStatus reroute_tokens(const Id* topk_ids, int64_t num_ids, int32_t num_experts,
-                                           const int32_t* source_load,
                                            const RerouteScratch& scratch, Id* out);
+
+// The same for a routing map, whose ones are the ids in row-major order: from which position of the
+// map to which position of the physical map each of them moves. As many pairs are written as the
+// load has tokens from this source, never more; after a fault they mean nothing.
+//
+//   routing_map [num_tokens, E] bytes, each 0 or 1; the physical map is [num_tokens, G * P]
+//   from, to    [sum of the source's load] row-major positions
+UEC_HD inline RerouteStatus reroute_map(const Topology& topology, const uint8_t* routing_map,
+                                        int64_t num_tokens, const RerouteScratch& scratch,
+                                        int64_t* from, int64_t* to);
 
 // ---------------------------------------------------------------------------------------------
 // Implementation
 
 namespace reroute_detail {
 
-// Adds an instance to its expert's list, where `cursor` counts the entries so far.
+// Adds an instance to its expert's list, which `next` is the end of so far.
 UEC_HD inline void append_instance(const RerouteScratch& s, int32_t expert, int32_t rank,
                                    int32_t physical_id, int32_t quota) {
-  const int32_t i = s.cursor[expert]++;
+  const int32_t i = s.next[expert]++;
   s.rank[i] = rank;
   s.physical_id[i] = physical_id;
   s.quota[i] = quota;
@@ -136,7 +152,7 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
   }
   for (int32_t e = 0; e < num_experts; ++e) {
     s.begin[e + 1] += s.begin[e];
-    s.cursor[e] = s.begin[e];
+    s.next[e] = s.begin[e];
   }
 
   for (int32_t r = 0; r < num_ranks; ++r) {
@@ -148,7 +164,7 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
     for (int32_t i = 0; i < slots; ++i) {
       const int32_t expert = plan.slot_expert[r * slots + i];
       if (expert == -1) continue;
-      const int32_t next = s.cursor[expert];
+      const int32_t next = s.next[expert];
       if (next > s.begin[expert] && s.rank[next - 1] == r) {
         return {.fault = RerouteFault::kBadSlot, .position = r * slots + i, .value = expert};
       }
@@ -166,9 +182,13 @@ UEC_HD inline RerouteStatus check_sums(const Topology& topology, const QuotaPlan
   for (int32_t e = 0; e < num_experts; ++e) s.expert_load[e] = 0;
   for (int32_t r = 0; r < topology.num_ranks; ++r) {
     const int32_t* row = plan.load + static_cast<int64_t>(r) * num_experts;
+    int32_t signs = 0;  // looked at once a row, which leaves the loop to vector instructions
     for (int32_t e = 0; e < num_experts; ++e) {
-      if (row[e] < 0) return {.fault = RerouteFault::kBadCount, .expert = e, .value = row[e]};
       s.expert_load[e] += row[e];
+      signs |= row[e];
+    }
+    for (int32_t e = 0; signs < 0; ++e) {
+      if (row[e] < 0) return {.fault = RerouteFault::kBadCount, .expert = e, .value = row[e]};
     }
   }
   for (int32_t e = 0; e < num_experts; ++e) {
@@ -192,7 +212,7 @@ UEC_HD inline RerouteStatus check_sums(const Topology& topology, const QuotaPlan
   return {};
 }
 
-// Cumulative shares of one expert with replicas. `load` is the expert's column, `stride` apart.
+// Shares of one expert with replicas. `load` is the expert's column, `stride` apart.
 UEC_HD inline void share_expert(const int32_t* load, int64_t stride, int32_t source, int32_t begin,
                                 int32_t end, const RerouteScratch& s) {
   // Locality first: a rank with an instance uses that quota for its own tokens.
@@ -202,11 +222,8 @@ UEC_HD inline void share_expert(const int32_t* load, int64_t stride, int32_t sou
     s.local[i] = static_cast<int32_t>(min64(load[s.rank[i] * stride], s.quota[i]));
     s.quota[i] -= s.local[i];
     remaining += s.quota[i];
-    s.share_end[i] = 0;
-    if (s.rank[i] == source) {
-      residual -= s.local[i];
-      s.share_end[i] = s.local[i];
-    }
+    s.share[i] = s.rank[i] == source ? s.local[i] : 0;
+    residual -= s.share[i];
   }
   // The rest in proportion, one source after the other, up to this one. Sums match, so a source's
   // rest never exceeds what remains, and no share exceeds its quota. Both factors of a product are
@@ -225,11 +242,84 @@ UEC_HD inline void share_expert(const int32_t* load, int64_t stride, int32_t sou
       const int32_t share = static_cast<int32_t>(upto - given);
       given = upto;
       s.quota[i] -= share;
-      if (r == source) s.share_end[i] += share;
+      if (r == source) s.share[i] += share;
     }
     remaining -= rest;
   }
-  for (int32_t i = begin + 1; i < end; ++i) s.share_end[i] += s.share_end[i - 1];
+}
+
+// G * P: ids of instances are below it.
+UEC_HD inline int64_t num_instance_ids(const Topology& topology, const RerouteScratch& s) {
+  int32_t max_mains = 0;
+  for (int32_t r = 0; r < topology.num_ranks; ++r) {
+    max_mains = max32(max_mains, s.mains_begin[r + 1] - s.mains_begin[r]);
+  }
+  return static_cast<int64_t>(topology.num_ranks) * (max_mains + topology.slots_per_rank);
+}
+
+// Every cursor in front of its expert's first instance.
+UEC_HD inline void reset_cursors(int32_t num_experts, const RerouteScratch& s) {
+  for (int32_t e = 0; e < num_experts; ++e) {
+    s.cursor[e] = {.left = 0, .physical_id = -1};
+    s.next[e] = s.begin[e];
+    s.surplus[e] = 0;
+  }
+}
+
+// The rare half of take_instance(): on to the next instance with a share, or -1 beyond the load.
+UEC_HD inline int32_t take_from_next(int32_t expert, const RerouteScratch& s) {
+  while (s.next[expert] < s.begin[expert + 1]) {
+    const int32_t i = s.next[expert]++;
+    if (s.share[i] == 0) continue;
+    s.cursor[expert] = {.left = s.share[i] - 1, .physical_id = s.physical_id[i]};
+    return s.physical_id[i];
+  }
+  ++s.surplus[expert];
+  return -1;
+}
+
+// The instance of the expert's next token.
+UEC_HD inline int32_t take_instance(int32_t expert, const RerouteScratch& s) {
+  TokenCursor& cursor = s.cursor[expert];
+  if (cursor.left == 0) return take_from_next(expert, s);
+  --cursor.left;
+  return cursor.physical_id;
+}
+
+// Whether every share was used up and no token was left over.
+UEC_HD inline RerouteStatus check_counts(int32_t num_experts, const RerouteScratch& s) {
+  for (int32_t e = 0; e < num_experts; ++e) {
+    int64_t missing = s.cursor[e].left;
+    for (int32_t i = s.next[e]; i < s.begin[e + 1]; ++i) missing += s.share[i];
+    if (missing == 0 && s.surplus[e] == 0) continue;
+    int64_t expected = 0;
+    for (int32_t i = s.begin[e]; i < s.begin[e + 1]; ++i) expected += s.share[i];
+    return {.fault = RerouteFault::kCountMismatch,
+            .expert = e,
+            .counted = expected - missing + s.surplus[e],
+            .expected = expected};
+  }
+  return {};
+}
+
+// 64 bytes, each 0 or 1, as bits: byte i becomes bit i.
+UEC_HD inline uint64_t gather_bits(const uint8_t* bytes) {
+  uint64_t bits = 0;
+  for (int32_t i = 0; i < 64; i += 8) {
+    uint64_t word;  // little-endian; the product moves bit 8 * j of it to bit 56 + j
+    __builtin_memcpy(&word, bytes + i, 8);
+    bits |= (word * 0x0102040810204080 >> 56) << i;
+  }
+  return bits;
+}
+
+// The position of the lowest bit that is set; there is one.
+UEC_HD inline int32_t lowest_bit(uint64_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __ffsll(static_cast<long long>(bits)) - 1;
+#else
+  return __builtin_ctzll(bits);
+#endif
 }
 
 }  // namespace reroute_detail
@@ -243,7 +333,7 @@ UEC_HD inline RerouteStatus compute_shares(const Topology& topology, const Quota
   for (int32_t e = 0; e < topology.num_experts; ++e) {
     const int32_t begin = scratch.begin[e], end = scratch.begin[e + 1];
     if (end - begin == 1) {
-      scratch.share_end[begin] = plan.load[static_cast<int64_t>(source) * topology.num_experts + e];
+      scratch.share[begin] = plan.load[static_cast<int64_t>(source) * topology.num_experts + e];
     } else {
       share_expert(plan.load + e, topology.num_experts, source, begin, end, scratch);
     }
@@ -253,39 +343,48 @@ UEC_HD inline RerouteStatus compute_shares(const Topology& topology, const Quota
 
 template <typename Id>
 UEC_HD inline RerouteStatus reroute_tokens(const Id* topk_ids, int64_t num_ids, int32_t num_experts,
-                                           const int32_t* source_load,
                                            const RerouteScratch& scratch, Id* out) {
-  const RerouteScratch& s = scratch;
-  for (int32_t e = 0; e < num_experts; ++e) {
-    s.counted[e] = 0;
-    s.cursor[e] = s.begin[e];
-  }
+  using namespace reroute_detail;
+  reset_cursors(num_experts, scratch);
   for (int64_t j = 0; j < num_ids; ++j) {
     const Id expert = topk_ids[j];
-    if (expert < 0 || expert >= num_experts) {
-      if (expert != -1) {
-        return {.fault = RerouteFault::kIdOutOfRange, .position = j, .value = expert};
-      }
+    if (static_cast<uint64_t>(expert) < static_cast<uint64_t>(num_experts)) {
+      out[j] = static_cast<Id>(take_instance(static_cast<int32_t>(expert), scratch));
+    } else if (expert == -1) {
       out[j] = -1;
-      continue;
-    }
-    // A token beyond the load has no instance: count it for the report, and look no further.
-    const int64_t ordinal = s.counted[expert]++;
-    if (ordinal >= source_load[expert]) continue;
-    int32_t i = s.cursor[expert];
-    while (ordinal >= s.share_end[i]) ++i;  // ends: the last share_end is the load
-    s.cursor[expert] = i;
-    out[j] = static_cast<Id>(s.physical_id[i]);
-  }
-  for (int32_t e = 0; e < num_experts; ++e) {
-    if (s.counted[e] != source_load[e]) {
-      return {.fault = RerouteFault::kCountMismatch,
-              .expert = e,
-              .counted = s.counted[e],
-              .expected = source_load[e]};
+    } else {
+      return {.fault = RerouteFault::kIdOutOfRange, .position = j, .value = expert};
     }
   }
-  return {};
+  return check_counts(num_experts, scratch);
+}
+
+UEC_HD inline RerouteStatus reroute_map(const Topology& topology, const uint8_t* routing_map,
+                                        int64_t num_tokens, const RerouteScratch& scratch,
+                                        int64_t* from, int64_t* to) {
+  using namespace reroute_detail;
+  const int32_t num_experts = topology.num_experts;
+  const int64_t row_size = num_instance_ids(topology, scratch);
+  reset_cursors(num_experts, scratch);
+  int64_t num_moves = 0;
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const int64_t row = token * num_experts;
+    const auto move = [&](int32_t expert) {
+      const int32_t instance = take_instance(expert, scratch);
+      if (instance < 0) return;
+      from[num_moves] = row + expert;
+      to[num_moves++] = token * row_size + instance;
+    };
+    int32_t first = 0;
+    for (; first + 64 <= num_experts; first += 64) {
+      uint64_t bits = gather_bits(routing_map + row + first);
+      for (; bits != 0; bits &= bits - 1) move(first + lowest_bit(bits));
+    }
+    for (; first < num_experts; ++first) {
+      if (routing_map[row + first] != 0) move(first);
+    }
+  }
+  return check_counts(num_experts, scratch);
 }
 
 }  // namespace uec

@@ -20,6 +20,33 @@ struct Case {
   bool contiguous;
 };
 
+// The same tokens as a map, a row for each: they move where the ids went.
+void check_map(const Topology& topology, const int32_t* row, int32_t row_size,
+               const uec::RerouteScratch& scratch, const std::vector<int32_t>& rerouted) {
+  const int32_t num_experts = topology.num_experts;
+  const auto num_tokens = static_cast<int64_t>(rerouted.size()) - 1;
+  std::vector<uint8_t> map(num_tokens * num_experts, 0);
+  std::vector<int64_t> expected_from, from(num_tokens), to(num_tokens);
+  for (int32_t e = 0; e < num_experts; ++e) {
+    for (int32_t i = 0; i < row[e]; ++i) {
+      const int64_t position = static_cast<int64_t>(expected_from.size()) * num_experts + e;
+      expected_from.push_back(position);
+      map[position] = 1;
+    }
+  }
+  auto status =
+      uec::reroute_map(topology, map.data(), num_tokens, scratch, from.data(), to.data());
+  CHECK(status.fault == uec::RerouteFault::kNone);
+  CHECK(from == expected_from);
+  for (int64_t t = 0; t < num_tokens; ++t) CHECK_EQ(to[t], t * row_size + rerouted[t + 1]);
+
+  if (num_tokens == 0) return;
+  // Every entry at once: far more tokens than the load has, and no more moves than fit.
+  std::fill(map.begin(), map.end(), uint8_t{1});
+  status = uec::reroute_map(topology, map.data(), num_tokens, scratch, from.data(), to.data());
+  CHECK_EQ(status.fault == uec::RerouteFault::kNone, num_experts == 1);
+}
+
 void check_case(const Case& c, std::mt19937& random) {
   const int32_t num_ranks = c.num_ranks, num_experts = c.num_experts, slots = c.slots_per_rank;
   std::vector<int32_t> home(num_experts), domain(num_ranks), load(num_ranks * num_experts);
@@ -86,23 +113,24 @@ void check_case(const Case& c, std::mt19937& random) {
     std::vector<int32_t> out(ids.size());
     auto status = uec::compute_shares(topology, plan, rank, scratch);
     CHECK(status.fault == uec::RerouteFault::kNone);
-    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, row,
-                                 scratch, out.data());
+    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, scratch,
+                                 out.data());
     CHECK(status.fault == uec::RerouteFault::kNone);
     CHECK_EQ(out[0], -1);
     for (size_t j = 1; j < out.size(); ++j) ++received[out[j] / stride];
+    check_map(topology, row, num_ranks * stride, scratch, out);
 
     if (row[0] == 0) continue;
     ids[1] = -1;  // one token of expert 0 less than the load says
-    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, row,
-                                 scratch, out.data());
+    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, scratch,
+                                 out.data());
     CHECK(status.fault == uec::RerouteFault::kCountMismatch);
     CHECK_EQ(status.expert, 0);
     CHECK_EQ(status.counted, row[0] - 1);
     ids.assign(row[0] + 1, 0);  // and one more
     out.resize(ids.size());
-    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, row,
-                                 scratch, out.data());
+    status = uec::reroute_tokens(ids.data(), static_cast<int64_t>(ids.size()), num_experts, scratch,
+                                 out.data());
     CHECK(status.fault == uec::RerouteFault::kCountMismatch);
     CHECK_EQ(status.counted, row[0] + 1);
   }

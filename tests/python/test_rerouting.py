@@ -14,7 +14,7 @@ from reference import reroute_oracle
 
 from ultraep_comm import _core
 from ultraep_comm.planner import plan_slots
-from ultraep_comm.rerouting import reroute_ids, source_shares
+from ultraep_comm.rerouter import reroute_ids, source_shares
 
 Fault = _core.RerouteFault
 
