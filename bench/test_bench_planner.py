@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from ultraep_comm import Plan, _core, plan_replicas
+from ultraep_comm import Plan, _core, new_loopback_groups, plan_replicas, reroute_map
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.planner import plan_slots
 from ultraep_comm.topology import contiguous_home
 
 G, E, S = 64, 256, 2
 TOKENS, TOPK = 4096, 8
+ROUTED = 8192  # tokens of the rank that reroutes
 
 
 @pytest.fixture(scope="module", params=[1.5, 2.0, 3.0], ids="imbalance{}".format)
@@ -68,15 +69,55 @@ def test_schedule(benchmark: Callable, load: torch.Tensor, mode: int) -> None:
     assert schedule["mode"] == mode
 
 
-def test_reroute(benchmark: Callable) -> None:
+@pytest.fixture(scope="module")
+def routing_map() -> torch.Tensor:
+    """TOPK of E experts for each token, expert e with a weight of (1 + e) ** -0.5."""
     rng = np.random.default_rng(1)
-    ids = rng.zipf(1.4, (G, TOKENS, TOPK)) % E
-    load = np.stack([np.bincount(row.ravel(), minlength=E) for row in ids]).astype(np.int32)
-    plan = plan_replicas(torch.from_numpy(load), slots_per_rank=S, num_ranks=G)
-    mine = torch.from_numpy(ids[0])
-    out = torch.empty_like(mine)
-    status = benchmark(_core.reroute, mine, *_plan_arrays(plan), 0, out)
+    keys = rng.gumbel(size=(ROUTED, E)) - 0.5 * np.log1p(np.arange(E))
+    chosen = torch.from_numpy(keys).topk(TOPK).indices
+    return torch.zeros((ROUTED, E), dtype=torch.bool).scatter_(1, chosen, True)
+
+
+def _plan_for(routing_map: torch.Tensor) -> Plan:
+    """Plan for ranks that all have the same load."""
+    load = routing_map.sum(dim=0).expand(G, E)
+    return plan_replicas(load, slots_per_rank=S, num_ranks=G)
+
+
+@pytest.mark.parametrize("rank", [0, G - 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_reroute(
+    benchmark: Callable, routing_map: torch.Tensor, dtype: torch.dtype, rank: int
+) -> None:
+    order = np.random.default_rng(2).permuted(np.tile(np.arange(TOPK), (ROUTED, 1)), axis=1)
+    experts = routing_map.nonzero()[:, 1].view(ROUTED, TOPK)
+    ids = experts.gather(1, torch.from_numpy(order)).to(dtype)
+    out = torch.empty_like(ids)
+    arrays = _plan_arrays(_plan_for(routing_map))
+    status = benchmark(_core.reroute, ids, *arrays, rank, out)
     assert status.fault is _core.RerouteFault.NONE
+
+
+def test_reroute_shares_alone(benchmark: Callable, routing_map: torch.Tensor) -> None:
+    plan = _plan_for(routing_map)
+    nothing = torch.empty(0, dtype=torch.int32)
+    status = benchmark(_core.reroute, nothing, *_plan_arrays(plan), G - 1, nothing)
+    assert status.fault is _core.RerouteFault.COUNT_MISMATCH  # found last
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_reroute_map(
+    benchmark: Callable, routing_map: torch.Tensor, dtype: torch.dtype | None
+) -> None:
+    probs = None if dtype is None else torch.rand(routing_map.shape).to(dtype)
+    plan = _plan_for(routing_map)
+    groups = new_loopback_groups(
+        G, num_experts=E, slots_per_rank=S, expert={"w": ((1,), torch.float32)}
+    )
+    physical_map, _ = benchmark(reroute_map, routing_map, probs, plan, group=groups[0])
+    assert physical_map.sum() == ROUTED * TOPK
+    for group in groups:
+        group.close()
 
 
 def _plan_arrays(plan: Plan) -> list[torch.Tensor]:

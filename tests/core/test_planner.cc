@@ -34,8 +34,7 @@ void check_map(const Topology& topology, const int32_t* row, int32_t row_size,
       map[position] = 1;
     }
   }
-  auto status =
-      uec::reroute_map(topology, map.data(), num_tokens, scratch, from.data(), to.data());
+  auto status = uec::reroute_map(topology, map.data(), num_tokens, scratch, from.data(), to.data());
   CHECK(status.fault == uec::RerouteFault::kNone);
   CHECK(from == expected_from);
   for (int64_t t = 0; t < num_tokens; ++t) CHECK_EQ(to[t], t * row_size + rerouted[t + 1]);

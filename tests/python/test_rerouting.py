@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from reference import reroute_oracle
 
+import ultraep_comm as uec
 from ultraep_comm import _core
 from ultraep_comm.planner import plan_slots
-from ultraep_comm.rerouter import reroute_ids, source_shares
+from ultraep_comm.rerouter import reroute_dense, reroute_ids, source_shares
 
 Fault = _core.RerouteFault
 
@@ -44,6 +45,20 @@ def reroute_in_core(
     out = np.full_like(ids, -7)
     arrays = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home)
     return _core.reroute(ids, *arrays, rank, out), out
+
+
+def reroute_map_in_core(
+    plan: Plan, routing_map: NDArray[np.bool_], rank: int
+) -> tuple[_core.RerouteStatus, NDArray[np.int64]]:
+    arrays = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home)
+    return _core.reroute_map(routing_map.view(np.uint8), *arrays, rank)
+
+
+def map_of(row: NDArray[np.int32], rng: np.random.Generator) -> NDArray[np.bool_]:
+    """A map that the row of the load counts, with a few rows more than it needs."""
+    num_tokens = int(row.max()) + int(rng.integers(0, 4))
+    order = rng.random((num_tokens, len(row))).argsort(axis=0)
+    return np.ascontiguousarray(order < row)
 
 
 def tokens_of(row: NDArray[np.int32], padding: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -89,6 +104,25 @@ def check(plan: Plan, rng: np.random.Generator) -> None:
     assert reroute_oracle.violations(plan.for_oracle(), [i.tolist() for i in ids], outs) == []
 
 
+def check_maps(plan: Plan, rng: np.random.Generator) -> None:
+    """Reroutes every rank's tokens as a map, with both, and holds it to the list of its experts."""
+    for rank, row in enumerate(plan.load):
+        routing_map = map_of(row, rng)
+        probs = rng.standard_normal(routing_map.shape)
+        physical_map, physical_probs = reroute_dense(routing_map, probs, rank=rank, **vars(plan))
+        status, (before, after) = reroute_map_in_core(plan, routing_map, rank)
+        assert status.fault is Fault.NONE
+        np.testing.assert_array_equal(before, np.flatnonzero(routing_map))
+        np.testing.assert_array_equal(np.sort(after), np.flatnonzero(physical_map))
+        np.testing.assert_array_equal(physical_probs.flat[after], probs.flat[before])
+        assert np.count_nonzero(physical_probs) == len(after)
+
+        tokens, experts = np.nonzero(routing_map)
+        status, ids = reroute_in_core(plan, experts.copy(), rank)
+        assert status.fault is Fault.NONE
+        np.testing.assert_array_equal(after, tokens * physical_map.shape[1] + ids)
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_ranks=st.integers(1, 7),
@@ -103,6 +137,7 @@ def test_any_plan_is_met_exactly(
     rng = np.random.default_rng(seed)
     plan = random_plan(rng, num_ranks, num_experts, slots_per_rank, largest)
     check(plan, rng)
+    check_maps(plan, rng)
     for expert in range(num_experts):
         shares = reroute_oracle.expected_shares(plan.for_oracle(), expert)
         ranks = sorted(shares[0])
@@ -140,6 +175,7 @@ def test_planned_loads(num_ranks: int, num_experts: int, kind: str) -> None:
     plan = Plan(load, *arrays, home)
     if num_experts <= 256:
         check(plan, rng)
+        check_maps(plan, rng)
     for rank in {0, num_ranks // 2, num_ranks - 1}:  # the large case, in part
         ids = tokens_of(load[rank], 5, rng)
         status, out = reroute_in_core(plan, ids, rank)
@@ -168,6 +204,80 @@ def test_products_of_the_largest_loads_do_not_overflow() -> None:
     home_id, replica_id = 3 * 2, 4 * 2  # P = one main and one slot
     assert out.tolist() == [home_id] * shares[2][0] + [replica_id] * shares[2][1]
     assert min(shares[2]) > 0
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.integers(2, 8),
+    num_instances=st.integers(2, 8),
+    slack=st.integers(0, 3),
+)
+@settings(max_examples=60)
+def test_shares_of_the_largest_loads_are_exact(
+    seed: int, num_ranks: int, num_instances: int, slack: int
+) -> None:
+    """One expert with almost 2**31 tokens, here and there a source with few: those are rerouted."""
+    rng = np.random.default_rng(seed)
+    total = 2**31 - 1 - slack
+    few = rng.integers(0, 2, num_ranks).astype(bool)
+    few[rng.integers(num_ranks)] = False
+    load = np.where(few, rng.integers(0, 50, num_ranks), 0)
+    cuts = np.sort(rng.integers(0, total - load.sum() + 1, np.count_nonzero(~few) - 1))
+    load[~few] = np.diff([0, *cuts, total - load.sum()])
+    ranks = np.sort(rng.permutation(num_ranks)[:num_instances])
+    quotas = np.diff([0, *np.sort(rng.integers(0, total + 1, len(ranks) - 1)), total])
+    home = rng.integers(len(ranks))
+    slot_expert, slot_quota = np.full((2, num_ranks, 1), -1, np.int32)
+    slot_expert[ranks], slot_quota[ranks, 0] = 0, quotas
+    slot_expert[ranks[home]] = -1
+    plan = Plan(
+        load[:, None].astype(np.int32),
+        slot_expert,
+        slot_quota,
+        quotas[home : home + 1].astype(np.int32),
+        ranks[home : home + 1].astype(np.int32),
+    )
+
+    shares = [
+        source_shares(load.tolist(), ranks.tolist(), quotas.tolist(), source)
+        for source in range(num_ranks)
+    ]
+    assert np.min(shares) >= 0
+    np.testing.assert_array_equal(np.sum(shares, axis=1), load)
+    np.testing.assert_array_equal(np.sum(shares, axis=0), quotas)
+    for source in np.flatnonzero(few).tolist():
+        status, out = reroute_in_core(plan, np.zeros(load[source], np.int64), source)
+        assert status.fault is Fault.NONE
+        stride = 2  # P = one main and one slot; the home's only instance is its main
+        ids = ranks * stride
+        assert out.tolist() == np.repeat(ids, shares[source]).tolist()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.integers(1, 5),
+    num_experts=st.integers(1, 6),
+    slots_per_rank=st.integers(0, 3),
+    largest=st.sampled_from([0, 1, 12]),
+)
+@settings(max_examples=60)
+def test_local_share_is_the_most_there_can_be_and_is_reached(
+    seed: int, num_ranks: int, num_experts: int, slots_per_rank: int, largest: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, num_ranks, num_experts, slots_per_rank, largest)
+    total = int(plan.load.sum())
+    share = uec.Plan(**{name: torch.from_numpy(a) for name, a in vars(plan).items()}).local_share
+    if total == 0:
+        assert share == 1.0
+        return
+    assert share == reroute_oracle.most_local_tokens(plan.for_oracle()) / total
+    table = reroute_oracle.instances_by_physical_id(plan.for_oracle())
+    stayed = 0
+    for rank, row in enumerate(plan.load):
+        _, out = reroute_in_core(plan, tokens_of(row, 2, rng), rank)
+        stayed += sum(table[i].rank == rank for i in out.tolist() if i != -1)
+    assert share == stayed / total
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -235,6 +345,43 @@ def test_miscounted_tokens_are_reported(new: int, expert: int, counted: int, exp
 
 
 @pytest.mark.parametrize(
+    ("size", "expert", "counted", "expected"),
+    [((4, 2), 1, 4, 1), ((9, 2), 0, 9, 4), ((1, 2), 0, 1, 4), ((0, 2), 0, 0, 4)],
+)
+def test_miscounted_maps_are_reported(
+    size: tuple[int, int], expert: int, counted: int, expected: int
+) -> None:
+    plan, _ = example()
+    routing_map = np.ones(size, bool)
+    status, _ = reroute_map_in_core(plan, routing_map, 0)
+    assert status.fault is Fault.COUNT_MISMATCH
+    assert (status.expert, status.counted, status.expected) == (expert, counted, expected)
+    with pytest.raises(ValueError, match=f"occurs {counted} times"):
+        reroute_dense(routing_map, np.ones(size), rank=0, **vars(plan))
+
+
+def test_a_huge_load_makes_no_huge_answer() -> None:
+    """The plan is sound and the map is small: that is a miscount, not 16 GiB of moves."""
+    plan = Plan(
+        load=np.array([[2**31 - 1]], np.int32),
+        slot_expert=np.zeros((1, 0), np.int32),
+        slot_quota=np.zeros((1, 0), np.int32),
+        home_quota=np.array([2**31 - 1], np.int32),
+        home=np.zeros(1, np.int32),
+    )
+    status, moves = reroute_map_in_core(plan, np.ones((3, 1), bool), 0)
+    assert (status.fault, status.counted) == (Fault.COUNT_MISMATCH, 3)
+    assert moves.shape == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3), (3, 2, 1)])
+def test_maps_of_another_shape_are_rejected(shape: tuple[int, ...]) -> None:
+    plan, _ = example()
+    with pytest.raises((TypeError, ValueError)):
+        reroute_map_in_core(plan, np.zeros(shape, bool), 0)
+
+
+@pytest.mark.parametrize(
     ("name", "index", "value", "fault"),
     [
         ("load", (1, 0), 3, Fault.QUOTA_MISMATCH),
@@ -255,6 +402,9 @@ def test_unusable_plans_are_reported(
     plan, ids = example()
     status, _ = reroute_in_core(plan.changed(name, index, value), ids, 0)
     assert status.fault is fault
+    on_map, moves = reroute_map_in_core(plan.changed(name, index, value), np.ones((4, 2), bool), 0)
+    assert on_map.fault is fault
+    assert moves.shape == (2, 0)
     if fault is Fault.BAD_SLOT:
         assert (status.position, status.value) == (index[0], value)
 
@@ -278,6 +428,8 @@ def test_wrong_shapes_are_rejected(change: dict[str, NDArray[np.int32]], message
 def test_a_wrong_rank_or_output_is_rejected() -> None:
     plan, ids = example()
     arrays = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home)
+    with pytest.raises(ValueError, match="rank"):
+        _core.reroute_map(np.zeros((1, 2), np.uint8), *arrays, -1)
     with pytest.raises(ValueError, match="rank"):
         _core.reroute(ids, *arrays, 2, np.empty_like(ids))
     with pytest.raises(ValueError, match="out"):

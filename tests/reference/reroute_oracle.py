@@ -9,6 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+from scipy.optimize import linprog
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -78,6 +81,25 @@ def expected_shares(plan: Plan, expert: int) -> list[dict[int, int]]:
             shares[source][rank] += 1
             quota[rank] -= 1
     return shares
+
+
+def most_local_tokens(plan: Plan) -> int:
+    """The most tokens that any split into sources and instances leaves on their rank.
+
+    A linear program for each expert: x[source, instance] tokens, every source sends its load, every
+    instance receives its quota, and what stays on a rank is maximised.
+    """
+    kept = 0
+    for expert in range(len(plan.home)):
+        load = [row[expert] for row in plan.load]
+        instances = [i for i in instances_by_physical_id(plan).values() if i.expert == expert]
+        stays = [[float(i.rank == source) for i in instances] for source in range(len(load))]
+        x = np.arange(len(load) * len(instances)).reshape(len(load), len(instances))
+        sums = np.array([np.isin(x.ravel(), part) for part in (*x, *x.T)], float)
+        solved = linprog(-np.ravel(stays), A_eq=sums, b_eq=[*load, *(i.quota for i in instances)])
+        assert solved.status == 0, solved.message
+        kept += round(-solved.fun)
+    return kept
 
 
 def violations(plan: Plan, topk_ids: list[list[int]], physical: list[list[int]]) -> list[str]:
