@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -105,6 +105,16 @@ def test_reroute_shares_alone(benchmark: Callable, routing_map: torch.Tensor) ->
     assert status.fault is _core.RerouteFault.COUNT_MISMATCH  # found last
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch on one core: the figure that is asked for, and steady beside busy ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_reroute_map(
     benchmark: Callable, routing_map: torch.Tensor, dtype: torch.dtype | None

@@ -46,7 +46,8 @@ struct RerouteStatus {
   int64_t value = -1;
 };
 
-// Where an expert's next token goes, in one load of 8 bytes.
+// Where an expert's next token goes. What a token needs lies together: it costs one cursor, read
+// and written back.
 struct TokenCursor {
   int32_t left;         // tokens that the instance still takes
   int32_t physical_id;  // of the instance

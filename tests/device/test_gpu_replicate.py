@@ -237,6 +237,24 @@ def test_a_layer_from_routing_to_slots(engine: str) -> None:
                 assert torch.equal(physical.cpu() == -1, ids[r] == -1)
 
 
+def test_maps_are_rerouted_where_they_are(engine: str) -> None:
+    with Ranks(engine, 3, {"w": 16}, num_experts=7) as ranks:
+        generator = torch.Generator().manual_seed(5)
+        routed = torch.rand((3, 90, 7), generator=generator) < torch.rand(7, generator=generator)
+        probs = torch.rand(routed.shape, generator=generator)
+        plan = uec.plan_replicas(routed.sum(dim=1), group=ranks.groups[0])
+        for own, weights, group in zip(routed, probs, ranks.groups, strict=True):
+            there = weights.to(group.device).requires_grad_()
+            found = uec.reroute_map(own.to(group.device), there, plan, group=group)
+            for a, b in zip(found, uec.reroute_map(own, weights, plan, group=group), strict=True):
+                assert a is not None
+                assert b is not None
+                assert a.device == there.device
+                assert torch.equal(a.cpu(), b)
+            found[1].sum().backward()
+            assert torch.equal(there.grad.cpu(), own.float())
+
+
 # ---- streams -------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,13 @@ def test_planned_loads(num_ranks: int, num_experts: int, kind: str) -> None:
         np.testing.assert_array_equal(out, reroute_ids(ids, rank=rank, **vars(plan)))
 
 
+@pytest.mark.parametrize("num_experts", [63, 64, 65, 130])
+def test_maps_of_any_width(num_experts: int) -> None:
+    """The core reads 64 experts at a time, and then the rest."""
+    rng = np.random.default_rng(num_experts)
+    check_maps(random_plan(rng, 3, num_experts, 4, 9), rng)
+
+
 def test_products_of_the_largest_loads_do_not_overflow() -> None:
     """Two sources with 2**30 tokens each come before one with 7, which gets exactly the rest."""
     load = np.array([[2**30 + 12_345], [2**30 - 12_345 - 8], [7], [0], [0]], np.int32)
