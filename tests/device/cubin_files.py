@@ -68,12 +68,13 @@ def report(cubin: Path) -> str:
     return cubin.with_suffix(".resources.txt").read_text()
 
 
-def nvdisasm() -> str | None:
-    """Return the disassembler of the environment's wheel, or of PATH."""
+def cuda_tool(name: str) -> str | None:
+    """Return a program of the environment's wheels, of PATH, or of the toolkit's usual place."""
     namespace = importlib.util.find_spec("nvidia")
     wheels = namespace.submodule_search_locations if namespace else None
     folders = [f"{wheel}/cu13/bin" for wheel in wheels or []]
-    return shutil.which("nvdisasm", path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    folders += [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def disassemble(cubin: Path, program: str) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cubin_files import Resources, architecture, disassemble, nvdisasm, resources, spills
+from cubin_files import Resources, architecture, cuda_tool, disassemble, resources, spills
 
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
@@ -41,7 +41,7 @@ def cubin(request: pytest.FixtureRequest, cubins: Path) -> Path:
 @pytest.fixture(scope="session")
 def code(cubins: Path) -> dict[int, dict[str, list[str]]]:
     """Instructions by architecture and function."""
-    program = nvdisasm()
+    program = cuda_tool("nvdisasm")
     if program is None:
         give_up = pytest.fail if os.environ.get("ULTRAEP_CUDA") == "ON" else pytest.skip
         give_up("no nvdisasm: pip install -c constraints.txt -e '.[test]'")

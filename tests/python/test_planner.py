@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +129,34 @@ def test_the_planners_agree_by_cost(problem: Problem, costs: Costs) -> None:
     plan = check(problem, costs)
     nothing = costs.per_token * worst_rank_before(problem)
     assert cost_of(problem, plan, costs) <= nothing
+
+
+@given(problems(), st.none() | st.just(Costs(2**10, 2**12, 2**8)))
+@settings(max_examples=100)
+def test_the_search_ends_within_the_stated_number_of_probes(
+    problem: Problem, costs: Costs | None
+) -> None:
+    """The bound is that of `plan_replicas` in core/planner.hpp, whose probes are the same ones."""
+    probes = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal probes
+        probes += 1
+        return probe(*arguments)
+
+    probe = planner._probe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_probe", counted)
+        plan_in_numpy(problem, costs)
+    num_ranks, slots = problem.num_ranks, problem.slots_per_rank
+    mains = max(problem.home.count(rank) for rank in range(num_ranks))
+    caps = slots + max(0, math.ceil(math.log2(max(mains, 1) / max(slots, 1)))) + 2
+    steps = math.ceil(math.log2(4096 * num_ranks))
+    pools = 1 if problem.allow_cross_domain else len(set(problem.domain))
+    if costs is None:
+        assert probes <= pools * (9 * (2 * steps + 2 + caps) + 6)
+    else:
+        assert probes <= pools * 9 * (14 * caps + 1)
 
 
 def adversarial(name: str, num_experts: int, num_ranks: int) -> list[int]:

@@ -1,0 +1,35 @@
+"""The core's planner and reroute compile for a device, and use no memory but what they get."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from cubin_files import ROOT, cuda_tool
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_core_functions_need_no_stack(arch: int, tmp_path: Path) -> None:
+    nvcc = cuda_tool("nvcc")
+    if nvcc is None:
+        give_up = pytest.fail if os.environ.get("ULTRAEP_CUDA") == "ON" else pytest.skip
+        give_up("no nvcc: see docs/building.md, CUDA")
+    built = subprocess.run(
+        [
+            *(nvcc, f"-arch=sm_{arch}", "-std=c++20", "-cubin", "-Xptxas", "-v"),
+            *(f"-I{ROOT / 'src'}", "-o", tmp_path / "core.cubin"),
+            Path(__file__).with_name("core_functions.cu"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    used = re.findall(
+        r"Function properties for (\w+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores",
+        built.stderr,
+    )
+    assert sorted(used) == [(name, "0", "0") for name in ("plan", "reroute", "reroute_map")]
