@@ -404,14 +404,14 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     odd = rank == 1
     if fault == "bad argument" and odd:
         options["slots_per_rank"] = -1
+    elif fault == "too many slots" and odd:
+        options["slots_per_rank"] = E + 1
     elif fault == "no number" and odd:
         options["num_experts"] = "8"
     elif fault == "other experts" and odd:
         options["num_experts"] = E + 1
     elif fault == "too much memory":
-        options["slots_per_rank"] = 1 << 40
-        options["expert"] = {"w": ((1 << 10,), torch.uint8)}
-        options["slots_per_rank"] = 1 << 30
+        options["expert"] = {"w": ((1 << 40,), torch.uint8)}
     elif fault == "no memory on one rank" and odd:
         from ultraep_comm.fabrics import shm
 
@@ -430,6 +430,7 @@ def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
     "fault, own, others",
     [
         ("bad argument", "InvalidArgumentError", "BootstrapError"),
+        ("too many slots", "InvalidArgumentError", "BootstrapError"),
         ("no number", "InvalidArgumentError", "BootstrapError"),
         ("other experts", "BootstrapError", "BootstrapError"),
         ("too much memory", "OutOfSharedMemoryError", "OutOfSharedMemoryError"),

@@ -388,6 +388,7 @@ def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
 _SCRIPT = """
 import gc, os, signal, sys, threading, torch
 import ultraep_comm as uec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 E = 4
 def make():
     groups = uec.new_loopback_groups(
