@@ -35,8 +35,8 @@ class Payload {
 inline void wait_ok(uec::host::Engine& engine, uint64_t epoch) {
   if (engine.wait(epoch)) return;
   const uec::Report report = engine.report();
-  std::fprintf(stderr, "call %llu failed in %llu: fault %d, flag %d of rank %d, root %d\n",
-               static_cast<unsigned long long>(epoch),
+  std::fprintf(stderr, "%s:%d: call %llu failed in %llu: fault %d, flag %d of rank %d, root %d\n",
+               __FILE__, __LINE__, static_cast<unsigned long long>(epoch),
                static_cast<unsigned long long>(report.epoch), static_cast<int>(report.fault),
                static_cast<int>(report.wait.flag), report.wait.peer, report.root);
   std::exit(1);
