@@ -3,7 +3,7 @@
 Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
 """
 
-from ultraep_comm import errors
+from ultraep_comm import errors, ops
 from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
@@ -26,6 +26,7 @@ __all__ = [
     "gather_load",
     "new_group",
     "new_loopback_groups",
+    "ops",
     "plan_replicas",
     "replicate_experts",
     "reroute",

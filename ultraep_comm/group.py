@@ -25,6 +25,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.loads import LoadExchange
+from ultraep_comm.registry import register_group
 from ultraep_comm.reports import error_from
 from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
 from ultraep_comm.topology import Topology
@@ -62,6 +63,7 @@ class Group:
         device: where weights and slots are.
         segments: the tensors of an expert, by name.
         slots: ``{name: [S, *shape]}``, views of this rank's slots, stable for the group's life.
+        name: what operators find the group by, in this process.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class Group:
         self.slots = self._views(
             self._region.local, self._layout.slot_offset, topology.slots_per_rank
         )
+        self.name = register_group(self)
+        _ = topology.instances_per_rank  # kept there: torch.compile cannot trace how it is found
 
     def _views(
         self, storage: torch.Tensor, offsets: list[int], count: int
@@ -147,7 +151,7 @@ class Group:
             names=names,
             region=self._find_region(weights, addresses, names) if self._region_of else -1,
             owner=self._region,
-            tensors=tuple(weights.values()),
+            weights=dict(weights),
         )
 
     def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ultraep_comm import _core
+from ultraep_comm import _core, tracing
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
@@ -53,27 +53,49 @@ def plan_replicas(
             more tokens, or 2**40 or more in all.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
     """
-    _check_load(load)
     if group is not None:
         constants = (slots_per_rank, num_ranks, home, domains)
         if allow_cross_domain or any(constant is not None for constant in constants):
             raise InvalidArgumentError(
                 "plan_replicas was given a group and its constants too; expected one of them"
             )
-        topology = group.topology
-    else:
-        if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
-            raise InvalidArgumentError(
-                "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
-            )
-        topology = Topology.make(
-            num_ranks=load.shape[0] if num_ranks is None else num_ranks,
-            num_experts=load.shape[-1],
-            slots_per_rank=slots_per_rank,
-            home=home,
-            domains=domains,
-            allow_cross_domain=allow_cross_domain,
+        if torch.compiler.is_compiling():
+            return tracing.plan_replicas(load, group, target, cost)
+        return plan_for_group(load, group, target, cost)
+    _check_load(load)
+    if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
+        raise InvalidArgumentError(
+            "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
         )
+    topology = Topology.make(
+        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+        num_experts=load.shape[-1],
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domains=domains,
+        allow_cross_domain=allow_cross_domain,
+    )
+    return _plan(load, topology, target, cost, None)
+
+
+def plan_for_group(
+    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None
+) -> Plan:
+    """Make the call, whoever is compiling."""
+    _check_load(load)
+    expert_bytes = None
+    if cost is not None:
+        expert_bytes = sum(segment.nbytes for segment in group.segments.values())
+    return _plan(load, group.topology, target, cost, expert_bytes)
+
+
+def _plan(
+    load: torch.Tensor,
+    topology: Topology,
+    target: float,
+    cost: PlanCost | None,
+    expert_bytes: int | None,
+) -> Plan:
     expected = (topology.num_ranks, topology.num_experts)
     if tuple(load.shape) not in (expected, expected[1:]):
         raise InvalidLoadError(
@@ -89,7 +111,7 @@ def plan_replicas(
             topology.slots_per_rank,
             topology.allow_cross_domain,
             target_to_ppm(target),
-            None if cost is None else cost.in_integers(_expert_bytes(group)),
+            None if cost is None else cost.in_integers(expert_bytes),
         )
     except ValueError as error:
         kind = InvalidArgumentError if "target" in str(error) else InvalidLoadError
@@ -102,10 +124,6 @@ def plan_replicas(
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=torch.tensor(topology.domain),
     )
-
-
-def _expert_bytes(group: Group | None) -> int | None:
-    return None if group is None else sum(s.nbytes for s in group.segments.values())
 
 
 def _check_load(load: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ultraep_comm import _core
+from ultraep_comm import _core, tracing
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import check_ids, check_plan_fits, plan_on_host
@@ -42,6 +42,13 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
     """
+    if torch.compiler.is_compiling():
+        return tracing.reroute(topk_ids, plan, group)
+    return reroute_ids(topk_ids, plan, group)
+
+
+def reroute_ids(topk_ids: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
+    """Make the call, whoever is compiling."""
     check_ids(topk_ids, group.rank, group.device)
     arrays = _plan_arrays(plan, group)
     ids = topk_ids.cpu().contiguous().numpy()
@@ -78,15 +85,19 @@ def reroute_map(
         InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
             ``plan.load``.
     """
+    if torch.compiler.is_compiling():
+        return tracing.reroute_map(routing_map, probs, plan, group)
+    return reroute_mapped(routing_map, probs, plan, group)
+
+
+def reroute_mapped(
+    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, group: Group
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Make the call, whoever is compiling."""
     _check_map(routing_map, group)
     if probs is not None:
         _check_probs(probs, routing_map, group.rank)
-    arrays = _plan_arrays(plan, group)
-    on_host = routing_map.cpu().contiguous().numpy()
-    status, moves = _core.reroute_map(on_host.view(np.uint8), *arrays, group.rank)
-    _raise_fault(status, "routing_map", group)
-    before, after = torch.from_numpy(moves).to(routing_map.device)
-
+    before, after = _find_moves(routing_map, plan, group)
     t = group.topology
     shape = (routing_map.shape[0], t.num_ranks * t.instances_per_rank)
     physical_map = routing_map.new_zeros(shape)
@@ -99,6 +110,25 @@ def reroute_map(
     moved = values.reshape(-1).index_select(0, before)
     physical = values.new_zeros(shape[0] * shape[1]).index_copy_(0, after, moved).view(shape)
     return physical_map, physical if values is probs else physical.view(probs.dtype)
+
+
+def reroute_gradient(
+    grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, group: Group
+) -> torch.Tensor:
+    """Return the gradient ``[T, E]`` of probabilities from that of the rerouted, ``[T, G * P]``."""
+    before, after = _find_moves(routing_map, plan, group)
+    moved = grad.reshape(-1).index_select(0, after)
+    found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
+    return found.view(routing_map.shape)
+
+
+def _find_moves(routing_map: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
+    """Return ``[2, N]``: flat positions of what is routed, before and after."""
+    arrays = _plan_arrays(plan, group)
+    on_host = routing_map.cpu().contiguous().numpy()
+    status, moves = _core.reroute_map(on_host.view(np.uint8), *arrays, group.rank)
+    _raise_fault(status, "routing_map", group)
+    return torch.from_numpy(moves).to(routing_map.device)
 
 
 def _plan_arrays(plan: Plan, group: Group) -> PlanArrays:

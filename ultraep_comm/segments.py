@@ -133,14 +133,14 @@ class BoundWeights:
         names: the segments that were given.
         region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
         owner: identifies the group that bound them.
-        tensors: keeps the memory alive.
+        weights: as they were given; keeps the memory alive.
     """
 
     addresses: Addresses
     names: frozenset[str]
     region: int = -1
     owner: object = field(default=None, repr=False)
-    tensors: tuple[object, ...] = field(default=(), repr=False)
+    weights: Weights = field(default_factory=dict, repr=False)
 
 
 def bind_weights(

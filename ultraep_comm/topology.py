@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,7 @@ class Topology:
         """Return the largest number of mains on a rank."""
         return int(np.bincount(self.home, minlength=self.num_ranks).max())
 
-    @property
+    @cached_property
     def instances_per_rank(self) -> int:
         """Return P: physical instance ids of rank r are ``r * P`` to ``r * P + P - 1``."""
         return self.max_mains + self.slots_per_rank

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "ultraep_comm"
 PYTHON_ORDER = [
     "_core",
     "errors",
+    "registry",
     "env",
     "cuda",
     "cuda.cubins",
@@ -30,6 +31,7 @@ PYTHON_ORDER = [
     "planner",
     "costs",
     "plan",
+    "tracing",
     "planning",
     "rerouting",
     "segments",
@@ -49,7 +51,9 @@ PYTHON_ORDER = [
     "hosting",
     "cuda.making",
     "creation",
+    "tracing_calls",
     "collectives",
+    "ops",
     "",  # the package itself
     "bench",
 ]

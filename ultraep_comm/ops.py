@@ -1,0 +1,294 @@
+"""Operators ``torch.ops.ultraep_comm``: what a graph of torch.compile has for the calls.
+
+Each has a fake implementation, which gives shapes from the arguments alone: a graph that was cached
+must not depend on a group of the process that made it. The real ones find the group by its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ultraep_comm import collectives, planning, rerouting
+from ultraep_comm.costs import PlanCost
+from ultraep_comm.group import Group
+from ultraep_comm.plan import Plan
+from ultraep_comm.registry import find_group
+from ultraep_comm.segments import Weights
+from ultraep_comm.work import Work
+
+Tensor = torch.Tensor
+Impl = Callable[..., Any]
+Copies = list[tuple[Tensor, Tensor]]
+_FINISHED = -1  # the token of a call that had to finish where it started
+
+_LIBRARY = torch.library.Library("ultraep_comm", "DEF")
+# Weights keep their strides; a graph capture is refused (newer than the oldest torch we support).
+_TAGS = [
+    getattr(torch.Tag, name)
+    for name in ("pt2_compliant_tag", "needs_exact_strides", "cudagraph_unsafe")
+    if hasattr(torch.Tag, name)
+]
+
+
+def _operator(schema: str, fake: Impl) -> Callable[[Impl], Impl]:
+    """Define an operator; the decorated function is its real implementation."""
+    name = schema.split("(")[0]
+
+    def register(real: Impl) -> Impl:
+        _LIBRARY.define(schema, tags=_TAGS)
+        _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ultraep_comm::{name}", fake, lib=_LIBRARY)
+        return real
+
+    return register
+
+
+# ---- local ---------------------------------------------------------------------------------
+
+
+def _fake_plan(
+    load: Tensor, num_ranks: int, num_experts: int, slots_per_rank: int, *_: Any
+) -> tuple[Tensor, ...]:
+    slots, experts = (num_ranks, slots_per_rank), (num_experts,)
+    shapes = (slots, slots, experts, experts, (num_ranks,))
+    return tuple(load.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@_operator(
+    "plan_replicas(Tensor load, int num_ranks, int num_experts, int slots_per_rank, float target,"
+    " float[] cost, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_plan,
+)
+def _plan_replicas(
+    load: Tensor, _g: int, _e: int, _s: int, target: float, cost: list[float], group: str
+) -> tuple[Tensor | None, ...]:
+    plan_cost = None
+    if cost:
+        token, expert_byte, replica, *expert_bytes = cost
+        plan_cost = PlanCost(
+            token=token,
+            expert_byte=expert_byte,
+            replica=replica,
+            expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
+        )
+    plan = planning.plan_for_group(load, find_group(group), target, plan_cost)
+    return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
+
+
+_PLAN = "Tensor slot_expert, Tensor home, Tensor? slot_quota, Tensor? home_quota"
+
+
+def _plan_of(
+    slot_expert: Tensor,
+    home: Tensor,
+    slot_quota: Tensor | None,
+    home_quota: Tensor | None,
+    load: Tensor | None = None,
+) -> Plan:
+    return Plan(
+        slot_expert=slot_expert, home=home, slot_quota=slot_quota, home_quota=home_quota, load=load
+    )
+
+
+def _fake_reroute(topk_ids: Tensor, *_: Any) -> Tensor:
+    return topk_ids.new_empty(topk_ids.shape)
+
+
+@_operator(
+    f"reroute(Tensor topk_ids, {_PLAN}, Tensor? load, str group) -> Tensor",
+    _fake_reroute,
+)
+def _reroute(topk_ids: Tensor, *plan_and_group: Any) -> Tensor:
+    *fields, group = plan_and_group
+    return rerouting.reroute_ids(topk_ids, _plan_of(*fields), find_group(group))
+
+
+def _fake_reroute_map(
+    routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any
+) -> tuple[Tensor, Tensor]:
+    *_, num_columns, _group = plan_and_columns
+    shape = (routing_map.shape[0], num_columns)
+    like = routing_map if probs is None else probs
+    return routing_map.new_empty(shape), like.new_empty((0,) if probs is None else shape)
+
+
+@_operator(
+    f"reroute_map(Tensor routing_map, Tensor? probs, {_PLAN}, Tensor? load, int num_columns,"
+    " str group) -> (Tensor, Tensor)",
+    _fake_reroute_map,
+)
+def _reroute_map(
+    routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any
+) -> tuple[Tensor, Tensor]:
+    *fields, _columns, group = plan_and_columns
+    physical_map, physical = rerouting.reroute_mapped(
+        routing_map, probs, _plan_of(*fields), find_group(group)
+    )
+    return physical_map, routing_map.new_empty(0) if physical is None else physical
+
+
+@_operator(
+    f"reroute_map_backward(Tensor grad, Tensor routing_map, {_PLAN}, Tensor? load, str group)"
+    " -> Tensor",
+    lambda grad, routing_map, *_: grad.new_empty(routing_map.shape),
+)
+def _reroute_map_backward(grad: Tensor, routing_map: Tensor, *plan_and_group: Any) -> Tensor:
+    *fields, group = plan_and_group
+    return rerouting.reroute_gradient(grad, routing_map, _plan_of(*fields), find_group(group))
+
+
+def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    routing_map, probs, *fields, _columns, ctx.group = inputs
+    ctx.has_probs = probs is not None
+    ctx.save_for_backward(routing_map, *fields)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _differentiate(ctx: Any, _grad_map: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    found: Tensor | None = None
+    if ctx.has_probs:
+        found = torch.ops.ultraep_comm.reroute_map_backward(grad, *ctx.saved_tensors, ctx.group)
+    return None, found, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "ultraep_comm::reroute_map", _differentiate, setup_context=_save_routing, lib=_LIBRARY
+)
+
+# ---- collective ----------------------------------------------------------------------------
+#
+# They name ``order`` as written, and leave it alone.
+
+
+def _fake_gather(_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
+    return torch.empty((num_ranks, num_experts), dtype=torch.int32, device="cpu")
+
+
+@_operator(
+    "gather_load(Tensor topk_ids, int num_ranks, int num_experts, Tensor(a!) order, str group)"
+    " -> Tensor",
+    _fake_gather,
+)
+def _gather_load(topk_ids: Tensor, _g: int, _e: int, _order: Tensor, group: str) -> Tensor:
+    return collectives.gather_load_now(topk_ids, find_group(group))
+
+
+_WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"
+_SLOTS = "Tensor(a!)[] slots, str[] names, Tensor(b!) order"
+
+
+@_operator(
+    f"replicate_experts({_WEIGHTS}, {_SLOTS}, str how, str group) -> ()",
+    lambda *_: None,
+)
+def _replicate(*arguments: Any) -> None:
+    _run(*_transfer_of(*arguments))
+
+
+@_operator(
+    f"start_replicate_experts({_WEIGHTS}, {_SLOTS}, str how, str group) -> Tensor",
+    lambda *_: torch.empty(1, dtype=torch.int64, device="cpu"),
+)
+def _start_replicate(*arguments: Any) -> Tensor:
+    copies, filled, call = _transfer_of(*arguments)
+    epoch = _FINISHED
+    if copies:  # the memory is put back, so it must have been filled by then
+        _run(copies, filled, call)
+    else:
+        work = call(async_op=True)
+        assert work is not None
+        epoch = work._epoch
+    return torch.tensor([epoch])
+
+
+@_operator(
+    f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, str group,"
+    " bool synchronize) -> ()",
+    lambda *_: None,
+)
+def _wait_replicate(
+    token: Tensor,
+    _held: list[Tensor],
+    slot_expert: Tensor,
+    slots: list[Tensor],
+    names: list[str],
+    _order: Tensor,
+    group_name: str,
+    synchronize: bool,
+) -> None:
+    epoch = int(token)
+    if epoch == _FINISHED:
+        return
+    group = find_group(group_name)
+    work = Work(group, epoch, "replicate_experts", "")
+    work.synchronize() if synchronize else work.wait()
+    for copy, own in _copies_among(slots, names, group):
+        for slot in _filled(slot_expert, group):
+            copy[slot].copy_(own[slot])
+
+
+def _transfer_of(
+    tensors: list[Tensor],
+    counts: list[int],
+    given: list[str],
+    slot_expert: Tensor,
+    home: Tensor,
+    slot_quota: Tensor | None,
+    home_quota: Tensor | None,
+    slots: list[Tensor],
+    names: list[str],
+    _order: Tensor,
+    mode: str,
+    group_name: str,
+) -> tuple[Copies, list[int], Callable[..., Work | None]]:
+    """Return the slots that are copies, the slots to fill, and the call."""
+    group = find_group(group_name)
+    rest = iter(tensors)
+    weights: Weights = {
+        name: next(rest) if count < 0 else list(itertools.islice(rest, count))
+        for name, count in zip(given, counts, strict=True)
+    }
+    call = partial(
+        collectives.replicate_experts_now,
+        weights,
+        _plan_of(slot_expert, home, slot_quota, home_quota),
+        group=group,
+        mode=mode,
+        segments=names,
+    )
+    return _copies_among(slots, names, group), _filled(slot_expert, group), call
+
+
+# A graph without mutations gives an operator copies of the slots, and may still read those that it
+# copied. Transfers write to the memory of the group all the same. So what they wrote there is moved
+# to the copies, and the memory is put back.
+
+
+def _copies_among(slots: list[Tensor], names: list[str], group: Group) -> Copies:
+    """Return those slots that are not the group's, each with the group's."""
+    own = [group.slots[name] for name in names if name in group.slots]
+    return [(a, b) for a, b in zip(slots, own, strict=True) if a.data_ptr() != b.data_ptr()]
+
+
+def _filled(slot_expert: Tensor, group: Group) -> list[int]:
+    """Return this rank's slots that the plan fills; none of a plan that will be rejected."""
+    if slot_expert.dim() != 2 or slot_expert.shape[0] != group.num_ranks:
+        return []
+    mine: list[int] = slot_expert[group.rank].tolist()
+    return [slot for slot, expert in enumerate(mine) if expert >= 0]
+
+
+def _run(copies: Copies, filled: list[int], call: Callable[..., Work | None]) -> None:
+    """Make the call and finish it, with its effect on the slots as they were given."""
+    kept = [(own[slot], own[slot].clone()) for _, own in copies for slot in filled]
+    call(async_op=False)
+    for copy, own in copies:
+        for slot in filled:
+            copy[slot].copy_(own[slot])
+    for memory, before in kept:
+        memory.copy_(before)

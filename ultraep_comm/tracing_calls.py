@@ -1,0 +1,103 @@
+"""What the calls on a group become while torch.compile traces them: operators of ``ops``.
+
+All of them write to one tensor, in name only: so a compiler keeps each of them, once, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.segments import BoundWeights, Weights
+from ultraep_comm.work import Work
+
+if TYPE_CHECKING:
+    from ultraep_comm.group import Group
+
+# Ranks issue calls in one order across groups too, so all groups share it. An effect token of torch
+# would say the same, but not of operators that write to their arguments, as these do to slots.
+ORDER = torch.zeros(1, dtype=torch.int64)
+
+
+def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
+    """Trace :func:`ultraep_comm.gather_load`."""
+    t = group.topology
+    load: torch.Tensor = torch.ops.ultraep_comm.gather_load(
+        topk_ids, t.num_ranks, t.num_experts, ORDER, group.name
+    )
+    return load
+
+
+def replicate_experts(
+    weights: Weights | BoundWeights,
+    plan: Plan,
+    group: Group,
+    async_op: bool,
+    mode: str,
+    segments: Sequence[str] | None,
+) -> Work | None:
+    """Trace :func:`ultraep_comm.replicate_experts`."""
+    given = weights.weights if isinstance(weights, BoundWeights) else weights
+    counts, tensors = [], []  # -1: stacked; else so many tensors
+    for value in given.values():
+        stacked = isinstance(value, torch.Tensor)
+        counts.append(-1 if stacked else len(value))
+        tensors += [value] if stacked else list(value)
+    tensors = [tensor.detach() for tensor in tensors]  # a transfer has no gradient
+    names = list(group.slots) if segments is None else list(segments)
+    slots = [group.slots[name] for name in names if name in group.slots]
+    plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
+    arguments: tuple[Any, ...] = (
+        *(tensors, counts, list(given), *plan_fields),
+        *(slots, names, ORDER, mode, group.name),
+    )
+    if not async_op:
+        torch.ops.ultraep_comm.replicate_experts(*arguments)
+        return None
+    token = torch.ops.ultraep_comm.start_replicate_experts(*arguments)
+    held = [*tensors, *(field for field in plan_fields if field is not None)]
+    return TracedWork(token, held, plan.slot_expert, slots, names, mode, group.name)
+
+
+class TracedWork(Work):
+    """A call under way in a compiled function. ``mode`` is the one that was asked for."""
+
+    def __init__(
+        self,
+        token: torch.Tensor,
+        held: list[torch.Tensor],
+        slot_expert: torch.Tensor,
+        slots: list[torch.Tensor],
+        names: list[str],
+        mode: str,
+        group_name: str,
+    ) -> None:
+        self.mode = mode
+        # What the transfer reads is an argument of the wait too, or a compiler might reuse its
+        # memory before.
+        self._arguments = (token, held, slot_expert, slots, names, ORDER, group_name)
+
+    def wait(self) -> None:
+        """Do what :meth:`Work.wait` does."""
+        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False)
+
+    def synchronize(self) -> None:
+        """Do what :meth:`Work.synchronize` does."""
+        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, True)
+
+    def is_completed(self) -> bool:
+        """Raise UnsupportedError: a compiled function cannot look at the clock."""
+        self._refuse("is_completed")
+
+    def exception(self) -> NoReturn:
+        """Raise UnsupportedError: see :meth:`is_completed`."""
+        self._refuse("exception")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise UnsupportedError(
+            f"Work.{method} of a call made under torch.compile; use wait() or synchronize()"
+        )
