@@ -54,6 +54,17 @@ def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: H
     memory.clear()
 
 
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with a storage of just these bytes.
+
+    Compilers treat tensors that share a storage as one, and copy all of it.
+    """
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
+    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+    return tensor.set_(storage, 0, view.shape, view.stride())
+
+
 class Group:
     """One rank's part of a group. Made by :func:`new_group` or :func:`new_loopback_groups`.
 
@@ -100,9 +111,10 @@ class Group:
             self, _dispose, self._engine, fabric, self._memory, self._in_flight
         )
         self.num_mains = self._layout.num_mains[rank]
-        self.slots = self._views(
+        slots = self._views(
             self._region.local, self._layout.slot_offset, topology.slots_per_rank
         )
+        self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
         self.name = register_group(self)
         _ = topology.instances_per_rank  # kept there: torch.compile cannot trace how it is found
 

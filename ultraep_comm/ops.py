@@ -114,7 +114,7 @@ def _fake_reroute_map(
     *_, num_columns, _group = plan_and_columns
     shape = (routing_map.shape[0], num_columns)
     like = routing_map if probs is None else probs
-    return routing_map.new_empty(shape), like.new_empty((0,) if probs is None else shape)
+    return like.new_empty((0,) if probs is None else shape), routing_map.new_empty(shape)
 
 
 @_operator(
@@ -129,7 +129,7 @@ def _reroute_map(
     physical_map, physical = rerouting.reroute_mapped(
         routing_map, probs, _plan_of(*fields), find_group(group)
     )
-    return physical_map, routing_map.new_empty(0) if physical is None else physical
+    return routing_map.new_empty(0) if physical is None else physical, physical_map
 
 
 @_operator(
@@ -146,10 +146,10 @@ def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     routing_map, probs, *fields, _columns, ctx.group = inputs
     ctx.has_probs = probs is not None
     ctx.save_for_backward(routing_map, *fields)
-    ctx.mark_non_differentiable(output[0])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, _grad_map: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _grad_map: Tensor) -> tuple[Tensor | None, ...]:
     found: Tensor | None = None
     if ctx.has_probs:
         found = torch.ops.ultraep_comm.reroute_map_backward(grad, *ctx.saved_tensors, ctx.group)

@@ -45,7 +45,7 @@ def reroute_map(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Trace :func:`ultraep_comm.reroute_map`."""
     t = group.topology
-    physical_map, physical = torch.ops.ultraep_comm.reroute_map(
+    physical, physical_map = torch.ops.ultraep_comm.reroute_map(
         routing_map, probs, *_fields(plan), t.num_ranks * t.instances_per_rank, group.name
     )
     return physical_map, None if probs is None else physical
