@@ -50,13 +50,8 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
         InvalidLoadError: wrong dtype, device or an id out of range.
         TransferError: the exchange failed.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return tracing_calls.gather_load(topk_ids, group)
-    return gather_load_now(topk_ids, group)
-
-
-def gather_load_now(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
-    """Make the call, whoever is compiling."""
     group._check_open("gather_load")
     t = group.topology
     counts = torch.empty(t.num_experts, dtype=torch.int32)
@@ -162,20 +157,8 @@ def replicate_experts(
         UnsupportedError: the current stream is being captured into a CUDA graph.
         TransferError: the call failed.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
-    return replicate_experts_now(weights, plan, group, async_op, mode, segments)
-
-
-def replicate_experts_now(
-    weights: Weights | BoundWeights,
-    plan: Plan,
-    group: Group,
-    async_op: bool,
-    mode: str,
-    segments: Sequence[str] | None,
-) -> Work | None:
-    """Make the call, whoever is compiling."""
     group._check_open("replicate_experts")
     try:
         selection = group._selection(segments)

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 
-from ultraep_comm import collectives, planning, rerouting
+from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
 from ultraep_comm.registry import find_group
+from ultraep_comm.rerouting import reroute, reroute_gradient, reroute_map
 from ultraep_comm.segments import Weights
 from ultraep_comm.work import Work
 
 Tensor = torch.Tensor
 Impl = Callable[..., Any]
 Copies = list[tuple[Tensor, Tensor]]
-_FINISHED = -1  # the token of a call that had to finish where it started
+_FINISHED = 0  # the token, else an epoch, of a call that had to finish where it started
 
 _LIBRARY = torch.library.Library("ultraep_comm", "DEF")
 # Weights keep their strides; a graph capture is refused (newer than the oldest torch we support).
@@ -76,7 +78,7 @@ def _plan_replicas(
             replica=replica,
             expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
         )
-    plan = planning.plan_for_group(load, find_group(group), target, plan_cost)
+    plan = plan_replicas(load, group=find_group(group), target=target, cost=plan_cost)
     return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
 
 
@@ -105,7 +107,7 @@ def _fake_reroute(topk_ids: Tensor, *_: Any) -> Tensor:
 )
 def _reroute(topk_ids: Tensor, *plan_and_group: Any) -> Tensor:
     *fields, group = plan_and_group
-    return rerouting.reroute_ids(topk_ids, _plan_of(*fields), find_group(group))
+    return reroute(topk_ids, _plan_of(*fields), group=find_group(group))
 
 
 def _fake_reroute_map(
@@ -126,8 +128,8 @@ def _reroute_map(
     routing_map: Tensor, probs: Tensor | None, *plan_and_columns: Any
 ) -> tuple[Tensor, Tensor]:
     *fields, _columns, group = plan_and_columns
-    physical_map, physical = rerouting.reroute_mapped(
-        routing_map, probs, _plan_of(*fields), find_group(group)
+    physical_map, physical = reroute_map(
+        routing_map, probs, _plan_of(*fields), group=find_group(group)
     )
     return routing_map.new_empty(0) if physical is None else physical, physical_map
 
@@ -139,7 +141,7 @@ def _reroute_map(
 )
 def _reroute_map_backward(grad: Tensor, routing_map: Tensor, *plan_and_group: Any) -> Tensor:
     *fields, group = plan_and_group
-    return rerouting.reroute_gradient(grad, routing_map, _plan_of(*fields), find_group(group))
+    return reroute_gradient(grad, routing_map, _plan_of(*fields), group=find_group(group))
 
 
 def _save_routing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -175,7 +177,7 @@ def _fake_gather(_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Ten
     _fake_gather,
 )
 def _gather_load(topk_ids: Tensor, _g: int, _e: int, _order: Tensor, group: str) -> Tensor:
-    return collectives.gather_load_now(topk_ids, find_group(group))
+    return gather_load(topk_ids, group=find_group(group))
 
 
 _WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"
@@ -254,7 +256,7 @@ def _transfer_of(
         for name, count in zip(given, counts, strict=True)
     }
     call = partial(
-        collectives.replicate_experts_now,
+        replicate_experts,
         weights,
         _plan_of(slot_expert, home, slot_quota, home_quota),
         group=group,

@@ -53,49 +53,31 @@ def plan_replicas(
             more tokens, or 2**40 or more in all.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
     """
-    if group is not None:
-        constants = (slots_per_rank, num_ranks, home, domains)
-        if allow_cross_domain or any(constant is not None for constant in constants):
-            raise InvalidArgumentError(
-                "plan_replicas was given a group and its constants too; expected one of them"
-            )
-        if torch.compiler.is_compiling():
-            return tracing.plan_replicas(load, group, target, cost)
-        return plan_for_group(load, group, target, cost)
-    _check_load(load)
-    if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
+    constants = (slots_per_rank, num_ranks, home, domains)
+    if group is not None and (
+        allow_cross_domain or any(constant is not None for constant in constants)
+    ):
         raise InvalidArgumentError(
-            "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
+            "plan_replicas was given a group and its constants too; expected one of them"
         )
-    topology = Topology.make(
-        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
-        num_experts=load.shape[-1],
-        slots_per_rank=slots_per_rank,
-        home=home,
-        domains=domains,
-        allow_cross_domain=allow_cross_domain,
-    )
-    return _plan(load, topology, target, cost, None)
-
-
-def plan_for_group(
-    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None
-) -> Plan:
-    """Make the call, whoever is compiling."""
+    if group is not None and torch.compiler.is_dynamo_compiling():
+        return tracing.plan_replicas(load, group, target, cost)
     _check_load(load)
-    expert_bytes = None
-    if cost is not None:
-        expert_bytes = sum(segment.nbytes for segment in group.segments.values())
-    return _plan(load, group.topology, target, cost, expert_bytes)
-
-
-def _plan(
-    load: torch.Tensor,
-    topology: Topology,
-    target: float,
-    cost: PlanCost | None,
-    expert_bytes: int | None,
-) -> Plan:
+    if group is not None:
+        topology = group.topology
+    else:
+        if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
+            raise InvalidArgumentError(
+                "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
+            )
+        topology = Topology.make(
+            num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+            num_experts=load.shape[-1],
+            slots_per_rank=slots_per_rank,
+            home=home,
+            domains=domains,
+            allow_cross_domain=allow_cross_domain,
+        )
     expected = (topology.num_ranks, topology.num_experts)
     if tuple(load.shape) not in (expected, expected[1:]):
         raise InvalidLoadError(
@@ -111,7 +93,7 @@ def _plan(
             topology.slots_per_rank,
             topology.allow_cross_domain,
             target_to_ppm(target),
-            None if cost is None else cost.in_integers(expert_bytes),
+            None if cost is None else cost.in_integers(_expert_bytes(group)),
         )
     except ValueError as error:
         kind = InvalidArgumentError if "target" in str(error) else InvalidLoadError
@@ -124,6 +106,10 @@ def _plan(
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=torch.tensor(topology.domain),
     )
+
+
+def _expert_bytes(group: Group | None) -> int | None:
+    return None if group is None else sum(s.nbytes for s in group.segments.values())
 
 
 def _check_load(load: torch.Tensor) -> None:

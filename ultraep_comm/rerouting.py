@@ -42,13 +42,8 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return tracing.reroute(topk_ids, plan, group)
-    return reroute_ids(topk_ids, plan, group)
-
-
-def reroute_ids(topk_ids: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
-    """Make the call, whoever is compiling."""
     check_ids(topk_ids, group.rank, group.device)
     arrays = _plan_arrays(plan, group)
     ids = topk_ids.cpu().contiguous().numpy()
@@ -85,15 +80,8 @@ def reroute_map(
         InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
             ``plan.load``.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return tracing.reroute_map(routing_map, probs, plan, group)
-    return reroute_mapped(routing_map, probs, plan, group)
-
-
-def reroute_mapped(
-    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, group: Group
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Make the call, whoever is compiling."""
     _check_map(routing_map, group)
     if probs is not None:
         _check_probs(probs, routing_map, group.rank)
@@ -113,7 +101,7 @@ def reroute_mapped(
 
 
 def reroute_gradient(
-    grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, group: Group
+    grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, *, group: Group
 ) -> torch.Tensor:
     """Return the gradient ``[T, E]`` of probabilities from that of the rerouted, ``[T, G * P]``."""
     before, after = _find_moves(routing_map, plan, group)

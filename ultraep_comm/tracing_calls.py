@@ -6,12 +6,13 @@ All of them write to one tensor, in name only: so a compiler keeps each of them,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.errors import UltraEPError
 from ultraep_comm.plan import Plan
+from ultraep_comm.registry import find_group
 from ultraep_comm.segments import BoundWeights, Weights
 from ultraep_comm.work import Work
 
@@ -90,14 +91,13 @@ class TracedWork(Work):
         torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, True)
 
     def is_completed(self) -> bool:
-        """Raise UnsupportedError: a compiled function cannot look at the clock."""
-        self._refuse("is_completed")
+        """Do what :meth:`Work.is_completed` does, outside the compiled function."""
+        return self._started().is_completed()
 
-    def exception(self) -> NoReturn:
-        """Raise UnsupportedError: see :meth:`is_completed`."""
-        self._refuse("exception")
+    def exception(self) -> UltraEPError | None:
+        """Do what :meth:`Work.exception` does, outside the compiled function."""
+        return self._started().exception()
 
-    def _refuse(self, method: str) -> NoReturn:
-        raise UnsupportedError(
-            f"Work.{method} of a call made under torch.compile; use wait() or synchronize()"
-        )
+    def _started(self) -> Work:
+        token, *_, group_name = self._arguments
+        return Work(find_group(group_name), int(token), "replicate_experts", self.mode)
