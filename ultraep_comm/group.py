@@ -111,9 +111,7 @@ class Group:
             self, _dispose, self._engine, fabric, self._memory, self._in_flight
         )
         self.num_mains = self._layout.num_mains[rank]
-        slots = self._views(
-            self._region.local, self._layout.slot_offset, topology.slots_per_rank
-        )
+        slots = self._views(self._region.local, self._layout.slot_offset, topology.slots_per_rank)
         self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
         self.name = register_group(self)
         _ = topology.instances_per_rank  # kept there: torch.compile cannot trace how it is found

@@ -2,6 +2,8 @@
 
 Each has a fake implementation, which gives shapes from the arguments alone: a graph that was cached
 must not depend on a group of the process that made it. The real ones find the group by its name.
+Caches know an operator by name and arguments: one that comes to write to other arguments, or to
+return something else, needs a new name.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Impl = Callable[..., Any]
 Copies = list[tuple[Tensor, Tensor]]
 _FINISHED = 0  # the token, else an epoch, of a call that had to finish where it started
 
-_LIBRARY = torch.library.Library("ultraep_comm", "DEF")
+_LIBRARY: Any = torch.library.Library("ultraep_comm", "DEF")  # type: ignore[no-untyped-call,unused-ignore]
 # Weights keep their strides; a graph capture is refused (newer than the oldest torch we support).
 _TAGS = [
     getattr(torch.Tag, name)
@@ -39,7 +41,7 @@ _TAGS = [
 
 def _operator(schema: str, fake: Impl) -> Callable[[Impl], Impl]:
     """Define an operator; the decorated function is its real implementation."""
-    name = schema.split("(")[0]
+    name = schema.split("(", maxsplit=1)[0]
 
     def register(real: Impl) -> Impl:
         _LIBRARY.define(schema, tags=_TAGS)
@@ -198,14 +200,12 @@ def _replicate(*arguments: Any) -> None:
 )
 def _start_replicate(*arguments: Any) -> Tensor:
     copies, filled, call = _transfer_of(*arguments)
-    epoch = _FINISHED
     if copies:  # the memory is put back, so it must have been filled by then
         _run(copies, filled, call)
-    else:
-        work = call(async_op=True)
-        assert work is not None
-        epoch = work._epoch
-    return torch.tensor([epoch])
+        return torch.tensor([_FINISHED])
+    work = call(async_op=True)
+    assert work is not None
+    return torch.tensor([work._epoch])
 
 
 @_operator(
@@ -229,9 +229,8 @@ def _wait_replicate(
     group = find_group(group_name)
     work = Work(group, epoch, "replicate_experts", "")
     work.synchronize() if synchronize else work.wait()
-    for copy, own in _copies_among(slots, names, group):
-        for slot in _filled(slot_expert, group):
-            copy[slot].copy_(own[slot])
+    copies = _copies_among(slots, names, group)
+    _take(copies, _filled(slot_expert, group) if copies else [])
 
 
 def _transfer_of(
@@ -248,7 +247,7 @@ def _transfer_of(
     mode: str,
     group_name: str,
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
-    """Return the slots that are copies, the slots to fill, and the call."""
+    """Return the slots that are copies, which of their rows will be filled, and the call."""
     group = find_group(group_name)
     rest = iter(tensors)
     weights: Weights = {
@@ -263,7 +262,8 @@ def _transfer_of(
         mode=mode,
         segments=names,
     )
-    return _copies_among(slots, names, group), _filled(slot_expert, group), call
+    copies = _copies_among(slots, names, group)
+    return copies, _filled(slot_expert, group) if copies else [], call
 
 
 # A graph without mutations gives an operator copies of the slots, and may still read those that it
@@ -279,7 +279,7 @@ def _copies_among(slots: list[Tensor], names: list[str], group: Group) -> Copies
 
 def _filled(slot_expert: Tensor, group: Group) -> list[int]:
     """Return this rank's slots that the plan fills; none of a plan that will be rejected."""
-    if slot_expert.dim() != 2 or slot_expert.shape[0] != group.num_ranks:
+    if slot_expert.shape != (group.num_ranks, group.topology.slots_per_rank):
         return []
     mine: list[int] = slot_expert[group.rank].tolist()
     return [slot for slot, expert in enumerate(mine) if expert >= 0]
@@ -289,8 +289,12 @@ def _run(copies: Copies, filled: list[int], call: Callable[..., Work | None]) ->
     """Make the call and finish it, with its effect on the slots as they were given."""
     kept = [(own[slot], own[slot].clone()) for _, own in copies for slot in filled]
     call(async_op=False)
+    _take(copies, filled)
+    for memory, before in kept:
+        memory.copy_(before)
+
+
+def _take(copies: Copies, filled: list[int]) -> None:
     for copy, own in copies:
         for slot in filled:
             copy[slot].copy_(own[slot])
-    for memory, before in kept:
-        memory.copy_(before)

@@ -43,12 +43,12 @@ def replicate_experts(
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
     given = weights.weights if isinstance(weights, BoundWeights) else weights
-    counts, tensors = [], []  # -1: stacked; else so many tensors
+    counts: list[int] = []  # -1: stacked; else so many tensors
+    tensors: list[torch.Tensor] = []
     for value in given.values():
-        stacked = isinstance(value, torch.Tensor)
-        counts.append(-1 if stacked else len(value))
-        tensors += [value] if stacked else list(value)
-    tensors = [tensor.detach() for tensor in tensors]  # a transfer has no gradient
+        listed = [value] if isinstance(value, torch.Tensor) else list(value)
+        counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
+        tensors += [tensor.detach() for tensor in listed]  # a transfer has no gradient
     names = list(group.slots) if segments is None else list(segments)
     slots = [group.slots[name] for name in names if name in group.slots]
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
