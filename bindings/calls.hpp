@@ -1,9 +1,12 @@
-// What the bindings of both engines share: addresses as arguments, and waits that Ctrl-C ends.
+// What the bindings of both engines share: addresses as arguments, questions about plans, and waits
+// that Ctrl-C ends.
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -45,11 +48,32 @@ inline bool has_home(const Topology& t, uint64_t home) {
   return std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
 }
 
-// A plan that check() finds nothing wrong with, made for this home map.
+inline ReplicateArgs replicate_args(const Topology& t, uint64_t slot_expert, uint64_t slot_quota,
+                                    uint64_t home_quota, uint64_t mains, uint64_t segments,
+                                    int32_t num_segments, int32_t mode, int32_t region) {
+  return {.slot_expert = at<const int32_t>(slot_expert),
+          .plan_digest = plan_digest(t, slot_quota, home_quota),
+          .mains = at<const uint64_t>(mains),
+          .segments = at<const int32_t>(segments),
+          .num_segments = num_segments,
+          .mode = mode,
+          .region = region};
+}
+
 template <class Engine>
-bool accepts(const Engine& engine, uint64_t slot_expert, uint64_t home) {
-  return has_home(engine.topology(), home) &&
-         engine.check(at<const int32_t>(slot_expert)).fault == PlanFault::kNone;
+void bind_plan_questions(nanobind::class_<Engine>& engine) {
+  engine
+      .def("check",
+           [](const Engine& e, uint64_t slot_expert) {
+             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
+             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
+           })
+      .def("accepts",
+           [](const Engine& e, uint64_t slot_expert, uint64_t home) {
+             return has_home(e.topology(), home) &&
+                    e.check(at<const int32_t>(slot_expert)).fault == PlanFault::kNone;
+           })
+      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); });
 }
 
 // Runs body(interrupted) without the interpreter lock.

@@ -2,7 +2,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
@@ -128,7 +127,9 @@ void bind_cuda(nb::module_& m) {
           // What `keep` owns is used until the last engine has let go of the launcher.
           "config"_a, "device"_a, "pinned"_a, "keep"_a, nb::keep_alive<1, 5>());
 
-  nb::class_<Engine>(m, "CudaEngine")
+  nb::class_<Engine> engine(m, "CudaEngine");
+  bind_plan_questions(engine);
+  engine
       .def(
           "__init__",
           [](Engine* self, const EngineConfig& config, std::shared_ptr<Launcher> launcher,
@@ -138,25 +139,13 @@ void bind_cuda(nb::module_& m) {
           },
           "config"_a, "launcher"_a, nb::kw_only(), "far"_a, "pes"_a, "staging"_a)
       .def("add_region", &Engine::add_region)
-      .def("check",
-           [](const Engine& e, uint64_t slot_expert) {
-             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
-             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
-           })
-      .def("accepts", &accepts<Engine>)
-      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); })
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
               bool background, uint64_t stream) {
-             ReplicateArgs args;
-             args.slot_expert = at<const int32_t>(slot_expert);
-             args.plan_digest = plan_digest(e.topology(), slot_quota, home_quota);
-             args.mains = at<const uint64_t>(mains);
-             args.segments = at<const int32_t>(segments);
-             args.num_segments = num_segments;
-             args.mode = mode;
-             args.region = region;
+             const ReplicateArgs args =
+                 replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
+                                num_segments, mode, region);
              Mode chosen;
              const uint64_t epoch = interruptible([&](auto&& interrupted) {
                return e.replicate(args, background, handle(stream), interrupted, &chosen);

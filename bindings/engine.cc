@@ -3,7 +3,6 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
@@ -75,31 +74,20 @@ void bind_engine(nb::module_& m) {
       .def_ro("seconds", &Report::seconds)
       .def_ro("all_called", &Report::all_called);
 
-  nb::class_<Engine>(m, "Engine")
-      .def(nb::init<EngineConfig>())
+  nb::class_<Engine> engine(m, "Engine");
+  bind_plan_questions(engine);
+  engine.def(nb::init<EngineConfig>())
       .def("add_region",
            [](Engine& e, const std::vector<uint64_t>& bases) {
              return e.add_region(pointers<const uint8_t>(bases));
            })
-      .def("check",
-           [](const Engine& e, uint64_t slot_expert) {
-             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
-             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
-           })
-      .def("accepts", &accepts<Engine>)
-      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); })
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
               bool background) {
-             ReplicateArgs args;
-             args.slot_expert = at<const int32_t>(slot_expert);
-             args.plan_digest = plan_digest(e.topology(), slot_quota, home_quota);
-             args.mains = at<const uint64_t>(mains);
-             args.segments = at<const int32_t>(segments);
-             args.num_segments = num_segments;
-             args.mode = mode;
-             args.region = region;
+             const ReplicateArgs args =
+                 replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
+                                num_segments, mode, region);
              Mode chosen;
              const nb::gil_scoped_release release;
              const uint64_t epoch = e.replicate(args, background, &chosen);
