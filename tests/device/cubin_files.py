@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "cuda" / "cubins"
 
@@ -68,13 +70,21 @@ def report(cubin: Path) -> str:
     return cubin.with_suffix(".resources.txt").read_text()
 
 
-def cuda_tool(name: str) -> str | None:
-    """Return a program of the environment's wheels, of PATH, or of the toolkit's usual place."""
+def cuda_tool(name: str) -> str:
+    """Return a program of the environment's wheels, of PATH, or of the toolkit's usual place.
+
+    Without it the test skips, but fails where cubins are what is being built.
+    """
     namespace = importlib.util.find_spec("nvidia")
     wheels = namespace.submodule_search_locations if namespace else None
     folders = [f"{wheel}/cu13/bin" for wheel in wheels or []]
     folders += [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    return shutil.which(name, path=os.pathsep.join(folders))
+    found = shutil.which(name, path=os.pathsep.join(folders))
+    if found is None:
+        give_up = pytest.fail if os.environ.get("ULTRAEP_CUDA") == "ON" else pytest.skip
+        give_up(f"no {name}: see docs/building.md, CUDA")
+    assert found is not None
+    return found
 
 
 def disassemble(cubin: Path, program: str) -> dict[str, list[str]]:
