@@ -35,6 +35,16 @@ struct Warp {
     ptx::sync_warp();
     return ptx::reduce_min(value);
   }
+
+  UEC_DEVICE static uint32_t sum_before(uint32_t value) {
+    ptx::sync_warp();
+    uint32_t sum = value;
+    for (int32_t step = 1; step < size(); step *= 2) {
+      const uint32_t other = ptx::shuffle(sum, index() < step ? 0 : index() - step);
+      if (index() >= step) sum += other;
+    }
+    return sum - value;
+  }
 };
 
 }  // namespace uec::cuda

@@ -63,6 +63,7 @@ CPP_ORDER = [
     "core/counts.hpp",
     "core/probe.hpp",
     "core/planner.hpp",
+    "core/shares.hpp",
     "core/reroute.hpp",
     "core/validate.hpp",
     "core/tiles.hpp",
