@@ -79,7 +79,7 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
     if (rank[i] <= source) turns[rank[i]].rest -= static_cast<uint32_t>(kept);
     sum += static_cast<uint32_t>(quota[i] -= kept);
   }
-  uint32_t upto = team.sum_before(sum);
+  auto upto = static_cast<uint32_t>(team.sum_before(sum));
   const uint32_t remaining = team.from(team.size() - 1, upto + sum);
   const uint32_t rest = turns[source].rest;
   const int32_t kept = load[source * stride] - static_cast<int32_t>(rest);
@@ -88,7 +88,7 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
     const Run sources = Run::of(team, source + 1);
     uint32_t given = 0;
     for (int32_t r = sources.begin; r < sources.end; ++r) given += turns[r].rest;
-    uint32_t left = remaining - team.sum_before(given);
+    uint32_t left = remaining - static_cast<uint32_t>(team.sum_before(given));
     for (int32_t r = sources.begin; r < sources.end; ++r) {
       turns[r] = make_turn(turns[r].rest, left);
       left -= turns[r].rest;

@@ -36,11 +36,10 @@ struct Warp {
     return ptx::reduce_min(value);
   }
 
-  UEC_DEVICE static uint32_t sum_before(uint32_t value) {
-    ptx::sync_warp();
-    uint32_t sum = value;
+  UEC_DEVICE static uint64_t sum_before(uint64_t value) {
+    uint64_t sum = value;
     for (int32_t step = 1; step < size(); step *= 2) {
-      const uint32_t other = ptx::shuffle(sum, index() < step ? 0 : index() - step);
+      const uint64_t other = from(index() < step ? 0 : index() - step, sum);
       if (index() >= step) sum += other;
     }
     return sum - value;

@@ -69,10 +69,10 @@ class Crowd {
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
-  static uint32_t sum_before(uint32_t value) {
+  static uint64_t sum_before(uint64_t value) {
     const Room::Seats& seats = meet(kSumBefore, value);
-    uint32_t sum = 0;
-    for (int32_t i = 0; i < index(); ++i) sum += read<uint32_t>(seats[i]);
+    uint64_t sum = 0;
+    for (int32_t i = 0; i < index(); ++i) sum += read<uint64_t>(seats[i]);
     return sum;
   }
 

@@ -65,6 +65,7 @@ CPP_ORDER = [
     "core/planner.hpp",
     "core/shares.hpp",
     "core/reroute.hpp",
+    "core/share_table.hpp",
     "core/validate.hpp",
     "core/tiles.hpp",
     "core/schedule.hpp",
