@@ -27,29 +27,37 @@ struct RoutingCase {
   }
 };
 
-// `most`: tokens of an expert from one source.
-inline RoutingCase draw_routing(Random& random, int32_t num_ranks, int32_t num_experts,
-                                int32_t slots_per_rank, int32_t most) {
+inline RoutingCase draw_group(Random& random, int32_t num_ranks, int32_t num_experts,
+                              int32_t slots_per_rank) {
   RoutingCase c;
   c.group = make_group(num_ranks, num_experts, slots_per_rank);
-  PlanCase& group = c.group;
   if (draw(random, 0, 1) == 0)
-    for (int32_t& home : group.home) home = draw(random, 0, num_ranks - 1);
-  const std::vector<int32_t> mains = group.num_mains();
-  const std::vector<int32_t> main_idx = group.main_idx();
+    for (int32_t& home : c.group.home) home = draw(random, 0, num_ranks - 1);
+  const std::vector<int32_t> mains = c.group.num_mains();
+  const std::vector<int32_t> main_idx = c.group.main_idx();
   c.per_rank = *std::max_element(mains.begin(), mains.end()) + slots_per_rank;
   for (int32_t e = 0; e < num_experts; ++e)
-    c.main_id.push_back(group.home[e] * c.per_rank + main_idx[e]);
+    c.main_id.push_back(c.group.home[e] * c.per_rank + main_idx[e]);
   for (int32_t r = 0; r < num_ranks; ++r) c.slot_id.push_back(r * c.per_rank + mains[r]);
+  c.source = draw(random, 0, num_ranks - 1);
+  return c;
+}
+
+// `most`: tokens of an expert from one source.
+inline void draw_plan(RoutingCase& c, Random& random, int32_t most) {
+  PlanCase& group = c.group;
+  const int32_t num_ranks = group.num_ranks, num_experts = group.num_experts;
+  group.clear();
   const int32_t hot = draw(random, 0, num_experts - 1);  // has many of the replicas
-  for (int32_t i = 0; i < num_ranks * slots_per_rank; ++i)
+  for (int32_t i = 0; i < num_ranks * group.slots_per_rank; ++i)
     if (draw(random, 0, 3) != 0)
       group.place(draw(random, 0, 1) == 0 ? hot : draw(random, 0, num_experts - 1),
                   draw(random, 0, num_ranks - 1));
-  c.source = draw(random, 0, num_ranks - 1);
+  c.load.clear();
   for (int32_t i = 0; i < num_ranks * num_experts; ++i)
     c.load.push_back(draw(random, 0, 3) == 0 ? 0 : draw(random, 0, most));
   // Each quota is any part of what is left of the load.
+  c.home_quota.clear();
   c.slot_quota.assign(group.slot_expert.size(), -7);
   for (int32_t e = 0; e < num_experts; ++e) {
     int64_t left = 0;
@@ -62,7 +70,6 @@ inline RoutingCase draw_routing(Random& random, int32_t num_ranks, int32_t num_e
     }
     c.home_quota.push_back(static_cast<int32_t>(left));
   }
-  return c;
 }
 
 // Breaks the plan in one place or two.

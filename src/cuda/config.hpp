@@ -16,4 +16,15 @@ inline constexpr uint32_t kCommitsInFlight = 3;
 // Tiles that a block keeps in symmetric memory for puts to far peers.
 inline constexpr int32_t kNumFarStages = 2;
 
+// The reroute. 65536 ids are 64 blocks, a warp for each 64 of them.
+inline constexpr int32_t kRerouteThreads = 512;
+inline constexpr int32_t kIdsPerThread = 2;
+inline constexpr int32_t kTokensPerWarp = 4;  // of a routing map; at most 8
+
+// Runs whose counts a block sums up itself. Beyond them it takes the sum of an earlier block, which
+// costs a hop.
+inline constexpr int32_t kRunsPerWindow = 128;
+
+inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
+
 }  // namespace uec::cuda

@@ -65,8 +65,8 @@ void check_case(const RoutingCase& c, int32_t team_size) {
 }
 
 RoutingCase draw_case(Random& random) {
-  RoutingCase c = draw_routing(random, draw(random, 1, 9), draw(random, 1, 12), draw(random, 0, 3),
-                               draw(random, 0, 3) == 0 ? 50'000'000 : draw(random, 1, 30));
+  RoutingCase c = draw_group(random, draw(random, 1, 9), draw(random, 1, 12), draw(random, 0, 3));
+  draw_plan(c, random, draw(random, 0, 3) == 0 ? 50'000'000 : draw(random, 1, 30));
   if (draw(random, 0, 2) == 0) break_plan(c, random);
   return c;
 }

@@ -104,6 +104,7 @@ CPP_ORDER = [
     "host/execute.cc",
     "host/config.cc",
     "cuda/config.hpp",
+    "cuda/reroute_args.hpp",
     "cuda/args.hpp",
     "cuda/block.hpp",
     "cuda/driver.hpp",
