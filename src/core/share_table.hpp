@@ -102,6 +102,7 @@ UEC_HD inline bool holds_twice(const Topology& topology, const QuotaPlan& plan, 
   const int32_t rank = slot / topology.slots_per_rank;
   const int32_t expert = plan.slot_expert[slot];
   if (topology.home[expert] == rank) return true;
+  UEC_ROLLED
   for (int32_t i = rank * topology.slots_per_rank; i < slot; ++i)
     if (plan.slot_expert[i] == expert) return true;
   return false;
@@ -112,8 +113,10 @@ template <class Visit>
 UEC_HD void visit_quotas(const Topology& topology, const QuotaPlan& plan, int32_t expert,
                          Visit&& visit) {
   const int32_t slots = topology.slots_per_rank;
+  UEC_ROLLED
   for (int32_t r = 0; r < topology.num_ranks; ++r) {
     if (topology.home[expert] == r && !visit(plan.home_quota[expert])) return;
+    UEC_ROLLED
     for (int32_t i = r * slots; i < (r + 1) * slots; ++i)
       if (plan.slot_expert[i] == expert && !visit(plan.slot_quota[i])) return;
   }
@@ -134,6 +137,7 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   // Replicas of lower experts, of this one, and of this one on ranks before its home.
   uint64_t lower = 0, replicas = 0, ahead = 0;
   const Run own = Run::of(team, topology.num_ranks * slots);
+  UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
     const int32_t held = plan.slot_expert[i];
     if (held < -1 || held >= num_experts) keep_worst(&worst, FaultStage::kSlotExpert, i);
@@ -162,6 +166,7 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
     table.entries[begin + main_at].physical_id = ids.main_id[expert];
   }
   auto at = static_cast<int32_t>(sums.before >> kBits & kMask);
+  UEC_ROLLED
   for (int32_t i = own.begin; replicas > 0 && i < own.end; ++i) {
     if (plan.slot_expert[i] != expert) continue;
     const int32_t rank = i / slots;
@@ -175,11 +180,13 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   // What the shares rest on.
   const int32_t* const load = plan.load + expert;
   int64_t loads = 0, quotas = 0;
+  UEC_ROLLED
   for (int32_t r = team.index(); r < topology.num_ranks; r += team.size()) {
     const int64_t position = static_cast<int64_t>(r) * num_experts;
     loads += load[position];
     if (load[position] < 0) keep_worst(&worst, FaultStage::kLoad, position + expert);
   }
+  UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size()) {
     quotas += scratch.quota[i];
     if (scratch.quota[i] < 0) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert + 1);
@@ -197,6 +204,7 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   }
   share_expert(team, load, num_experts, source, scratch.rank, num_instances, scratch.quota,
                scratch.turns);
+  UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())
     table.entries[begin + i].upto = scratch.quota[i];
   return worst;
@@ -224,6 +232,7 @@ UEC_HD inline RerouteStatus explain_plan_fault(const Topology& topology, const Q
   }
   const auto expert = static_cast<int32_t>(position / 3);
   int64_t loads = 0, quotas = 0;
+  UEC_ROLLED
   for (int32_t r = 0; r < topology.num_ranks; ++r)
     loads += plan.load[static_cast<int64_t>(r) * topology.num_experts + expert];
   status.fault = RerouteFault::kBadCount;

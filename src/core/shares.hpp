@@ -14,7 +14,7 @@ namespace uec {
 // A source's turn at what its expert's instances still take, after the sources before it.
 struct Turn {
   uint32_t rest;       // tokens that its own rank has not kept
-  uint32_t remaining;  // quotas of all instances; at least `rest`, below 2^31
+  uint32_t remaining;  // quotas of all instances; at least `rest`, below 2^31, not 0
   uint32_t ratio;      // rest / remaining in units of 2^-32, rounded down, and below 1
 };
 
@@ -48,7 +48,7 @@ struct Run {
 };
 
 UEC_HD inline Turn make_turn(uint32_t rest, uint32_t remaining) {
-  if (rest == 0) return {0, remaining, 0};
+  if (rest == 0) return {0, 1, 0};
   return {
       rest, remaining,
       rest == remaining ? ~uint32_t{0} : static_cast<uint32_t>((uint64_t{rest} << 32) / remaining)};
@@ -68,12 +68,14 @@ template <class Team>
 UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t stride,
                                 int32_t source, const int32_t* rank, int32_t num_instances,
                                 int32_t* quota, Turn* turns) {
+  UEC_ROLLED
   for (int32_t r = team.index(); r <= source; r += team.size())
     turns[r].rest = static_cast<uint32_t>(load[r * stride]);
   team.sync();
   // Locality first: a rank with an instance uses that quota for its own tokens.
   const Run own = Run::of(team, num_instances);
   uint32_t sum = 0;
+  UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
     const auto kept = static_cast<int32_t>(min64(load[rank[i] * stride], quota[i]));
     if (rank[i] <= source) turns[rank[i]].rest -= static_cast<uint32_t>(kept);
@@ -87,8 +89,10 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
   if (rest > 0) {
     const Run sources = Run::of(team, source + 1);
     uint32_t given = 0;
+    UEC_ROLLED
     for (int32_t r = sources.begin; r < sources.end; ++r) given += turns[r].rest;
     uint32_t left = remaining - static_cast<uint32_t>(team.sum_before(given));
+    UEC_ROLLED
     for (int32_t r = sources.begin; r < sources.end; ++r) {
       turns[r] = make_turn(turns[r].rest, left);
       left -= turns[r].rest;
@@ -97,13 +101,13 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
   }
   // What a source leaves of the first i quotas depends on their sum alone, so that every instance
   // goes through the turns by itself.
+  UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
     upto += static_cast<uint32_t>(quota[i]);
     uint32_t share = 0;
     if (rest > 0) {
       uint32_t left = upto;
-      for (int32_t r = 0; r < source; ++r)
-        if (turns[r].rest > 0) left -= part_of(turns[r], left);
+      for (int32_t r = 0; r < source; ++r) left -= part_of(turns[r], left);
       share = part_of(turns[source], left);
     }
     quota[i] = static_cast<int32_t>(share) + (rank[i] >= source ? kept : 0);

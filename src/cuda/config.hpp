@@ -21,9 +21,13 @@ inline constexpr int32_t kRerouteThreads = 512;
 inline constexpr int32_t kIdsPerThread = 2;
 inline constexpr int32_t kTokensPerWarp = 4;  // of a routing map; at most 8
 
-// Runs whose counts a block sums up itself. Beyond them it takes the sum of an earlier block, which
-// costs a hop.
-inline constexpr int32_t kRunsPerWindow = 128;
+// A window has 2^this many runs, whose counts a block sums up itself. What came before the window
+// it takes from the last block of the one before, which costs a hop.
+inline constexpr int32_t kWindowLog2 = 7;
+// What a thread loads before it waits: rows of counts, warps' counts, and columns of a map.
+inline constexpr int32_t kRowsInFlight = 8;
+inline constexpr int32_t kCountsAtOnce = 8;
+inline constexpr int32_t kColumnsAtOnce = 4;
 
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 

@@ -19,11 +19,11 @@ struct RerouteShape {
   int32_t slots_per_rank = 0;
   int32_t per_rank = 0;  // P
   int32_t max_runs = 0;  // blocks of a launch
-  int32_t runs_per_window = kRunsPerWindow;
+  int32_t window_log2 = kWindowLog2;
 
   UEC_HD int64_t num_entries() const { return num_experts + int64_t{num_ranks} * slots_per_rank; }
   UEC_HD int64_t row() const { return round_up(num_experts, 4); }  // of counts: whole 16 bytes
-  UEC_HD int64_t num_windows() const { return ceil_div(max_runs, runs_per_window); }
+  UEC_HD int64_t num_windows() const { return (max_runs >> window_log2) + 1; }
 };
 
 // Of one rank, in device memory; zero at first. One launch at a time uses it.
@@ -126,7 +126,8 @@ struct RerouteShared {
   }
 };
 
-// Bytes of a warp's ShareScratch, of which a block of the shares' kernel needs one for each warp.
+// Cuts a warp's ShareScratch, of which a block of the shares' kernel has one for each. Returns the
+// bytes.
 UEC_HD inline int64_t cut_share_scratch(std::byte* base, const RerouteShape& shape,
                                         ShareScratch* scratch) {
   ScratchCutter cutter(base);
@@ -135,5 +136,37 @@ UEC_HD inline int64_t cut_share_scratch(std::byte* base, const RerouteShape& sha
   scratch->quota = cutter.take<int32_t>(shape.num_ranks);
   return round_up(cutter.used_bytes(), 8);
 }
+
+// How the kernels are launched.
+struct RerouteGrid {
+  int32_t num_blocks = 0;  // at most max_runs, but for the shares
+  int32_t num_threads = 0;
+  int64_t shared_bytes = 0;
+
+  static RerouteGrid of_shares(const RerouteShape& shape, int32_t num_threads = kSharesThreads,
+                               int32_t warp_size = 32) {
+    ShareScratch scratch;
+    const int32_t num_warps = num_threads / warp_size;
+    return {static_cast<int32_t>(ceil_div(shape.num_experts, num_warps)), num_threads,
+            num_warps * cut_share_scratch(nullptr, shape, &scratch)};
+  }
+  static RerouteGrid of_ids(const RerouteShape& shape, int64_t num_ids,
+                            int32_t num_threads = kRerouteThreads, int32_t warp_size = 32) {
+    return of_runs(shape, num_ids, num_threads * kIdsPerThread, num_threads, warp_size);
+  }
+  static RerouteGrid of_map(const RerouteShape& shape, int64_t num_tokens,
+                            int32_t num_threads = kRerouteThreads, int32_t warp_size = 32) {
+    return of_runs(shape, num_tokens, num_threads / warp_size * kTokensPerWarp, num_threads,
+                   warp_size);
+  }
+
+ private:
+  static RerouteGrid of_runs(const RerouteShape& shape, int64_t count, int64_t per_run,
+                             int32_t num_threads, int32_t warp_size) {
+    RerouteShared shared;
+    return {static_cast<int32_t>(max64(1, ceil_div(count, per_run))), num_threads,
+            RerouteShared::cut(nullptr, shape, num_threads, num_threads / warp_size, &shared)};
+  }
+};
 
 }  // namespace uec::cuda

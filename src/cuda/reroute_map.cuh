@@ -12,13 +12,15 @@ namespace uec::cuda {
 
 static_assert(kTokensPerWarp <= 8, "RerouteShared::bits has a bit for each");
 
-UEC_DEVICE void fill_zero(uint8_t* at, int64_t bytes) {
-  const auto head = static_cast<int64_t>(-reinterpret_cast<uint64_t>(at) % 16);
-  const int64_t begin = min64(head, bytes), end = begin + (bytes - begin) / 16 * 16;
-  for (int64_t i = ptx::thread_idx(); i < begin; i += ptx::num_threads()) at[i] = 0;
-  for (int64_t i = begin + 16 * ptx::thread_idx(); i < end; i += 16 * ptx::num_threads())
-    *reinterpret_cast<uint4*>(at + i) = uint4{0, 0, 0, 0};
-  for (int64_t i = end + ptx::thread_idx(); i < bytes; i += ptx::num_threads()) at[i] = 0;
+// Fewer than 2^31 bytes.
+UEC_DEVICE void fill_zero(uint8_t* at, int32_t bytes) {
+  const auto head = static_cast<int32_t>(-reinterpret_cast<uint64_t>(at) % 16);
+  const int32_t begin = head < bytes ? head : bytes, num_quads = (bytes - begin) / 16;
+  const int32_t end = begin + 16 * num_quads;
+  auto* const quads = reinterpret_cast<uint4*>(at + begin);
+  by_threads(begin, [&](int32_t i) { at[i] = 0; });
+  by_threads(num_quads, [&](int32_t i) { quads[i] = uint4{0, 0, 0, 0}; });
+  by_threads(bytes - end, [&](int32_t i) { at[end + i] = 0; });
 }
 
 template <class Element>
@@ -44,12 +46,30 @@ UEC_DEVICE void move_token(const RerouteArgs& args, int64_t to, int64_t from) {
 UEC_DEVICE void count_map(const RerouteArgs& args, const RerouteBlock& block, int64_t first) {
   const auto* const map = reinterpret_cast<const uint8_t*>(args.from);
   const int32_t num_experts = block.shape.num_experts;
-  for (int32_t e = Warp::index(); e < num_experts; e += ptx::kWarpSize) {
-    uint32_t bits = 0;
-    for (int32_t t = 0; t < kTokensPerWarp; ++t)
-      if (first + t < args.count && map[(first + t) * num_experts + e] != 0) bits |= 1u << t;
-    block.shared.bits[warp_idx() * num_experts + e] = static_cast<uint8_t>(bits);
-    block.shared.counts[warp_idx() * num_experts + e] = static_cast<uint16_t>(ptx::num_set(bits));
+  uint8_t* const bits_of = block.shared.bits + warp_idx() * num_experts;
+  uint16_t* const counts = block.shared.counts + warp_idx() * num_experts;
+  const int64_t left = args.count - first;
+  const uint8_t* const rows = map + first * num_experts;
+#pragma unroll 1
+  for (int32_t e = Warp::index(); e < num_experts; e += kColumnsAtOnce * ptx::kWarpSize) {
+    uint8_t ones[kColumnsAtOnce][kTokensPerWarp];
+#pragma unroll
+    for (int32_t i = 0; i < kColumnsAtOnce; ++i)
+#pragma unroll
+      for (int32_t t = 0; t < kTokensPerWarp; ++t) {
+        const int32_t column = e + i * ptx::kWarpSize;
+        ones[i][t] = t < left && column < num_experts ? rows[t * num_experts + column] : 0;
+      }
+#pragma unroll
+    for (int32_t i = 0; i < kColumnsAtOnce; ++i) {
+      const int32_t column = e + i * ptx::kWarpSize;
+      if (column >= num_experts) break;
+      uint32_t bits = 0;
+#pragma unroll
+      for (int32_t t = 0; t < kTokensPerWarp; ++t) bits |= (ones[i][t] != 0 ? 1u : 0u) << t;
+      bits_of[column] = static_cast<uint8_t>(bits);
+      counts[column] = static_cast<uint16_t>(ptx::num_set(bits));
+    }
   }
 }
 
@@ -57,10 +77,11 @@ UEC_DEVICE void count_map(const RerouteArgs& args, const RerouteBlock& block, in
 UEC_DEVICE void clear_rows(const RerouteArgs& args, int64_t first, int64_t width) {
   const int64_t count = min64(int64_t{kTokensPerWarp} * num_warps(), args.count - first);
   if (count <= 0) return;
-  fill_zero(reinterpret_cast<uint8_t*>(args.to) + first * width, count * width);
+  const auto bytes = static_cast<int32_t>(count * width);
+  fill_zero(reinterpret_cast<uint8_t*>(args.to) + first * width, bytes);
   if (args.probs != 0)
     fill_zero(reinterpret_cast<uint8_t*>(args.physical_probs) + first * width * args.prob_bytes,
-              count * width * args.prob_bytes);
+              bytes * args.prob_bytes);
 }
 
 UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {

@@ -20,11 +20,21 @@ struct RerouteBlock {
   int32_t run;
 
   UEC_DEVICE bool is_last_run() const { return run == ptx::num_blocks_x() - 1; }
-  UEC_DEVICE int32_t window() const { return run / shape.runs_per_window; }
+  UEC_DEVICE int32_t window() const { return run >> shape.window_log2; }
+  UEC_DEVICE int32_t first_of_window() const { return window() << shape.window_log2; }
+  UEC_DEVICE bool ends_window() const { return (run + 1) >> shape.window_log2 != window(); }
 };
 
 UEC_DEVICE int32_t warp_idx() { return ptx::thread_idx() / ptx::kWarpSize; }
 UEC_DEVICE int32_t num_warps() { return ptx::num_threads() / ptx::kWarpSize; }
+
+// body(i) for each i below `count`, by the block's threads. Not unrolled: the number of rounds
+// would cost a division, and there is one round as a rule.
+template <class Body>
+UEC_DEVICE void by_threads(int32_t count, Body&& body) {
+#pragma unroll 1
+  for (int32_t i = ptx::thread_idx(); i < count; i += ptx::num_threads()) body(i);
+}
 
 // Draws a run, copies the table, and zeroes the counts. False: the plan is no good.
 UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, RerouteBlock& block) {
@@ -41,12 +51,10 @@ UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, Reroute
     shared.entry->refused = block.state->plan_status.fault != RerouteFault::kNone;
   }
   const int32_t num_experts = args.shape.num_experts;
-  for (int32_t i = ptx::thread_idx(); i <= num_experts; i += ptx::num_threads())
-    shared.begin[i] = block.arrays.table.begin[i];
-  for (int32_t i = ptx::thread_idx(); i < args.shape.num_entries(); i += ptx::num_threads())
-    shared.entries[i] = block.arrays.table.entries[i];
-  for (int32_t i = ptx::thread_idx(); i < num_warps() * num_experts; i += ptx::num_threads())
-    shared.counts[i] = 0;
+  by_threads(num_experts + 1, [&](int32_t i) { shared.begin[i] = block.arrays.table.begin[i]; });
+  by_threads(static_cast<int32_t>(args.shape.num_entries()),
+             [&](int32_t i) { shared.entries[i] = block.arrays.table.entries[i]; });
+  by_threads(num_warps() * num_experts, [&](int32_t i) { shared.counts[i] = 0; });
   ptx::sync_block();
   block.run = shared.entry->run;
   block.launch = shared.entry->launch;
@@ -58,17 +66,24 @@ UEC_DEVICE void publish_counts(const RerouteBlock& block) {
   ptx::sync_block();
   const int32_t num_experts = block.shape.num_experts;
   uint32_t* const row = block.arrays.counts + block.run * block.shape.row();
-  for (int32_t e = ptx::thread_idx(); e < num_experts; e += ptx::num_threads()) {
+  by_threads(num_experts, [&](int32_t e) {
     int32_t sum = 0;
-    for (int32_t w = 0; w < num_warps(); ++w) {
-      uint16_t& count = block.shared.counts[w * num_experts + e];
-      const int32_t before = sum;
-      sum += count;
-      count = static_cast<uint16_t>(before);
+#pragma unroll 1
+    for (int32_t w = 0; w < num_warps(); w += kCountsAtOnce) {
+      uint16_t* const count = block.shared.counts + w * num_experts + e;
+      const int32_t left = num_warps() - w;
+      int32_t counts[kCountsAtOnce];
+#pragma unroll
+      for (int32_t i = 0; i < kCountsAtOnce; ++i) counts[i] = i < left ? count[i * num_experts] : 0;
+#pragma unroll
+      for (int32_t i = 0; i < kCountsAtOnce; ++i) {
+        if (i < left) count[i * num_experts] = static_cast<uint16_t>(sum);
+        sum += counts[i];
+      }
     }
     block.shared.total[e] = sum;
     row[e] = static_cast<uint32_t>(sum);
-  }
+  });
   ptx::sync_block();
   // Release: pairs with await_counts() of every later block in the window, which reads the row.
   if (ptx::thread_idx() == 0)
@@ -82,9 +97,9 @@ UEC_DEVICE void await_flag(const uint64_t* flag, uint64_t launch) {
 
 // Acquires the counts of the window's runs before this one, and the sum before the window.
 UEC_DEVICE void await_counts(const RerouteBlock& block) {
-  const int32_t window = block.window(), first = window * block.shape.runs_per_window;
-  for (int32_t i = first + ptx::thread_idx(); i < block.run; i += ptx::num_threads())
-    await_flag(&block.arrays.counted[i], block.launch);
+  const int32_t window = block.window(), first = block.first_of_window();
+  by_threads(block.run - first,
+             [&](int32_t i) { await_flag(&block.arrays.counted[first + i], block.launch); });
   if (window > 0 && ptx::thread_idx() == ptx::num_threads() - 1)
     await_flag(&block.arrays.summed[window - 1], block.launch);
   ptx::sync_block();
@@ -100,35 +115,44 @@ UEC_DEVICE void add(uint4& sum, const uint4& row) {
 // Sets `base`. Groups of threads take a share of the rows each, so that all loads are under way
 // together.
 UEC_DEVICE void sum_runs(const RerouteBlock& block) {
-  await_counts(block);
   const auto quads = static_cast<int32_t>(block.shape.row() / 4);
   const int32_t width = quads < ptx::num_threads() ? quads : ptx::num_threads();
   const int32_t num_groups = ptx::num_threads() / width;
   const int32_t group = ptx::thread_idx() / width;
-  const int32_t window = block.window(), first = window * block.shape.runs_per_window;
+  const int32_t window = block.window();
   const auto* const counts = reinterpret_cast<const uint4*>(block.arrays.counts);
   const auto* const sums = reinterpret_cast<const uint4*>(block.arrays.sums);
   auto* const partial = reinterpret_cast<uint4*>(block.shared.partial);
-  for (int32_t q = ptx::thread_idx() % width; group < num_groups && q < quads; q += width) {
+  await_counts(block);
+#pragma unroll 1
+  for (int32_t q = ptx::thread_idx() - group * width; group < num_groups && q < quads; q += width) {
     uint4 sum{0, 0, 0, 0};
-#pragma unroll 8
-    for (int32_t run = first + group; run < block.run; run += num_groups)
-      add(sum, ptx::load_global(counts + int64_t{run} * quads + q));
-    if (window > 0 && group == 0)
-      add(sum, ptx::load_global(sums + (window - 1) * int64_t{quads} + q));
+    if (window > 0 && group == 0) sum = ptx::load_global(sums + (window - 1) * quads + q);
+    const int32_t first = block.first_of_window() + group, step = num_groups * quads;
+    const uint4* row = counts + first * quads + q;
+    int32_t left = block.run - first;
+#pragma unroll 1
+    while (left > 0) {
+      uint4 rows[kRowsInFlight];
+#pragma unroll
+      for (int32_t i = 0; i < kRowsInFlight; ++i, row += step, left -= num_groups)
+        rows[i] = left > 0 ? ptx::load_global(row) : uint4{};
+#pragma unroll
+      for (const uint4& counted : rows) add(sum, counted);
+    }
     partial[group * quads + q] = sum;
   }
   ptx::sync_block();
 
-  const bool ends_window = (block.run + 1) % block.shape.runs_per_window == 0;
+  const bool ends_window = block.ends_window();
   uint32_t* const sum_row = block.arrays.sums + window * block.shape.row();
-  for (int32_t e = ptx::thread_idx(); e < block.shape.num_experts; e += ptx::num_threads()) {
+  by_threads(block.shape.num_experts, [&](int32_t e) {
     uint32_t sum = 0;
     for (int32_t g = 0; g < num_groups; ++g) sum += block.shared.partial[(g * quads) * 4 + e];
     block.shared.base[e] = static_cast<int32_t>(sum);
     if (ends_window || block.is_last_run())
       sum_row[e] = sum + static_cast<uint32_t>(block.shared.total[e]);
-  }
+  });
   ptx::sync_block();
   // Release: pairs with await_counts() of the next window's blocks.
   if (ends_window && ptx::thread_idx() == 0)
@@ -138,9 +162,10 @@ UEC_DEVICE void sum_runs(const RerouteBlock& block) {
 // By the last run, which knows all counts: whether they are those that the shares were made for.
 UEC_DEVICE void check_totals(const RerouteBlock& block) {
   const RerouteShared& shared = block.shared;
-  for (int32_t e = ptx::thread_idx(); e < block.shape.num_experts; e += ptx::num_threads())
+  by_threads(block.shape.num_experts, [&](int32_t e) {
     if (shared.base[e] + shared.total[e] != shared.entries[shared.begin[e + 1] - 1].upto)
       ptx::max_relaxed(&block.state->fault, fault_word(FaultStage::kCount, e));
+  });
 }
 
 // Where the warp's next token of an expert goes, if `ordinal` of its tokens came before it.
@@ -168,7 +193,7 @@ UEC_DEVICE void leave(const RerouteArgs& args, const RerouteBlock& block, IdAt&&
       status.position = position;
       status.value = id_at(position);
     } else {
-      const int64_t window = (ptx::num_blocks_x() - 1) / block.shape.runs_per_window;
+      const int64_t window = (ptx::num_blocks_x() - 1) >> block.shape.window_log2;
       status.fault = RerouteFault::kCountMismatch;
       status.expert = static_cast<int32_t>(position);
       status.counted = block.arrays.sums[window * block.shape.row() + position];

@@ -14,24 +14,23 @@
 namespace device_tests {
 
 inline constexpr int32_t kThreads = emulation::kLanes * emulation::kWarps;
-inline constexpr int32_t kIdsPerRun = kThreads * uec::cuda::kIdsPerThread;
-inline constexpr int32_t kTokensPerRun = emulation::kWarps * uec::cuda::kTokensPerWarp;
 
-inline int32_t num_runs(int64_t count, int64_t per_run) {
-  return static_cast<int32_t>(uec::max64(1, uec::ceil_div(count, per_run)));
-}
+using uec::cuda::RerouteGrid;
 
 class EmulatedReroute {
  public:
   // The group and the source are those of `c`; its plan may change.
-  EmulatedReroute(const RoutingCase& c, int32_t max_runs, int32_t runs_per_window) : case_(c) {
+  EmulatedReroute(const RoutingCase& c, int64_t max_ids, int64_t max_tokens, int32_t window_log2)
+      : case_(c) {
     shape_.rank = c.source;
     shape_.num_ranks = c.group.num_ranks;
     shape_.num_experts = c.group.num_experts;
     shape_.slots_per_rank = c.group.slots_per_rank;
     shape_.per_rank = c.per_rank;
-    shape_.max_runs = max_runs;
-    shape_.runs_per_window = runs_per_window;
+    shape_.window_log2 = window_log2;
+    shape_.max_runs =
+        uec::max32(RerouteGrid::of_ids(shape_, max_ids, kThreads, emulation::kLanes).num_blocks,
+                   RerouteGrid::of_map(shape_, max_tokens, kThreads, emulation::kLanes).num_blocks);
     const int64_t bytes = uec::cuda::RerouteArrays::cut(nullptr, shape_, &arrays_);
     const auto size = static_cast<size_t>(uec::round_up(bytes, 16));
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(16, size)));
@@ -53,19 +52,16 @@ class EmulatedReroute {
     args.slot_expert = address(case_.group.slot_expert.data());
     args.slot_quota = address(case_.slot_quota.data());
     args.home_quota = address(case_.home_quota.data());
-    uec::ShareScratch scratch;
-    const int64_t bytes =
-        emulation::kWarps * uec::cuda::cut_share_scratch(nullptr, shape_, &scratch);
-    emulation::launch(num_runs(shape_.num_experts, emulation::kWarps), 1, bytes,
-                      [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
+    launch(RerouteGrid::of_shares(shape_, kThreads, emulation::kLanes),
+           [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }
 
   // `out` may be `ids`.
   template <class Id>
   void reroute(const Id* ids, int64_t num_ids, Id* out) {
     uec::cuda::RerouteArgs args = make_args(ids, out, num_ids);
-    launch(num_runs(num_ids, kIdsPerRun),
-           [&](std::byte* shared) { uec::cuda::reroute_ids<Id>(args, shared); });
+    launch_runs(RerouteGrid::of_ids(shape_, num_ids, kThreads, emulation::kLanes),
+                [&](std::byte* shared) { uec::cuda::reroute_ids<Id>(args, shared); });
   }
 
   // probs may be null.
@@ -75,8 +71,8 @@ class EmulatedReroute {
     args.probs = address(probs);
     args.physical_probs = address(physical_probs);
     args.prob_bytes = prob_bytes;
-    launch(num_runs(num_tokens, kTokensPerRun),
-           [&](std::byte* shared) { uec::cuda::reroute_map(args, shared); });
+    launch_runs(RerouteGrid::of_map(shape_, num_tokens, kThreads, emulation::kLanes),
+                [&](std::byte* shared) { uec::cuda::reroute_map(args, shared); });
   }
 
  private:
@@ -98,13 +94,12 @@ class EmulatedReroute {
     return args;
   }
 
-  void launch(int32_t num_blocks, const std::function<void(std::byte*)>& kernel) {
-    CHECK(num_blocks <= shape_.max_runs);
-    uec::cuda::RerouteShared shared;
-    emulation::launch(
-        num_blocks, 1,
-        uec::cuda::RerouteShared::cut(nullptr, shape_, kThreads, emulation::kWarps, &shared),
-        kernel);
+  static void launch(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
+    emulation::launch(grid.num_blocks, 1, grid.shared_bytes, kernel);
+  }
+  void launch_runs(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
+    CHECK(grid.num_blocks <= shape_.max_runs);
+    launch(grid, kernel);
   }
 
   const RoutingCase& case_;

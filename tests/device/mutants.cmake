@@ -207,8 +207,8 @@ ultraep_add_device_mutant(reroute_one_thread_awaits_for_itself PROGRAM test_rero
 
 ultraep_add_device_mutant(reroute_run_before_left_out PROGRAM test_reroute
   FILE cuda/reroute_runs.cuh
-  FIND [[run < block.run; run += num_groups)]]
-  REPLACE [[run + 1 < block.run; run += num_groups)]])
+  FIND [[rows[i] = left > 0 ?]]
+  REPLACE [[rows[i] = left > 1 ?]])
 
 ultraep_add_device_mutant(reroute_flags_of_any_launch PROGRAM test_reroute
   FILE cuda/reroute_runs.cuh

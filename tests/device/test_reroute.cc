@@ -123,10 +123,8 @@ int check_group(uint32_t seed) {
   RoutingCase c = draw_group(random, draw(random, 1, 5), num_experts, draw(random, 0, 3));
   const int32_t most = num_experts > 7 ? 1 : draw(random, 0, 9);
   constexpr int32_t kMaxTokens = 60;
-  const int32_t max_ids = most * num_experts + 12;
-  const int32_t max_runs =
-      std::max(num_runs(max_ids, kIdsPerRun), num_runs(kMaxTokens, kTokensPerRun));
-  EmulatedReroute device(c, max_runs, draw(random, 0, 1) == 0 ? 128 : draw(random, 1, 3));
+  EmulatedReroute device(c, most * num_experts + 12, kMaxTokens,
+                         draw(random, 0, 1) == 0 ? 7 : draw(random, 0, 2));
   constexpr int kCalls = 6;
   for (int call = 0; call < kCalls; ++call) {
     if (call % 2 == 0) {  // the table serves two
@@ -158,7 +156,7 @@ int check_group(uint32_t seed) {
 void check_nothing() {
   Random random(9);
   RoutingCase c = draw_group(random, 3, 4, 1);
-  EmulatedReroute device(c, 1, 128);
+  EmulatedReroute device(c, 0, 0, 7);
   draw_plan(c, random, 0);
   device.share();
   std::vector<int32_t> none;
