@@ -218,8 +218,8 @@ UEC_HD inline RerouteStatus check_sums(const Topology& topology, const QuotaPlan
 UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& plan, int32_t source,
                                    int32_t expert, const RerouteScratch& s) {
   const int32_t begin = s.begin[expert], end = s.begin[expert + 1];
-  share_expert(Alone{}, plan.load + expert, topology.num_experts, source, s.rank + begin,
-               end - begin, s.quota + begin, s.turns);
+  share_expert<4>(Alone{}, plan.load + expert, topology.num_experts, source, s.rank + begin,
+                  end - begin, s.quota + begin, s.turns);
   for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 

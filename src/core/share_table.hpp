@@ -202,8 +202,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
     if (team.leader()) table.entries[begin].upto = load[static_cast<int64_t>(source) * num_experts];
     return worst;
   }
-  share_expert(team, load, num_experts, source, scratch.rank, num_instances, scratch.quota,
-               scratch.turns);
+  share_expert<1>(team, load, num_experts, source, scratch.rank, num_instances, scratch.quota,
+                  scratch.turns);
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())
     table.entries[begin + i].upto = scratch.quota[i];

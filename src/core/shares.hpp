@@ -26,7 +26,10 @@ struct Turn {
 //   rank   [num_instances] ascending
 //   quota  [num_instances] their sum is the load's
 //   turns  [source + 1] scratch
-template <class Team>
+//
+// A member takes the turns of kAtOnce instances side by side: of one instance, each turn has to
+// wait for the one before.
+template <int32_t kAtOnce, class Team>
 UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t stride,
                                 int32_t source, const int32_t* rank, int32_t num_instances,
                                 int32_t* quota, Turn* turns);
@@ -58,13 +61,13 @@ UEC_HD inline Turn make_turn(uint32_t rest, uint32_t remaining) {
 // because one turn follows the other.
 UEC_HD inline uint32_t part_of(const Turn& turn, uint32_t quota) {
   // The ratio is too small by at most 2^-32 and the quota below 2^31: a half is missing at most, so
-  // the result is right or one too small.
+  // the result is right or one too small. What it leaves is below 2 * remaining: 32 bits hold it.
   const auto part = static_cast<uint32_t>(uint64_t{quota} * turn.ratio >> 32);
-  const uint64_t left = uint64_t{turn.rest} * quota - uint64_t{part} * turn.remaining;
+  const uint32_t left = turn.rest * quota - part * turn.remaining;
   return part + (left >= turn.remaining ? 1 : 0);
 }
 
-template <class Team>
+template <int32_t kAtOnce, class Team>
 UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t stride,
                                 int32_t source, const int32_t* rank, int32_t num_instances,
                                 int32_t* quota, Turn* turns) {
@@ -102,15 +105,20 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
   // What a source leaves of the first i quotas depends on their sum alone, so that every instance
   // goes through the turns by itself.
   UEC_ROLLED
-  for (int32_t i = own.begin; i < own.end; ++i) {
-    upto += static_cast<uint32_t>(quota[i]);
-    uint32_t share = 0;
+  for (int32_t i = own.begin; i < own.end; i += kAtOnce) {
+    const auto count = static_cast<int32_t>(min64(kAtOnce, own.end - i));
+    uint32_t left[kAtOnce] = {};
+    for (int32_t k = 0; k < kAtOnce; ++k)
+      if (k < count) left[k] = upto += static_cast<uint32_t>(quota[i + k]);
     if (rest > 0) {
-      uint32_t left = upto;
-      for (int32_t r = 0; r < source; ++r) left -= part_of(turns[r], left);
-      share = part_of(turns[source], left);
+      for (int32_t r = 0; r < source; ++r)
+        for (uint32_t& sum : left) sum -= part_of(turns[r], sum);
+      for (uint32_t& sum : left) sum = part_of(turns[source], sum);
     }
-    quota[i] = static_cast<int32_t>(share) + (rank[i] >= source ? kept : 0);
+    for (int32_t k = 0; k < kAtOnce; ++k)
+      if (k < count)
+        quota[i + k] =
+            static_cast<int32_t>(rest > 0 ? left[k] : 0) + (rank[i + k] >= source ? kept : 0);
   }
   team.sync();
 }

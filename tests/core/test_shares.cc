@@ -65,11 +65,11 @@ Expert draw_expert(Random& random, int32_t num_ranks, int32_t most) {
   return x;
 }
 
-template <class Team>
+template <int32_t kAtOnce, class Team>
 std::vector<int32_t> compute(const Team& team, const Expert& x, int32_t source,
                              std::vector<int32_t>& quota, std::vector<uec::Turn>& turns) {
-  uec::share_expert(team, x.load.data(), 1, source, x.rank.data(),
-                    static_cast<int32_t>(x.rank.size()), quota.data(), turns.data());
+  uec::share_expert<kAtOnce>(team, x.load.data(), 1, source, x.rank.data(),
+                             static_cast<int32_t>(x.rank.size()), quota.data(), turns.data());
   return quota;
 }
 
@@ -78,11 +78,13 @@ void check_expert(const Expert& x, int32_t source, int32_t team_size) {
   std::vector<int32_t> quota = x.quota;
   std::vector<uec::Turn> turns(source + 1);
   if (team_size == 1) {
-    CHECK(compute(Alone{}, x, source, quota, turns) == expected);
+    CHECK(compute<4>(Alone{}, x, source, quota, turns) == expected);
+    quota = x.quota;
+    CHECK(compute<1>(Alone{}, x, source, quota, turns) == expected);
     return;
   }
   const auto each =
-      Crowd::run(team_size, [&] { return compute(Crowd{}, x, source, quota, turns); });
+      Crowd::run(team_size, [&] { return compute<1>(Crowd{}, x, source, quota, turns); });
   for (const std::vector<int32_t>& result : each) CHECK(result == expected);
 }
 
