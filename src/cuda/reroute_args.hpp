@@ -26,7 +26,8 @@ struct RerouteShape {
   UEC_HD int64_t num_windows() const { return (max_runs >> window_log2) + 1; }
 };
 
-// Of one rank, in device memory; zero at first. One launch at a time uses it.
+// Of one rank, in device memory; zero at first. One launch at a time uses it, and the first is that
+// of the shares.
 struct RerouteState {
   // Read by each block as it enters, written by the last to leave.
   uint64_t launches = 0;  // that have finished

@@ -1,8 +1,9 @@
 // How a block of the reroute learns how many tokens of each expert came before its own.
 //
 // The ids, or the tokens of a map, are cut into runs, one for each block. A block counts its own
-// run, publishes that, and adds up what the blocks before it have published. Nobody publishes only
-// after a wait, but for the sums at the ends of windows; so with one window there is a single hop.
+// run, publishes that before it waits for anything, and adds up what the blocks before it have
+// published: a single hop. Where there are more runs than a window has, the last block of each also
+// publishes its sum, for the blocks of the next.
 #pragma once
 
 #include "cuda/ptx.cuh"
