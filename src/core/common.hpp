@@ -5,8 +5,12 @@
 
 #if defined(__CUDACC__)
 #define UEC_HD __host__ __device__
+// Before a loop that a device goes through once or twice: unrolled, it would only be more code to
+// fetch.
+#define UEC_ROLLED _Pragma("unroll 1")
 #else
 #define UEC_HD
+#define UEC_ROLLED
 #endif
 
 namespace uec {

@@ -13,6 +13,7 @@
 #include "core/common.hpp"
 #include "core/mains.hpp"
 #include "core/scratch.hpp"
+#include "core/shares.hpp"
 
 namespace uec {
 
@@ -67,9 +68,9 @@ struct RerouteScratch {
   int32_t* mains;        // [E]
   int32_t* physical_id;  // [E + G * S]
   int32_t* rank;         // [E + G * S]
-  int32_t* quota;        // [E + G * S] what later sources may still use
-  int32_t* local;        // [E + G * S] tokens that the instance's own rank keeps
+  int32_t* quota;        // [E + G * S], then cumulative shares of experts with replicas
   int32_t* share;        // [E + G * S] tokens from this source rank
+  Turn* turns;           // [G]
   int64_t bytes;
 
   UEC_HD RerouteScratch(const Topology& topology, std::byte* memory) {
@@ -87,8 +88,8 @@ struct RerouteScratch {
     physical_id = cutter.take<int32_t>(num_instances);
     rank = cutter.take<int32_t>(num_instances);
     quota = cutter.take<int32_t>(num_instances);
-    local = cutter.take<int32_t>(num_instances);
     share = cutter.take<int32_t>(num_instances);
+    turns = cutter.take<Turn>(topology.num_ranks);
     bytes = cutter.used_bytes();
   }
 };
@@ -213,40 +214,13 @@ UEC_HD inline RerouteStatus check_sums(const Topology& topology, const QuotaPlan
   return {};
 }
 
-// Shares of one expert with replicas. `load` is the expert's column, `stride` apart.
-UEC_HD inline void share_expert(const int32_t* load, int64_t stride, int32_t source, int32_t begin,
-                                int32_t end, const RerouteScratch& s) {
-  // Locality first: a rank with an instance uses that quota for its own tokens.
-  int64_t remaining = 0;
-  int64_t residual = load[source * stride];
-  for (int32_t i = begin; i < end; ++i) {
-    s.local[i] = static_cast<int32_t>(min64(load[s.rank[i] * stride], s.quota[i]));
-    s.quota[i] -= s.local[i];
-    remaining += s.quota[i];
-    s.share[i] = s.rank[i] == source ? s.local[i] : 0;
-    residual -= s.share[i];
-  }
-  // The rest in proportion, one source after the other, up to this one. Sums match, so a source's
-  // rest never exceeds what remains, and no share exceeds its quota. Both factors of a product are
-  // parts of one expert's load, below 2^31, so the product is below 2^62.
-  const int32_t last_source = residual > 0 ? source : -1;
-  int32_t next_local = begin;
-  for (int32_t r = 0; r <= last_source; ++r) {
-    int64_t rest = load[r * stride];
-    if (next_local < end && s.rank[next_local] == r) rest -= s.local[next_local++];
-    if (rest == 0) continue;
-    int64_t cumulative_quota = 0;
-    int64_t given = 0;
-    for (int32_t i = begin; i < end; ++i) {
-      cumulative_quota += s.quota[i];
-      const int64_t upto = rest * cumulative_quota / remaining;
-      const int32_t share = static_cast<int32_t>(upto - given);
-      given = upto;
-      s.quota[i] -= share;
-      if (r == source) s.share[i] += share;
-    }
-    remaining -= rest;
-  }
+// Shares of one expert with replicas, from the quotas of its instances.
+UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& plan, int32_t source,
+                                   int32_t expert, const RerouteScratch& s) {
+  const int32_t begin = s.begin[expert], end = s.begin[expert + 1];
+  share_expert<4>(Alone{}, plan.load + expert, topology.num_experts, source, s.rank + begin,
+                  end - begin, s.quota + begin, s.turns);
+  for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 
 // G * P: ids of instances are below it.
@@ -336,7 +310,7 @@ UEC_HD inline RerouteStatus compute_shares(const Topology& topology, const Quota
     if (end - begin == 1) {
       scratch.share[begin] = plan.load[static_cast<int64_t>(source) * topology.num_experts + e];
     } else {
-      share_expert(plan.load + e, topology.num_experts, source, begin, end, scratch);
+      share_instances(topology, plan, source, e, scratch);
     }
   }
   return status;

@@ -12,7 +12,8 @@
 //   T share(T value)                 the leader's value, for all
 //   T from(int32_t index, T value)   that member's value, for all
 //   uint32_t lowest(uint32_t value)  the least of the members' values, for all
-// and the last three order as sync() does.
+//   uint64_t sum_before(uint64_t value)  the sum of the values of the members with a lower index
+// and the last four order as sync() does.
 #pragma once
 
 #include "core/common.hpp"
@@ -34,6 +35,7 @@ struct Alone {
     return value;
   }
   UEC_HD static uint32_t lowest(uint32_t value) { return value; }
+  UEC_HD static uint64_t sum_before(uint64_t) { return 0; }
 };
 
 }  // namespace uec

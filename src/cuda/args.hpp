@@ -10,6 +10,7 @@
 #include "core/call_arrays.hpp"
 #include "core/failure.hpp"
 #include "core/layout.hpp"
+#include "cuda/reroute_args.hpp"
 
 namespace uec::cuda {
 
@@ -81,13 +82,30 @@ inline int64_t call_block_bytes(const Capacity& capacity) {
 }
 
 inline constexpr int32_t kLayout[] = {
-    sizeof(CallHeader), offsetof(CallHeader, num_tasks), offsetof(CallHeader, tile_bytes),
-    sizeof(Status),     offsetof(Status, report),        sizeof(RankState),
-    sizeof(Report),     offsetof(Report, root),          offsetof(Report, seconds),
-    sizeof(LaunchArgs), offsetof(RankState, layout),     offsetof(RankState, bases),
-    sizeof(Task),       offsetof(RankState, epoch),      offsetof(RankState, entered),
-    sizeof(Piece),      offsetof(RankState, report),     sizeof(Destination),
-    sizeof(Expected),   sizeof(SymmetricLayout),         sizeof(Capacity),
+    sizeof(CallHeader),
+    offsetof(CallHeader, num_tasks),
+    offsetof(CallHeader, tile_bytes),
+    sizeof(Status),
+    offsetof(Status, report),
+    sizeof(RankState),
+    sizeof(Report),
+    offsetof(Report, root),
+    offsetof(Report, seconds),
+    sizeof(LaunchArgs),
+    offsetof(RankState, layout),
+    offsetof(RankState, bases),
+    sizeof(Task),
+    offsetof(RankState, epoch),
+    offsetof(RankState, entered),
+    sizeof(Piece),
+    offsetof(RankState, report),
+    sizeof(Destination),
+    sizeof(Expected),
+    sizeof(SymmetricLayout),
+    sizeof(Capacity),
+    sizeof(SharesArgs),
+    sizeof(RerouteArgs),
+    sizeof(RerouteState),
 };
 
 }  // namespace uec::cuda

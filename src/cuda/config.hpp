@@ -16,4 +16,19 @@ inline constexpr uint32_t kCommitsInFlight = 3;
 // Tiles that a block keeps in symmetric memory for puts to far peers.
 inline constexpr int32_t kNumFarStages = 2;
 
+// The reroute. 65536 ids are 64 blocks, a warp for each 64 of them.
+inline constexpr int32_t kRerouteThreads = 512;
+inline constexpr int32_t kIdsPerThread = 2;
+inline constexpr int32_t kTokensPerWarp = 4;  // of a routing map; at most 8
+
+// A window has 2^this many runs, whose counts a block sums up itself. What came before the window
+// it takes from the last block of the one before, which costs a hop.
+inline constexpr int32_t kWindowLog2 = 7;
+// What a thread loads before it waits: rows of counts, warps' counts, and columns of a map.
+inline constexpr int32_t kRowsInFlight = 8;
+inline constexpr int32_t kCountsAtOnce = 8;
+inline constexpr int32_t kColumnsAtOnce = 4;
+
+inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
+
 }  // namespace uec::cuda

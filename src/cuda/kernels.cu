@@ -4,6 +4,9 @@
 
 #include "cuda/notice.cuh"
 #include "cuda/replicate.cuh"
+#include "cuda/reroute.cuh"
+#include "cuda/reroute_map.cuh"
+#include "cuda/reroute_shares.cuh"
 
 #define UEC_KERNEL(registers) extern "C" __global__ __maxnreg__(registers)
 
@@ -56,6 +59,20 @@ void ultraep_replicate_peers(uint64_t* bases, void* own, const int32_t* pes,
                              const int32_t num_ranks) {
   for (int32_t r = uec::ptx::thread_idx(); r < num_ranks; r += uec::ptx::num_threads())
     bases[r] = reinterpret_cast<uint64_t>(uec::cuda::far::peer_address(own, pes[r]));
+}
+
+// The reroute. First the shares, once for a plan; then ids or maps.
+UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_shares(const uec::cuda::SharesArgs args) {
+  uec::cuda::reroute_shares(args, shared_memory);
+}
+UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_int32(const uec::cuda::RerouteArgs args) {
+  uec::cuda::reroute_ids<int32_t>(args, shared_memory);
+}
+UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_int64(const uec::cuda::RerouteArgs args) {
+  uec::cuda::reroute_ids<int64_t>(args, shared_memory);
+}
+UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_map(const uec::cuda::RerouteArgs args) {
+  uec::cuda::reroute_map(args, shared_memory);
 }
 
 // What the loader reads before it gives a cubin to the driver: a mark, the versions that it was

@@ -86,6 +86,19 @@ UEC_DEVICE int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
                : "memory");
   return old;
 }
+// What its writer did before the release comes before what this thread does next.
+UEC_DEVICE uint64_t load_acquire_device(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+// All that this thread did, or that comes before something it did, comes before the value.
+UEC_DEVICE void store_release_device(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+UEC_DEVICE void max_relaxed(uint64_t* at, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
 UEC_DEVICE void add_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
@@ -99,6 +112,8 @@ UEC_DEVICE void store_shared_relaxed(int32_t* at, int32_t value) {
 
 // Bit i: lane i's value.
 UEC_DEVICE uint32_t ballot(bool value) { return __ballot_sync(~0u, value); }
+// The lanes that have this lane's value.
+UEC_DEVICE uint32_t match(uint32_t value) { return __match_any_sync(kAllLanes, value); }
 UEC_DEVICE int32_t num_set(uint32_t bits) { return __popc(bits); }
 UEC_DEVICE int32_t lowest_set(uint32_t bits) { return __ffs(static_cast<int32_t>(bits)) - 1; }
 

@@ -35,6 +35,15 @@ struct Warp {
     ptx::sync_warp();
     return ptx::reduce_min(value);
   }
+
+  UEC_DEVICE static uint64_t sum_before(uint64_t value) {
+    uint64_t sum = value;
+    for (int32_t step = 1; step < size(); step *= 2) {
+      const uint64_t other = from(index() < step ? 0 : index() - step, sum);
+      if (index() >= step) sum += other;
+    }
+    return sum - value;
+  }
 };
 
 }  // namespace uec::cuda

@@ -69,6 +69,12 @@ class Crowd {
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
+  static uint64_t sum_before(uint64_t value) {
+    const Room::Seats& seats = meet(kSumBefore, value);
+    uint64_t sum = 0;
+    for (int32_t i = 0; i < index(); ++i) sum += read<uint64_t>(seats[i]);
+    return sum;
+  }
 
   // Checks that all members have this value.
   static void agree(uint64_t value) {
@@ -91,7 +97,7 @@ class Crowd {
   }
 
  private:
-  enum Operation : int32_t { kSync, kShare, kLowest, kAgree, kFrom };  // kFrom + index
+  enum Operation : int32_t { kSync, kShare, kLowest, kSumBefore, kAgree, kFrom };  // kFrom + index
 
   template <class T>
   static T read(const Room::Seat& seat) {

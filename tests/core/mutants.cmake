@@ -121,3 +121,22 @@ ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.
 ultraep_add_core_mutant(store_fault_unseen PROGRAM test_stream FILE core/worker.hpp
   FIND [[return storer_.fault() != Fault::kNone ? Step::kFailed : fetcher_.step();]]
   REPLACE [[return fetcher_.step();]])
+
+# ---- shares -------------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(part_one_too_small PROGRAM test_shares FILE core/shares.hpp
+  FIND [[(left >= turn.remaining ? 1 : 0)]]
+  REPLACE [[0]])
+
+ultraep_add_core_mutant(shares_before_all_turns PROGRAM test_shares FILE core/shares.hpp
+  FIND [[      left -= turns[r].rest;
+    }
+    team.sync();]]
+  REPLACE [[      left -= turns[r].rest;
+    }]])
+
+ultraep_add_core_mutant(instances_not_listed_yet PROGRAM test_share_table FILE core/share_table.hpp
+  FIND [[  team.sync();
+
+  // What the shares rest on.]]
+  REPLACE [[]])

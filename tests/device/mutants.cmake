@@ -4,13 +4,18 @@
 # Not here, because the emulation does without: fences of shared memory between the proxies, what a
 # shuffle does not order, and fence_system().
 
-# ultraep_add_device_mutant(<name> [HANGS] FILE <path> FIND [[...]] REPLACE [[...]])
+# ultraep_add_device_mutant(<name> [HANGS] [PROGRAM <test>] FILE <path> FIND [[...]] REPLACE [[...]])
+#
+# PROGRAM is the name of a test in this folder; test_replicate if none is given.
 function(ultraep_add_device_mutant name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "FILE;FIND;REPLACE" "")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
+  if(NOT DEFINED arg_PROGRAM)
+    set(arg_PROGRAM test_replicate)
+  endif()
   ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
     REPLACE "${arg_REPLACE}")
   set(target mutant_${name})
-  add_executable(${target} device/test_replicate.cc)
+  add_executable(${target} device/${arg_PROGRAM}.cc)
   target_include_directories(${target} BEFORE PRIVATE ${overlay} ${overlay}/device/emulation
     device/emulation ${CMAKE_CURRENT_SOURCE_DIR})
   target_link_libraries(${target} PRIVATE ultraep_host)
@@ -165,3 +170,70 @@ ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.
 
   ptx::sync_block();]]
   REPLACE [[  ptx::sync_block();]])
+
+# ---- the reroute ---------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[load_acquire_device(const uint64_t* at) {
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
+  REPLACE [[load_acquire_device(const uint64_t* at) {
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
+
+ultraep_add_device_mutant(reroute_counts_not_released PROGRAM test_reroute
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[store_release_device(uint64_t* at, uint64_t value) {
+  std::atomic_ref(*at).store(value, std::memory_order_release);]]
+  REPLACE [[store_release_device(uint64_t* at, uint64_t value) {
+  std::atomic_ref(*at).store(value, std::memory_order_relaxed);]])
+
+ultraep_add_device_mutant(reroute_published_before_counted PROGRAM test_reroute
+  FILE cuda/reroute_runs.cuh
+  FIND [[  ptx::sync_block();
+  // Release: pairs with await_counts() of every later block]]
+  REPLACE [[  // Release: pairs with await_counts() of every later block]])
+
+ultraep_add_device_mutant(reroute_sums_published_too_early PROGRAM test_reroute
+  FILE cuda/reroute_runs.cuh
+  FIND [[  ptx::sync_block();
+  // Release: pairs with await_counts() of the next window's blocks.]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_one_thread_awaits_for_itself PROGRAM test_reroute
+  FILE cuda/reroute_runs.cuh
+  FIND [[    await_flag(&block.arrays.summed[window - 1], block.launch);
+  ptx::sync_block();]]
+  REPLACE [[    await_flag(&block.arrays.summed[window - 1], block.launch);]])
+
+ultraep_add_device_mutant(reroute_run_before_left_out PROGRAM test_reroute
+  FILE cuda/reroute_runs.cuh
+  FIND [[rows[i] = left > 0 ?]]
+  REPLACE [[rows[i] = left > 1 ?]])
+
+ultraep_add_device_mutant(reroute_flags_of_any_launch PROGRAM test_reroute
+  FILE cuda/reroute_runs.cuh
+  FIND [[  ++state.launches;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_fault_not_reset PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+  FIND [[  state.fault = 0;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_left_not_reset PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+  FIND [[  state.left = 0;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_leaves_relaxed PROGRAM test_reroute
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[fetch_add(value, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute FILE cuda/reroute.cuh
+  FIND [[    ptx::sync_warp();  // all have read what the first of them now replaces]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cuda/reroute_map.cuh
+  FIND [[    clear_rows(args, first_of_block, width);
+    sum_runs(block);  // its barriers also keep the zeros before the ones]]
+  REPLACE [[    sum_runs(block);
+    clear_rows(args, first_of_block, width);]])

@@ -12,6 +12,7 @@ from cubin_files import Resources, architecture, cuda_tool, disassemble, resourc
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
 TRANSFERS = [f"ultraep_replicate_{tile}{far}" for tile in (16384, 32768) for far in ("", "_far")]
+REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
 # What nvshmem4py's library_init asks the loaded cubin for.
 NVSHMEM_SYMBOLS = {"nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"}
 
@@ -26,6 +27,16 @@ INSTRUCTIONS = {
     "fence between the generic and the async proxy": [r"FENCE\.VIEW\.ASYNC"],
     "load-acquire at system scope": [r"LDG?\.E\.64\.STRONG\.SYS", r"CCTL\.IVALL"],
     "store-release at system scope": [r"MEMBAR\.(ALL|SC)\.SYS", r"STG?\.E\.64\.STRONG\.SYS"],
+}
+# The same for what blocks of one launch tell each other.
+BETWEEN_BLOCKS = {
+    "load-acquire at device scope": [r"LDG?\.E\.64\.STRONG\.GPU", r"CCTL\.IVALL"],
+    "store-release at device scope": [r"MEMBAR\.(ALL|SC)\.GPU", r"STG?\.E\.64\.STRONG\.GPU"],
+    "acquire and release by an arrival": [
+        r"MEMBAR\.(ALL|SC)\.GPU",
+        r"ATOMG?\.E\.ADD\.S32\.STRONG\.GPU",
+        r"CCTL\.IVALL",
+    ],
 }
 NEARBY = 8
 
@@ -44,8 +55,8 @@ def code(cubins: Path) -> dict[int, dict[str, list[str]]]:
     return {architecture(c): disassemble(c, program) for c in cubins.glob("*.cubin")}
 
 
-def absent(instructions: list[str]) -> set[str]:
-    """Return the entries of INSTRUCTIONS that a function does not have."""
+def absent(instructions: list[str], wanted: dict[str, list[str]] = INSTRUCTIONS) -> set[str]:
+    """Return the entries of `wanted` that a function does not have."""
 
     def found(patterns: list[str], begin: int, end: int) -> bool:
         if not patterns:
@@ -56,9 +67,7 @@ def absent(instructions: list[str]) -> set[str]:
             for at in range(begin, end)
         )
 
-    return {
-        name for name, patterns in INSTRUCTIONS.items() if not found(patterns, 0, len(instructions))
-    }
+    return {name for name, patterns in wanted.items() if not found(patterns, 0, len(instructions))}
 
 
 def symbols(cubin: Path) -> dict[str, str]:
@@ -86,10 +95,10 @@ def test_cubin_exports_the_kernels_and_what_nvshmem_asks_for(cubin: Path) -> Non
         assert exported.get(name) == "STT_OBJECT", name
     # A linked cubin has functions of NVSHMEM too; what a host can launch is what nvlink lists.
     kernels = set(resources(cubin))
-    assert set(TRANSFERS) <= kernels
+    assert {*TRANSFERS, *REROUTES, "ultraep_reroute_shares"} <= kernels
     for kernel in kernels:
         assert exported[kernel] == "STT_FUNC"
-        assert "replicate" in kernel  # so that a profile can be filtered
+        assert re.search("replicate|reroute", kernel)  # so that a profile can be filtered
 
 
 def test_resources_are_within_the_budget(cubin: Path) -> None:
@@ -123,6 +132,14 @@ def test_transfers_have_the_instructions_that_the_protocol_rests_on(
     code: dict[int, dict[str, list[str]]], arch: int, kernel: str
 ) -> None:
     assert absent(code[arch][kernel]) == set()
+
+
+@pytest.mark.parametrize("kernel", REROUTES)
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_reroutes_have_the_instructions_that_order_their_blocks(
+    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
+) -> None:
+    assert absent(code[arch][kernel], BETWEEN_BLOCKS) == set()
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)

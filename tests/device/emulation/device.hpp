@@ -22,8 +22,11 @@
 
 namespace emulation {
 
-inline constexpr int32_t kLanes = 2;  // of a warp
-inline constexpr int32_t kWarps = 2;  // of a block
+#if !defined(UEC_EMULATED_LANES)
+#define UEC_EMULATED_LANES 2
+#endif
+inline constexpr int32_t kLanes = UEC_EMULATED_LANES;  // of a warp
+inline constexpr int32_t kWarps = 2;                   // of a block
 
 [[noreturn]] inline void violate(const char* what) {
   std::fprintf(stderr, "emulated device: %s\n", what);

@@ -57,6 +57,15 @@ inline uint32_t ballot(bool value) {
   sync_warp();
   return bits;
 }
+inline uint32_t match(uint32_t value) {
+  self.warp->values[emulation::lane()] = value;
+  sync_warp();
+  uint32_t bits = 0;
+  for (int32_t i = 0; i < kWarpSize; ++i)
+    bits |= static_cast<uint32_t>(self.warp->values[i] == value) << i;
+  sync_warp();
+  return bits;
+}
 inline int32_t num_set(uint32_t bits) { return std::popcount(bits); }
 inline int32_t lowest_set(uint32_t bits) { return std::countr_zero(bits); }
 
@@ -83,6 +92,18 @@ inline int32_t fetch_add_relaxed(int32_t* at, int32_t value) {
 }
 inline int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
   return std::atomic_ref(*at).fetch_add(value, std::memory_order_acq_rel);
+}
+inline uint64_t load_acquire_device(const uint64_t* at) {
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);
+}
+inline void store_release_device(uint64_t* at, uint64_t value) {
+  std::atomic_ref(*at).store(value, std::memory_order_release);
+}
+inline void max_relaxed(uint64_t* at, uint64_t value) {
+  std::atomic_ref<uint64_t> atomic(*at);
+  uint64_t old = atomic.load(std::memory_order_relaxed);
+  while (old < value && !atomic.compare_exchange_weak(old, value, std::memory_order_relaxed)) {
+  }
 }
 inline void add_relaxed(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);

@@ -1,0 +1,112 @@
+// The reroute's kernels of one rank on the emulated device, with the memory that a host gives them.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "check.hpp"
+#include "cuda/reroute.cuh"
+#include "cuda/reroute_map.cuh"
+#include "cuda/reroute_shares.cuh"
+#include "routings.hpp"
+
+namespace device_tests {
+
+inline constexpr int32_t kThreads = emulation::kLanes * emulation::kWarps;
+
+using uec::cuda::RerouteGrid;
+
+class EmulatedReroute {
+ public:
+  // The group and the source are those of `c`; its plan may change.
+  EmulatedReroute(const RoutingCase& c, int64_t max_ids, int64_t max_tokens, int32_t window_log2)
+      : case_(c) {
+    shape_.rank = c.source;
+    shape_.num_ranks = c.group.num_ranks;
+    shape_.num_experts = c.group.num_experts;
+    shape_.slots_per_rank = c.group.slots_per_rank;
+    shape_.per_rank = c.per_rank;
+    shape_.window_log2 = window_log2;
+    shape_.max_runs =
+        uec::max32(RerouteGrid::of_ids(shape_, max_ids, kThreads, emulation::kLanes).num_blocks,
+                   RerouteGrid::of_map(shape_, max_tokens, kThreads, emulation::kLanes).num_blocks);
+    const int64_t bytes = uec::cuda::RerouteArrays::cut(nullptr, shape_, &arrays_);
+    const auto size = static_cast<size_t>(uec::round_up(bytes, 16));
+    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(16, size)));
+    std::memset(memory_.get(), 0, size);
+    uec::cuda::RerouteArrays::cut(memory_.get(), shape_, &arrays_);
+    std::copy(c.group.home.begin(), c.group.home.end(), arrays_.home);
+    std::copy(c.main_id.begin(), c.main_id.end(), arrays_.main_id);
+    std::copy(c.slot_id.begin(), c.slot_id.end(), arrays_.slot_id);
+  }
+
+  const uec::ShareTable& table() const { return arrays_.table; }
+  const uec::RerouteStatus& status() const { return status_; }
+
+  void share() {
+    uec::cuda::SharesArgs args;
+    args.shape = shape_;
+    args.state = address(memory_.get());
+    args.load = address(case_.load.data());
+    args.slot_expert = address(case_.group.slot_expert.data());
+    args.slot_quota = address(case_.slot_quota.data());
+    args.home_quota = address(case_.home_quota.data());
+    launch(RerouteGrid::of_shares(shape_, kThreads, emulation::kLanes),
+           [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
+  }
+
+  // `out` may be `ids`.
+  template <class Id>
+  void reroute(const Id* ids, int64_t num_ids, Id* out) {
+    uec::cuda::RerouteArgs args = make_args(ids, out, num_ids);
+    launch_runs(RerouteGrid::of_ids(shape_, num_ids, kThreads, emulation::kLanes),
+                [&](std::byte* shared) { uec::cuda::reroute_ids<Id>(args, shared); });
+  }
+
+  // probs may be null.
+  void reroute_map(const uint8_t* map, int64_t num_tokens, uint8_t* out, const uint8_t* probs,
+                   uint8_t* physical_probs, int32_t prob_bytes) {
+    uec::cuda::RerouteArgs args = make_args(map, out, num_tokens);
+    args.probs = address(probs);
+    args.physical_probs = address(physical_probs);
+    args.prob_bytes = prob_bytes;
+    launch_runs(RerouteGrid::of_map(shape_, num_tokens, kThreads, emulation::kLanes),
+                [&](std::byte* shared) { uec::cuda::reroute_map(args, shared); });
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+
+  static uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
+
+  uec::cuda::RerouteArgs make_args(const void* from, void* to, int64_t count) {
+    status_.position = -77;  // to be written
+    uec::cuda::RerouteArgs args;
+    args.shape = shape_;
+    args.state = address(memory_.get());
+    args.status = address(&status_);
+    args.from = address(from);
+    args.to = address(to);
+    args.count = count;
+    return args;
+  }
+
+  static void launch(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
+    emulation::launch(grid.num_blocks, 1, grid.shared_bytes, kernel);
+  }
+  void launch_runs(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
+    CHECK(grid.num_blocks <= shape_.max_runs);
+    launch(grid, kernel);
+  }
+
+  const RoutingCase& case_;
+  uec::cuda::RerouteShape shape_;
+  uec::cuda::RerouteArrays arrays_;
+  std::unique_ptr<std::byte, Free> memory_;
+  uec::RerouteStatus status_;
+};
+
+}  // namespace device_tests
