@@ -133,178 +133,272 @@ UEC_HD int64_t highest(Team team, int64_t value) {
   return static_cast<int64_t>(most) << 32 | ~least_missing;
 }
 
-// The search in one pool.
+// The search in one pool: a question for every team, and what their answers lead to, round by
+// round. (Turned inside out like this a kernel has one copy of the probe, which is most of its
+// code.)
 template <class Crew>
-struct PoolSearch {
-  Crew& crew;
-  Pool pool;
-  TeamScratch& scratch;
-  int32_t slots;
-  int32_t last_cap;
-  int32_t keeper = 0;  // the team that has the plan in its scratch.best
-
+class PoolSearch {
+ public:
   struct Found {
     int32_t num_replicas, variant;  // -1: none
   };
 
-  // This team's question; all teams' answers, as probe() gives them. A team with nothing to ask has
-  // a variant from kNumVariants up.
-  UEC_HD const int32_t* ask(int64_t threshold, int32_t cap, int32_t variant) {
-    const Question question{threshold, cap < slots ? cap : slots, cap, variant};
-    const ProbeScratch memory{scratch.have, scratch.cool};
-    return crew.exchange(
-        variant < kNumVariants ? probe(crew.team(), pool, question, memory, scratch.trial) : -1);
+  UEC_HD PoolSearch(const Crew& crew, const Pool& pool, int32_t slots, int32_t last_cap)
+      : crew_(crew), pool_(pool), slots_(slots), last_cap_(last_cap) {}
+
+  // By target: the lowest threshold from `wanted` up that some probe reaches; with the lowest cap
+  // for it, the fewest replicas; with as many, less imbalance.
+  UEC_HD void begin_by_target(int64_t wanted, int64_t mean) {
+    improves_ = true;
+    wanted_ = wanted;
+    mean_ = mean;
+    if (crew_.size() > kNumOrders) {
+      aim_ = Aim::kOpening;
+      high_ = wanted;
+      cap_ = least_cap(wanted);
+    } else {
+      begin_thresholds();
+    }
   }
-  // What that team has just found is the plan, until another is.
-  UEC_HD void keep(int32_t team) {
-    keeper = team;
-    if (crew.index() != team) return;
-    Replica* const kept = scratch.trial;
-    scratch.trial = scratch.best;
-    scratch.best = kept;
+  // The fewest replicas for this threshold and cap.
+  UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
+    improves_ = false;
+    high_ = threshold;
+    begin_cap(cap);
   }
 
-  UEC_HD bool reaches(int64_t threshold) {
-    for (int32_t first = 0; first < kNumVariants; first += crew.size()) {
-      const int32_t* const counts = ask(threshold, last_cap, first + crew.index());
-      for (int32_t t = 0; t < crew.size(); ++t)
-        if (counts[t] >= 0) return true;
+  UEC_HD bool is_done() const { return aim_ == Aim::kDone; }
+
+  // Of this team. One without a question gets a variant from kNumVariants up.
+  UEC_HD Question question() const {
+    const int32_t i = crew_.index();
+    switch (aim_) {
+      case Aim::kOpening:
+        return i < kNumOrders ? make(high_, cap_, i) : make(high_, last_cap_, i - kNumOrders);
+      case Aim::kImprovement:
+        return improvement();
+      default:
+        return make(asked_, cap_, first_ + i);
     }
-    return false;
   }
 
-  // The lowest threshold from `wanted` up that some probe reaches, to one part in 4,096. Gallops
-  // away from the low end, where the answer nearly always is, then bisects. (More room does not
-  // always help a greedy: the nearest success is a better guide than the middle, and where `wanted`
-  // is out of reach the `mean` may not be.)
-  UEC_HD int64_t lowest_threshold(int64_t wanted, int64_t mean) {
-    const int64_t unit = max64(wanted / 4096, 1);
-    int64_t low = wanted - unit, high = wanted, step = unit;  // `low`: no plan, or not wanted
-    if (reaches(high)) return high;
-    if (mean < wanted && reaches(mean)) return mean;
-    for (;;) {
-      low = high;
-      high = min64(low + step, pool.fullest());  // which needs no replica
-      step *= 2;
-      if (high == pool.fullest() || reaches(high)) break;
+  // The answers of all teams, as probe() gives them. Returns the team whose trial is the best plan
+  // so far, or -1: the one that was is.
+  UEC_HD int32_t take(const int32_t* counts) {
+    switch (aim_) {
+      case Aim::kOpening:
+        return take_opening(counts);
+      case Aim::kThreshold:
+        take_threshold(counts);
+        return -1;
+      case Aim::kCap:
+        return take_cap(counts);
+      default:
+        return take_improvement(counts);
     }
-    while (high - low > unit) {
-      const int64_t middle = low + (high - low) / 2;
-      (reaches(middle) ? high : low) = middle;
-    }
-    return high;
   }
+
+  // -1 where there is no plan, or none has been looked for.
+  UEC_HD Found found() const { return found_; }
 
   // The lowest cap below which some rank could not shed its excess.
   UEC_HD int32_t least_cap(int64_t threshold) const {
-    const auto team = crew.team();
+    const auto team = crew_.team();
     int32_t cap = 1;
-    for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
-      int64_t excess = pool.rank_load(i) - threshold;
+    for (int32_t i = team.index(); i < pool_.num_ranks; i += team.size()) {
+      int64_t excess = pool_.rank_load(i) - threshold;
       if (excess <= 0) break;
-      const int32_t* const mains = pool.mains + pool.mains_begin[pool.ranks[i]];
+      const int32_t* const mains = pool_.mains + pool_.mains_begin[pool_.ranks[i]];
       int32_t n = 0;
-      for (; excess > 0; ++n) excess -= pool.load[mains[n]];
+      for (; excess > 0; ++n) excess -= pool_.load[mains[n]];
       cap = max32(cap, n);
     }
     return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
   }
 
-  // Keeps the better one of a plan and what the team `t` has found with `variant`.
-  UEC_HD void prefer_fewer(Found* found, int32_t count, int32_t variant, int32_t t) {
-    if (count < 0 || (found->variant >= 0 && count >= found->num_replicas)) return;
-    *found = {count, variant};
-    keep(t);
+ private:
+  enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
+  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
+
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant) const {
+    return {threshold, cap < slots_ ? cap : slots_, cap, variant};
+  }
+  UEC_HD void ask(int64_t threshold, int32_t cap) {
+    asked_ = threshold;
+    cap_ = cap;
+    first_ = 0;
   }
 
-  // The plan with the fewest replicas, kept: of the first style that finds any, since later ones
-  // send more.
-  UEC_HD Found fewest(int64_t threshold, int32_t cap) {
-    Found found{-1, -1};
-    for (int32_t first = 0; first < kNumVariants; first += crew.size()) {
-      if (first % kNumOrders == 0 && found.variant >= 0) return found;
-      const int32_t* const counts = ask(threshold, cap, first + crew.index());
-      for (int32_t v = first; v < first + crew.size() && v < kNumVariants; ++v) {
-        if (v % kNumOrders == 0 && found.variant >= 0) return found;
-        prefer_fewer(&found, counts[v - first], v, v - first);
+  // ---- what nearly every load takes, in one round: that `wanted` is reached, and its fewest
+  // replicas with the cap that it needs. Where that fails the search begins anew.
+
+  UEC_HD int32_t take_opening(const int32_t* counts) {
+    bool is_reached = false;
+    for (int32_t t = kNumOrders; t < crew_.size(); ++t) is_reached |= counts[t] >= 0;
+    int32_t best = -1;
+    for (int32_t v = 0; v < kNumOrders && is_reached; ++v)
+      if (prefer_fewer(counts[v], v)) best = v;
+    if (best >= 0)
+      begin_improvement();
+    else
+      begin_thresholds();
+    return best;
+  }
+
+  // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
+  // low end, where the answer nearly always is, then bisects. (More room does not always help a
+  // greedy: the nearest success is a better guide than the middle, and where `wanted` is out of
+  // reach the mean may not be.)
+
+  UEC_HD void begin_thresholds() {
+    aim_ = Aim::kThreshold;
+    stage_ = Stage::kWanted;
+    unit_ = step_ = max64(wanted_ / 4096, 1);
+    high_ = wanted_;
+    ask(wanted_, last_cap_);
+  }
+  UEC_HD void take_threshold(const int32_t* counts) {
+    bool is_reached = false;
+    for (int32_t t = 0; t < crew_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
+    first_ += crew_.size();
+    if (!is_reached && first_ < kNumVariants) return;
+    if (stage_ == Stage::kBisect) {
+      (is_reached ? high_ : low_) = asked_;
+      bisect();
+    } else if (is_reached && stage_ == Stage::kGallop) {
+      bisect();
+    } else if (is_reached) {
+      high_ = asked_;
+      begin_cap(least_cap(high_));
+    } else if (stage_ == Stage::kWanted && mean_ < wanted_) {
+      stage_ = Stage::kMean;
+      ask(mean_, last_cap_);
+    } else {
+      gallop();
+    }
+  }
+  UEC_HD void gallop() {
+    stage_ = Stage::kGallop;
+    low_ = high_;  // no plan
+    high_ = min64(low_ + step_, pool_.fullest());
+    step_ *= 2;
+    if (high_ == pool_.fullest())  // which needs no replica
+      bisect();
+    else
+      ask(high_, last_cap_);
+  }
+  UEC_HD void bisect() {
+    stage_ = Stage::kBisect;
+    if (high_ - low_ > unit_)
+      ask(low_ + (high_ - low_) / 2, last_cap_);
+    else
+      begin_cap(least_cap(high_));
+  }
+
+  // ---- the fewest replicas: of the first style that finds any, since later ones send more
+  // --------
+
+  UEC_HD void begin_cap(int32_t cap) {
+    aim_ = Aim::kCap;
+    found_ = {-1, -1};
+    ask(high_, cap);
+  }
+  UEC_HD int32_t take_cap(const int32_t* counts) {
+    int32_t best = -1;
+    int32_t v = first_;
+    for (; v < first_ + crew_.size() && v < kNumVariants; ++v) {
+      if (v % kNumOrders == 0 && found_.variant >= 0) break;
+      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
+    }
+    first_ = v;
+    if (found_.variant >= 0 && v % kNumOrders == 0) {
+      begin_improvement();
+    } else if (v == kNumVariants) {
+      const int32_t next = next_cap(cap_, slots_);
+      if (improves_ && next < 2 * last_cap_)
+        begin_cap(next);
+      else
+        aim_ = Aim::kDone;
+    }
+    return best;
+  }
+  // Whether the plan that a variant has found is the best so far.
+  UEC_HD bool prefer_fewer(int32_t count, int32_t variant) {
+    if (count < 0 || (found_.variant >= 0 && count >= found_.num_replicas)) return false;
+    found_ = {count, variant};
+    return true;
+  }
+
+  // ---- with the same cap and no more replicas, less imbalance: six steps of bisection. The teams
+  // ask about the next few at once, whatever the first of them will bring: team t about node t + 1
+  // of the tree of steps, where 2 n follows on a success of node n, and 2 n + 1 on a failure.
+
+  UEC_HD void begin_improvement() {
+    aim_ = Aim::kImprovement;
+    low_ = mean_ - 1;
+    steps_ = improves_ && found_.num_replicas > 0 ? 6 : 0;
+    if (steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
+  }
+  UEC_HD Question improvement() const {
+    const int32_t node = crew_.index() + 1;
+    int32_t depth = 0;
+    while (node >> (depth + 1) != 0) ++depth;
+    int64_t low = low_, high = high_;
+    bool is_asked = depth < steps_;
+    for (int32_t d = depth; d > 0 && is_asked; --d) {
+      ((node >> (d - 1) & 1) == 0 ? high : low) = low + (high - low) / 2;
+      is_asked = high - low > 1;
+    }
+    return make(low + (high - low) / 2, cap_, is_asked ? found_.variant : kNumVariants);
+  }
+  UEC_HD int32_t take_improvement(const int32_t* counts) {
+    int32_t best = -1;
+    for (int32_t n = 1; n <= crew_.size() && aim_ != Aim::kDone;) {
+      const int64_t middle = low_ + (high_ - low_) / 2;
+      const int32_t count = counts[n - 1];
+      const bool succeeds = count >= 0 && count <= found_.num_replicas;
+      (succeeds ? high_ : low_) = middle;
+      if (succeeds) {
+        found_.num_replicas = count;
+        best = n - 1;
       }
+      n = succeeds ? 2 * n : 2 * n + 1;
+      if (--steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
     }
-    return found;
+    return best;
   }
 
-  // What nearly every load takes, in one round: that `wanted` is reached, and its fewest replicas
-  // with the cap that it needs. Not found: it may take longer.
-  UEC_HD Found first_round(int64_t wanted, int32_t cap) {
-    const bool reaching = crew.index() >= kNumOrders;
-    const int32_t* const counts =
-        ask(wanted, reaching ? last_cap : cap, reaching ? crew.index() - kNumOrders : crew.index());
-    bool reached = false;
-    for (int32_t t = kNumOrders; t < crew.size(); ++t) reached |= counts[t] >= 0;
-    Found found{-1, -1};
-    for (int32_t v = 0; v < kNumOrders && reached; ++v) prefer_fewer(&found, counts[v], v, v);
-    return found;
-  }
+  const Crew& crew_;
+  const Pool& pool_;
+  const int32_t slots_, last_cap_;
+  Aim aim_ = Aim::kDone;
+  Stage stage_ = Stage::kWanted;
+  bool improves_ = false;
+  int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
+  int64_t wanted_ = 0, mean_ = 0, unit_ = 0, step_ = 0, low_ = 0, high_ = 0, asked_ = 0;
+  Found found_{-1, -1};
+};
 
-  // With the same cap and no more replicas, less imbalance: six steps of bisection. The teams ask
-  // about the next few steps at once, whatever the first of them will bring: team t about node t +
-  // 1 of the tree of steps, where 2 n follows on a success of node n, and 2 n + 1 on a failure.
-  UEC_HD void improve(int64_t low, int64_t high, int32_t cap, Found* found) {
-    int32_t steps = 6;
-    while (steps > 0 && high - low > 1) {
-      int64_t below = low, above = high;
-      const int32_t node = crew.index() + 1;
-      int32_t depth = 0;
-      while (node >> (depth + 1) != 0) ++depth;
-      bool useful = true;
-      for (int32_t d = depth; d > 0 && useful; --d) {
-        const int64_t middle = below + (above - below) / 2;
-        ((node >> (d - 1) & 1) == 0 ? above : below) = middle;
-        useful = above - below > 1;
-      }
-      useful = useful && depth < steps;
-      const int32_t* const counts =
-          ask(below + (above - below) / 2, cap, useful ? found->variant : kNumVariants);
-      for (int32_t n = 1; n <= crew.size() && steps > 0 && high - low > 1; --steps) {
-        const int64_t middle = low + (high - low) / 2;
-        const int32_t count = counts[n - 1];
-        if (count >= 0 && count <= found->num_replicas) {
-          high = middle;
-          found->num_replicas = count;
-          keep(n - 1);
-          n = 2 * n;
-        } else {
-          low = middle;
-          n = 2 * n + 1;
-        }
-      }
-    }
-  }
+// The plan, kept by the team whose probe has found it.
+template <class Crew>
+struct Keeper {
+  Crew& crew;
+  TeamScratch scratch;
+  int32_t slots;
+  int32_t team = 0;
 
-  // By target: keeps the plan and returns its number of replicas.
-  UEC_HD int32_t plan(int64_t wanted, int64_t mean) {
-    int64_t high = wanted;
-    int32_t cap = least_cap(high);
-    Found found{-1, -1};
-    if (crew.size() > kNumOrders) found = first_round(high, cap);
-    if (found.variant < 0) {
-      high = lowest_threshold(wanted, mean);
-      cap = least_cap(high);
-    }
-    for (; found.variant < 0 && cap < 2 * last_cap; cap = next_cap(cap, slots)) {
-      found = fewest(high, cap);
-      if (found.variant >= 0) break;
-    }
-    if (found.num_replicas <= 0) return 0;
-    improve(mean - 1, high, cap, &found);
-    return found.num_replicas;
+  UEC_HD void keep(int32_t finder) {
+    team = finder;
+    if (crew.index() != finder) return;
+    Replica* const kept = scratch.trial;
+    scratch.trial = scratch.best;
+    scratch.best = kept;
   }
-
-  // The kept plan into its slots.
   UEC_HD void place(int32_t num_replicas, int32_t* slot_expert, int32_t* slot_quota,
                     int32_t* home_quota) const {
-    if (crew.index() != keeper) return;
-    const auto team = crew.team();
-    for (int32_t i = team.index(); i < num_replicas; i += team.size()) {
+    if (crew.index() != team) return;
+    const auto members = crew.team();
+    for (int32_t i = members.index(); i < num_replicas; i += members.size()) {
       const Replica replica = scratch.best[i];
       const int32_t at = replica.rank * slots + replica.slot;
       slot_expert[at] = replica.expert;
@@ -314,41 +408,38 @@ struct PoolSearch {
   }
 };
 
-// The search in all pools.
-template <class Crew>
-struct Search {
-  Crew& crew;
-  const SortedLoad& sorted;
-  TeamScratch scratch;
+// By cost: a fixed set of (threshold, cap), one after the other, and the cheapest of them.
+struct CostSearch {
+  const Objective& cost;
   const Goal& goal;
-  int32_t slots;
+  int32_t slots, last_cap;
+  int32_t cap = 1, i = 0;
+  int64_t least, best_threshold = 0;
+  int32_t best_cap = 0;  // 0: no replica at all
 
-  UEC_HD PoolSearch<Crew> in(int32_t p) {
-    return {crew, sorted.pool(p), scratch, slots, sorted.last_cap};
+  UEC_HD CostSearch(const Objective& objective, const Goal& aim, int32_t num_slots, int32_t last)
+      : cost(objective),
+        goal(aim),
+        slots(num_slots),
+        last_cap(last),
+        least(objective.per_token * aim.fullest) {}
+
+  UEC_HD int64_t threshold() const {
+    return goal.mean + (i == 13 ? 0 : (goal.fullest - goal.mean) >> i);
   }
-
-  // The cheapest of a fixed set of (threshold, cap). `cap` 0: no replica at all.
-  UEC_HD void find_cheapest(const Objective& cost, int64_t* threshold, int32_t* cap) {
-    const int64_t mean = goal.mean, fullest = goal.fullest;
-    *threshold = fullest;
-    *cap = 0;
-    int64_t least = cost.per_token * fullest;
-    for (int32_t c = 1; c < 2 * sorted.last_cap; c = next_cap(c, slots)) {
-      for (int32_t i = 0; i < 14; ++i) {
-        const int64_t tokens = mean + (i == 13 ? 0 : (fullest - mean) >> i);
-        int64_t sum = cost.per_token * tokens + cost.per_transfer * c;
-        for (int32_t p = 0; p < sorted.num_pools && sum < least; ++p) {
-          PoolSearch<Crew> pool = in(p);
-          const bool enough = pool.least_cap(tokens) <= c;
-          const int32_t n = enough ? pool.fewest(tokens, c).num_replicas : -1;
-          sum = n < 0 ? least : sum + cost.per_replica * n;
-        }
-        if (sum >= least) continue;
-        least = sum;
-        *threshold = tokens;
-        *cap = c;
-      }
+  // Without replicas.
+  UEC_HD int64_t fixed() const { return cost.per_token * threshold() + cost.per_transfer * cap; }
+  // `sum`: the cost of the present one. Returns whether there is another.
+  UEC_HD bool next(int64_t sum) {
+    if (sum < least) {
+      least = sum;
+      best_threshold = threshold();
+      best_cap = cap;
     }
+    if (++i < 14) return true;
+    i = 0;
+    cap = next_cap(cap, slots);
+    return cap < 2 * last_cap;
   }
 };
 
@@ -376,18 +467,38 @@ template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota) {
-  detail::Search<Crew> search{crew, sorted, scratch, goal, slots_per_rank};
-  int64_t threshold = goal.threshold;
-  int32_t cap = 0;
-  if (objective.by_cost) {
-    search.find_cheapest(objective, &threshold, &cap);
-    if (cap == 0) return;
-  }
-  for (int32_t p = 0; p < sorted.num_pools; ++p) {
-    detail::PoolSearch<Crew> pool = search.in(p);
-    const int32_t num_replicas = objective.by_cost ? pool.fewest(threshold, cap).num_replicas
-                                                   : pool.plan(threshold, goal.mean);
-    pool.place(num_replicas, slot_expert, slot_quota, home_quota);
+  detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
+  detail::CostSearch costs(objective, goal, slots_per_rank, sorted.last_cap);
+  for (bool is_last = !objective.by_cost;;) {
+    int64_t sum = costs.fixed();
+    for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
+      const Pool pool = sorted.pool(p);
+      detail::PoolSearch<Crew> search(crew, pool, slots_per_rank, sorted.last_cap);
+      if (!objective.by_cost)
+        search.begin_by_target(goal.threshold, goal.mean);
+      else if (is_last)
+        search.begin_by_cost(costs.best_threshold, costs.best_cap);
+      else if (search.least_cap(costs.threshold()) <= costs.cap)
+        search.begin_by_cost(costs.threshold(), costs.cap);
+      while (!search.is_done()) {
+        const Question question = search.question();
+        const ProbeScratch memory{keeper.scratch.have, keeper.scratch.cool};
+        const int32_t count = question.variant < kNumVariants
+                                  ? probe(crew.team(), pool, question, memory, keeper.scratch.trial)
+                                  : -1;
+        const int32_t best = search.take(crew.exchange(count));
+        if (best >= 0) keeper.keep(best);
+      }
+      const int32_t num_replicas = search.found().num_replicas;
+      if (is_last)
+        keeper.place(num_replicas, slot_expert, slot_quota, home_quota);
+      else
+        sum = num_replicas < 0 ? costs.least : sum + objective.per_replica * num_replicas;
+    }
+    if (is_last) return;
+    if (costs.next(sum)) continue;
+    is_last = true;
+    if (costs.best_cap == 0) return;
   }
 }
 
