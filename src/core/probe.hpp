@@ -63,7 +63,7 @@ struct ProbeScratch {
 };
 
 // Returns the number of replicas in `trial`, or -1 where the probe finds no room. The leader writes
-// `trial`.
+// `trial`. Before and after it the members meet, for the scratch is in use.
 //
 // A hot rank exports from the main that has most left, among its `max_exports` largest. A need goes
 // whole to the tightest gap that takes all of it (kWide: to the widest). Where that would leave

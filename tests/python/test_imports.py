@@ -63,6 +63,7 @@ CPP_ORDER = [
     "core/counts.hpp",
     "core/crew.hpp",
     "core/probe.hpp",
+    "core/pool_search.hpp",
     "core/search.hpp",
     "core/planner.hpp",
     "core/reroute.hpp",
