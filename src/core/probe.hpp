@@ -206,6 +206,7 @@ struct Prober {
   Team team;
   const Question& ask;
   int32_t largest;
+  int32_t style;
   CoolRanks<Team> cool;
   int64_t spare = 0;  // room that may be left unfillable
 
@@ -262,7 +263,6 @@ struct Prober {
 
   // The cool rank that takes `need`, of a main that has `have`; -1: none. `quota`: what it takes.
   UEC_HD int32_t choose(int64_t need, int64_t have, int64_t* quota) const {
-    const int32_t style = ask.variant / kNumOrders;
     const int32_t above = cool.find(need);
     *quota = need;
     const int32_t at = first_fit(above, need, style == kWide);
@@ -294,12 +294,14 @@ struct Prober {
 template <class Team>
 UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
                      Replica* trial) {
-  detail::Prober<Team> prober{team, ask, pool.largest, {team, scratch.cool}};
+  detail::Prober<Team> prober{
+      team, ask, pool.largest, ask.variant / kNumOrders, {team, scratch.cool}};
+  const int32_t order = ask.variant % kNumOrders;
   const int32_t num_hot = prober.begin(pool);
   if (num_hot < 0) return -1;
   int32_t count = 0;
   for (int32_t h = 0; h < num_hot; ++h) {
-    const int32_t hot = detail::nth_hot(ask.variant % kNumOrders, h, num_hot);
+    const int32_t hot = detail::nth_hot(order, h, num_hot);
     const int32_t rank = pool.ranks[hot];
     detail::Exporter<Team> from(team, pool, rank, ask.max_exports, scratch.have);
     int64_t excess = pool.rank_load(hot) - ask.threshold;

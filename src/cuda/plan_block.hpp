@@ -5,8 +5,8 @@
 
 namespace uec::cuda {
 
-// A block may have any number of warps up to this. Each asks questions of its own; with eight a
-// plan is nearly always three rounds of them, with one ten.
+// A block may have any number of warps up to this. Each runs probes of its own: with eight a plan
+// is nearly always three rounds of them, with one it is ten.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
 struct PlanBlock {

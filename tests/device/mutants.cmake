@@ -4,13 +4,18 @@
 # Not here, because the emulation does without: fences of shared memory between the proxies, what a
 # shuffle does not order, and fence_system().
 
-# ultraep_add_device_mutant(<name> [HANGS] FILE <path> FIND [[...]] REPLACE [[...]])
+# ultraep_add_device_mutant(<name> [HANGS] [PROGRAM <test>] FILE <path> FIND [[...]] REPLACE [[...]])
+#
+# PROGRAM is the name of a test in this folder, by default test_replicate.
 function(ultraep_add_device_mutant name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "FILE;FIND;REPLACE" "")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
+  if(NOT arg_PROGRAM)
+    set(arg_PROGRAM test_replicate)
+  endif()
   ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
     REPLACE "${arg_REPLACE}")
   set(target mutant_${name})
-  add_executable(${target} device/test_replicate.cc)
+  add_executable(${target} device/${arg_PROGRAM}.cc)
   target_include_directories(${target} BEFORE PRIVATE ${overlay} ${overlay}/device/emulation
     device/emulation ${CMAKE_CURRENT_SOURCE_DIR})
   target_link_libraries(${target} PRIVATE ultraep_host)
@@ -165,3 +170,49 @@ ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.
 
   ptx::sync_block();]]
   REPLACE [[  ptx::sync_block();]])
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
+  FILE cuda/block_crew.cuh
+  FIND [[    if (Warp::leader()) now[index()] = value;
+    ptx::sync_block();]]
+  REPLACE [[    if (Warp::leader()) now[index()] = value;
+    ptx::sync_warp();]])
+
+ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan FILE cuda/block_crew.cuh
+  FIND [[    turn_ ^= 1;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
+  FILE cuda/plan_sort.cuh
+  FIND [[  sort_mains(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  sort_mains(args, block);]])
+
+ultraep_add_device_mutant(device_pools_before_leaders PROGRAM test_plan FILE cuda/plan_sort.cuh
+  FIND [[  find_leaders(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  find_leaders(args, block);]])
+
+ultraep_add_device_mutant(device_only_own_faults PROGRAM test_plan FILE cuda/plan_sort.cuh
+  FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
+  REPLACE [[    (void)faults;]])
+
+ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[best = v - first_;]]
+  REPLACE [[best = 0;]])
+
+ultraep_add_device_mutant(device_plans_though_out_of_reach PROGRAM test_plan
+  FILE core/pool_search.hpp
+  FIND [[v < kNumOrders && is_reached; ++v)]]
+  REPLACE [[v < kNumOrders; ++v)]])
+
+ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
+  REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])
+
+ultraep_add_device_mutant(device_placed_by_all PROGRAM test_plan FILE core/search.hpp
+  FIND [[    if (crew.index() != team) return;
+    const auto members]]
+  REPLACE [[    const auto members]])
