@@ -190,12 +190,7 @@ ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
   ptx::sync_block();]]
   REPLACE [[  sort_mains(args, block);]])
 
-ultraep_add_device_mutant(device_pools_before_leaders PROGRAM test_plan FILE cuda/plan_sort.cuh
-  FIND [[  find_leaders(args, block);
-  ptx::sync_block();]]
-  REPLACE [[  find_leaders(args, block);]])
-
-ultraep_add_device_mutant(device_only_own_faults PROGRAM test_plan FILE cuda/plan_sort.cuh
+ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
   FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
   REPLACE [[    (void)faults;]])
 
@@ -203,16 +198,10 @@ ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE cor
   FIND [[best = v - first_;]]
   REPLACE [[best = 0;]])
 
-ultraep_add_device_mutant(device_plans_though_out_of_reach PROGRAM test_plan
-  FILE core/pool_search.hpp
-  FIND [[v < kNumOrders && is_reached; ++v)]]
-  REPLACE [[v < kNumOrders; ++v)]])
+ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
+  REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/pool_search.hpp
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
   REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])
-
-ultraep_add_device_mutant(device_placed_by_all PROGRAM test_plan FILE core/search.hpp
-  FIND [[    if (crew.index() != team) return;
-    const auto members]]
-  REPLACE [[    const auto members]])
