@@ -2,12 +2,13 @@
 // how.
 //
 // A pure function of the pool and the question, so that any number of probes may run side by side,
-// on a device too, and give the same plan.
+// on a device too, and give the same plan. One probe is run by a team (team.hpp).
 #pragma once
 
 #include <cstdint>
 
 #include "core/common.hpp"
+#include "core/team.hpp"
 
 namespace uec {
 
@@ -15,6 +16,7 @@ namespace uec {
 struct Replica {
   int32_t expert;
   int32_t rank;
+  int32_t slot;  // of that rank: replicas come to a rank's slots in the order of the plan
   int32_t quota;
 };
 
@@ -22,13 +24,15 @@ struct Replica {
 struct Pool {
   const int32_t* ranks = nullptr;  // [num_ranks] by descending load, then id
   int32_t num_ranks = 0;
-  const int64_t* load = nullptr;         // [E]
-  const int64_t* rank_load = nullptr;    // [G] tokens on a rank without replicas
-  const int32_t* mains_begin = nullptr;  // [G + 1]
-  const int32_t* mains = nullptr;        // [E] by home; an exporter's by descending load, then id
-  int64_t largest = 0;                   // tokens of the largest expert
+  const int64_t* tokens_before = nullptr;  // [num_ranks + 1] tokens of `ranks`, running sums
+  const int64_t* load = nullptr;           // [E]
+  const int32_t* mains_begin = nullptr;    // [G + 1]
+  const int32_t* mains = nullptr;          // [E] by home; an exporter's by descending load, then id
+  int32_t largest = 0;                     // tokens of the largest expert
 
-  UEC_HD int64_t fullest() const { return rank_load[ranks[0]]; }
+  // Tokens on the i-th rank without replicas.
+  UEC_HD int64_t rank_load(int32_t i) const { return tokens_before[i + 1] - tokens_before[i]; }
+  UEC_HD int64_t fullest() const { return rank_load(0); }
 };
 
 // Probes differ in the order in which they visit the ranks that are too full ("hot"), variant %
@@ -41,7 +45,7 @@ inline constexpr int32_t kNumVariants = 3 * kNumOrders;
 struct Question {
   int64_t threshold;    // tokens that no rank may pass
   int32_t max_imports;  // replicas on a rank, at most its slots
-  int32_t max_exports;  // experts that a rank may export: enough for the excess of each
+  int32_t max_exports;  // experts that a rank may export
   int32_t variant;      // below kNumVariants
 };
 
@@ -52,12 +56,14 @@ struct CoolRank {
   int32_t left;  // replicas it may still take, never 0
 };
 
+// Shared by a team's members.
 struct ProbeScratch {
-  int64_t* have;   // [mains of a rank] tokens left on the mains of the rank that is exporting
+  int32_t* have;   // [mains of a rank] tokens left on the mains of the rank that is exporting
   CoolRank* cool;  // [ranks of the pool]
 };
 
-// Returns the number of replicas in `trial`, or -1 where the probe finds no room.
+// Returns the number of replicas in `trial`, or -1 where the probe finds no room. The leader writes
+// `trial`. Before and after it the members meet, for the scratch is in use.
 //
 // A hot rank exports from the main that has most left, among its `max_exports` largest. A need goes
 // whole to the tightest gap that takes all of it (kWide: to the widest). Where that would leave
@@ -70,14 +76,31 @@ struct ProbeScratch {
 //
 // No rank is given an expert twice: a replica uses up the need, the main's tokens or the room. Each
 // takes a slot, so there are at most num_ranks * max_imports of them, and as many steps, each of
-// O(ranks of the pool + mains of a rank).
-UEC_HD inline int32_t probe(const Pool& pool, const Question& ask, const ProbeScratch& scratch,
-                            Replica* trial);
+// O((ranks of the pool + mains of a rank) / members) and a few exchanges between members.
+template <class Team>
+UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
+                     Replica* trial);
 
 // ---------------------------------------------------------------------------------------------
 // Implementation
 
 namespace detail {
+
+// The first of low .. high - 1 that is enough, or `high`. What follows one that is enough is enough
+// as well.
+template <class Team, class Enough>
+UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& is_enough) {
+  while (high - low > 2 * team.size()) {
+    const int32_t middle = low + (high - low) / 2;
+    if (is_enough(middle))
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  int32_t i = low + team.index();
+  while (i < high && !is_enough(i)) i += team.size();
+  return static_cast<int32_t>(team.lowest(i < high ? i : high));
+}
 
 // The n-th hot rank in an order.
 UEC_HD inline int32_t nth_hot(int32_t order, int32_t n, int32_t num_hot) {
@@ -86,116 +109,215 @@ UEC_HD inline int32_t nth_hot(int32_t order, int32_t n, int32_t num_hot) {
   return from_the_end ? num_hot - 1 - n : n;
 }
 
-// The cool ranks, by ascending slack.
+// The cool ranks, by ascending slack; of equal ones, the latest first.
+//
+// Members read entries, then meet in lowest() or sync(), then change some, then meet again: so a
+// change comes after all reads before it, and before all after it.
+template <class Team>
 struct CoolRanks {
+  Team team;
   CoolRank* entry;
   int32_t count = 0;
 
   // The first with at least that much slack, or `count`.
   UEC_HD int32_t find(int64_t slack) const {
-    int32_t low = 0, high = count;
-    while (low < high) {
-      const int32_t middle = (low + high) / 2;
-      if (entry[middle].slack < slack)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
+    return first_enough(team, 0, count, [&](int32_t i) { return entry[i].slack >= slack; });
   }
   UEC_HD void insert(CoolRank added) {
-    int32_t i = count++;
-    for (; i > 0 && entry[i - 1].slack >= added.slack; --i) entry[i] = entry[i - 1];
-    entry[i] = added;
+    put(added, count);
+    ++count;
   }
-  UEC_HD void remove(int32_t i) {
-    for (--count; i < count; ++i) entry[i] = entry[i + 1];
+  // `changed` has no more slack than the one it replaces.
+  UEC_HD void replace(int32_t i, CoolRank changed) { put(changed, i); }
+
+  UEC_HD void remove(int32_t removed) {
+    --count;
+    for (int32_t first = removed; first < count; first += team.size()) {
+      const int32_t i = first + team.index();
+      CoolRank moved{};
+      if (i < count) moved = entry[i + 1];
+      team.sync();
+      if (i < count) entry[i] = moved;
+    }
+    team.sync();
+  }
+
+ private:
+  // At its place among those below `end`, which is free: those with as much slack move up by one.
+  UEC_HD void put(CoolRank added, int32_t end) {
+    int32_t at = end;
+    for (;;) {
+      const int32_t i = at - team.index();
+      CoolRank moved{};
+      if (i > 0) moved = entry[i - 1];
+      const bool moves = i > 0 && moved.slack >= added.slack;
+      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));
+      if (moves) entry[i] = moved;
+      at -= stays;
+      if (stays < team.size()) break;
+    }
+    if (team.leader()) entry[at] = added;
+    team.sync();
   }
 };
 
+// The mains of a rank that exports. The first one is the largest; what is left of each is listed
+// only once a second replica is needed.
+template <class Team>
+struct Exporter {
+  Team team;
+  const int64_t* load;
+  const int32_t* mains;
+  int32_t num_open;  // of them, that may be exported
+  int32_t* have;     // [num_open] a member looks at its own only
+  int32_t main = 0;  // the first with most left
+  int32_t most;      // tokens left on it
+  bool listed = false;
+
+  UEC_HD Exporter(Team members, const Pool& pool, int32_t rank, int32_t max_exports, int32_t* left)
+      : team(members), load(pool.load), mains(pool.mains + pool.mains_begin[rank]), have(left) {
+    const int32_t num_mains = pool.mains_begin[rank + 1] - pool.mains_begin[rank];
+    num_open = num_mains < max_exports ? num_mains : max_exports;
+    most = static_cast<int32_t>(load[mains[0]]);
+  }
+
+  // `quota` of the main with most left is gone: finds the one that has most now.
+  UEC_HD void take(int32_t quota) {
+    if (!listed)
+      for (int32_t m = team.index(); m < num_open; m += team.size())
+        have[m] = static_cast<int32_t>(load[mains[m]]);
+    listed = true;
+    if (main % team.size() == team.index()) have[main] -= quota;
+    int32_t own = team.index();
+    for (int32_t m = own + team.size(); m < num_open; m += team.size())
+      if (have[m] > have[own]) own = m;
+    const int32_t left = own < num_open ? have[own] : -1;
+    most = kMaxInt - static_cast<int32_t>(team.lowest(static_cast<uint32_t>(kMaxInt) - left));
+    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));
+  }
+
+ private:
+  static constexpr int32_t kMaxInt = 0x7FFFFFFF;
+};
+
 // A probe under way.
+template <class Team>
 struct Prober {
+  Team team;
   const Question& ask;
-  int64_t largest;
-  CoolRanks cool;
+  int32_t largest;
+  int32_t style;
+  CoolRanks<Team> cool;
   int64_t spare = 0;  // room that may be left unfillable
 
   // Room on a cool rank that no choice of `left` more experts can fill.
   UEC_HD int64_t lost(int64_t slack, int32_t left) const {
-    return max64(slack - left * largest, 0);
+    return max64(slack - static_cast<int64_t>(left) * largest, 0);
   }
-  // How much more of it there is once the i-th cool rank has taken `quota`.
-  UEC_HD int64_t costs(int32_t i, int64_t quota) const {
-    const CoolRank& c = cool.entry[i];
+  // How much more of it there is once this cool rank has taken `quota`.
+  UEC_HD int64_t costs(const CoolRank& c, int64_t quota) const {
     return lost(c.slack - quota, c.left - 1) - lost(c.slack, c.left);
   }
 
   // Returns how many ranks of the pool are too full, or -1 if the others have too little room.
   UEC_HD int32_t begin(const Pool& pool) {
-    int32_t num_hot = 0;
-    for (int32_t i = 0; i < pool.num_ranks; ++i) {
-      const int64_t slack = ask.threshold - pool.rank_load[pool.ranks[i]];
-      spare += slack;
-      num_hot += slack < 0;
-      if (slack <= 0) continue;
-      cool.entry[cool.count++] = {slack, pool.ranks[i], ask.max_imports};
-      spare -= lost(slack, ask.max_imports);
+    const int32_t n = pool.num_ranks;
+    // The first from there on with so much slack: they have ever more.
+    const auto first_with = [&](int64_t slack, int32_t from) {
+      if (from == n || ask.threshold - pool.rank_load(from) >= slack) return from;
+      return first_enough(team, from + 1, n,
+                          [&](int32_t i) { return ask.threshold - pool.rank_load(i) >= slack; });
+    };
+    const int32_t num_hot = first_with(0, 0);
+    const int32_t first_cool = first_with(1, num_hot);
+    const int64_t* const before = pool.tokens_before;
+    spare = ask.threshold * n - (before[n] - before[0]);
+    const int64_t full = static_cast<int64_t>(ask.max_imports) * largest;
+    if (ask.threshold - pool.rank_load(n - 1) > full) {
+      const int32_t lossy = first_with(full + 1, first_cool);
+      spare -= (ask.threshold - full) * (n - lossy) - (before[n] - before[lossy]);
     }
-    return num_hot > 0 && spare < 0 ? -1 : num_hot;
+    if (num_hot > 0 && spare < 0) return -1;
+    cool.count = n - first_cool;
+    for (int32_t i = team.index(); i < cool.count; i += team.size()) {
+      const int32_t from = first_cool + i;
+      cool.entry[i] = {ask.threshold - pool.rank_load(from), pool.ranks[from], ask.max_imports};
+    }
+    team.sync();
+    return num_hot;
+  }
+
+  // The first of the cool ranks from `above` up (kWide: from the last down) that can take `need`;
+  // -1: none.
+  UEC_HD int32_t first_fit(int32_t above, int64_t need, bool wide) const {
+    const int32_t room = cool.count - above;
+    for (int32_t first = 0; first < room; first += team.size()) {
+      const int32_t n = first + team.index();
+      const int32_t at = wide ? cool.count - 1 - n : above + n;
+      const bool fits = n < room && costs(cool.entry[at], need) <= spare;
+      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));
+      if (found < room) return wide ? cool.count - 1 - found : above + found;
+    }
+    return -1;
   }
 
   // The cool rank that takes `need`, of a main that has `have`; -1: none. `quota`: what it takes.
   UEC_HD int32_t choose(int64_t need, int64_t have, int64_t* quota) const {
-    const int32_t style = ask.variant / kNumOrders;
     const int32_t above = cool.find(need);
-    const int32_t preferred = style == kWide && above < cool.count ? cool.count - 1 : above;
     *quota = need;
-    for (int32_t at = preferred; at >= above && at < cool.count; at += style == kWide ? -1 : 1)
-      if (costs(at, need) <= spare) return at;
-    if (preferred < cool.count && (above == 0 || style != kTight)) {
-      *quota = min64(have, cool.entry[preferred].slack);
-      if (costs(preferred, *quota) <= spare) return preferred;
+    const int32_t at = first_fit(above, need, style == kWide);
+    if (at >= 0) return at;
+    if (above < cool.count && (above == 0 || style != kTight)) {
+      const int32_t preferred = style == kWide ? cool.count - 1 : above;
+      const CoolRank& c = cool.entry[preferred];
+      *quota = min64(have, c.slack);
+      if (costs(c, *quota) <= spare) return preferred;
     }
     if (above > 0) *quota = min64(have, cool.entry[above - 1].slack);
     return above - 1;
   }
 
-  UEC_HD void fill(int32_t at, int64_t quota) {
-    spare -= costs(at, quota);
-    CoolRank taker = cool.entry[at];
-    taker.slack -= quota;
-    cool.remove(at);
-    if (--taker.left > 0 && taker.slack > 0) cool.insert(taker);
+  // Returns the taker as it was before.
+  UEC_HD CoolRank fill(int32_t at, int64_t quota) {
+    const CoolRank taker = cool.entry[at];
+    spare -= costs(taker, quota);
+    if (taker.left > 1 && taker.slack > quota)
+      cool.replace(at, {taker.slack - quota, taker.rank, taker.left - 1});
+    else
+      cool.remove(at);
+    return taker;
   }
 };
 
 }  // namespace detail
 
-UEC_HD inline int32_t probe(const Pool& pool, const Question& ask, const ProbeScratch& scratch,
-                            Replica* trial) {
-  detail::Prober prober{ask, pool.largest, {scratch.cool}};
+template <class Team>
+UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
+                     Replica* trial) {
+  detail::Prober<Team> prober{
+      team, ask, pool.largest, ask.variant / kNumOrders, {team, scratch.cool}};
+  const int32_t order = ask.variant % kNumOrders;
   const int32_t num_hot = prober.begin(pool);
   if (num_hot < 0) return -1;
-  int64_t* const have = scratch.have;
   int32_t count = 0;
   for (int32_t h = 0; h < num_hot; ++h) {
-    const int32_t rank = pool.ranks[detail::nth_hot(ask.variant % kNumOrders, h, num_hot)];
-    const int32_t* const mains = pool.mains + pool.mains_begin[rank];
-    const int32_t num_mains = pool.mains_begin[rank + 1] - pool.mains_begin[rank];
-    const int32_t num_open = num_mains < ask.max_exports ? num_mains : ask.max_exports;
-    for (int32_t m = 0; m < num_open; ++m) have[m] = pool.load[mains[m]];
-    int64_t excess = pool.rank_load[rank] - ask.threshold;
-    while (excess > 0) {
-      int32_t main = 0;
-      for (int32_t m = 1; m < num_open; ++m)
-        if (have[m] > have[main]) main = m;
+    const int32_t hot = detail::nth_hot(order, h, num_hot);
+    const int32_t rank = pool.ranks[hot];
+    detail::Exporter<Team> from(team, pool, rank, ask.max_exports, scratch.have);
+    int64_t excess = pool.rank_load(hot) - ask.threshold;
+    for (;;) {
       int64_t quota;
-      const int32_t at = prober.choose(min64(have[main], excess), have[main], &quota);
+      const int32_t at = prober.choose(min64(from.most, excess), from.most, &quota);
       if (at < 0) return -1;
-      trial[count++] = {mains[main], prober.cool.entry[at].rank, static_cast<int32_t>(quota)};
-      prober.fill(at, quota);
-      have[main] -= quota;
+      const CoolRank taker = prober.fill(at, quota);
+      const auto tokens = static_cast<int32_t>(quota);
+      if (team.leader())
+        trial[count] = {from.mains[from.main], taker.rank, ask.max_imports - taker.left, tokens};
+      ++count;
       excess -= quota;
+      if (excess <= 0) break;
+      from.take(tokens);
+      if (from.most == 0) return -1;  // `max_exports` mains do not have the excess
     }
     if (excess < 0) prober.cool.insert({-excess, rank, ask.max_imports});
   }

@@ -24,6 +24,11 @@ class ScratchCutter {
     return array;
   }
 
+  // Memory for what is cut in its turn: aligned to 8 bytes.
+  UEC_HD std::byte* take_bytes(int64_t count) {
+    return reinterpret_cast<std::byte*>(take<int64_t>(ceil_div(count, 8)));
+  }
+
   UEC_HD int64_t used_bytes() const { return used_bytes_; }
 
  private:

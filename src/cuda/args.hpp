@@ -10,6 +10,7 @@
 #include "core/call_arrays.hpp"
 #include "core/failure.hpp"
 #include "core/layout.hpp"
+#include "core/search.hpp"
 #include "cuda/reroute_args.hpp"
 
 namespace uec::cuda {
@@ -71,6 +72,40 @@ struct LaunchArgs {
   int64_t call_bytes = 0;
 };
 
+// Why a load has no plan.
+enum class PlanFault : int32_t {
+  kNone = 0,
+  kNegative,      // load of an expert from a source
+  kTooMany,       // tokens of an expert, above kMaxLoad
+  kTooManyInAll,  // above kMaxTotalLoad
+};
+
+// What the plan kernel says of a load. With a fault the plan is empty and has no tokens.
+struct PlanStatus {
+  PlanFault fault = PlanFault::kNone;
+  int32_t expert = -1;  // the first that has it
+};
+
+// Arguments of the plan kernel: addresses in device memory.
+struct PlanArgs {
+  uint64_t home = 0;         // [E] int32
+  uint64_t domain = 0;       // [G] int32
+  uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
+  uint64_t mains = 0;        // [E] int32, likewise
+  uint64_t load = 0;         // [sources, E] int32
+  uint64_t slot_expert = 0;  // [G, S] int32, out, as of plan_replicas()
+  uint64_t slot_quota = 0;   // [G, S] int32, out
+  uint64_t home_quota = 0;   // [E] int32, out
+  uint64_t status = 0;       // of PlanStatus, out
+  Objective objective;
+  int32_t num_ranks = 0;
+  int32_t num_experts = 0;
+  int32_t slots_per_rank = 0;
+  int32_t num_sources = 0;  // G, or 1: global sums
+  int32_t max_mains = 0;    // the largest number of mains on a rank
+  int32_t allow_cross_domain = 0;
+};
+
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
@@ -106,6 +141,9 @@ inline constexpr int32_t kLayout[] = {
     sizeof(SharesArgs),
     sizeof(RerouteArgs),
     sizeof(RerouteState),
+    sizeof(PlanArgs),
+    offsetof(PlanArgs, objective),
+    offsetof(PlanArgs, num_ranks),
 };
 
 }  // namespace uec::cuda

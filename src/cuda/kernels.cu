@@ -3,6 +3,7 @@
 #include <nvshmem.h>
 
 #include "cuda/notice.cuh"
+#include "cuda/plan.cuh"
 #include "cuda/replicate.cuh"
 #include "cuda/reroute.cuh"
 #include "cuda/reroute_map.cuh"
@@ -50,6 +51,11 @@ void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
     uec::cuda::notify<false>(state, what, block, ring);
   else
     uec::cuda::notify<true>(state, what, block, ring);
+}
+
+// One block of up to kMaxPlanWarps warps.
+UEC_KERNEL(128) void ultraep_plan(const uec::cuda::PlanArgs args) {
+  uec::cuda::plan(args, shared_memory);
 }
 
 // Fills a table with the addresses at which this device reaches the ranks' symmetric memory; 0: it

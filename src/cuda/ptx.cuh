@@ -102,6 +102,9 @@ UEC_DEVICE void max_relaxed(uint64_t* at, uint64_t value) {
 UEC_DEVICE void add_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+UEC_DEVICE void add_relaxed(int32_t* at, int32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
 // A word in shared memory, between the block's warps.
 UEC_DEVICE int32_t load_shared_relaxed(const int32_t* at) {
   return *const_cast<const volatile int32_t*>(at);

@@ -112,6 +112,38 @@ ultraep_add_core_mutant(called_for_each PROGRAM test_team FILE core/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]
   REPLACE [[  return all != 0;]])
 
+# ---- a probe -------------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(moved_before_read PROGRAM test_probe FILE core/probe.hpp
+  FIND [[      if (i < count) moved = entry[i + 1];
+      team.sync();]]
+  REPLACE [[      if (i < count) moved = entry[i + 1];]])
+
+ultraep_add_core_mutant(place_of_each PROGRAM test_probe FILE core/probe.hpp
+  FIND [[      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));]]
+  REPLACE [[      const int32_t stays = moves ? team.size() : team.index();]])
+
+ultraep_add_core_mutant(entered_by_each PROGRAM test_probe FILE core/probe.hpp
+  FIND [[    if (team.leader()) entry[at] = added;]]
+  REPLACE [[    entry[at] = added;]])
+
+ultraep_add_core_mutant(found_before_entered PROGRAM test_probe FILE core/probe.hpp
+  FIND [[    if (team.leader()) entry[at] = added;
+    team.sync();]]
+  REPLACE [[    if (team.leader()) entry[at] = added;]])
+
+ultraep_add_core_mutant(fit_of_each PROGRAM test_probe FILE core/probe.hpp
+  FIND [[      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));]]
+  REPLACE [[      const int32_t found = fits ? n : room;]])
+
+ultraep_add_core_mutant(main_of_each PROGRAM test_probe FILE core/probe.hpp
+  FIND [[    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));]]
+  REPLACE [[    main = own;]])
+
+ultraep_add_core_mutant(taken_by_each PROGRAM test_probe FILE core/probe.hpp
+  FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
+  REPLACE [[    have[main] -= quota;]])
+
 # ---- two sides ----------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.hpp

@@ -237,3 +237,38 @@ ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cud
     sum_runs(block);  // its barriers also keep the zeros before the ones]]
   REPLACE [[    sum_runs(block);
     clear_rows(args, first_of_block, width);]])
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
+  FILE cuda/block_crew.cuh
+  FIND [[    if (Warp::leader()) now[index()] = value;
+    ptx::sync_block();]]
+  REPLACE [[    if (Warp::leader()) now[index()] = value;
+    ptx::sync_warp();]])
+
+ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan FILE cuda/block_crew.cuh
+  FIND [[    turn_ ^= 1;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
+  FILE cuda/plan_sort.cuh
+  FIND [[  sort_mains(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  sort_mains(args, block);]])
+
+ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
+  FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
+  REPLACE [[    (void)faults;]])
+
+ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[best = v - first_;]]
+  REPLACE [[best = 0;]])
+
+ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
+  REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
+
+ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
+  REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])

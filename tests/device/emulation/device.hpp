@@ -26,7 +26,7 @@ namespace emulation {
 #define UEC_EMULATED_LANES 2
 #endif
 inline constexpr int32_t kLanes = UEC_EMULATED_LANES;  // of a warp
-inline constexpr int32_t kWarps = 2;                   // of a block
+inline constexpr int32_t kWarps = 2;                   // of a block, where a launch does not say
 
 [[noreturn]] inline void violate(const char* what) {
   std::fprintf(stderr, "emulated device: %s\n", what);
@@ -64,8 +64,9 @@ struct Warp {
 };
 
 struct Block {
-  Barrier barrier{kLanes * kWarps};
-  Warp warps[kWarps];
+  explicit Block(int32_t num_warps) : barrier(kLanes * num_warps), warps(num_warps) {}
+  Barrier barrier;
+  std::vector<Warp> warps;
 };
 
 struct BulkStore {
@@ -77,7 +78,7 @@ struct BulkStore {
 using Group = std::vector<BulkStore>;
 
 struct Thread {
-  int32_t thread = 0, block_x = 0, block_y = 0, num_blocks_x = 0;
+  int32_t thread = 0, block_x = 0, block_y = 0, num_blocks_x = 0, num_warps = 0;
   Block* block = nullptr;
   Warp* warp = nullptr;
   std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
@@ -265,7 +266,7 @@ inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_by
   std::vector<std::thread> threads;
   for (int32_t y = 0; y < num_blocks_y; ++y)
     for (int32_t x = 0; x < num_blocks_x; ++x) {
-      blocks.push_back(std::make_unique<Block>());
+      blocks.push_back(std::make_unique<Block>(num_warps));
       const auto size = static_cast<size_t>((shared_bytes + 127) / 128 * 128);
       shared.push_back(static_cast<std::byte*>(std::aligned_alloc(128, size)));
       std::memset(shared.back(), 0xA5, size);
@@ -276,6 +277,7 @@ inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_by
           self.block_x = x;
           self.block_y = y;
           self.num_blocks_x = num_blocks_x;
+          self.num_warps = num_warps;
           self.block = block;
           self.warp = &block->warps[t / kLanes];
           self.dice = static_cast<uint32_t>(x * 31 + y * 7 + t + 1);

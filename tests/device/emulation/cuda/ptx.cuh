@@ -26,7 +26,7 @@ inline constexpr int32_t kWarpSize = emulation::kLanes;
 using emulation::self;
 
 inline int32_t thread_idx() { return self.thread; }
-inline int32_t num_threads() { return emulation::kLanes * emulation::kWarps; }
+inline int32_t num_threads() { return emulation::kLanes * self.num_warps; }
 inline int32_t block_x() { return self.block_x; }
 inline int32_t block_y() { return self.block_y; }
 inline int32_t num_blocks_x() { return self.num_blocks_x; }
@@ -106,6 +106,9 @@ inline void max_relaxed(uint64_t* at, uint64_t value) {
   }
 }
 inline void add_relaxed(uint64_t* at, uint64_t value) {
+  std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+}
+inline void add_relaxed(int32_t* at, int32_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
 }
 inline int32_t load_shared_relaxed(const int32_t* at) { return load_relaxed(at); }

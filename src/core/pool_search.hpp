@@ -1,0 +1,265 @@
+// The planner's search in one pool: which probes to ask, and which of their plans is the best.
+//
+// It says what every team of a crew (crew.hpp) is to ask, and makes of the answers what to ask
+// next. (Turned inside out like this a kernel has one copy of the probe, which is most of its
+// code.) With any number of teams it comes to the same plan: of what was asked for nothing, nothing
+// is used.
+#pragma once
+
+#include <cstdint>
+
+#include "core/common.hpp"
+#include "core/crew.hpp"
+#include "core/probe.hpp"
+
+namespace uec::detail {
+
+// Caps are tried one by one up to the number of slots, then doubled.
+UEC_HD constexpr int32_t next_cap(int32_t cap, int32_t slots) {
+  return cap < slots ? cap + 1 : 2 * cap;
+}
+
+template <class Crew>
+class PoolSearch {
+ public:
+  struct Found {
+    int32_t num_replicas, variant;  // -1: none
+  };
+
+  UEC_HD PoolSearch(const Crew& crew, const Pool& pool, int32_t slots, int32_t last_cap)
+      : crew_(crew), pool_(pool), slots_(slots), last_cap_(last_cap) {}
+
+  // By target: the lowest threshold from `wanted` up that some probe reaches; with the lowest cap
+  // for it, the fewest replicas; with as many, less imbalance.
+  UEC_HD void begin_by_target(int64_t wanted, int64_t mean) {
+    improves_ = true;
+    wanted_ = wanted;
+    mean_ = mean;
+    if (crew_.size() > kNumOrders) {
+      aim_ = Aim::kOpening;
+      high_ = wanted;
+      cap_ = least_cap(wanted);
+    } else {
+      begin_thresholds();
+    }
+  }
+  // The fewest replicas for this threshold and cap.
+  UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
+    improves_ = false;
+    high_ = threshold;
+    begin_cap(cap);
+  }
+
+  UEC_HD bool is_done() const { return aim_ == Aim::kDone; }
+
+  // Of this team. One without a question gets a variant from kNumVariants up.
+  UEC_HD Question question() const {
+    const int32_t i = crew_.index();
+    switch (aim_) {
+      case Aim::kOpening:
+        return i < kNumOrders ? make(high_, cap_, i) : make(high_, last_cap_, i - kNumOrders);
+      case Aim::kImprovement:
+        return improvement();
+      default:
+        return make(asked_, cap_, first_ + i);
+    }
+  }
+
+  // The answers of all teams, as probe() gives them. Returns the team whose trial is the best plan
+  // so far, or -1: the one that was is.
+  UEC_HD int32_t take(const int32_t* counts) {
+    switch (aim_) {
+      case Aim::kOpening:
+        return take_opening(counts);
+      case Aim::kThreshold:
+        take_threshold(counts);
+        return -1;
+      case Aim::kCap:
+        return take_cap(counts);
+      default:
+        return take_improvement(counts);
+    }
+  }
+
+  // -1 where there is no plan, or none has been looked for.
+  UEC_HD Found found() const { return found_; }
+
+  // The lowest cap below which some rank could not shed its excess.
+  UEC_HD int32_t least_cap(int64_t threshold) const {
+    const auto team = crew_.team();
+    int32_t cap = 1;
+    for (int32_t i = team.index(); i < pool_.num_ranks; i += team.size()) {
+      int64_t excess = pool_.rank_load(i) - threshold;
+      if (excess <= 0) break;
+      const int32_t* const mains = pool_.mains + pool_.mains_begin[pool_.ranks[i]];
+      int32_t n = 0;
+      for (; excess > 0; ++n) excess -= pool_.load[mains[n]];
+      cap = max32(cap, n);
+    }
+    return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
+  }
+
+ private:
+  enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
+  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
+
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant) const {
+    return {threshold, cap < slots_ ? cap : slots_, cap, variant};
+  }
+  UEC_HD void ask(int64_t threshold, int32_t cap) {
+    asked_ = threshold;
+    cap_ = cap;
+    first_ = 0;
+  }
+
+  // ---- what nearly every load takes, in one round: that `wanted` is reached, and its fewest
+  // replicas with the cap that it needs. Where that fails the search begins anew.
+
+  UEC_HD int32_t take_opening(const int32_t* counts) {
+    bool is_reached = false;
+    for (int32_t t = kNumOrders; t < crew_.size(); ++t) is_reached |= counts[t] >= 0;
+    int32_t best = -1;
+    for (int32_t v = 0; v < kNumOrders && is_reached; ++v)
+      if (prefer_fewer(counts[v], v)) best = v;
+    if (best >= 0)
+      begin_improvement();
+    else
+      begin_thresholds();
+    return best;
+  }
+
+  // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
+  // low end, where the answer nearly always is, then bisects. (More room does not always help a
+  // greedy: the nearest success is a better guide than the middle, and where `wanted` is out of
+  // reach the mean may not be.)
+
+  UEC_HD void begin_thresholds() {
+    aim_ = Aim::kThreshold;
+    stage_ = Stage::kWanted;
+    unit_ = step_ = max64(wanted_ / 4096, 1);
+    high_ = wanted_;
+    ask(wanted_, last_cap_);
+  }
+  UEC_HD void take_threshold(const int32_t* counts) {
+    bool is_reached = false;
+    for (int32_t t = 0; t < crew_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
+    first_ += crew_.size();
+    if (!is_reached && first_ < kNumVariants) return;
+    if (stage_ == Stage::kBisect) {
+      (is_reached ? high_ : low_) = asked_;
+      bisect();
+    } else if (is_reached && stage_ == Stage::kGallop) {
+      bisect();
+    } else if (is_reached) {
+      high_ = asked_;
+      begin_cap(least_cap(high_));
+    } else if (stage_ == Stage::kWanted && mean_ < wanted_) {
+      stage_ = Stage::kMean;
+      ask(mean_, last_cap_);
+    } else {
+      gallop();
+    }
+  }
+  UEC_HD void gallop() {
+    stage_ = Stage::kGallop;
+    low_ = high_;  // no plan
+    high_ = min64(low_ + step_, pool_.fullest());
+    step_ *= 2;
+    if (high_ == pool_.fullest())  // which needs no replica
+      bisect();
+    else
+      ask(high_, last_cap_);
+  }
+  UEC_HD void bisect() {
+    stage_ = Stage::kBisect;
+    if (high_ - low_ > unit_)
+      ask(low_ + (high_ - low_) / 2, last_cap_);
+    else
+      begin_cap(least_cap(high_));
+  }
+
+  // ---- the fewest replicas: of the first style that finds any, since later ones send more
+  // --------
+
+  UEC_HD void begin_cap(int32_t cap) {
+    aim_ = Aim::kCap;
+    found_ = {-1, -1};
+    ask(high_, cap);
+  }
+  UEC_HD int32_t take_cap(const int32_t* counts) {
+    int32_t best = -1;
+    int32_t v = first_;
+    for (; v < first_ + crew_.size() && v < kNumVariants; ++v) {
+      if (v % kNumOrders == 0 && found_.variant >= 0) break;
+      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
+    }
+    first_ = v;
+    if (found_.variant >= 0 && v % kNumOrders == 0) {
+      begin_improvement();
+    } else if (v == kNumVariants) {
+      const int32_t next = next_cap(cap_, slots_);
+      if (improves_ && next < 2 * last_cap_)
+        begin_cap(next);
+      else
+        aim_ = Aim::kDone;
+    }
+    return best;
+  }
+  // Whether the plan that a variant has found is the best so far.
+  UEC_HD bool prefer_fewer(int32_t count, int32_t variant) {
+    if (count < 0 || (found_.variant >= 0 && count >= found_.num_replicas)) return false;
+    found_ = {count, variant};
+    return true;
+  }
+
+  // ---- with the same cap and no more replicas, less imbalance: six steps of bisection. The teams
+  // ask about the next few at once, whatever the first of them will bring: team t about node t + 1
+  // of the tree of steps, where 2 n follows on a success of node n, and 2 n + 1 on a failure.
+
+  UEC_HD void begin_improvement() {
+    aim_ = Aim::kImprovement;
+    low_ = mean_ - 1;
+    steps_ = improves_ && found_.num_replicas > 0 ? 6 : 0;
+    if (steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
+  }
+  UEC_HD Question improvement() const {
+    const int32_t node = crew_.index() + 1;
+    int32_t depth = 0;
+    while (node >> (depth + 1) != 0) ++depth;
+    int64_t low = low_, high = high_;
+    bool is_asked = depth < steps_;
+    for (int32_t d = depth; d > 0 && is_asked; --d) {
+      ((node >> (d - 1) & 1) == 0 ? high : low) = low + (high - low) / 2;
+      is_asked = high - low > 1;
+    }
+    return make(low + (high - low) / 2, cap_, is_asked ? found_.variant : kNumVariants);
+  }
+  UEC_HD int32_t take_improvement(const int32_t* counts) {
+    int32_t best = -1;
+    for (int32_t n = 1; n <= crew_.size() && aim_ != Aim::kDone;) {
+      const int64_t middle = low_ + (high_ - low_) / 2;
+      const int32_t count = counts[n - 1];
+      const bool succeeds = count >= 0 && count <= found_.num_replicas;
+      (succeeds ? high_ : low_) = middle;
+      if (succeeds) {
+        found_.num_replicas = count;
+        best = n - 1;
+      }
+      n = succeeds ? 2 * n : 2 * n + 1;
+      if (--steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
+    }
+    return best;
+  }
+
+  const Crew& crew_;
+  const Pool& pool_;
+  const int32_t slots_, last_cap_;
+  Aim aim_ = Aim::kDone;
+  Stage stage_ = Stage::kWanted;
+  bool improves_ = false;
+  int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
+  int64_t wanted_ = 0, mean_ = 0, unit_ = 0, step_ = 0, low_ = 0, high_ = 0, asked_ = 0;
+  Found found_{-1, -1};
+};
+
+}  // namespace uec::detail

@@ -1,0 +1,46 @@
+// The plan kernel: one block makes the plan of a load, the very plan of plan_replicas()
+// (core/planner.hpp), with a probe on each of its warps.
+#pragma once
+
+#include "cuda/plan_sort.cuh"
+
+namespace uec::cuda {
+
+// Empty slots, and every token on its main; no token anywhere if the load has a fault.
+UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool has_fault) {
+  auto* const slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
+  auto* const slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
+  auto* const home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+  const int32_t num_slots = args.num_ranks * args.slots_per_rank;
+  for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
+    slot_expert[i] = -1;
+    slot_quota[i] = 0;
+  }
+  for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads())
+    home_quota[e] = has_fault ? 0 : static_cast<int32_t>(load[e]);
+}
+
+UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
+  Topology topology;  // its arrays are not looked at
+  topology.num_ranks = args.num_ranks;
+  topology.num_experts = args.num_experts;
+  topology.slots_per_rank = args.slots_per_rank;
+  const PlanBlock block(topology, BlockCrew::size(), shared_memory);
+  BlockCrew crew(block.answers);
+
+  SortedLoad sorted;
+  const PlanStatus status = sort_load(args, crew, block, &sorted);
+  if (ptx::thread_idx() == 0) *reinterpret_cast<PlanStatus*>(args.status) = status;
+  write_empty_plan(args, block.load, status.fault != PlanFault::kNone);
+  if (status.fault != PlanFault::kNone || args.slots_per_rank == 0) return;
+  const Goal goal = find_goal(Warp{}, sorted, args.objective);
+  if (goal.is_met) return;
+  // Its first exchange lets the replicas come after the empty slots.
+  search_plan(crew, sorted, args.objective, goal, args.slots_per_rank,
+              block.planner.team(topology, BlockCrew::index()),
+              reinterpret_cast<int32_t*>(args.slot_expert),
+              reinterpret_cast<int32_t*>(args.slot_quota),
+              reinterpret_cast<int32_t*>(args.home_quota));
+}
+
+}  // namespace uec::cuda

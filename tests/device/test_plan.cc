@@ -1,0 +1,192 @@
+// The plan kernel on the emulated device: the plan of the host, bit for bit, with any number of
+// warps, and what it says of a load that has none.
+#include <cstdio>
+
+#include "check.hpp"
+#include "cuda/plan.cuh"
+#include "host/watchdog.hpp"
+#include "plans.hpp"
+
+namespace {
+
+using uec::Objective;
+using uec::Topology;
+using uec::cuda::PlanArgs;
+using uec::cuda::PlanFault;
+using uec::cuda::PlanStatus;
+
+struct Plan {
+  explicit Plan(const Topology& t)
+      : slot_expert(t.num_ranks * t.slots_per_rank, 77),
+        slot_quota(t.num_ranks * t.slots_per_rank, 77),
+        home_quota(t.num_experts, 77) {}
+  bool operator==(const Plan&) const = default;
+
+  std::vector<int32_t> slot_expert, slot_quota, home_quota;
+};
+
+uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
+
+// The kernel's plan of load [num_sources, E].
+Plan plan_on_device(const Topology& topology, const std::vector<int32_t>& load,
+                    const Objective& objective, int32_t num_warps, PlanStatus* status) {
+  Plan plan(topology);
+  std::vector<int32_t> mains_begin(topology.num_ranks + 1), mains(topology.num_experts);
+  const PlanArgs args{
+      .home = address(topology.home),
+      .domain = address(topology.domain),
+      .mains_begin = address(mains_begin.data()),
+      .mains = address(mains.data()),
+      .load = address(load.data()),
+      .slot_expert = address(plan.slot_expert.data()),
+      .slot_quota = address(plan.slot_quota.data()),
+      .home_quota = address(plan.home_quota.data()),
+      .status = address(status),
+      .objective = objective,
+      .num_ranks = topology.num_ranks,
+      .num_experts = topology.num_experts,
+      .slots_per_rank = topology.slots_per_rank,
+      .num_sources = static_cast<int32_t>(load.size()) / topology.num_experts,
+      .max_mains = uec::group_mains(topology, mains_begin.data(), mains.data()),
+      .allow_cross_domain = topology.allow_cross_domain,
+  };
+  emulation::launch(
+      1, 1, uec::cuda::plan_shared_bytes(topology, num_warps),
+      [&](std::byte* memory) { uec::cuda::plan(args, memory); }, num_warps);
+  return plan;
+}
+
+Plan plan_on_host(const Topology& topology, const std::vector<int64_t>& load,
+                  const Objective& objective) {
+  Plan plan(topology);
+  std::vector<std::byte> memory(uec::planner_scratch_bytes(topology));
+  uec::plan_replicas(topology, load.data(), objective, uec::PlannerScratch(topology, memory.data()),
+                     plan.slot_expert.data(), plan.slot_quota.data(), plan.home_quota.data());
+  return plan;
+}
+
+std::vector<int64_t> sums(const std::vector<int32_t>& load, int32_t num_experts) {
+  std::vector<int64_t> total(num_experts, 0);
+  for (size_t i = 0; i < load.size(); ++i) total[i % num_experts] += load[i];
+  return total;
+}
+
+// So that a test of nothing is noticed.
+struct Seen {
+  int plans, empty;
+};
+
+void check_load(const Topology& topology, const std::vector<int32_t>& load,
+                const Objective& objective, int32_t num_warps, Seen* seen) {
+  PlanStatus status{PlanFault::kTooMany, 77};
+  const Plan device = plan_on_device(topology, load, objective, num_warps, &status);
+  CHECK(status.fault == PlanFault::kNone);
+  CHECK_EQ(status.expert, -1);
+  const Plan host = plan_on_host(topology, sums(load, topology.num_experts), objective);
+  CHECK(device.slot_expert == host.slot_expert);
+  CHECK(device.slot_quota == host.slot_quota);
+  CHECK(device.home_quota == host.home_quota);
+  ++seen->plans;
+  seen->empty += std::count(host.slot_quota.begin(), host.slot_quota.end(), 0) ==
+                 static_cast<int64_t>(host.slot_quota.size());
+}
+
+// Tokens of an expert over all sources: even, of a long tail, of a few hot ones, tiny, or so large
+// that sums of a rank pass 2^31.
+std::vector<int32_t> draw_load(Random& random, const Topology& topology, int32_t num_sources) {
+  const int32_t kind = draw(random, 0, 7);
+  const int32_t num_experts = topology.num_experts;
+  std::vector<int32_t> load(num_sources * num_experts);
+  const int32_t hot = draw(random, 0, num_experts - 1), hot_rank = topology.home[hot];
+  for (int32_t e = 0; e < num_experts; ++e) {
+    const int32_t most[] = {
+        2000,
+        2000,
+        100000 / (1 + (e + hot) % num_experts),
+        100000 >> ((e * 7 + hot) % num_experts % 17),
+        e == hot ? 1 << 20 : 20,
+        topology.home[e] == hot_rank ? 1 << 16 : 3,
+        3,
+        static_cast<int32_t>(uec::kMaxLoad / num_sources),
+    };
+    for (int32_t s = 0; s < num_sources; ++s)
+      load[s * num_experts + e] = kind == 1 ? 4096 : draw(random, 0, most[kind]);
+  }
+  return load;
+}
+
+void check_random(uint32_t seed, Seen* seen) {
+  Random random(seed);
+  PlanCase group = draw_case(random, draw(random, 0, 9) == 0 ? 40 : 10);
+  const int32_t num_domains = draw(random, 1, 3);
+  for (int32_t r = 0; r < group.num_ranks; ++r) group.domain[r] = r % num_domains - 1;
+  if (group.slots_per_rank == 0 && seed % 4 != 0) group.slots_per_rank = 1;
+  const Topology topology = group.topology();
+  constexpr int64_t kTargets[] = {1'000'000, 1'010'000, 1'010'000, 1'100'000, 2'000'000};
+  constexpr int32_t kWarps[] = {1, 2, 3, 4, 5, 8, 16};
+  for (int i = 0; i < 4; ++i) {
+    Objective objective{.target_ppm = kTargets[draw(random, 0, 4)]};
+    if (draw(random, 0, 7) == 0)
+      objective = {.by_cost = true,
+                   .per_token = draw(random, 0, 1 << 10),
+                   .per_transfer = draw(random, 0, 1 << 14),
+                   .per_replica = draw(random, 0, 1 << 9)};
+    const int32_t num_sources = draw(random, 0, 1) == 0 ? 1 : group.num_ranks;
+    check_load(topology, draw_load(random, topology, num_sources), objective,
+               kWarps[draw(random, 0, 6)], seen);
+  }
+}
+
+// A size of section 10's kind, with as many warps as a device would have.
+void check_size(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t domain_size,
+                uint32_t seed, Seen* seen) {
+  Random random(seed);
+  PlanCase group = make_group(num_ranks, num_experts, slots);
+  for (int32_t r = 0; r < num_ranks; ++r) group.domain[r] = r / domain_size;
+  const Topology topology = group.topology();
+  for (int i = 0; i < 2; ++i)
+    check_load(topology, draw_load(random, topology, 1), Objective{}, 8, seen);
+}
+
+void check_fault(const Topology& topology, const std::vector<int32_t>& load, PlanFault fault,
+                 int32_t expert) {
+  for (const int32_t num_warps : {1, 3, 8}) {
+    PlanStatus status;
+    const Plan plan = plan_on_device(topology, load, Objective{}, num_warps, &status);
+    CHECK(status.fault == fault);
+    CHECK_EQ(status.expert, expert);
+    for (const int32_t e : plan.slot_expert) CHECK_EQ(e, -1);
+    for (const int32_t q : plan.slot_quota) CHECK_EQ(q, 0);
+    for (const int32_t q : plan.home_quota) CHECK_EQ(q, 0);
+  }
+}
+
+void check_faults() {
+  const PlanCase group = make_group(3, 600, 2);
+  const Topology topology = group.topology();
+  std::vector<int32_t> load(3 * 600, 5);
+  load[600 + 17] = load[2 * 600 + 40] = -1;
+  load[11] = load[1200 + 11] = 1 << 30;
+  check_fault(topology, load, PlanFault::kTooMany, 11);
+  load[11] -= 6;  // as many as there may be
+  check_fault(topology, load, PlanFault::kNegative, 17);
+  load.assign(600, INT32_MAX);
+  check_fault(topology, load, PlanFault::kTooManyInAll, -1);
+}
+
+}  // namespace
+
+int main() {
+  const Watchdog watchdog("a launch that does not end");
+  check_faults();
+  Seen seen{};
+  const int cases = scaled(500);
+  for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), &seen);
+  const int sizes = scaled(4);
+  for (int seed = 0; seed < sizes; ++seed) {
+    check_size(64, 256, 2, 64, static_cast<uint32_t>(seed), &seen);
+    check_size(32, 128, 1, 8, static_cast<uint32_t>(seed), &seen);
+  }
+  std::printf("%d plans, %d of them empty\n", seen.plans, seen.empty);
+  CHECK(seen.empty < seen.plans / 2);
+}
