@@ -73,7 +73,7 @@ struct LaunchArgs {
 };
 
 // Why a load has no plan.
-enum class PlanFault : int32_t {
+enum class LoadFault : int32_t {
   kNone = 0,
   kNegative,      // load of an expert from a source
   kTooMany,       // tokens of an expert, above kMaxLoad
@@ -82,7 +82,7 @@ enum class PlanFault : int32_t {
 
 // What the plan kernel says of a load. With a fault the plan is empty and has no tokens.
 struct PlanStatus {
-  PlanFault fault = PlanFault::kNone;
+  LoadFault fault = LoadFault::kNone;
   int32_t expert = -1;  // the first that has it
 };
 

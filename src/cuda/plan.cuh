@@ -31,8 +31,8 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   SortedLoad sorted;
   const PlanStatus status = sort_load(args, crew, block, &sorted);
   if (ptx::thread_idx() == 0) *reinterpret_cast<PlanStatus*>(args.status) = status;
-  write_empty_plan(args, block.load, status.fault != PlanFault::kNone);
-  if (status.fault != PlanFault::kNone || args.slots_per_rank == 0) return;
+  write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
+  if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
   const Goal goal = find_goal(Warp{}, sorted, args.objective);
   if (goal.is_met) return;
   // Its first exchange lets the replicas come after the empty slots.

@@ -35,7 +35,7 @@ UEC_DEVICE PlanStatus sum_load(const PlanArgs& args, BlockCrew& crew, const Plan
   for (int32_t w = 0; w < crew.size(); ++w)
     if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);
   const auto expert = static_cast<int32_t>(fault / 2);
-  if (fault != kNone) return {fault % 2 == 0 ? PlanFault::kNegative : PlanFault::kTooMany, expert};
+  if (fault != kNone) return {fault % 2 == 0 ? LoadFault::kNegative : LoadFault::kTooMany, expert};
 
   const uint32_t own = ~Warp::lowest(~static_cast<uint32_t>(most));
   const int32_t* const all = crew.exchange(static_cast<int32_t>(own));
@@ -112,7 +112,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
   for (int32_t i = ptx::thread_idx(); i < args.num_experts; i += ptx::num_threads())
     block.by_home[i] = mains[i];
   const PlanStatus status = sum_load(args, crew, block, &sorted->largest);
-  if (status.fault != PlanFault::kNone) return status;
+  if (status.fault != LoadFault::kNone) return status;
   sort_mains(args, block);
   ptx::sync_block();
   find_leaders(args, block);
@@ -127,7 +127,7 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
   sorted->load = block.load;
   sorted->mains_begin = s.mains_begin;
   sorted->mains = s.mains;
-  if (s.tokens_before[args.num_ranks] > kMaxTotalLoad) return {PlanFault::kTooManyInAll, -1};
+  if (s.tokens_before[args.num_ranks] > kMaxTotalLoad) return {LoadFault::kTooManyInAll, -1};
   return {};
 }
 

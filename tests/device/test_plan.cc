@@ -12,7 +12,7 @@ namespace {
 using uec::Objective;
 using uec::Topology;
 using uec::cuda::PlanArgs;
-using uec::cuda::PlanFault;
+using uec::cuda::LoadFault;
 using uec::cuda::PlanStatus;
 
 struct Plan {
@@ -78,9 +78,9 @@ struct Seen {
 
 void check_load(const Topology& topology, const std::vector<int32_t>& load,
                 const Objective& objective, int32_t num_warps, Seen* seen) {
-  PlanStatus status{PlanFault::kTooMany, 77};
+  PlanStatus status{LoadFault::kTooMany, 77};
   const Plan device = plan_on_device(topology, load, objective, num_warps, &status);
-  CHECK(status.fault == PlanFault::kNone);
+  CHECK(status.fault == LoadFault::kNone);
   CHECK_EQ(status.expert, -1);
   const Plan host = plan_on_host(topology, sums(load, topology.num_experts), objective);
   CHECK(device.slot_expert == host.slot_expert);
@@ -148,7 +148,7 @@ void check_size(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t d
     check_load(topology, draw_load(random, topology, 1), Objective{}, 8, seen);
 }
 
-void check_fault(const Topology& topology, const std::vector<int32_t>& load, PlanFault fault,
+void check_fault(const Topology& topology, const std::vector<int32_t>& load, LoadFault fault,
                  int32_t expert) {
   for (const int32_t num_warps : {1, 3, 8}) {
     PlanStatus status;
@@ -167,11 +167,11 @@ void check_faults() {
   std::vector<int32_t> load(3 * 600, 5);
   load[600 + 17] = load[2 * 600 + 40] = -1;
   load[11] = load[1200 + 11] = 1 << 30;
-  check_fault(topology, load, PlanFault::kTooMany, 11);
+  check_fault(topology, load, LoadFault::kTooMany, 11);
   load[11] -= 6;  // as many as there may be
-  check_fault(topology, load, PlanFault::kNegative, 17);
+  check_fault(topology, load, LoadFault::kNegative, 17);
   load.assign(600, INT32_MAX);
-  check_fault(topology, load, PlanFault::kTooManyInAll, -1);
+  check_fault(topology, load, LoadFault::kTooManyInAll, -1);
 }
 
 }  // namespace
