@@ -31,7 +31,8 @@ inline constexpr Result kNotReady = 600;
   F(cuEventRecord, (Handle event, Handle stream))                                                 \
   F(cuEventQuery, (Handle event))                                                                 \
   F(cuStreamWaitEvent, (Handle stream, Handle event, unsigned flags))                             \
-  F(cuStreamIsCapturing, (Handle stream, int32_t* status))                                        \
+  F(cuStreamGetCaptureInfo, (Handle stream, int32_t* status, uint64_t* id, void** graph,          \
+                             const void** nodes, size_t* num_nodes))                              \
   F(cuLaunchKernel, (Handle kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,            \
                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
                      Handle stream, void** arguments, void** unused))                             \
@@ -63,6 +64,15 @@ inline void require(const Driver& driver, Result result, const char* what) {
   driver.cuGetErrorString(result, &text);
   throw DriverError(std::string(what) + " failed with " + (name ? name : "an unknown error") +
                     " (" + std::to_string(result) + "): " + (text ? text : "no description"));
+}
+
+// Which capture into a graph a stream is in; 0: none.
+inline uint64_t capture_of(const Driver& driver, Handle stream) {
+  int32_t status = 0;
+  uint64_t id = 0;
+  require(driver, driver.cuStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr),
+          "cuStreamGetCaptureInfo");
+  return status == 0 ? 0 : id;
 }
 
 // Makes a context current on this thread, for a scope. A null context is left alone.

@@ -108,9 +108,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
   const Driver& driver = launcher_->config().driver;
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
-  int32_t capturing = 0;
-  require(driver, driver.cuStreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
-  if (capturing != 0) throw CaptureError("the stream is being captured into a CUDA graph");
+  if (capture_of(driver, stream) != 0)
+    throw CaptureError("the stream is being captured into a CUDA graph");
   const uint64_t epoch = submitted_.load() + 1;
   if (is_over()) {
     uint64_t none = 0;

@@ -122,8 +122,10 @@ inline Driver make_driver() {
     note("wait for " + name_of(event) + " on " + name_of(stream));
     return 0;
   };
-  d.cuStreamIsCapturing = [](Handle, int32_t* status) {
+  d.cuStreamGetCaptureInfo = [](Handle, int32_t* status, uint64_t* id, void**, const void**,
+                                size_t*) {
     *status = state().capturing;
+    *id = 9;
     return 0;
   };
   d.cuLaunchKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,

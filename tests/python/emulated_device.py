@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +30,10 @@ class EmulatedDevice:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
+        for name in ("emulated_begin_capture", "emulated_end_capture", "emulated_replay"):
+            getattr(self.library, name).argtypes = [ctypes.c_void_p] * (
+                1 if name == "emulated_begin_capture" else 2
+            )
         self.library.emulated_delay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self.library.emulated_copy.argtypes = [
             ctypes.c_void_p,
@@ -39,6 +44,7 @@ class EmulatedDevice:
         self.torch_device = torch.device("cpu")
         self.compute_capability = (9, 0)
         self.num_sms = 16
+        self.warp_size = 2
         self.max_shared_bytes = 227 << 10
         self.cuda_major = 13
         self.context = 0
@@ -51,6 +57,7 @@ class EmulatedDevice:
         self.driver = _core.CudaDriver(addresses)
         self._streams = 1
         self._memory: list[torch.Tensor] = []
+        self._held: dict[int, torch.Tensor] = {}  # of empty(): kept, so that no address comes twice
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8))
@@ -64,6 +71,18 @@ class EmulatedDevice:
         kind = ctypes.c_uint8 * num_bytes
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        memory = torch.empty(tuple(shape), dtype=dtype)
+        self._held[memory.untyped_storage().data_ptr()] = memory
+        return memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._held
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, there by now."""
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
     def current_stream(self) -> int:
         return self.stream
 
@@ -76,6 +95,21 @@ class EmulatedDevice:
 
     def load(self, cubin: Path) -> EmulatedKernels:
         return self.kernels
+
+    # ---- graphs
+
+    def begin_capture(self) -> None:
+        """Capture what the current stream gets from now on."""
+        self.library.emulated_begin_capture(self.stream)
+
+    def end_capture(self) -> int:
+        graph = ctypes.c_void_p()
+        result = self.library.emulated_end_capture(self.stream, ctypes.byref(graph))
+        assert result == 0, f"the capture ended with {result}"
+        return graph.value or 0
+
+    def replay(self, graph: int) -> None:
+        self.library.emulated_replay(graph, self.stream)
 
     # ---- work of the caller's, in the order of its stream
 

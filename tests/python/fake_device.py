@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ _ARGUMENTS = {
     "cuEventRecord": [_POINTER, _POINTER],
     "cuEventQuery": [_POINTER],
     "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
-    "cuStreamIsCapturing": [_POINTER, ctypes.POINTER(ctypes.c_int32)],
+    "cuStreamGetCaptureInfo": [
+        _POINTER,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.POINTER(ctypes.c_uint64),
+        *[_POINTER] * 3,
+    ],
     "cuLaunchKernel": [
         _POINTER,
         *[ctypes.c_uint] * 7,
@@ -73,6 +78,7 @@ class FakeDevice:
         self.torch_device = torch.device("cpu")
         self.compute_capability = (9, 0)
         self.num_sms = num_sms
+        self.warp_size = 32
         self.max_shared_bytes = max_shared_bytes
         self.cuda_major = 13
         self.context = 0
@@ -88,6 +94,7 @@ class FakeDevice:
         self.reaches = reaches  # [G] of the peers kernel; None: everybody
         self.memory: list[torch.Tensor] = []
         self.pages: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # of empty()
         self._events = 0
         self._functions = [
             ctypes.CFUNCTYPE(_RESULT, *arguments)(getattr(self, _method(name)))
@@ -109,6 +116,13 @@ class FakeDevice:
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         kind = ctypes.c_uint8 * num_bytes
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.tensors.append(torch.empty(tuple(shape), dtype=dtype))
+        return self.tensors[-1]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() == t.data_ptr() for t in self.tensors)
 
     def current_stream(self) -> int:
         return self.stream
@@ -173,8 +187,11 @@ class FakeDevice:
         self.log.append(("wait", event, stream))
         return 0
 
-    def _driver_stream_is_capturing(self, stream: int, status: Any) -> int:
+    def _driver_stream_get_capture_info(
+        self, stream: int, status: Any, capture: Any, *_: object
+    ) -> int:
         status[0] = self.capturing
+        capture[0] = 9
         return 0
 
     def _driver_launch_kernel(self, kernel: int, *rest: Any) -> int:

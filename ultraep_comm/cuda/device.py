@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ class Device(Protocol):
         torch_device: of this device's tensors.
         compute_capability: (major, minor).
         num_sms: multiprocessors.
+        warp_size: threads of a warp.
         max_shared_bytes: shared memory that a block can have.
         cuda_major: CUDA's major version of the Python bindings.
         context: to be made current around driver calls; 0: none has to be.
@@ -44,6 +45,7 @@ class Device(Protocol):
     torch_device: torch.device
     compute_capability: tuple[int, int]
     num_sms: int
+    warp_size: int
     max_shared_bytes: int
     cuda_major: int
     context: int
@@ -57,6 +59,12 @@ class Device(Protocol):
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return page-locked host memory, uint8, zeroed, at the same address on the device."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor, in the order of the current stream."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on this device."""
 
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream."""
@@ -118,6 +126,7 @@ class CudaDevice:
         properties = torch.cuda.get_device_properties(index)
         self.compute_capability = (properties.major, properties.minor)
         self.num_sms = properties.multi_processor_count
+        self.warp_size = 32
         torch.empty(1, device=self.torch_device)  # torch makes its context
         newest = _checked(driver.cuDriverGetVersion())
         if newest // 1000 < self.cuda_major:
@@ -158,6 +167,14 @@ class CudaDevice:
         """Return zeroed page-locked memory: under unified addressing, at one address."""
         with _refusals_typed(f"{num_bytes} bytes of page-locked memory"):
             return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor: during a capture, of the graph's memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on this device."""
+        return tensor.device == self.torch_device
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""

@@ -1,0 +1,221 @@
+// Streams that run in their own time, events, and graphs captured from them: as strict as a driver
+// is while a stream is being captured.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+
+using Work = std::function<void()>;
+
+// What CUDA calls these.
+inline constexpr int32_t kSuccess = 0, kInvalid = 1, kNotReady = 600, kCaptureUnsupported = 900,
+                         kCaptureUnjoined = 904, kCaptureIsolation = 905, kCapturedEvent = 907;
+
+// Does what it is given, one after the other, in a thread of its own.
+class Stream {
+ public:
+  Stream() : thread_([this] { run(); }) {}
+
+  void enqueue(Work work) {
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(work));
+    }
+    changed_.notify_all();
+  }
+
+  void settle() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return queue_.empty(); });
+  }
+
+ private:
+  void run() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return !queue_.empty(); });
+      const Work work = queue_.front();
+      lock.unlock();
+      work();
+      lock.lock();
+      queue_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> queue_;  // the first is under way
+  std::thread thread_;
+};
+
+// How much of each stream comes before something.
+using Progress = std::map<void*, uint64_t>;
+
+inline void merge(Progress& into, const Progress& other) {
+  for (const auto& [stream, count] : other) into[stream] = std::max(into[stream], count);
+}
+
+// In the order of their capture, which is one that their dependencies allow.
+struct Graph {
+  uint64_t id = 0;
+  void* origin = nullptr;
+  std::vector<Work> works;
+  std::map<void*, Progress> seen;  // by each stream that takes part, of itself too
+};
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0, reached = 0;
+  uint64_t capture = 0;  // that it was last recorded in; 0: none
+  Progress before;       // of that capture
+
+  void reach(uint64_t record) {
+    {
+      const std::lock_guard lock(mutex);
+      reached = std::max(reached, record);
+    }
+    changed.notify_all();
+  }
+  void wait(uint64_t record) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return reached >= record; });
+  }
+};
+
+// All of a process. Streams live as long as it does, as their threads do.
+class Streams {
+ public:
+  static Streams& instance() {
+    static auto* const streams = new Streams;
+    return *streams;
+  }
+
+  // Now, or as a part of the graph that is being captured.
+  void enqueue(void* handle, Work work) {
+    std::unique_lock lock(mutex_);
+    if (Graph* const graph = graph_of(handle)) {
+      graph->works.push_back(std::move(work));
+      ++graph->seen[handle][handle];
+      return;
+    }
+    stream(handle).enqueue(std::move(work));
+  }
+
+  void settle() {
+    std::vector<Stream*> all;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [handle, stream] : all_) all.push_back(stream);
+    }
+    for (Stream* const stream : all) stream->settle();
+  }
+
+  int32_t record(Event* event, void* handle) {
+    std::unique_lock lock(mutex_);
+    Graph* const graph = graph_of(handle);
+    const std::lock_guard event_lock(event->mutex);
+    event->capture = graph == nullptr ? 0 : graph->id;
+    if (graph != nullptr) {
+      event->before = graph->seen[handle];
+      return kSuccess;
+    }
+    const uint64_t record = ++event->recorded;
+    stream(handle).enqueue([=] { event->reach(record); });
+    return kSuccess;
+  }
+
+  int32_t wait(void* handle, Event* event) {
+    std::unique_lock lock(mutex_);
+    Graph* const graph = graph_of(handle);
+    uint64_t record;
+    {
+      const std::lock_guard event_lock(event->mutex);
+      if (graph != nullptr && event->capture != graph->id) return kCaptureIsolation;
+      if (event->capture != 0) {
+        const auto found = capturing_.find(event->capture);
+        if (found == capturing_.end()) return kCapturedEvent;  // that capture is over
+        merge(found->second->seen[handle], event->before);     // from now on it takes part
+        return kSuccess;
+      }
+      record = event->recorded;
+    }
+    stream(handle).enqueue([=] { event->wait(record); });
+    return kSuccess;
+  }
+
+  int32_t query(Event* event) {
+    const std::lock_guard lock(mutex_);
+    if (!capturing_.empty()) return kCaptureUnsupported;
+    const std::lock_guard event_lock(event->mutex);
+    if (event->capture != 0) return kCapturedEvent;
+    return event->reached >= event->recorded ? kSuccess : kNotReady;
+  }
+
+  bool any_capture() {
+    const std::lock_guard lock(mutex_);
+    return !capturing_.empty();
+  }
+
+  uint64_t capture_of(void* handle) {
+    const std::lock_guard lock(mutex_);
+    const Graph* const graph = graph_of(handle);
+    return graph == nullptr ? 0 : graph->id;
+  }
+
+  void begin_capture(void* handle) {
+    const std::lock_guard lock(mutex_);
+    auto* const graph = new Graph;
+    graph->id = ++captures_;
+    graph->origin = handle;
+    graph->seen[handle] = {};
+    capturing_[graph->id] = graph;
+  }
+
+  int32_t end_capture(void* handle, Graph** captured) {
+    const std::lock_guard lock(mutex_);
+    Graph* const graph = graph_of(handle);
+    *captured = graph;
+    if (graph == nullptr || graph->origin != handle) return kInvalid;
+    capturing_.erase(graph->id);
+    Progress& joined = graph->seen[handle];
+    for (const auto& [stream, seen] : graph->seen)
+      for (const auto& [other, count] : seen)
+        if (joined[other] < count) return kCaptureUnjoined;
+    return kSuccess;
+  }
+
+  // As often as one likes. The graph lives as long as the process.
+  void replay(const Graph* graph, void* handle) {
+    for (const Work& work : graph->works) enqueue(handle, work);
+  }
+
+ private:
+  Graph* graph_of(void* handle) {
+    for (const auto& [id, graph] : capturing_)
+      if (graph->seen.count(handle) != 0) return graph;
+    return nullptr;
+  }
+  Stream& stream(void* handle) {
+    Stream*& stream = all_[handle];
+    if (stream == nullptr) stream = new Stream;
+    return *stream;
+  }
+
+  std::mutex mutex_;
+  std::map<void*, Stream*> all_;
+  std::map<uint64_t, Graph*> capturing_;
+  uint64_t captures_ = 0;
+};
+
+}  // namespace emulation
