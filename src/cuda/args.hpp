@@ -8,9 +8,11 @@
 #include <cstdint>
 
 #include "core/call_arrays.hpp"
+#include "core/cost.hpp"
 #include "core/failure.hpp"
 #include "core/layout.hpp"
 #include "core/search.hpp"
+#include "cuda/config.hpp"
 #include "cuda/reroute_args.hpp"
 
 namespace uec::cuda {
@@ -29,7 +31,7 @@ struct CallHeader {
 
 // A rank's word to its host, and back: in host memory that the device sees.
 struct Status {
-  uint64_t failed_epoch = 0;  // 0: none. Written last: the report is complete
+  uint64_t failed_call = 0;   // by the host's numbers; 0: none. Written last, behind the report
   uint64_t cancelled = 0;     // by the host: end every wait
   int64_t disagreement = -1;  // close: a peer whose last call differs
   Report report;
@@ -49,6 +51,12 @@ struct RankState {
   uint64_t segment_bytes = 0;  // [segments] int64
   uint64_t slot_offset = 0;    // [segments] int64
   uint64_t region_offset = 0;  // [segments] int64
+  uint64_t home = 0;           // [E] int32
+  uint64_t domain = 0;         // [G] int32
+  uint64_t main_idx = 0;       // [E] int32, index among the home's mains
+  int64_t tile_bytes = 0;
+  CostModel cost;
+  int32_t allow_cross_domain = 0;
   uint64_t status = 0;         // of Status
   uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
   uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
@@ -56,6 +64,9 @@ struct RankState {
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
+  uint64_t last_call =
+      0;  // of the host's calls: replays of a graph have epochs, but are not counted
+  uint64_t prepared = 0;  // epoch whose block the device has made
   uint64_t bytes_stored = 0;
   int32_t entered = 0;  // blocks in the present call
   int32_t left = 0;
@@ -64,12 +75,37 @@ struct RankState {
   Report report;
 };
 
+// A rank's call whose plan is in device memory: its first block checks the plan and makes the
+// call's block, as the host does for plans of its own.
+struct DeviceCall {
+  uint64_t slot_expert = 0;  // [G, S] int32; 0: the host has made the block
+  uint64_t slot_quota = 0;   // [G, S] int32, or 0
+  uint64_t home_quota = 0;   // [E] int32, or 0
+  uint64_t home = 0;         // [E] int32, to be the group's; 0: it is
+  uint64_t mains = 0;        // [segments of the group][mains of the rank] addresses of main weights
+  uint64_t regions = 0;      // [G] addresses of the region that these fill, or 0: no pull
+  uint32_t segments = 0;     // bit i: transfers segment i
+  int16_t mode = -1;         // a Mode, or -1: by cost
+  int16_t region = -1;
+};
+inline constexpr int32_t kMaxDeviceSegments = 32;
+
 // Arguments of the replicate kernel. Rank i of this launch is blockIdx.y = i. Nothing here changes
 // from one replay of a captured graph to the next.
 struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
+  int64_t counted = 1;  // 0: a captured call, which the host has no number for
+  DeviceCall on_device[kMaxLaunchRanks];
+};
+static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");
+
+// Why a rank's device refuses its plan, in Report::wait.seen of a call that was rejected here, with
+// `expert` and, in `piece`, the flat index of the slot. Up to 4: a PlanFault.
+enum class Refusal : uint64_t {
+  kHome = 5,     // the plan's home map is not the group's
+  kWeights = 6,  // no address of the main weights of `expert`; `piece`: the segment
 };
 
 // Why a load has no plan.
@@ -106,12 +142,26 @@ struct PlanArgs {
   int32_t allow_cross_domain = 0;
 };
 
+// Of a call that prepare_replicate() has filled. `regions`: of main weights (pull), else 0.
+UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t regions) {
+  CallHeader header;
+  header.digest = digest;
+  header.regions = regions;
+  header.num_tasks = call.work.num_tasks;
+  header.num_pieces = call.work.num_pieces;
+  header.num_destinations = call.work.num_destinations;
+  header.num_expected = call.work.num_expected;
+  header.num_segments = call.tiles.num_segments;
+  header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+  return header;
+}
+
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
 inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 8);
 
-inline int64_t call_block_bytes(const Capacity& capacity) {
+UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
   CallArrays arrays;
   return round_up(kHeaderBytes + CallArrays::cut(nullptr, capacity, &arrays), 128);
 }
@@ -127,6 +177,9 @@ inline constexpr int32_t kLayout[] = {
     offsetof(Report, root),
     offsetof(Report, seconds),
     sizeof(LaunchArgs),
+    offsetof(LaunchArgs, on_device),
+    sizeof(DeviceCall),
+    offsetof(DeviceCall, segments),
     offsetof(RankState, layout),
     offsetof(RankState, bases),
     sizeof(Task),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/call.hpp"
+#include "core/prepare.hpp"
 #include "core/ring.hpp"
 #include "cuda/args.hpp"
 #include "cuda/config.hpp"
@@ -51,9 +52,35 @@ struct BlockShared {
   Ring ring;
   Nearby nearby;
   HeldGroup held[kMaxHeld];
-  int32_t first;   // this block began first: it announces the call
-  int32_t active;  // the rank has not failed before, and has something to move
-  int32_t last;    // this block leaves last
+  int32_t first;     // this block began first: it announces the call
+  int32_t enters;    // the rank has not failed before
+  int32_t prepared;  // and the call's block is there
+  int32_t active;    // and has something to move
+  int32_t last;      // this block leaves last
+};
+
+// What making the call's block takes; in the memory of the tiles, which are not in use by then. Its
+// arrays and an image of the block lie behind it.
+struct PrepareShared {
+  Call call;
+  CallArrays arrays;
+  ScheduleArrays schedule;
+  PlanShape shape;
+  ReplicateArgs args;
+  int32_t segments[kMaxDeviceSegments];
+  CallHeader* image;
+
+  // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
+    ScratchCutter cutter(memory);
+    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
+                        &schedule);
+    std::byte* const block = cutter.take_bytes(call_block_bytes(c));
+    image = reinterpret_cast<CallHeader*>(block);
+    CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
+    arrays.lend_to(&call);
+    return cutter.used_bytes();
+  }
 };
 
 inline constexpr int64_t kTileAlign = 128;
@@ -67,7 +94,9 @@ UEC_HD inline int64_t tiles_offset(const Capacity& c) {
 
 // Bytes of dynamic shared memory that a launch asks for.
 UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
-  return tiles_offset(c) + kNumStages * tile_bytes;
+  PrepareShared made;
+  const int64_t prepare = static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+  return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare);
 }
 
 }  // namespace uec::cuda

@@ -7,6 +7,7 @@ namespace uec::cuda {
 
 inline constexpr int32_t kNumThreads = 64;  // a warp that fetches, and one that stores
 inline constexpr uint32_t kNumStages = 4;
+inline constexpr int32_t kMaxLaunchRanks = 64;  // ranks that share launches
 inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};
 
 // Commits that the store side lets be under way before it waits for the oldest: enough to keep a

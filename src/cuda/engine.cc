@@ -64,6 +64,9 @@ void Engine::write_state() {
   copy(layout_.region_offset, tables.region_offset);
   copy(peers_.pes, tables.pes);
   copy(peers_.far, tables.far);
+  copy(config_.home, tables.home);
+  copy(config_.domain, tables.domain);
+  copy(layout_.main_idx, tables.main_idx);
 
   const Address at = launcher_->tables(config_.rank);
   RankState state;
@@ -78,6 +81,12 @@ void Engine::write_state() {
   state.segment_bytes = address_of(at, begin, tables.segment_bytes);
   state.slot_offset = address_of(at, begin, tables.slot_offset);
   state.region_offset = address_of(at, begin, tables.region_offset);
+  state.home = address_of(at, begin, tables.home);
+  state.domain = address_of(at, begin, tables.domain);
+  state.main_idx = address_of(at, begin, tables.main_idx);
+  state.tile_bytes = config_.tile_bytes;
+  state.cost = config_.cost;
+  state.allow_cross_domain = config_.allow_cross_domain;
   state.status = reinterpret_cast<uint64_t>(&status());
   state.call_limit_ns = nanoseconds(config_.call_timeout);
   state.wait_limit_ns = nanoseconds(config_.wait_timeout);
@@ -127,21 +136,14 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
     Call call;
     arrays.lend_to(&call);
-    CallHeader header;
-    header.digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
+    const uint64_t digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
     call.reset_counters(Alone{});
     const int64_t addresses = int64_t{capacity_.num_segments} * capacity_.num_mains;
     for (int64_t i = 0; i < addresses; ++i)
       arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
     *mode = schedule_.schedule.mode;
-    header.regions = *mode == Mode::kPull ? regions_[args.region] : 0;
-    header.num_tasks = call.work.num_tasks;
-    header.num_pieces = call.work.num_pieces;
-    header.num_destinations = call.work.num_destinations;
-    header.num_expected = call.work.num_expected;
-    header.num_segments = call.tiles.num_segments;
-    header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
-    *reinterpret_cast<CallHeader*>(block) = header;
+    *reinterpret_cast<CallHeader*>(block) =
+        make_header(call, digest, *mode == Mode::kPull ? regions_[args.region] : 0);
     submitted_.store(epoch);
     launcher_->submit(config_.rank, epoch, stream, background);
   } catch (const DriverError&) {
@@ -208,7 +210,7 @@ int32_t Engine::close() {
 bool Engine::is_over() const { return closed_.load() || failed_epoch() != 0; }
 
 uint64_t Engine::failed_epoch() const {
-  const uint64_t on_device = std::atomic_ref(status().failed_epoch).load(std::memory_order_acquire);
+  const uint64_t on_device = std::atomic_ref(status().failed_call).load(std::memory_order_acquire);
   if (on_device != 0) return on_device;
   if (const uint64_t here = failed_.load(); here != 0) return here;
   return launcher_->ended(config_.rank, submitted_.load()).epoch;
@@ -244,7 +246,7 @@ bool Engine::synchronize(uint64_t epoch, const Interrupted& interrupted) {
 }
 
 Report Engine::report() const {
-  if (std::atomic_ref(status().failed_epoch).load(std::memory_order_acquire) != 0)
+  if (std::atomic_ref(status().failed_call).load(std::memory_order_acquire) != 0)
     return status().report;
   Report report = launcher_->ended(config_.rank, std::max(submitted_.load(), failed_.load()));
   if (report.epoch != 0) return report;

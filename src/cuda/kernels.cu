@@ -9,6 +9,8 @@
 #include "cuda/reroute_map.cuh"
 #include "cuda/reroute_shares.cuh"
 
+// Read where they are, also at an index that only the kernel knows.
+#define UEC_ARGS(type) const __grid_constant__ uec::cuda::type
 #define UEC_KERNEL(registers) extern "C" __global__ __maxnreg__(registers)
 
 // Where warps move every byte themselves, a tile's worth of loads needs more of them.
@@ -24,19 +26,19 @@ extern __shared__ __align__(128) std::byte shared_memory[];
 
 }  // namespace
 
-UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_16384(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_16384(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<16384, false>(args, shared_memory);
 }
-UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_32768(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_32768(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<32768, false>(args, shared_memory);
 }
 
 // With peers that only NVSHMEM's puts and signals reach. Its functions are called, not inlined,
 // which costs registers.
-UEC_KERNEL(104) void ultraep_replicate_16384_far(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(104) void ultraep_replicate_16384_far(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<16384, true>(args, shared_memory);
 }
-UEC_KERNEL(104) void ultraep_replicate_32768_far(const uec::cuda::LaunchArgs args) {
+UEC_KERNEL(104) void ultraep_replicate_32768_far(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<32768, true>(args, shared_memory);
 }
 

@@ -287,7 +287,7 @@ void Launcher::end_from(int32_t rank, uint64_t from, const Report& report) {
 void Launcher::look_for_failures() {
   for (int32_t r = config_.first_rank; r < config_.first_rank + config_.num_ranks; ++r) {
     Status& said = status(r);
-    if (std::atomic_ref(said.failed_epoch).load(std::memory_order_acquire) != 0)
+    if (std::atomic_ref(said.failed_call).load(std::memory_order_acquire) != 0)
       end_from(r, launched_ + 1, said.report);
   }
 }

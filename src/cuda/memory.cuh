@@ -16,6 +16,18 @@ UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
   return reinterpret_cast<const int32_t*>(state.pes)[rank];
 }
 
+// What a rank's calls have in common: enough to tell peers that there is none.
+UEC_DEVICE Call begin_call(const RankState& state) {
+  Call call;
+  call.rank = state.rank;
+  call.num_ranks = state.num_ranks;
+  call.epoch.number = state.epoch + 1;
+  call.layout = state.layout;
+  call.addresses.bases = reinterpret_cast<uint8_t* const*>(state.bases);
+  call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
+  return call;
+}
+
 // kFar: some peers are reached by puts and signals only.
 template <bool kFar>
 class DeviceMemory {

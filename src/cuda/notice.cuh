@@ -18,15 +18,7 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block, Ring& 
   using Memory = DeviceMemory<kFar>;
   using Mover = DeviceMover<0, kFar>;
   if (Warp::leader()) {
-    new (&block) BlockCall{{}, &state, own_memory(state), 0, {}};
-    Call& call = block.call;
-    call.rank = state.rank;
-    call.num_ranks = state.num_ranks;
-    call.layout = state.layout;
-    call.addresses.bases = reinterpret_cast<uint8_t* const*>(state.bases);
-    call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
-    call.epoch.number = state.epoch + 1;
-    call.epoch.record = CallRecord::make(call.epoch.number, state.digest, RecordKind::kRejected);
+    new (&block) BlockCall{begin_call(state), &state, own_memory(state), 0, {}};
   }
   ptx::sync_warp();
   if (has_failed(block)) return;  // the peers have heard of that
@@ -45,9 +37,9 @@ UEC_DEVICE void notify(RankState& state, Notice notice, BlockCall& block, Ring& 
   Wait wait;
   wait.peer = state.rank;
   if (notice == Notice::kRejected)
-    announce_absence(block.call, memory, mover, block.call.epoch.record.word);
-  fail(block, memory, mover, notice == Notice::kRejected ? Fault::kRejected : Fault::kCancelled, -1,
-       wait);
+    reject(block, memory, mover, wait);
+  else
+    fail(block, memory, mover, Fault::kCancelled, -1, wait);
   ptx::sync_warp();
   settle(block, memory);
 }

@@ -8,6 +8,8 @@
 
 #define UEC_DEVICE __device__ __forceinline__
 #define UEC_ROLE __device__ __forceinline__
+// Called once a launch, if at all: it shall take no registers from what moves bytes.
+#define UEC_APART __device__ __noinline__
 
 namespace uec::ptx {
 

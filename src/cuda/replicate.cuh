@@ -17,6 +17,7 @@
 #include "cuda/memory.cuh"
 #include "cuda/mover.cuh"
 #include "cuda/nearby.cuh"
+#include "cuda/prepare.cuh"
 #include "cuda/wait.cuh"
 
 namespace uec::cuda {
@@ -24,13 +25,9 @@ namespace uec::cuda {
 // The call of the block that the host, or a kernel before this one, has filled.
 UEC_DEVICE Call make_call(const RankState& state, std::byte* block) {
   const auto& header = *reinterpret_cast<const CallHeader*>(block);
-  Call call;
-  call.rank = state.rank;
-  call.num_ranks = state.num_ranks;
-  const uint64_t epoch = state.epoch + 1;
-  call.epoch = {epoch,
-                CallRecord::make(epoch, mix(state.digest, header.digest), RecordKind::kCall)};
-  call.layout = state.layout;
+  Call call = begin_call(state);
+  call.epoch.record =
+      CallRecord::make(call.epoch.number, mix(state.digest, header.digest), RecordKind::kCall);
   CallArrays arrays;
   CallArrays::cut(block + kHeaderBytes, state.capacity, &arrays);
   arrays.lend_to(&call);
@@ -40,8 +37,6 @@ UEC_DEVICE Call make_call(const RankState& state, std::byte* block) {
   call.work.num_expected = header.num_expected;
   call.tiles.num_segments = header.num_segments;
   call.tiles.tile_bytes = header.tile_bytes;
-  call.addresses.bases = reinterpret_cast<uint8_t* const*>(state.bases);
-  call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
   call.addresses.segment_bytes = reinterpret_cast<const int64_t*>(state.segment_bytes);
   call.addresses.slot_offset = reinterpret_cast<const int64_t*>(state.slot_offset);
   call.addresses.region_offset = reinterpret_cast<const int64_t*>(state.region_offset);
@@ -115,7 +110,7 @@ UEC_ROLE void store_all(BlockShared& shared) {
 
 // By a warp of the last block to leave: what all its rank's blocks have done comes before this.
 template <class Memory, class Mover>
-UEC_ROLE void finish(BlockShared& shared, const CallHeader& header) {
+UEC_ROLE void finish(BlockShared& shared, const CallHeader& header, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
@@ -129,6 +124,7 @@ UEC_ROLE void finish(BlockShared& shared, const CallHeader& header) {
         state.digest = mix(state.digest, header.digest);
         state.last_record = block.call.epoch.record.word;
         state.epoch = block.call.epoch.number;
+        state.last_call += counted;
       }
     }
   }
@@ -147,14 +143,27 @@ UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
   RankState& state = reinterpret_cast<RankState*>(args.states)[ptx::block_y()];
   auto* const call_block =
       reinterpret_cast<std::byte*>(args.calls) + ptx::block_y() * args.call_bytes;
+  const DeviceCall& device = args.on_device[ptx::block_y()];
   if (ptx::thread_idx() == 0) {
-    new (&shared.block) BlockCall{make_call(state, call_block), &state, own_memory(state), 0, {}};
-    const bool failed = ptx::load_relaxed(&state.failed) != 0;
-    shared.first = ptx::fetch_add_acq_rel(&state.entered, 1) == 0 && !failed;
-    shared.active = !failed && shared.block.call.work.num_pieces > 0;
+    new (&shared.block) BlockCall{begin_call(state), &state, own_memory(state), 0, {}};
+    shared.enters = ptx::load_relaxed(&state.failed) == 0;
+    shared.first = ptx::fetch_add_acq_rel(&state.entered, 1) == 0 && shared.enters;
     init_ring(shared.ring);
-    NearbyTables(shared.nearby, shared_memory + nearby_offset(state.capacity))
-        .replace(shared.block.call, state.capacity);
+  }
+  ptx::sync_block();
+  if (device.slot_expert != 0 && shared.enters)
+    prepare<Memory, Mover>(shared, device, shared_memory + tiles_offset(state.capacity),
+                           call_block);
+  else if (ptx::thread_idx() == 0)
+    shared.prepared = shared.enters;
+  if (ptx::thread_idx() == 0) {
+    shared.nearby.num_tables = 0;
+    if (shared.prepared) {
+      shared.block.call = make_call(state, call_block);
+      NearbyTables(shared.nearby, shared_memory + nearby_offset(state.capacity))
+          .replace(shared.block.call, state.capacity);
+    }
+    shared.active = shared.prepared && shared.block.call.work.num_pieces > 0;
   }
   ptx::sync_block();
   fill_nearby(shared.nearby);
@@ -162,7 +171,7 @@ UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
 
   const bool fetches = ptx::thread_idx() < ptx::kWarpSize;
   if (fetches) {
-    const bool announced = !shared.first || announce<Memory, Mover>(shared);
+    const bool announced = !shared.first || (shared.prepared && announce<Memory, Mover>(shared));
     if (shared.active) fetch_all<Memory, Mover>(shared, announced);
   } else if (shared.active) {
     store_all<Memory, Mover>(shared);
@@ -177,7 +186,8 @@ UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
     shared.last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   ptx::sync_block();
   if (shared.last && fetches)
-    finish<Memory, Mover>(shared, *reinterpret_cast<const CallHeader*>(call_block));
+    finish<Memory, Mover>(shared, *reinterpret_cast<const CallHeader*>(call_block),
+                          args.counted != 0);
 }
 
 }  // namespace uec::cuda

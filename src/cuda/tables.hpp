@@ -11,6 +11,9 @@ struct Tables {
   int64_t* slot_offset;    // [segments]
   int64_t* region_offset;  // [segments]
   int32_t* pes;            // [G]
+  int32_t* home;           // [E]
+  int32_t* domain;         // [G]
+  int32_t* main_idx;       // [E]
   uint8_t* far;            // [G]
 
   // As CallArrays::cut().
@@ -21,6 +24,9 @@ struct Tables {
     tables->slot_offset = cutter.take<int64_t>(c.num_segments);
     tables->region_offset = cutter.take<int64_t>(c.num_segments);
     tables->pes = cutter.take<int32_t>(c.num_ranks);
+    tables->home = cutter.take<int32_t>(c.num_experts);
+    tables->domain = cutter.take<int32_t>(c.num_ranks);
+    tables->main_idx = cutter.take<int32_t>(c.num_experts);
     tables->far = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }

@@ -48,6 +48,16 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Mover& mover, Fault fault
   }
 }
 
+// This rank's own input is bad. Takes an epoch, as every call does; `wait` says what is wrong. By a
+// whole warp.
+template <class Memory, class Mover>
+UEC_DEVICE void reject(BlockCall& block, Memory& memory, Mover& mover, const Wait& wait) {
+  const CallRecord record =
+      CallRecord::make(block.call.epoch.number, block.state->digest, RecordKind::kRejected);
+  announce_absence(block.call, memory, mover, record.word);
+  fail(block, memory, mover, Fault::kRejected, -1, wait);
+}
+
 inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond,
 inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memory more
 
@@ -118,7 +128,7 @@ UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
   auto* const status = reinterpret_cast<Status*>(state.status);
   status->report = report;
   // The host sees the report once it sees the epoch.
-  ptx::store_release_system(&status->failed_epoch, report.epoch);
+  ptx::store_release_system(&status->failed_call, state.last_call + 1);
 }
 
 }  // namespace uec::cuda

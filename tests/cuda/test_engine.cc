@@ -415,7 +415,7 @@ void check_device_failure() {
   status.report.fault = uec::Fault::kMismatch;
   status.report.epoch = 1;
   status.report.root = 2;
-  status.failed_epoch = 1;
+  status.failed_call = 1;
   CHECK_EQ(ranks.engines[1]->failed_epoch(), 1);
   CHECK(!ranks.engines[1]->wait(1, kUserStream, {}));
   CHECK(ranks.engines[1]->report().fault == uec::Fault::kMismatch);
@@ -439,7 +439,7 @@ void check_notices() {
         status.disagreement = 2;
       } else {
         status.report.fault = uec::Fault::kCancelled;
-        status.report.epoch = status.failed_epoch = 1;
+        status.report.epoch = status.failed_call = 1;
       }
     };
   };
@@ -486,7 +486,7 @@ void check_notices() {
         std::this_thread::yield();
       Status& status = ranks.launcher->status(1);
       status.report.fault = uec::Fault::kCancelled;
-      std::atomic_ref(status.failed_epoch).store(1);
+      std::atomic_ref(status.failed_call).store(1);
       recorder::complete_all();
     });
     CHECK(!ranks.engines[0]->synchronize(1, [] { return true; }));

@@ -48,17 +48,27 @@ inline uint8_t payload(uint64_t call, int32_t expert, int32_t segment, int64_t a
   return static_cast<uint8_t>(x >> (8 * (at % 8)));
 }
 
+// Of a plan on the device the kernel makes the call's block.
+enum class Plans { kOnHost, kOnDevice, kMixed };
+
 struct Options {
   std::vector<int64_t> segment_bytes;
   int64_t skew = 0;  // of the main weights' addresses
   bool far = false;  // ranks of different domains have no load/store access
   double call_timeout = 60, wait_timeout = 60;
+  Plans plans = Plans::kOnHost;
 };
 
 class EmulatedGroup {
  public:
   EmulatedGroup(const PlanCase& group, const Options& options)
-      : group_(group), options_(options), states_(group.num_ranks), statuses_(group.num_ranks) {
+      : group_(group),
+        options_(options),
+        states_(group.num_ranks),
+        statuses_(group.num_ranks),
+        device_(group.num_ranks),
+        plans_(group.num_ranks),
+        tables_(group.num_ranks) {
     const int32_t ranks = group.num_ranks;
     const auto segments = static_cast<int32_t>(options.segment_bytes.size());
     for (int32_t r = 0; r < ranks; ++r) {
@@ -105,6 +115,9 @@ class EmulatedGroup {
   Status& status(int32_t rank) { return statuses_[rank]; }
   RankState& state(int32_t rank) { return states_[rank]; }
   PlanCase& group() { return group_; }
+  std::vector<int32_t>& plan(int32_t rank) { return plans_[rank]; }
+  uec::cuda::DeviceCall& device_call(int32_t rank) { return device_[rank]; }
+  const uint8_t*& main(int32_t rank, int32_t index) { return tables_[rank][index]; }
 
   // Gives every rank its next call: fresh weights, and poison in all slots.
   void prepare(Mode mode, const std::vector<int32_t>& segments) {
@@ -120,8 +133,8 @@ class EmulatedGroup {
   }
 
   // The first `num_ranks` ranks of the group, in one launch; 0: all.
-  void launch(int32_t num_blocks, int32_t num_ranks = 0) {
-    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks);
+  void launch(int32_t num_blocks, int32_t num_ranks = 0, bool counted = true) {
+    launch_ranks(num_blocks, 0, num_ranks == 0 ? group_.num_ranks : num_ranks, counted);
   }
 
   // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
@@ -131,7 +144,7 @@ class EmulatedGroup {
     for (int32_t r = 0; r < group_.num_ranks; ++r)
       ranks.emplace_back([this, num_blocks, r] {
         launch_ranks(num_blocks, r, 1);
-        if (statuses_[r].failed_epoch == 0) check_slots(r);
+        if (statuses_[r].failed_call == 0) check_slots(r);
       });
     for (std::thread& rank : ranks) rank.join();
   }
@@ -170,7 +183,7 @@ class EmulatedGroup {
 
   void check_success() {
     for (int32_t r = 0; r < group_.num_ranks; ++r) {
-      CHECK_EQ(statuses_[r].failed_epoch, uint64_t{0});
+      CHECK_EQ(statuses_[r].failed_call, uint64_t{0});
       CHECK_EQ(states_[r].epoch, call_);
       CHECK_EQ(states_[r].entered, 0);
       CHECK_EQ(states_[r].left, 0);
@@ -182,11 +195,14 @@ class EmulatedGroup {
   static constexpr int32_t kMaxBlocks = 4;
   static constexpr uint8_t kPoison = 0xEE;
 
-  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count) {
+  void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool counted = true) {
     CHECK(num_blocks <= kMaxBlocks);
-    const uec::cuda::LaunchArgs args{
-        reinterpret_cast<uint64_t>(states_.data() + first),
-        reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_), call_bytes_};
+    uec::cuda::LaunchArgs args;
+    args.states = reinterpret_cast<uint64_t>(states_.data() + first);
+    args.calls = reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_);
+    args.call_bytes = call_bytes_;
+    args.counted = counted;
+    std::copy_n(device_.begin() + first, count, args.on_device);
     int64_t shared = 0;
     for (const RankState& state : states_)
       shared = std::max(shared, uec::cuda::shared_bytes(state.capacity, kTile));
@@ -219,6 +235,11 @@ class EmulatedGroup {
     state.segment_bytes = reinterpret_cast<uint64_t>(configs_[r].segment_bytes.data());
     state.slot_offset = reinterpret_cast<uint64_t>(layouts_[r].slot_offset.data());
     state.region_offset = reinterpret_cast<uint64_t>(layouts_[r].region_offset.data());
+    state.home = reinterpret_cast<uint64_t>(configs_[r].home.data());
+    state.domain = reinterpret_cast<uint64_t>(configs_[r].domain.data());
+    state.main_idx = reinterpret_cast<uint64_t>(layouts_[r].main_idx.data());
+    state.tile_bytes = kTile;
+    state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
     state.call_limit_ns = static_cast<uint64_t>(options_.call_timeout * 1e9);
     state.wait_limit_ns = static_cast<uint64_t>(options_.wait_timeout * 1e9);
@@ -226,6 +247,9 @@ class EmulatedGroup {
   }
 
   void prepare_rank(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
+    device_[r] = {};
+    if (options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1))
+      return lend_plan(r, mode, slot_expert);
     const uec::Capacity& capacity = states_[r].capacity;
     auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
     uec::CallArrays arrays;
@@ -244,16 +268,26 @@ class EmulatedGroup {
     const uec::GroupTables tables = layouts_[r].tables(configs_[r]);
     const uint64_t digest = uec::prepare_replicate(tables, args, arrays, schedule_, &shape, &call);
     call.reset_counters(uec::Alone{});
-    auto& header = *new (block) uec::cuda::CallHeader;
-    header.digest = digest;
-    header.regions = mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0;
-    header.num_tasks = call.work.num_tasks;
-    header.num_pieces = call.work.num_pieces;
-    header.num_destinations = call.work.num_destinations;
-    header.num_expected = call.work.num_expected;
-    header.num_segments = call.tiles.num_segments;
-    header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+    new (block) uec::cuda::CallHeader(uec::cuda::make_header(
+        call, digest, mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0));
     write_mains(r, mode, arrays.mains);
+  }
+
+  // What the host's half leaves to the device: the plan, and where the main weights are.
+  void lend_plan(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
+    plans_[r] = slot_expert;
+    tables_[r].assign(num_segments() * layouts_[0].num_mains[r] + 1, nullptr);
+    write_mains(r, mode, tables_[r].data());
+    uec::cuda::DeviceCall& call = device_[r];
+    call.slot_expert = reinterpret_cast<uint64_t>(plans_[r].data());
+    call.home = reinterpret_cast<uint64_t>(group_.home.data());
+    call.mains = reinterpret_cast<uint64_t>(tables_[r].data());
+    call.mode = static_cast<int16_t>(mode);
+    if (mode == Mode::kPull) {
+      call.regions = reinterpret_cast<uint64_t>(region_table_.data());
+      call.region = 0;
+    }
+    for (const int32_t i : selected_) call.segments |= 1u << i;
   }
 
   void write_mains(int32_t r, Mode mode, const uint8_t** addresses) {
@@ -284,6 +318,9 @@ class EmulatedGroup {
   Options options_;
   std::vector<RankState> states_;
   std::vector<Status> statuses_;
+  std::vector<uec::cuda::DeviceCall> device_;        // [ranks]
+  std::vector<std::vector<int32_t>> plans_;          // [ranks]
+  std::vector<std::vector<const uint8_t*>> tables_;  // [ranks] of main weights
   std::vector<uec::host::EngineConfig> configs_;
   std::vector<uec::host::EngineLayout> layouts_;
   std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;

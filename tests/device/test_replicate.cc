@@ -8,6 +8,7 @@ namespace {
 
 using namespace device_tests;
 
+constexpr Plans kPlans[] = {Plans::kOnHost, Plans::kOnDevice, Plans::kMixed};
 constexpr Mode kModes[] = {Mode::kPush, Mode::kPull, Mode::kDirect};
 
 int64_t draw_bytes(Random& random) {
@@ -25,11 +26,12 @@ int64_t draw_bytes(Random& random) {
 }
 
 // Several calls on one group, with other plans, modes, weights and numbers of blocks.
-void check_random(uint32_t seed, bool far) {
+void check_random(uint32_t seed, bool far, Plans plans) {
   Random random(seed);
   PlanCase group = make_group(draw(random, 2, 4), draw(random, 2, 9), draw(random, 1, 3));
   Options options;
   options.far = far;
+  options.plans = plans;
   if (far) {
     group.allow_cross_domain = true;
     for (int32_t r = 0; r < group.num_ranks; ++r) group.domain[r] = r % 2;
@@ -91,14 +93,14 @@ void check_timeout(Mode mode) {
   ranks.prepare(mode, {0});
   ranks.launch(2, 2);
   for (const int32_t r : {0, 1}) {
-    CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{1});
+    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
     const uec::Report& report = ranks.status(r).report;
     CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
     CHECK_EQ(report.root, 2);
     CHECK_EQ(report.epoch, uint64_t{1});
   }
   ranks.launch(2);  // at once: nothing is waited for, or moved
-  CHECK_EQ(ranks.status(2).failed_epoch, uint64_t{1});
+  CHECK_EQ(ranks.status(2).failed_call, uint64_t{1});
   CHECK(ranks.status(2).report.fault == Fault::kAborted);
   CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
 }
@@ -114,7 +116,7 @@ void check_mismatch(Mode mode) {
   ranks.launch(2);
   int mismatches = 0;
   for (int32_t r = 0; r < 3; ++r) {
-    CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{1});
+    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
     const Fault fault = ranks.status(r).report.fault;
     CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
     mismatches += fault == Fault::kMismatch;
@@ -139,7 +141,7 @@ void check_late_mismatch() {
   ranks.launch(1);
   CHECK(ranks.status(2).report.fault == Fault::kMismatch ||
         ranks.status(2).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.status(2).failed_epoch, uint64_t{2});
+  CHECK_EQ(ranks.status(2).failed_call, uint64_t{2});
 }
 
 // The host ends the waits of one rank, while another never comes.
@@ -168,7 +170,7 @@ void check_cancelled_before() {
   std::atomic_ref(ranks.status(1).cancelled).store(1);
   ranks.launch(1);
   CHECK(ranks.status(1).report.fault == Fault::kCancelled);
-  CHECK_EQ(ranks.status(1).failed_epoch, uint64_t{1});
+  CHECK_EQ(ranks.status(1).failed_call, uint64_t{1});
 }
 
 void check_notices() {
@@ -176,7 +178,7 @@ void check_notices() {
     EmulatedGroup ranks(three_ranks(), small());
     ranks.notify(1, Notice::kRejected);
     CHECK(ranks.status(1).report.fault == Fault::kRejected);
-    CHECK_EQ(ranks.status(1).failed_epoch, uint64_t{1});
+    CHECK_EQ(ranks.status(1).failed_call, uint64_t{1});
     ranks.prepare(Mode::kPush, {0});
     ranks.launch(1);
     for (const int32_t r : {0, 2}) {
@@ -203,9 +205,71 @@ void check_notices() {
     for (int32_t r = 0; r < 3; ++r) {
       ranks.notify(r, Notice::kClosed);
       CHECK_EQ(ranks.status(r).disagreement, int64_t{-1});
-      CHECK_EQ(ranks.status(r).failed_epoch, uint64_t{0});
+      CHECK_EQ(ranks.status(r).failed_call, uint64_t{0});
     }
   }
+}
+
+// The device of rank 1 refuses its plan: it says why, and nobody else waits for it.
+template <class Spoil>
+void check_refusal(uint64_t reason, int32_t expert, int32_t piece, Spoil&& spoil) {
+  PlanCase group = make_group(3, 6, 2);  // experts 2 and 3 are rank 1's
+  CHECK(group.place(2, 0));
+  CHECK(group.place(5, 1));
+  Options options = small();
+  options.plans = Plans::kOnDevice;
+  EmulatedGroup ranks(group, options);
+  ranks.prepare(Mode::kPush, {0});
+  spoil(ranks);
+  ranks.launch(2);
+  const uec::Report& report = ranks.status(1).report;
+  CHECK(report.fault == Fault::kRejected);
+  CHECK_EQ(report.root, 1);
+  CHECK_EQ(report.wait.seen, reason);
+  CHECK_EQ(report.wait.expert, expert);
+  CHECK_EQ(report.wait.piece, piece);
+  for (const int32_t r : {0, 2}) {
+    CHECK(ranks.status(r).report.fault == Fault::kRejected);
+    CHECK_EQ(ranks.status(r).report.root, 1);
+    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
+  }
+  ranks.launch(2);  // at once
+  CHECK_EQ(ranks.state(1).epoch, uint64_t{0});
+}
+
+void check_refusals() {
+  const auto slot = [](int32_t at, int32_t expert) {
+    return [=](EmulatedGroup& ranks) { ranks.plan(1)[at] = expert; };
+  };
+  using uec::PlanFault, uec::cuda::Refusal;
+  const auto number = [](auto fault) { return static_cast<uint64_t>(fault); };
+  check_refusal(number(PlanFault::kOutOfRange), 6, 3, slot(3, 6));
+  check_refusal(number(PlanFault::kOnHome), 2, 3, slot(3, 2));
+  check_refusal(number(PlanFault::kDuplicate), 5, 3, slot(3, 5));
+  check_refusal(number(Refusal::kWeights), 2, 0,
+                [](EmulatedGroup& ranks) { ranks.main(1, 0) = nullptr; });
+  std::vector<int32_t> home{0, 0, 1, 1, 2, 0};
+  check_refusal(number(Refusal::kHome), 5, -1, [&](EmulatedGroup& ranks) {
+    ranks.device_call(1).home = reinterpret_cast<uint64_t>(home.data());
+  });
+}
+
+// Captured calls have an epoch, but no number of the host's.
+void check_not_counted() {
+  PlanCase group = three_ranks();
+  EmulatedGroup ranks(group, small());
+  for (const bool counted : {true, false, true}) {
+    ranks.prepare(Mode::kPush, {0});
+    ranks.launch(2, 0, counted);
+    ranks.check_success();
+  }
+  CHECK_EQ(ranks.state(0).last_call, uint64_t{2});
+  CHECK_EQ(ranks.state(0).epoch, uint64_t{3});
+  std::atomic_ref(ranks.status(1).cancelled).store(1);
+  ranks.prepare(Mode::kPush, {0});
+  ranks.launch(2);
+  CHECK_EQ(ranks.status(1).failed_call, uint64_t{3});
+  CHECK_EQ(ranks.status(1).report.epoch, uint64_t{4});
 }
 
 }  // namespace
@@ -213,7 +277,8 @@ void check_notices() {
 int main() {
   const Watchdog watchdog("a launch that does not end");
   const int cases = scaled(40) + 4;
-  for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), seed % 2 == 1);
+  for (int seed = 0; seed < cases; ++seed)
+    check_random(static_cast<uint32_t>(seed), seed % 2 == 1, kPlans[seed / 2 % 3]);
   check_many_segments();
   for (const Mode mode : kModes) {
     check_timeout(mode);
@@ -223,5 +288,7 @@ int main() {
   check_cancel();
   check_cancelled_before();
   check_notices();
+  check_refusals();
+  check_not_counted();
   std::printf("%d random groups\n", cases);
 }
