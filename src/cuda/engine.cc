@@ -111,14 +111,9 @@ int32_t Engine::add_region(const std::vector<uint64_t>& bases, Address table) {
 
 // ---- submitting ---------------------------------------------------------------------------------
 
-uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
-                           const Interrupted& interrupted, Mode* mode) {
-  const ContextScope current = launcher_->scope();
-  const Driver& driver = launcher_->config().driver;
-  const std::lock_guard lock(submit_mutex_);
-  *mode = Mode::kDirect;
-  if (capture_of(driver, stream) != 0)
-    throw CaptureError("the stream is being captured into a CUDA graph");
+template <class Fill>
+uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
+                        const Interrupted& interrupted) {
   const uint64_t epoch = submitted_.load() + 1;
   if (is_over()) {
     uint64_t none = 0;
@@ -131,6 +126,27 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
       if (launcher_->ended(config_.rank, epoch).epoch != 0) submitted_.store(epoch);
       return epoch;
     }
+    const Request request = fill(epoch);
+    submitted_.store(epoch);
+    launcher_->submit(config_.rank, epoch, request, stream, background);
+  } catch (const DriverError&) {
+    submitted_.store(epoch);
+    fail_here();
+    throw;
+  }
+  return epoch;
+}
+
+uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
+                           const Interrupted& interrupted, Mode* mode) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  *mode = Mode::kDirect;
+  if (capture_of(launcher_->config().driver, stream) != 0)
+    throw CaptureError(
+        "the stream is being captured into a CUDA graph, and the plan is on the CPU: a replay would"
+        " repeat it; plan from a load on the device");
+  const auto fill = [&](uint64_t epoch) {
     std::byte* const block = launcher_->block(config_.rank, epoch);
     CallArrays arrays;
     CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
@@ -138,20 +154,57 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     arrays.lend_to(&call);
     const uint64_t digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
     call.reset_counters(Alone{});
-    const int64_t addresses = int64_t{capacity_.num_segments} * capacity_.num_mains;
-    for (int64_t i = 0; i < addresses; ++i)
-      arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+    std::transform(args.mains, args.mains + num_addresses(), arrays.mains,
+                   [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
     *mode = schedule_.schedule.mode;
     *reinterpret_cast<CallHeader*>(block) =
         make_header(call, digest, *mode == Mode::kPull ? regions_[args.region] : 0);
-    submitted_.store(epoch);
-    launcher_->submit(config_.rank, epoch, stream, background);
-  } catch (const DriverError&) {
-    submitted_.store(epoch);
-    fail_here();
-    throw;
+    return Request{};
+  };
+  return submit(fill, background, stream, interrupted);
+}
+
+uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool background,
+                                     Handle stream, const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  Request request;
+  request.device = {.slot_expert = args.slot_expert,
+                    .slot_quota = args.slot_quota,
+                    .home_quota = args.home_quota,
+                    .home = args.home,
+                    .mains = args.table,
+                    .regions = args.region < 0 ? 0 : regions_[args.region],
+                    .segments = args.segments,
+                    .mode = static_cast<int16_t>(args.mode),
+                    .region = static_cast<int16_t>(args.region)};
+  if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
+    if (args.table == 0)
+      throw CaptureError(
+          "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
+          " on the device; bind them with group.bind() before the capture and pass what it returns,"
+          " or pass group.weight_table");
+    if (is_over()) throw CaptureError("the group has failed");
+    try {
+      return launcher_->submit_captured(config_.rank, capture, request, stream, background);
+    } catch (const DriverError&) {
+      fail_here();
+      throw;
+    }
   }
-  return epoch;
+  const auto fill = [&](uint64_t epoch) {
+    if (args.mains == nullptr) return request;
+    std::byte* const block = launcher_->block(config_.rank, epoch);
+    CallArrays arrays;
+    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
+    std::transform(args.mains, args.mains + num_addresses(), arrays.mains,
+                   [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
+    request.device.mains =
+        address_of(launcher_->device_block(config_.rank, epoch), block, arrays.mains);
+    request.mains_bytes = num_addresses() * static_cast<int64_t>(sizeof(uint64_t));
+    return request;
+  };
+  return submit(fill, background, stream, interrupted);
 }
 
 void Engine::fail_here() {

@@ -21,6 +21,19 @@ struct PeerConfig {
   Address staging = 0;       // symmetric, staging_bytes(), if anybody is far
 };
 
+// A call whose plan is on the device. Exactly one of `mains` and `table` is given.
+struct DeviceReplicateArgs {
+  Address slot_expert = 0;          // [G][S], int32
+  Address slot_quota = 0;           // [G][S], or 0
+  Address home_quota = 0;           // [E], or 0
+  Address home = 0;                 // [E], compared with the group's; 0: known to be equal
+  const uint64_t* mains = nullptr;  // [segments][M] addresses, copied now
+  Address table = 0;                // the same in device memory, read when the kernel runs
+  uint32_t segments = 0;            // bits
+  int32_t mode = -1;                // a Mode, or -1: by cost
+  int32_t region = -1;              // pull: which region the main weights lie in
+};
+
 class Engine {
  public:
   static int64_t staging_bytes(int32_t num_sms, int64_t tile_bytes);
@@ -42,6 +55,11 @@ class Engine {
   uint64_t replicate(const ReplicateArgs& args, bool background, Handle stream,
                      const Interrupted& interrupted, Mode* mode);
 
+  // The same for a plan on the device, which the kernel checks. On a stream that is being captured
+  // the number has the mark kCaptured, and the weights have to be in a table.
+  uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
+                               const Interrupted& interrupted);
+
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group. Blocks.
   void reject();
   // Ends what is under way, here and at the peers. Blocks until the device has.
@@ -62,9 +80,15 @@ class Engine {
   int64_t bytes_stored() const;  // by finished calls
 
  private:
+  // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
+  template <class Fill>
+  uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
   bool succeeded(uint64_t epoch) const;
-  bool is_over() const;  // takes no more calls
-  void fail_here();      // the driver refused a call
+  bool is_over() const;            // takes no more calls
+  void fail_here();                // the driver refused a call
+  int64_t num_addresses() const {  // of main weights
+    return int64_t{capacity_.num_segments} * capacity_.num_mains;
+  }
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();
 

@@ -25,7 +25,8 @@ struct DeviceLayout {
   explicit DeviceLayout(const LauncherConfig& c)
       : tables(round_up(c.num_ranks * kStateBytes, 128)),
         blocks(tables + c.num_ranks * Launcher::tables_bytes(c.capacity)),
-        total(blocks + static_cast<int64_t>(Launcher::kDepth) * c.num_ranks *
+        // One more, of captured calls.
+        total(blocks + static_cast<int64_t>(Launcher::kDepth + 1) * c.num_ranks *
                            call_block_bytes(c.capacity)) {}
 };
 
@@ -66,30 +67,41 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
 }
 
 Launcher::Launcher(const LauncherConfig& config)
-    : config_(config),
-      call_bytes_(call_block_bytes(config.capacity)),
-      entries_(kDepth),
-      submitted_(config.num_ranks) {
+    : config_(config), call_bytes_(call_block_bytes(config.capacity)) {
   const ContextScope current = scope();
   noticed_ = make_event();
-  for (Entry& e : entries_) {
-    e.done = make_event();
-    e.stream.resize(config_.num_ranks);
-    for (int32_t r = 0; r < config_.num_ranks; ++r) e.before.push_back(make_event());
-  }
+  line_ = make_line();
+  captured_ = make_line();
   for (int32_t r = 0; r < config_.num_ranks; ++r) status(config_.first_rank + r) = Status{};
 }
 
 Launcher::~Launcher() {
   try {
     const ContextScope current = scope();
-    const auto& destroy = config_.driver.cuEventDestroy;
-    destroy(noticed_);
-    for (const Entry& e : entries_) {
-      destroy(e.done);
-      for (const Handle event : e.before) destroy(event);
-    }
+    config_.driver.cuEventDestroy(noticed_);
+    destroy(line_);
+    destroy(captured_);
   } catch (const DriverError&) {  // the context is gone, and all that was in it
+  }
+}
+
+Launcher::Line Launcher::make_line() const {
+  Line line;
+  line.submitted.resize(config_.num_ranks);
+  line.entries.resize(kDepth);
+  for (Entry& e : line.entries) {
+    e.done = make_event();
+    e.stream.resize(config_.num_ranks);
+    e.requests.resize(config_.num_ranks);
+    for (int32_t r = 0; r < config_.num_ranks; ++r) e.before.push_back(make_event());
+  }
+  return line;
+}
+
+void Launcher::destroy(const Line& line) const {
+  for (const Entry& e : line.entries) {
+    config_.driver.cuEventDestroy(e.done);
+    for (const Handle event : e.before) config_.driver.cuEventDestroy(event);
   }
 }
 
@@ -119,6 +131,13 @@ std::byte* Launcher::block(int32_t rank, uint64_t call) const {
   return reinterpret_cast<std::byte*>(blocks + index * call_bytes_);
 }
 
+Address Launcher::device_block(int32_t rank, uint64_t call) const {
+  const uint64_t index = is_captured(call) ? kDepth : call % kDepth;
+  return config_.device + DeviceLayout(config_).blocks +
+         (static_cast<int64_t>(index) * config_.num_ranks + rank - config_.first_rank) *
+             call_bytes_;
+}
+
 // ---- submitting ---------------------------------------------------------------------------------
 
 bool Launcher::await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted) {
@@ -128,40 +147,68 @@ bool Launcher::await_storage(int32_t rank, uint64_t call, const Interrupted& int
   return !is_ended(call);
 }
 
-void Launcher::submit(int32_t rank, uint64_t call, Handle stream, bool background) {
+void Launcher::submit(int32_t rank, uint64_t call, const Request& request, Handle stream,
+                      bool background) {
   const std::lock_guard lock(mutex_);
-  const Driver& driver = config_.driver;
+  enter(rank, call, request, stream, background);
+}
+
+uint64_t Launcher::submit_captured(int32_t rank, uint64_t capture, const Request& request,
+                                   Handle stream, bool background) {
+  const std::lock_guard lock(mutex_);
+  if (capture != capture_) {  // a capture that was given up may have left ranks apart
+    capture_ = capture;
+    captured_.last = nullptr;
+    const uint64_t most = *std::max_element(captured_.submitted.begin(), captured_.submitted.end());
+    std::fill(captured_.submitted.begin(), captured_.submitted.end(), most);
+    captured_.launched = most;
+  }
+  const uint64_t call = kCaptured | (captured_.submitted[rank - config_.first_rank] + 1);
+  enter(rank, call, request, stream, background);
+  return call;
+}
+
+void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle stream,
+                     bool background) {
+  Line& line = this->line(call);
   const int32_t index = rank - config_.first_rank;
-  Entry& e = entry(call);
+  Entry& e = line.entry(number(call));
   e.stream[index] = stream;
+  e.requests[index] = request;
   e.in_place = config_.num_ranks == 1 && !background;
-  if (!e.in_place) require(driver, driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
-  submitted_[index] = call;
-  if (is_ended(call) || *std::min_element(submitted_.begin(), submitted_.end()) < call) return;
+  if (!e.in_place)
+    require(config_.driver, config_.driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
+  line.submitted[index] = number(call);
+  const uint64_t all = *std::min_element(line.submitted.begin(), line.submitted.end());
+  if (is_ended(call) || all < number(call)) return;
   launch(call, e.in_place ? stream : config_.stream);
 }
 
-// What the group did last comes before what `stream` gets from now on: calls share a rank's state.
-void Launcher::join(Handle stream) {
-  if (last_ == nullptr) return;
-  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, last_, 0), "cuStreamWaitEvent");
+// What the line did last comes before what `stream` gets from now on: calls share a rank's state.
+void Launcher::join(const Line& line, Handle stream) {
+  if (line.last == nullptr) return;
+  require(config_.driver, config_.driver.cuStreamWaitEvent(stream, line.last, 0),
+          "cuStreamWaitEvent");
 }
 
 void Launcher::launch(uint64_t call, Handle stream) {
   const Driver& driver = config_.driver;
   const LauncherConfig& c = config_;
-  Entry& e = entry(call);
-  join(stream);
+  Line& line = this->line(call);
+  Entry& e = line.entry(number(call));
+  // The group's own stream takes part in the capture by waiting for the callers', so that comes
+  // before its waiting for what was captured earlier.
   for (int32_t i = 0; i < c.num_ranks; ++i)
     if (e.stream[i] != stream || c.num_ranks > 1)
       require(driver, driver.cuStreamWaitEvent(stream, e.before[i], 0), "cuStreamWaitEvent");
-  const int64_t bytes = c.num_ranks * call_bytes_;
+  join(line, stream);
+  copy_blocks(e, call, stream);
   LaunchArgs args;
   args.states = c.device;
-  args.calls = c.device + DeviceLayout(c).blocks + static_cast<int64_t>(call % kDepth) * bytes;
+  args.calls = device_block(c.first_rank, call);
   args.call_bytes = call_bytes_;
-  require(driver, driver.cuMemcpyHtoDAsync(args.calls, block(c.first_rank, call), bytes, stream),
-          "cuMemcpyHtoDAsync");
+  args.counted = !is_captured(call);
+  for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   void* arguments[] = {&args};
   require(driver,
           driver.cuLaunchKernel(c.kernel, c.num_sms, c.num_ranks, 1, kNumThreads, 1, 1,
@@ -169,10 +216,29 @@ void Launcher::launch(uint64_t call, Handle stream) {
                                 stream, arguments, nullptr),
           "cuLaunchKernel");
   require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
-  e.call = call;
-  last_ = e.done;
-  launched_ = call;
+  e.call = number(call);
+  line.last = e.done;
+  line.launched = number(call);
   launches_.notify_all();
+}
+
+// What the host has put into blocks: all of them, unless every rank's plan is on the device.
+void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
+  const auto copy = [&](int32_t rank, int64_t offset, int64_t bytes) {
+    require(config_.driver,
+            config_.driver.cuMemcpyHtoDAsync(device_block(rank, call) + offset,
+                                             block(rank, call) + offset, bytes, stream),
+            "cuMemcpyHtoDAsync");
+  };
+  const auto on_device = [](const Request& r) { return r.device.slot_expert != 0; };
+  if (!std::all_of(e.requests.begin(), e.requests.end(), on_device))
+    return copy(config_.first_rank, 0, config_.num_ranks * call_bytes_);
+  for (int32_t i = 0; i < config_.num_ranks; ++i) {
+    if (e.requests[i].mains_bytes == 0) continue;
+    const int32_t rank = config_.first_rank + i;
+    const auto offset = static_cast<int64_t>(e.requests[i].device.mains - device_block(rank, call));
+    copy(rank, offset, e.requests[i].mains_bytes);
+  }
 }
 
 void Launcher::notify(int32_t rank, Notice notice) {
@@ -180,7 +246,7 @@ void Launcher::notify(int32_t rank, Notice notice) {
   const Driver& driver = config_.driver;
   {
     const std::lock_guard lock(mutex_);
-    join(config_.stream);
+    join(line_, config_.stream);
     Address states = state(rank);
     auto what = static_cast<int64_t>(notice);
     void* arguments[] = {&states, &what};
@@ -189,7 +255,7 @@ void Launcher::notify(int32_t rank, Notice notice) {
                                   arguments, nullptr),
             "cuLaunchKernel");
     require(driver, driver.cuEventRecord(noticed_, config_.stream), "cuEventRecord");
-    last_ = noticed_;
+    line_.last = noticed_;
   }
   poll(
       [&] {
@@ -204,27 +270,28 @@ void Launcher::notify(int32_t rank, Notice notice) {
 
 bool Launcher::launched(uint64_t call) const {
   const std::lock_guard lock(mutex_);
-  return launched_ >= call;
+  return line(call).launched >= number(call);
 }
 
 bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted) {
   const auto start = Steady::now();
   auto looked = start;
   std::unique_lock lock(mutex_);
-  while (launched_ < call) {
+  const Line& line = this->line(call);
+  while (line.launched < number(call)) {
     if (is_ended(call)) return false;
     launches_.wait_for(lock, milliseconds(2));
     look_for_failures();
     const double seconds = seconds_since(start);
-    if (launched_ < call && !is_ended(call) && config_.call_timeout > 0 &&
+    if (line.launched < number(call) && !is_ended(call) && config_.call_timeout > 0 &&
         seconds > config_.call_timeout) {
-      const auto slowest = std::min_element(submitted_.begin(), submitted_.end());
+      const auto slowest = std::min_element(line.submitted.begin(), line.submitted.end());
       Report report;
       report.fault = Fault::kTimeout;
-      report.root = config_.first_rank + static_cast<int32_t>(slowest - submitted_.begin());
-      report.wait = {FlagKind::kCall, report.root, -1, -1, *slowest, call};
+      report.root = config_.first_rank + static_cast<int32_t>(slowest - line.submitted.begin());
+      report.wait = {FlagKind::kCall, report.root, -1, -1, *slowest, number(call)};
       report.seconds = seconds;
-      end_from(rank, launched_ + 1, report);
+      end_from(rank, line_.launched + 1, report);
     }
     if (Steady::now() - looked < milliseconds(20)) continue;
     looked = Steady::now();
@@ -238,8 +305,8 @@ bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& inte
 bool Launcher::done(uint64_t call) {
   const std::lock_guard lock(mutex_);
   if (call <= completed_) return true;
-  if (call > launched_) return false;
-  Entry& e = entry(call);
+  if (call > line_.launched) return false;
+  const Entry& e = line_.entry(call);
   if (e.call != call) return true;  // its storage has been used again
   const ContextScope current = scope();
   const Result result = config_.driver.cuEventQuery(e.done);
@@ -255,8 +322,8 @@ bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
 
 void Launcher::order(uint64_t call, Handle stream) {
   const std::lock_guard lock(mutex_);
-  const Entry& e = entry(call);
-  if (e.call != call || call <= completed_) return;
+  const Entry& e = line(call).entry(number(call));
+  if (e.call != number(call) || (!is_captured(call) && call <= completed_)) return;
   // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
   if (e.in_place && e.stream.front() == stream) return;
   const ContextScope current = scope();
@@ -267,11 +334,11 @@ void Launcher::order(uint64_t call, Handle stream) {
 
 uint64_t Launcher::end(int32_t rank, Fault fault, bool owing) {
   const std::lock_guard lock(mutex_);
-  const uint64_t submitted = submitted_[rank - config_.first_rank];
+  const uint64_t submitted = line_.submitted[rank - config_.first_rank];
   Report report;
   report.fault = fault;
   report.wait.peer = report.root = rank;
-  const uint64_t from = (owing ? std::max(submitted, launched_) : launched_) + 1;
+  const uint64_t from = (owing ? std::max(submitted, line_.launched) : line_.launched) + 1;
   end_from(rank, from, report);
   return from;
 }
@@ -288,7 +355,7 @@ void Launcher::look_for_failures() {
   for (int32_t r = config_.first_rank; r < config_.first_rank + config_.num_ranks; ++r) {
     Status& said = status(r);
     if (std::atomic_ref(said.failed_call).load(std::memory_order_acquire) != 0)
-      end_from(r, launched_ + 1, said.report);
+      end_from(r, line_.launched + 1, said.report);
   }
 }
 

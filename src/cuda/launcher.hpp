@@ -5,6 +5,11 @@
 // Order on the device: a launch comes after what each rank's stream held when the rank submitted,
 // and after the launch before it. A ring entry (a block in page-locked host memory, its copy on the
 // device, and events) is used again only after the event behind its last kernel.
+//
+// A call on a stream that is being captured becomes a part of the graph. It is ordered within its
+// capture alone; between replays and other calls the streams that they are given order, which is
+// the caller's business. Captured calls are numbered apart, in each capture from where the last
+// ended, and share one block of device memory, because they run one after the other.
 #pragma once
 
 #include <condition_variable>
@@ -22,6 +27,15 @@ namespace uec::cuda {
 
 // Polled now and then by waits on the calling thread; true ends them.
 using Interrupted = std::function<bool()>;
+
+// Marks the numbers of captured calls.
+inline constexpr uint64_t kCaptured = uint64_t{1} << 63;
+
+// What a rank submits.
+struct Request {
+  DeviceCall device;        // of a plan on the device; else the host has filled the call's block
+  int64_t mains_bytes = 0;  // of a plan on the device: addresses of main weights in the block
+};
 
 // Memory is the caller's: zeroed, and kept until the launcher is gone.
 struct LauncherConfig {
@@ -59,14 +73,18 @@ class Launcher {
   Address tables(int32_t rank) const;  // of its tables, which Engine lays out
   Status& status(int32_t rank) const;
   std::byte* block(int32_t rank, uint64_t call) const;  // the host's
+  Address device_block(int32_t rank, uint64_t call) const;
   static int64_t tables_bytes(const Capacity& capacity);
 
   // Until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
   bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
-  // The rank's block is filled. Ours may be the last: then it launches. On `stream` itself if the
+  // The rank's next call. Ours may be the last: then it launches. On `stream` itself if the
   // launcher has one rank and this is no `background` call; else on the group's own stream. Inside
   // scope().
-  void submit(int32_t rank, uint64_t call, Handle stream, bool background);
+  void submit(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
+  // The same on a stream that is in `capture`. Returns the call's number.
+  uint64_t submit_captured(int32_t rank, uint64_t capture, const Request& request, Handle stream,
+                           bool background);
   // Until `call` is launched, which takes all ranks. False as above.
   bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
   bool launched(uint64_t call) const;
@@ -86,11 +104,21 @@ class Launcher {
 
  private:
   struct Entry {
-    Handle done = nullptr;       // event
-    std::vector<Handle> before;  // [ranks] events
-    std::vector<Handle> stream;  // [ranks] where the rank called
-    bool in_place = false;       // launched on the caller's stream itself
-    uint64_t call = 0;           // that it was launched for
+    Handle done = nullptr;          // event
+    std::vector<Handle> before;     // [ranks] events
+    std::vector<Handle> stream;     // [ranks] where the rank called
+    std::vector<Request> requests;  // [ranks]
+    bool in_place = false;          // launched on the caller's stream itself
+    uint64_t call = 0;              // that it was launched for
+  };
+  // Calls that are launched one after the other.
+  struct Line {
+    std::vector<Entry> entries;       // [kDepth]
+    std::vector<uint64_t> submitted;  // [ranks]
+    uint64_t launched = 0;
+    Handle last = nullptr;  // event behind the last kernel; null: none
+    Entry& entry(uint64_t number) { return entries[number % kDepth]; }
+    const Entry& entry(uint64_t number) const { return entries[number % kDepth]; }
   };
   struct End {
     int32_t rank = -1;  // -1: not ended
@@ -98,25 +126,33 @@ class Launcher {
     Report report;      // of that rank
   };
 
-  Entry& entry(uint64_t call) { return entries_[call % kDepth]; }
+  static bool is_captured(uint64_t call) { return (call & kCaptured) != 0; }
+  static uint64_t number(uint64_t call) { return call & ~kCaptured; }
+  Line& line(uint64_t call) { return is_captured(call) ? captured_ : line_; }
+  const Line& line(uint64_t call) const { return is_captured(call) ? captured_ : line_; }
+  Line make_line() const;
+  void destroy(const Line& line) const;
+  void enter(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
   void launch(uint64_t call, Handle stream);
-  void join(Handle stream);
+  void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
+  void join(const Line& line, Handle stream);
   Handle make_event() const;
   // Under mutex_:
-  bool is_ended(uint64_t call) const { return end_.rank >= 0 && call >= end_.from; }
+  bool is_ended(uint64_t call) const {
+    return end_.rank >= 0 && (is_captured(call) || call >= end_.from);
+  }
   void end_from(int32_t rank, uint64_t from, const Report& report);
   void look_for_failures();
 
   LauncherConfig config_;
   int64_t call_bytes_;
-  std::vector<Entry> entries_;
   Handle noticed_ = nullptr;  // event behind a notice
 
   mutable std::mutex mutex_;
   std::condition_variable launches_;
-  std::vector<uint64_t> submitted_;  // [ranks]
-  uint64_t launched_ = 0, completed_ = 0;
-  Handle last_ = nullptr;  // event behind the last kernel; null: none
+  Line line_, captured_;
+  uint64_t capture_ = 0;  // that the last captured call was in
+  uint64_t completed_ = 0;
   End end_;
 };
 

@@ -9,7 +9,7 @@
 
 #define UEC_DEVICE inline
 #define UEC_ROLE inline
-#define UEC_APART inline
+#define UEC_APART
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
