@@ -39,7 +39,9 @@ def new_group(
         allow_cross_domain: replicas may lie outside their home's domain.
         engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
             torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
-        fabric: "shm" with the host engine, "nvshmem" with the CUDA engine, or "auto".
+        fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
+            symmetric memory, for ranks that all reach each other by load and store); or "auto":
+            "nvshmem" where every rank has it, else "torch".
         timeout: seconds for every wait, 0: no limit. None: the process group's timeout until every
             rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or
@@ -87,17 +89,8 @@ def new_group(
         return hosting.make_shm_group(meeting, options, topology, domains is not None)
     from ultraep_comm.cuda import making
 
-    found, missing = None, None
-    try:
-        found = making.find_nvshmem_device()
-    except Exception as nothing:  # whatever it is, the peers must not wait for this rank
-        missing = nothing
-    if engine == "cuda" or fabric == "nvshmem":
-        meeting.agree(missing)
-    answers = meeting.exchange(Hello(error="" if missing is None else str(missing) or "nothing"))
-    if found is None or any(answer.error for answer in answers):
-        return hosting.make_shm_group(meeting, options, topology, domains is not None)
-    return making.make_nvshmem_group(meeting, options, topology, domains is not None, found)
+    group = making.make_group(meeting, options, topology, domains is not None)
+    return group or hosting.make_shm_group(meeting, options, topology, domains is not None)
 
 
 def new_loopback_groups(

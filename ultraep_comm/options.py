@@ -16,7 +16,7 @@ from ultraep_comm.topology import Topology, as_int
 HOST_TILE_BYTES = 64 << 10
 WAIT_TIMEOUT = 30.0
 ENGINES = ("auto", "host", "cuda")
-FABRICS = ("auto", "shm", "nvshmem", "loopback")
+FABRICS = ("auto", "shm", "nvshmem", "torch", "loopback")
 ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
 
 
@@ -38,10 +38,10 @@ class Options:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
         self.engine = engine
         self.fabric = fabric
-        if (engine, fabric) in (("host", "nvshmem"), ("cuda", "shm")):
+        if (engine, fabric) in (("host", "nvshmem"), ("host", "torch"), ("cuda", "shm")):
             raise UnsupportedError(
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
-                " with fabric='shm', or engine='cuda' with fabric='nvshmem'"
+                " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
             )
         self.segments = make_segments(expert)
         self.timeout = env.timeout() if timeout is None else timeout

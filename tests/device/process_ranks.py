@@ -1,9 +1,10 @@
 """Ranks as processes.
 
-PYTHONPATH=tests/python python tests/device/process_ranks.py ENGINE CASE NUM_RANKS
+PYTHONPATH=tests/python python tests/device/process_ranks.py FABRIC CASE NUM_RANKS [NUM_GPUS]
 
-CASE is one of `CASES`. Engine cuda takes NVSHMEM, with all ranks on the current GPU. Exits with 0,
-or with 77 and a line beginning REFUSED where NVSHMEM does not start here.
+FABRIC is shm, nvshmem or torch, CASE one of `CASES`. Ranks take the first NUM_GPUS GPUs in turn,
+by default only one. Exits with 0, or with 77 and a line beginning REFUSED where the fabric does not
+work here.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SIZES = {"w13": 200_003, "w2": 65_536, "bias": 1}
 EXPERTS, SLOTS = 6, 2
 
 
-def make_group(engine: str, **options: float) -> uec.Group:
+def make_group(fabric: str, **options: float) -> uec.Group:
     group = uec.new_group(
         num_experts=EXPERTS,
         slots_per_rank=SLOTS,
         expert={name: ((size,), torch.uint8) for name, size in SIZES.items()},
-        engine=engine,
-        fabric="nvshmem" if engine == "cuda" else "shm",
+        engine="host" if fabric == "shm" else "cuda",
+        fabric=fabric,
         **{"timeout": 60.0, **options},  # type: ignore[arg-type]
     )
     print(MADE, flush=True)
@@ -48,9 +49,9 @@ def plans(group: uec.Group) -> list[uec.Plan]:
     return [uec.Plan.from_slots(slots, num_experts=EXPERTS) for slots in rows]
 
 
-def every_mode(engine: str) -> None:
+def every_mode(fabric: str) -> None:
     """All plans in all modes, with a barrier before each only because slots are cleared."""
-    with make_group(engine) as group:
+    with make_group(fabric) as group:
         rank, weights, epoch = Rank(group, Payload(1, SIZES)), group.empty_weights(), 0
         for plan in plans(group):
             for mode in ("push", "pull", "direct", "auto"):
@@ -65,19 +66,19 @@ def every_mode(engine: str) -> None:
     print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
 
 
-def several_groups(engine: str) -> None:
+def several_groups(fabric: str) -> None:
     """Two at once, one after them: memory is given back."""
     for _ in range(3):
-        with make_group(engine) as one, make_group(engine) as two:
+        with make_group(fabric) as one, make_group(fabric) as two:
             for group in (one, two):
                 uec.replicate_experts(group.empty_weights(), plans(group)[-1], group=group)
-                if engine == "cuda":
+                if fabric != "shm":
                     torch.cuda.synchronize()
 
 
-def missing_rank(engine: str) -> None:
+def missing_rank(fabric: str) -> None:
     """The last rank never calls: the others wait in their kernels, and name it."""
-    group = make_group(engine, timeout=2.0)
+    group = make_group(fabric, timeout=2.0)
     last = group.num_ranks - 1
     home = group.topology.home.tolist()
     slots = [[e for e in range(EXPERTS) if home[e] != r][-SLOTS:] for r in range(group.num_ranks)]
@@ -101,11 +102,13 @@ def missing_rank(engine: str) -> None:
 CASES = {"every_mode": every_mode, "several_groups": several_groups, "missing_rank": missing_rank}
 
 
-def _start(rank: int, engine: str, case: str, num_ranks: int, meeting: str) -> None:
+def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, meeting: str) -> None:
     torch.set_num_threads(1)
+    if fabric != "shm":
+        torch.cuda.set_device(rank % num_gpus)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     try:
-        CASES[case](engine)
+        CASES[case](fabric)
     except (errors.BootstrapError, errors.UnsupportedError) as error:
         print(f"REFUSED {error}", flush=True)
         os._exit(REFUSED)  # NVSHMEM may not survive its own end either
@@ -114,11 +117,14 @@ def _start(rank: int, engine: str, case: str, num_ranks: int, meeting: str) -> N
 
 
 def main() -> int:
-    engine, case, num_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    fabric, case, num_ranks = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    num_gpus = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    if num_gpus < num_ranks:
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(256 << 20))
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (engine, case, num_ranks, f"file://{folder}/ranks")
+        arguments = (fabric, case, num_ranks, num_gpus, f"file://{folder}/ranks")
         try:
             torch.multiprocessing.spawn(_start, arguments, nprocs=num_ranks)
         except torch.multiprocessing.ProcessExitedException as error:

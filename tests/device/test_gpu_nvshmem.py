@@ -16,8 +16,9 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def run(engine: str, case: str, num_ranks: int) -> None:
+    fabric = "nvshmem" if engine == "cuda" else "shm"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), engine, case, str(num_ranks)],
+        [sys.executable, str(SCRIPT), fabric, case, str(num_ranks)],
         capture_output=True,
         text=True,
         timeout=500,

@@ -183,6 +183,8 @@ def test_without_nvidia_smi_there_are_no_clocks(
         ("cuda", "auto", None, ("cuda", "loopback")),
         ("cuda", "auto", 4, ("cuda", "nvshmem")),
         ("cuda", "nvshmem", None, ("cuda", "nvshmem")),
+        ("cuda", "torch", 4, ("cuda", "torch")),
+        ("auto", "torch", None, ("cuda", "torch")),
         ("auto", "loopback", None, ("cuda", "loopback")),
         ("auto", "shm", None, ("host", "shm")),
     ],
@@ -198,7 +200,8 @@ def test_engine_and_fabric(
     [
         ("host", "nvshmem", None, "expected shm"),
         ("host", "loopback", None, "expected shm"),
-        ("cuda", "shm", None, "loopback or nvshmem"),
+        ("cuda", "shm", None, "loopback, torch, nvshmem"),
+        ("host", "torch", None, "expected shm"),
         ("cuda", "loopback", 4, "4 ranks were launched"),
     ],
 )

@@ -106,6 +106,7 @@ def test_auto_falls_back_to_the_host_engine() -> None:
         ({"fabric": "tcp"}, errors.InvalidArgumentError, "fabric is 'tcp'"),
         ({"engine": "cuda", "fabric": "shm"}, errors.UnsupportedError, "fabric='nvshmem'"),
         ({"engine": "host", "fabric": "nvshmem"}, errors.UnsupportedError, "fabric='shm'"),
+        ({"engine": "host", "fabric": "torch"}, errors.UnsupportedError, "fabric='torch'"),
         ({"fabric": "loopback"}, errors.UnsupportedError, "new_loopback_groups"),
     ],
 )
@@ -558,6 +559,7 @@ def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
     kind = errors.BootstrapError if rank == 0 else errors.UnsupportedError
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(making, "find_nvshmem_device", find)
+        patch.setattr(making, "find_torch_device", find)
         with pytest.raises(kind, match="no GPU on this rank"):
             uec.new_group(process_group, engine="cuda", **options)
         with uec.new_group(process_group, **options) as group:

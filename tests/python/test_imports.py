@@ -42,6 +42,7 @@ PYTHON_ORDER = [
     "fabrics.loopback",
     "fabrics.shm",
     "fabrics.nvshmem",
+    "fabrics.symmetric",
     "loads",
     "engines",
     "cuda.engine",

@@ -89,10 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--fabric",
-        choices=["auto", "shm", "nvshmem", "loopback"],
+        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
         default="auto",
-        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem, a"
-        " process and a GPU for each (default: nvshmem under torchrun or srun, else loopback)",
+        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem or"
+        " torch (its symmetric memory), a process and a GPU for each (default: nvshmem under"
+        " torchrun or srun, else loopback)",
     )
     add(
         "--num-sms",
@@ -168,18 +169,17 @@ def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, 
             engine = "cuda" if gpu.is_usable() else "host"
         else:
             engine = "host" if fabric == "shm" else "cuda"
-    fabrics = ("shm",) if engine == "host" else ("loopback", "nvshmem")
+    fabrics = ("shm",) if engine == "host" else ("loopback", "torch", "nvshmem")
     if fabric == "auto":
         fabric = fabrics[0] if launched is None else fabrics[-1]
     if fabric not in fabrics:
         raise InvalidArgumentError(
-            f"--engine {engine} does not run over --fabric {fabric}; expected"
-            f" {' or '.join(fabrics)}"
+            f"--engine {engine} does not run over --fabric {fabric}; expected {', '.join(fabrics)}"
         )
     if fabric == "loopback" and launched is not None:
         raise InvalidArgumentError(
             f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
-            " without the launcher, or use --fabric nvshmem"
+            " without the launcher, or use --fabric nvshmem or torch"
         )
     return engine, fabric
 

@@ -117,7 +117,7 @@ def _make_ranks(
     return RanksHere(
         meter,
         load,
-        loopback=settings.fabric == "loopback",
+        fabric=settings.fabric,
         slots=settings.slots,
         segments=segments,
         tile_bytes=settings.tile_bytes or TILE_BYTES,

@@ -30,7 +30,7 @@ class RanksHere:
         meter: Meter,
         load: np.ndarray,
         *,
-        loopback: bool,
+        fabric: str,
         slots: int,
         segments: Mapping[str, int],
         tile_bytes: int,
@@ -39,7 +39,7 @@ class RanksHere:
         """Make groups and weights that peers can address. Collective."""
         num_ranks, num_experts = load.shape
         expert = {name: ((size,), torch.uint8) for name, size in segments.items()}
-        self.meter, self.loopback = meter, loopback
+        self.meter, self.loopback = meter, fabric == "loopback"
         self.groups: list[Group] = (
             new_loopback_groups(
                 num_ranks,
@@ -50,13 +50,14 @@ class RanksHere:
                 tile_bytes=tile_bytes,
                 num_sms=num_sms,
             )
-            if loopback
+            if self.loopback
             else [
                 new_group(
                     num_experts=num_experts,
                     slots_per_rank=slots,
                     expert=expert,
                     engine=meter.engine,
+                    fabric=fabric if meter.engine == "cuda" else "auto",
                     tile_bytes=tile_bytes,
                     num_sms=num_sms,
                 )

@@ -31,7 +31,7 @@ class ReplicateSettings:
         json: where records go; None: nowhere.
         seed: of load and payload.
         engine: "host" or "cuda".
-        fabric: "shm", "nvshmem" or "loopback".
+        fabric: "shm", "nvshmem", "torch" or "loopback".
         num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
     """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from ultraep_comm import _core
@@ -16,6 +18,8 @@ from ultraep_comm.cuda.kernels import (
     choose_tile_bytes,
     load_kernels,
 )
+from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.bootstrap import (
     DEFAULT_TIMEOUT,
     Hello,
@@ -24,6 +28,8 @@ from ultraep_comm.fabrics.bootstrap import (
 )
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.nvshmem import NvshmemFabric, Runtime, find_runtime, join
+from ultraep_comm.fabrics.shm import machine_id
+from ultraep_comm.fabrics.symmetric import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.group import Group
 from ultraep_comm.loads import LoopbackLoads, LoopbackTable, ProcessGroupLoads
 from ultraep_comm.options import Options
@@ -31,6 +37,7 @@ from ultraep_comm.reach import check_domains, find_domains
 from ultraep_comm.topology import Topology
 
 PROBE_BYTES = 128
+AUTO_FABRICS = ("nvshmem", "torch")  # in the order in which they are tried
 
 
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
@@ -53,6 +60,67 @@ def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
     return device, runtime, load_kernels(device, runtime.version())
 
 
+def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
+    """Return what a group over torch's symmetric memory needs.
+
+    Raises:
+        UnsupportedError: something is missing or too old; says what to install.
+    """
+    device = find_device()
+    memory = find_memory()
+    memory.prepare(device.torch_device)
+    # The kernels for ranks within reach never call NVSHMEM, so nobody has to initialise it.
+    return device, memory, load_kernels(device, None)
+
+
+def make_group(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+) -> Group | None:
+    """Make one rank's group over the first fabric that all ranks have. Collective.
+
+    Returns:
+        None on every rank if there is no such fabric, and neither it nor the engine was asked for.
+
+    Raises:
+        InvalidArgumentError: this rank's device does not do what was asked.
+        UnsupportedError: what was asked for cannot be used here; says why.
+        BootstrapError: ranks disagree, or another one failed.
+        OutOfSharedMemoryError: there is no room for slots and flags.
+    """
+    own: list[Exception] = []
+    reasons: dict[str, list[str]] = {}  # the fabrics that each keeps from being used
+    for name in AUTO_FABRICS if options.fabric == "auto" else (options.fabric,):
+        found: Any = None
+        missing: Exception | None = None
+        try:
+            found = find_nvshmem_device() if name == "nvshmem" else find_torch_device()
+        except Exception as nothing:  # whatever it is, the peers must not wait for this rank
+            missing = nothing
+            own.append(missing)
+        text = "" if missing is None else str(missing) or "nothing was found"
+        answers = meeting.exchange(Hello(error=text))
+        lacking = [rank for rank, answer in enumerate(answers) if answer.error]
+        if not lacking:
+            make = make_nvshmem_group if name == "nvshmem" else make_torch_group
+            return make(meeting, options, topology, given_domains, found)
+        why = text or answers[lacking[0]].error
+        reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
+    if options.engine == "auto" and options.fabric == "auto":
+        return None
+    raise _why_none(meeting.rank, reasons, own)
+
+
+def _why_none(
+    rank: int, reasons: Mapping[str, Sequence[str]], own: Sequence[Exception]
+) -> Exception:
+    """Return why no fabric is on all ranks: this rank's own error if that says it all."""
+    if len(reasons) == 1 and own:
+        return own[-1]
+    found = "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
+    text = f"rank {rank}: no group was made, because not every rank has what it needs. {found}"
+    return UnsupportedError(text) if own else BootstrapError(text)
+
+
 def make_nvshmem_group(
     meeting: Meeting,
     options: Options,
@@ -60,7 +128,7 @@ def make_nvshmem_group(
     given_domains: bool,
     found: tuple[Device, Runtime, Kernels],
 ) -> Group:
-    """Make one rank's group. Collective; arguments have been checked on every rank.
+    """Make one rank's group over NVSHMEM. Collective; arguments have been checked on every rank.
 
     Raises:
         InvalidArgumentError, UnsupportedError: this rank's device does not do what was asked.
@@ -68,20 +136,7 @@ def make_nvshmem_group(
         OutOfSharedMemoryError: the symmetric heap is too small.
     """
     device, runtime, kernels = found
-    rank, num_ranks = meeting.rank, meeting.num_ranks
-    cost = cost_constants(num_ranks)
-    error: Exception | None = None
-    num_sms = 0
-    try:
-        config = options.config(topology, rank, meeting.timeout, cost)
-        options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
-        num_sms = choose_num_sms(options.num_sms, device, 1)
-    except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
-        error = bad_argument
-    meeting.agree(error)
-    hellos = meeting.exchange(Hello(digest=options.digest(topology, given_domains), cost=cost))
-    check_same_arguments(hellos)
-
+    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
     pes = join(meeting, runtime, device.torch_device.index or 0)
     fabric = _make_fabric(meeting, runtime, kernels, device, pes)
     try:
@@ -92,56 +147,109 @@ def make_nvshmem_group(
         else:
             topology = topology.with_domains(find_domains(reaches))
         crosses = topology.allow_cross_domain and not all(map(all, reaches))
-        far = [int(not reached) for reached in reaches[rank]] if crosses else []
+        far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
         fabric.can_pull = not crosses
-        config = options.config(topology, rank, meeting.timeout, hellos[0].cost)
+        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
         staging = (
             fabric.allocate(_core.cuda_staging_bytes(num_sms, config.tile_bytes)).local
             if crosses
             else None
         )
         peers = Peers(pes=pes, far=far, staging=staging)
-
-        def make_engine(config: _core.EngineConfig) -> CudaEngine:
-            shared = SharedLauncher(
-                device,
-                GroupKernels.of(kernels, config, far=bool(far)),
-                config,
-                first_rank=rank,
-                num_ranks=1,
-                num_sms=num_sms,
-            )
-            return CudaEngine(config, shared, peers)
-
-        group = None
-        try:
-            group = Group(
-                rank=rank,
-                topology=topology,
-                segments=options.segments,
-                config=config,
-                fabric=fabric,
-                make_engine=make_engine,
-                loads=ProcessGroupLoads(meeting),
-            )
-        except Exception as refused:
-            error = refused
-        # Also: every rank's flags are in place before anyone calls.
-        _agree_or_close(meeting, error, group)
+        return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers)
     except BaseException:
         fabric.close()
         raise
-    assert group is not None
-    return group
 
 
-def _agree_or_close(meeting: Meeting, error: Exception | None, group: Group | None) -> None:
+def make_torch_group(
+    meeting: Meeting,
+    options: Options,
+    topology: Topology,
+    given_domains: bool,
+    found: tuple[Device, SymmetricMemory, Kernels],
+) -> Group:
+    """Make one rank's group over torch's symmetric memory: as :func:`make_nvshmem_group`.
+
+    Raises:
+        UnsupportedError: also where a rank has no load/store access to another.
+    """
+    device, memory, _ = found
+    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
+    machines = [hello.machine for hello in hellos]
+    fabric = TorchFabric(meeting, memory, device.torch_device, device.settle, machines)
+    if not given_domains:  # the fabric has no groups but of ranks that all reach each other
+        topology = topology.with_domains(np.zeros(meeting.num_ranks, np.int32))
+    config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+    return _make_one(meeting, options, topology, config, fabric, found, num_sms, Peers())
+
+
+def _agree_on_arguments(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
+) -> tuple[int, list[Hello]]:
+    """Return the blocks of this rank, and everybody's record, once all devices can do it."""
+    cost = cost_constants(meeting.num_ranks)
+    num_sms, machine, error = 0, b"", None
+    try:
+        machine = machine_id()
+        config = options.config(topology, meeting.rank, meeting.timeout, cost)
+        options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
+        num_sms = choose_num_sms(options.num_sms, device, 1)
+    except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+        error = bad_argument
+    meeting.agree(error)
+    digest = options.digest(topology, given_domains)
+    hellos = meeting.exchange(Hello(digest=digest, machine=machine, cost=cost))
+    check_same_arguments(hellos)
+    return num_sms, hellos
+
+
+def _make_one(
+    meeting: Meeting,
+    options: Options,
+    topology: Topology,
+    config: _core.EngineConfig,
+    fabric: Fabric,
+    found: tuple[Device, object, Kernels],
+    num_sms: int,
+    peers: Peers,
+) -> Group:
+    """Make this rank's group, or raise on every rank."""
+    device, _, kernels = found
+
+    def make_engine(config: _core.EngineConfig) -> CudaEngine:
+        shared = SharedLauncher(
+            device,
+            GroupKernels.of(kernels, config, far=bool(peers.far)),
+            config,
+            first_rank=meeting.rank,
+            num_ranks=1,
+            num_sms=num_sms,
+        )
+        return CudaEngine(config, shared, peers)
+
+    group, error = None, None
+    try:
+        group = Group(
+            rank=meeting.rank,
+            topology=topology,
+            segments=options.segments,
+            config=config,
+            fabric=fabric,
+            make_engine=make_engine,
+            loads=ProcessGroupLoads(meeting),
+        )
+    except Exception as refused:
+        error = refused
+    # Also: every rank's flags are in place before anyone calls.
     try:
         meeting.agree(error)
     except BaseException:
         if group is not None:
             group.close()
         raise
+    assert group is not None
+    return group
 
 
 def _make_fabric(

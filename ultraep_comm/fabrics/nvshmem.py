@@ -182,7 +182,8 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
         raise UnsupportedError(
             f"rank {meeting.rank}: the process group has {meeting.num_ranks} ranks, which are PEs"
             f" {pes} of {num_pes}; symmetric memory is allocated by all PEs together. Make the"
-            " group over a process group of exactly the ranks that NVSHMEM was initialised with"
+            " group over a process group of exactly the ranks that NVSHMEM was initialised with, or"
+            " use fabric='torch'"
         )
     return pes
 
