@@ -76,6 +76,9 @@ void bind_cuda(nb::module_& m) {
 
   m.def("cuda_layout",
         [] { return std::vector<int32_t>(std::begin(cuda::kLayout), std::end(cuda::kLayout)); });
+  m.attr("CUDA_MAX_DEVICE_SEGMENTS") = cuda::kMaxDeviceSegments;
+  m.attr("CUDA_MAX_LAUNCH_RANKS") = cuda::kMaxLaunchRanks;
+  m.attr("CUDA_CAPTURED") = cuda::kCaptured;
   m.def("cuda_tile_sizes", [] {
     return std::vector<int32_t>(std::begin(cuda::kTileSizes), std::end(cuda::kTileSizes));
   });
@@ -151,6 +154,24 @@ void bind_cuda(nb::module_& m) {
                return e.replicate(args, background, handle(stream), interrupted, &chosen);
              });
              return std::make_pair(epoch, static_cast<int>(chosen));
+           })
+      .def("replicate_on_device",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t home, uint64_t mains, uint64_t table, uint32_t segments, int32_t mode,
+              int32_t region, bool background, uint64_t stream) {
+             const cuda::DeviceReplicateArgs args{
+                 .slot_expert = slot_expert,
+                 .slot_quota = slot_quota,
+                 .home_quota = home_quota,
+                 .home = home,
+                 .mains = at<const uint64_t>(mains),
+                 .table = table,
+                 .segments = segments,
+                 .mode = mode,
+                 .region = region};
+             return interruptible([&](auto&& interrupted) {
+               return e.replicate_on_device(args, background, handle(stream), interrupted);
+             });
            })
       .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())

@@ -10,7 +10,11 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
 from cpp_build import CppBuild
+from emulated_device import EmulatedDevice
 from ranks import RankPool
+
+from ultraep_comm.cuda import device as device_module
+from ultraep_comm.cuda import kernels as kernels_module
 
 # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
 settings.register_profile("desk", deadline=None)
@@ -41,6 +45,21 @@ def ranks() -> Iterator[RankPool]:
 def cpp() -> CppBuild:
     """The C++ tool chain; skips where there is none."""
     return CppBuild()
+
+
+@pytest.fixture(scope="session")
+def emulated_library(cpp: CppBuild) -> Path:
+    """The emulated device as a library."""
+    return cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
+
+
+@pytest.fixture
+def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    """A device on the CPU, which groups of the CUDA engine find."""
+    device = EmulatedDevice(emulated_library)
+    monkeypatch.setattr(device_module, "find_device", lambda: device)
+    monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: device.kernels)
+    return device
 
 
 @pytest.fixture(scope="session")

@@ -244,6 +244,10 @@ class CaptureError(RuntimeError):
 def cuda_layout() -> list[int]:
     """Return sizes and offsets of the structs that host and device share."""
 
+CUDA_MAX_DEVICE_SEGMENTS: int  # of a call whose plan is on the device
+CUDA_MAX_LAUNCH_RANKS: int
+CUDA_CAPTURED: int  # a bit that marks the numbers of captured calls
+
 def cuda_tile_sizes() -> list[int]:
     """Return what the kernels are compiled for."""
 
@@ -333,6 +337,20 @@ class CudaEngine:
         background: bool,
         stream: int,
     ) -> tuple[int, int]: ...
+    def replicate_on_device(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        home: int,
+        mains: int,
+        table: int,
+        segments: int,
+        mode: int,
+        region: int,
+        background: bool,
+        stream: int,
+    ) -> int: ...
     def reject(self) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> int: ...

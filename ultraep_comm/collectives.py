@@ -11,28 +11,25 @@ from ultraep_comm import _core, tracing_calls
 from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidLoadError,
-    InvalidPlanError,
     InvalidWeightsError,
     UltraEPError,
 )
 from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import check_ids, check_plan_fits, has_shape_of, plan_on_host
+from ultraep_comm.planning import (
+    check_device_plan,
+    check_ids,
+    check_plan_fits,
+    has_shape_of,
+    plan_on_host,
+)
+from ultraep_comm.refusals import placement_error
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
     from ultraep_comm.work import Work
-
-# In the order of `enum class PlanFault` in src/core/validate.hpp.
-_PLAN_FAULTS = (
-    "",
-    "expected an expert in [0, {num_experts}) or -1 for an empty slot",
-    "which is at home on that rank; expected a rank other than its home",
-    "which that rank already holds; expected at most one instance on a rank",
-    "which is at home in another domain; place it inside, or allow_cross_domain=True",
-)
 
 
 def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
@@ -122,7 +119,7 @@ def count_on_device(topk_ids: torch.Tensor, counts: torch.Tensor) -> int:
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights,
+    weights: Weights | BoundWeights | torch.Tensor,
     plan: Plan,
     *,
     group: Group,
@@ -138,12 +135,19 @@ def replicate_experts(
     On the CUDA engine the call belongs to a stream, as any CUDA operation: it comes after what the
     current stream holds, and what the current stream gets after ``wait()`` comes after it. Without
     ``async_op`` it runs on the current stream itself; the host does not wait. With four calls
-    under way it waits for the first. A plan on the device is copied to the CPU, which synchronises.
+    under way it waits for the first.
+
+    A plan on the device of a CUDA group stays there: the kernel checks it, chooses the mode and
+    makes the schedule. What is wrong with it is raised where the call is waited for with
+    ``synchronize()``, or by the next call. Such a call can be captured into a CUDA graph, with
+    weights that were bound before or with ``group.weight_table``. (In groups of more than 32
+    segments it is copied to the CPU, which synchronises.)
 
     Args:
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
-            or what ``group.bind`` returned. Not to be changed before the call has finished.
-        plan: the same on every rank.
+            or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
+            call has finished.
+        plan: the same on every rank; in a CUDA graph, in memory that every replay reads.
         group: the group.
         async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
@@ -154,7 +158,8 @@ def replicate_experts(
             peers fail at once, and the group takes no more calls.
         GroupClosedError: the group is closed or failed earlier.
         DeviceError: the CUDA driver refused the call.
-        UnsupportedError: the current stream is being captured into a CUDA graph.
+        UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
+            the addresses of the weights are on the CPU.
         TransferError: the call failed.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -162,30 +167,47 @@ def replicate_experts(
     group._check_open("replicate_experts")
     try:
         selection = group._selection(segments)
-        plan = plan_on_host(plan, group)
-        _check_plan(plan, group)
-        bound = group.bind(weights)
+        on_device = group._takes(plan)
+        if on_device:
+            check_device_plan(plan, group)
+        else:
+            plan = plan_on_host(plan, group)
+            _check_plan(plan, group)
+        bound = group._bind(weights)
         group._require(bound, selection)
+        if not (on_device or bound.addresses or group.num_mains == 0):
+            raise InvalidWeightsError(
+                f"rank {group.rank}: group.weight_table goes with a plan on the device, and this"
+                " one is on the CPU; pass the weights"
+            )
         mode_id = _mode_id(mode, bound, group)
     except Exception as error:
         group._reject(error)
         raise
     try:
-        epoch, chosen = group._engine.replicate(
-            plan.slot_expert.data_ptr(),
-            0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
-            0 if plan.home_quota is None else plan.home_quota.data_ptr(),
-            bound.addresses.buffer_info()[0],
-            selection.address,
-            selection.count,
-            mode_id,
-            bound.region,
-            async_op,
-        )
+        if on_device:
+            chosen = mode
+            epoch = group._device_engine.replicate_on_device(
+                plan, bound, selection.bits, mode_id, async_op
+            )
+        else:
+            epoch, chosen_id = group._engine.replicate(
+                plan.slot_expert.data_ptr(),
+                0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+                0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+                bound.addresses.buffer_info()[0],
+                selection.address,
+                selection.count,
+                mode_id,
+                bound.region,
+                async_op,
+            )
+            chosen = MODES[chosen_id]
     except UltraEPError as error:
-        group._first_error = group._first_error or error
+        if group._engine.failed_epoch() != 0:
+            group._first_error = group._first_error or error
         raise
-    work = group._submitted(epoch, (bound, plan), "replicate_experts", MODES[chosen])
+    work = group._submitted(epoch, (bound, plan), "replicate_experts", chosen)
     if async_op:
         return work
     work.wait()
@@ -215,7 +237,4 @@ def _check_plan(plan: Plan, group: Group) -> None:
     check_plan_fits(plan, group)
     fault, rank, slot, expert = group._engine.check(plan.slot_expert.data_ptr())
     if fault:
-        text = _PLAN_FAULTS[fault].format(num_experts=plan.num_experts)
-        raise InvalidPlanError(
-            f"rank {group.rank}: slot {slot} of rank {rank} holds expert {expert}: {text}"
-        )
+        raise placement_error(group.rank, fault, (rank, slot), expert, plan.num_experts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from ultraep_comm import _core
+from ultraep_comm.plan import Plan
+from ultraep_comm.segments import BoundWeights
 
 
 class Engine(Protocol):
@@ -70,3 +72,12 @@ class Engine(Protocol):
     @property
     def bytes_stored(self) -> int:
         """Return the bytes stored so far."""
+
+
+class DeviceEngine(Engine, Protocol):
+    """One that takes plans in its device's memory too."""
+
+    def replicate_on_device(
+        self, plan: Plan, bound: BoundWeights, segments: int, mode: int, background: bool
+    ) -> int:
+        """Submit a call; return its epoch. ``segments`` has a bit for each."""

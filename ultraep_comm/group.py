@@ -6,15 +6,17 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines import Engine
+from ultraep_comm.cuda.device import Device
+from ultraep_comm.cuda.weights import WeightTables
+from ultraep_comm.engines import DeviceEngine, Engine
 from ultraep_comm.errors import (
     GroupClosedError,
     InvalidArgumentError,
@@ -25,6 +27,8 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.loads import LoadExchange
+from ultraep_comm.plan import Plan
+from ultraep_comm.refusals import refusal_error
 from ultraep_comm.registry import register_group
 from ultraep_comm.reports import error_from
 from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
@@ -34,11 +38,12 @@ from ultraep_comm.work import Work
 
 @dataclass(frozen=True)
 class Selection:
-    """Segments to transfer: their indices, int32 ascending, and where those are."""
+    """Segments to transfer: their indices, int32 ascending, where those are, and as bits."""
 
     indices: np.ndarray
     address: int
     count: int
+    bits: int
 
 
 Held = deque[tuple[int, tuple[object, ...]]]
@@ -87,6 +92,7 @@ class Group:
         fabric: Fabric,
         make_engine: Callable[[_core.EngineConfig], Engine] = _core.Engine,
         loads: LoadExchange | None = None,
+        device: Device | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -100,10 +106,12 @@ class Group:
         config.peer_sockets = fabric.peer_sockets
         self.device = self._region.local.device
         self._engine = make_engine(config)
+        self._device = device  # None: the host; else the engine is a DeviceEngine
         self._memory = [self._region]
         self._region_of: dict[int, int] = {}
         self._selections: dict[tuple[str, ...] | None, Selection] = {}
         self._in_flight: Held = deque()
+        self._captured: list[tuple[object, ...]] = []
         self._state = "open"
         self._aborted = False
         self._first_error: Exception | None = None  # the one that this rank raised first
@@ -111,6 +119,9 @@ class Group:
             self, _dispose, self._engine, fabric, self._memory, self._in_flight
         )
         self.num_mains = self._layout.num_mains[rank]
+        self._tables = (
+            None if device is None else WeightTables(device, len(self.segments), self.num_mains)
+        )
         slots = self._views(self._region.local, self._layout.slot_offset, topology.slots_per_rank)
         self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
         self.name = register_group(self)
@@ -139,6 +150,9 @@ class Group:
     def bind(self, weights: Weights | BoundWeights) -> BoundWeights:
         """Check main weights and take their addresses, once for repeated calls.
 
+        On a CUDA group the addresses go to the device too, and the host waits for that; what was
+        bound before a capture into a CUDA graph can be used in it.
+
         Args:
             weights: ``{name: tensor [M, *shape] or sequence of M tensors}``; may leave segments
                 out that later calls do not transfer.
@@ -146,6 +160,14 @@ class Group:
         Raises:
             InvalidWeightsError: as the text says.
         """
+        bound = self._bind(weights)
+        if self._tables is None or bound.table is not None:
+            return bound
+        return replace(bound, table=self._tables.frozen(bound.addresses))
+
+    def _bind(self, weights: Weights | BoundWeights | torch.Tensor) -> BoundWeights:
+        if isinstance(weights, torch.Tensor):
+            return self._bind_table(weights)
         if isinstance(weights, BoundWeights):
             if weights.owner is not self._region:
                 raise InvalidWeightsError(
@@ -163,6 +185,52 @@ class Group:
             owner=self._region,
             weights=dict(weights),
         )
+
+    def _bind_table(self, weights: torch.Tensor) -> BoundWeights:
+        if self._tables is None or weights.data_ptr() != self._tables.own().data_ptr():
+            raise InvalidWeightsError(
+                f"rank {self.rank}: weights is a tensor; expected {{name: tensor or sequence of"
+                " tensors}, what group.bind returned, or group.weight_table of a CUDA group"
+            )
+        return BoundWeights(
+            addresses=array("Q"),
+            names=frozenset(self._names),
+            owner=self._region,
+            table=weights,
+        )
+
+    @property
+    def weight_table(self) -> torch.Tensor:
+        """Return this rank's table of addresses, to pass in place of weights that move.
+
+        int64 ``[num_segments, M]`` on the device of a CUDA group, zero at first and stable for the
+        group's life. A call with it and a plan on the device reads it when its kernel runs, so that
+        replays of a graph follow :meth:`update_weight_table`.
+
+        Raises:
+            UnsupportedError: a group of the host engine; or the first use is during a capture.
+        """
+        if self._tables is None:
+            raise UnsupportedError(
+                f"rank {self.rank}: weight_table is for CUDA graphs, and this group is on the host;"
+                " pass the weights"
+            )
+        return self._tables.own()
+
+    def update_weight_table(self, weights: Weights | BoundWeights) -> None:
+        """Write the addresses of weights to :attr:`weight_table`, in the current stream's order.
+
+        Args:
+            weights: as for :meth:`bind`. They have to stay where they are until the calls that use
+                them have finished. Addresses of segments that are left out become 0.
+
+        Raises:
+            InvalidWeightsError: as :meth:`bind`.
+            UnsupportedError: as :attr:`weight_table`, and during a capture.
+        """
+        _ = self.weight_table
+        assert self._tables is not None
+        self._tables.update(self._bind(weights).addresses)
 
     def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:
         """Return the region of ``empty_weights`` that these addresses fill exactly, else -1."""
@@ -224,7 +292,7 @@ class Group:
         Raises:
             InvalidWeightsError: as :meth:`bind`.
         """
-        bound, mains = self.bind(weights), self.num_mains
+        bound, mains = self._bind(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:
@@ -234,6 +302,20 @@ class Group:
             own = bound.addresses[i * mains : (i + 1) * mains]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
+
+    @property
+    def _device_engine(self) -> DeviceEngine:
+        assert self._device is not None
+        return cast(DeviceEngine, self._engine)
+
+    def _takes(self, plan: Plan) -> bool:
+        """Return whether a plan is in the device's memory, for its kernels to read."""
+        return (
+            self._device is not None
+            and isinstance(plan, Plan)
+            and self._device.holds(plan.slot_expert)
+            and len(self._names) <= _core.CUDA_MAX_DEVICE_SEGMENTS
+        )
 
     def _selection(self, segments: Sequence[str] | None) -> Selection:
         """Return the segments to transfer."""
@@ -257,7 +339,8 @@ class Group:
                 " expected known names, each once, at least one"
             )
         indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
-        chosen = Selection(indices, indices.ctypes.data, len(indices))
+        bits = sum(1 << int(i) for i in indices)
+        chosen = Selection(indices, indices.ctypes.data, len(indices), bits)
         self._selections[key] = chosen
         return chosen
 
@@ -286,6 +369,9 @@ class Group:
 
     def _submitted(self, epoch: int, keep: tuple[object, ...], operation: str, mode: str) -> Work:
         """Return the handle of a call; ``keep`` lives until it has finished, waited for or not."""
+        if epoch & _core.CUDA_CAPTURED:
+            self._captured.append(keep)  # replays may come at any time
+            return Work(self, epoch, operation, mode)
         while (
             self._in_flight
             and self._engine.failed_epoch() == 0
@@ -302,7 +388,10 @@ class Group:
                 f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
                 f" call {failed} failed; make a new group"
             )
-        error = error_from(self._engine.report(), self.rank, operation)
+        report = self._engine.report()
+        error = refusal_error(report, self.rank, self.topology, self._names) or error_from(
+            report, self.rank, operation
+        )
         self._first_error = self._first_error or error
         return error
 
@@ -314,7 +403,12 @@ class Group:
             self._loads.leave()
 
     def _reject(self, error: Exception) -> None:
-        """Tell the peers that this rank's own input is bad, so that none waits for it."""
+        """Tell the peers that this rank's own input is bad, so that none waits for it.
+
+        Not during a capture, in which nothing runs.
+        """
+        if self._device is not None and self._device.is_capturing():
+            return
         self._first_error = self._first_error or error
         self._engine.reject()
 

@@ -23,6 +23,7 @@ from ultraep_comm.planning import plan_replicas
 from ultraep_comm.registry import find_group
 from ultraep_comm.rerouting import reroute, reroute_gradient, reroute_map
 from ultraep_comm.segments import Weights
+from ultraep_comm.tracing_calls import TABLE
 from ultraep_comm.work import Work
 
 Tensor = torch.Tensor
@@ -256,7 +257,7 @@ def _transfer_of(
     }
     call = partial(
         replicate_experts,
-        weights,
+        tensors[0] if given == [TABLE] else weights,
         _plan_of(slot_expert, home, slot_quota, home_quota),
         group=group,
         mode=mode,

@@ -164,6 +164,34 @@ def has_shape_of(plan: Plan, group: Group) -> bool:
     )
 
 
+def check_device_plan(plan: Plan, group: Group) -> None:
+    """Raise InvalidPlanError unless all of a device plan is there, in the group's shape.
+
+    What its tensors hold the kernels check.
+    """
+    device = group._device
+    assert device is not None
+    _check_shape(plan, group)
+    for name in ("home", "slot_quota", "home_quota"):
+        tensor = getattr(plan, name)
+        if tensor is not None and not device.holds(tensor):
+            raise InvalidPlanError(
+                f"rank {group.rank}: the plan's slot_expert is on {device.torch_device} and its"
+                f" {name} on {tensor.device}; expected one device"
+            )
+
+
+def _check_shape(plan: Plan, group: Group) -> None:
+    t = group.topology
+    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
+    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
+    if found != expected:
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan is for {found[0]} ranks, {found[1]} slots and {found[2]}"
+            f" experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
+        )
+
+
 def check_plan_fits(plan: Plan, group: Group) -> None:
     """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
     t = group.topology
@@ -174,13 +202,7 @@ def check_plan_fits(plan: Plan, group: Group) -> None:
             f"rank {group.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
             " from Plan.from_slots"
         )
-    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
-    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
-    if found != expected:
-        raise InvalidPlanError(
-            f"rank {group.rank}: the plan is for {found[0]} ranks, {found[1]} slots and {found[2]}"
-            f" experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
-        )
+    _check_shape(plan, group)
     if plan.slot_expert.device.type != "cpu":
         raise InvalidPlanError(
             f"rank {group.rank}: the plan is on {plan.slot_expert.device}; expected cpu"

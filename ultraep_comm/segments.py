@@ -134,6 +134,8 @@ class BoundWeights:
         region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
         owner: identifies the group that bound them.
         weights: as they were given; keeps the memory alive.
+        table: the addresses on the device of a CUDA group, int64 ``[num_segments, M]``; None: they
+            are on the CPU alone.
     """
 
     addresses: Addresses
@@ -141,6 +143,7 @@ class BoundWeights:
     region: int = -1
     owner: object = field(default=None, repr=False)
     weights: Weights = field(default_factory=dict, repr=False)
+    table: torch.Tensor | None = field(default=None, repr=False)
 
 
 def bind_weights(

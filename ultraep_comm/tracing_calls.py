@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # would say the same, but not of operators that write to their arguments, as these do to slots.
 ORDER = torch.zeros(1, dtype=torch.int64)
 
+TABLE = "group.weight_table"  # stands among the names of segments for the table
+
 
 def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
     """Trace :func:`ultraep_comm.gather_load`."""
@@ -34,7 +36,7 @@ def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def replicate_experts(
-    weights: Weights | BoundWeights,
+    weights: Weights | BoundWeights | torch.Tensor,
     plan: Plan,
     group: Group,
     async_op: bool,
@@ -42,7 +44,11 @@ def replicate_experts(
     segments: Sequence[str] | None,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
-    given = weights.weights if isinstance(weights, BoundWeights) else weights
+    given: Weights
+    if isinstance(weights, torch.Tensor):  # group.weight_table
+        given = {TABLE: weights}
+    else:
+        given = weights.weights if isinstance(weights, BoundWeights) else weights
     counts: list[int] = []  # -1: stacked; else so many tensors
     tensors: list[torch.Tensor] = []
     for value in given.values():

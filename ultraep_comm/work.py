@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ultraep_comm.errors import UltraEPError
+from ultraep_comm import _core
+from ultraep_comm.errors import UltraEPError, UnsupportedError
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
@@ -17,8 +18,10 @@ class Work:
     When it has finished, this rank's filled slots are complete, nobody reads its main weights any
     more, and its own sends are delivered: no barrier is needed before or after.
 
+    Of a call that was captured into a CUDA graph only :meth:`wait` can be used, in the capture.
+
     Attributes:
-        mode: the transfer mode that was chosen.
+        mode: the transfer mode that was chosen; the one that was asked for, if the device chooses.
     """
 
     def __init__(self, group: Group, epoch: int, operation: str, mode: str) -> None:
@@ -46,7 +49,16 @@ class Work:
         Raises:
             TransferError: it failed; the subclass and the text say how.
         """
+        self._refuse_captured("synchronize()")
         self._finish(self._group._engine.synchronize)
+
+    def _refuse_captured(self, what: str) -> None:
+        if self._epoch & _core.CUDA_CAPTURED:
+            raise UnsupportedError(
+                f"rank {self._group.rank}: {what} of a {self._operation} that is a part of a CUDA"
+                " graph: every replay runs it; synchronize with the stream of the replay. A"
+                " failure is raised by the next call on the group"
+            )
 
     def _finish(self, wait: Callable[[int], bool]) -> None:
         try:
@@ -59,10 +71,12 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return whether the call has finished or failed, without blocking."""
+        self._refuse_captured("is_completed()")
         return self._group._engine.is_completed(self._epoch)
 
     def exception(self) -> UltraEPError | None:
         """Return the error of a call that failed, else None; never blocks."""
+        self._refuse_captured("exception()")
         failed = self._group._engine.failed_epoch()
         if failed == 0 or failed > self._epoch:
             return None

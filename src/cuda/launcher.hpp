@@ -29,7 +29,7 @@ namespace uec::cuda {
 using Interrupted = std::function<bool()>;
 
 // Marks the numbers of captured calls.
-inline constexpr uint64_t kCaptured = uint64_t{1} << 63;
+inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 
 // What a rank submits.
 struct Request {

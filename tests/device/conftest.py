@@ -24,7 +24,7 @@ def gpu() -> torch.device:
 @pytest.fixture(scope="session")
 def emulation(cpp: CppBuild) -> Path:
     """The library that runs the kernels on the CPU."""
-    return cpp.build("cpu") / "tests" / "libemulated_device.so"
+    return cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
 
 
 def _prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

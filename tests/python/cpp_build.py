@@ -61,9 +61,11 @@ class CppBuild:
         self.ctest_program = shutil.which("ctest", path=str(Path(self.cmake).parent)) or "ctest"
         self.num_jobs = str(len(os.sched_getaffinity(0)))
 
-    def build(self, preset: str) -> Path:
+    def build(self, preset: str, *targets: str) -> Path:
+        """Build targets, or everything, and return the folder."""
         run([self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"])
-        run([self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs])
+        only = ["--target", *targets] if targets else []
+        run([self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs, *only])
         return ROOT / "build" / preset
 
     def cubins(self) -> Path:

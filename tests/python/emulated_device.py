@@ -30,10 +30,13 @@ class EmulatedDevice:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("emulated_begin_capture", "emulated_end_capture", "emulated_replay"):
-            getattr(self.library, name).argtypes = [ctypes.c_void_p] * (
-                1 if name == "emulated_begin_capture" else 2
-            )
+        for name, arguments in {
+            "emulated_begin_capture": 1,
+            "emulated_is_capturing": 1,
+            "emulated_end_capture": 2,
+            "emulated_replay": 2,
+        }.items():
+            getattr(self.library, name).argtypes = [ctypes.c_void_p] * arguments
         self.library.emulated_delay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self.library.emulated_copy.argtypes = [
             ctypes.c_void_p,
@@ -78,6 +81,13 @@ class EmulatedDevice:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._held
+
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        self._memory.append(values)
+        self.copy(to, values)
+
+    def is_capturing(self) -> bool:
+        return bool(self.library.emulated_is_capturing(self.stream))
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device, there by now."""

@@ -124,6 +124,12 @@ class FakeDevice:
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(tensor.data_ptr() == t.data_ptr() for t in self.tensors)
 
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        to.copy_(values)
+
+    def is_capturing(self) -> bool:
+        return bool(self.capturing)
+
     def current_stream(self) -> int:
         return self.stream
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cpp_build import CppBuild
 from emulated_device import EmulatedDevice
 from ranks import (
     MIXED,
@@ -23,22 +21,12 @@ from ranks import (
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.cuda import device as device_module
-from ultraep_comm.cuda import kernels as kernels_module
 
 MODES = ["push", "pull", "direct", "auto"]
 
 
-@pytest.fixture(scope="module")
-def library(cpp: CppBuild) -> Path:
-    return cpp.build("cpu") / "tests" / "libemulated_device.so"
-
-
 @pytest.fixture
-def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    emulated = EmulatedDevice(library)
-    monkeypatch.setattr(device_module, "find_device", lambda: emulated)
-    monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: emulated.kernels)
+def device(emulated: EmulatedDevice) -> EmulatedDevice:
     return emulated
 
 

@@ -97,7 +97,7 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
 def test_kernels_move_every_byte_between_processes(
     ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
 ) -> None:
-    library = cpp.build("cpu") / "tests" / "libemulated_device.so"
+    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
     ranks.run(num_ranks, _every_mode, tmp_path, library, timeout=300)
 
 

@@ -66,6 +66,12 @@ class Device(Protocol):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
 
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy a CPU tensor, in the order of the current stream; ``values`` may go at once."""
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
+
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream."""
 
@@ -175,6 +181,14 @@ class CudaDevice:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
         return tensor.device == self.torch_device
+
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy from pageable memory, which the driver has read when this returns."""
+        to.copy_(values)
+
+    def is_capturing(self) -> bool:
+        """Ask torch, which knows of graphs of other libraries too."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""

@@ -12,6 +12,8 @@ from ultraep_comm import _core
 from ultraep_comm.cuda.device import Device
 from ultraep_comm.cuda.kernels import GroupKernels
 from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.segments import BoundWeights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,6 +132,31 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
+    def replicate_on_device(
+        self, plan: Plan, bound: BoundWeights, segments: int, mode: int, background: bool
+    ) -> int:
+        """Submit a call whose plan is on the device; ``segments`` has a bit for each.
+
+        Returns:
+            Its epoch; with the bit ``CUDA_CAPTURED`` on a stream that is being captured.
+        """
+        try:
+            return self._engine.replicate_on_device(
+                plan.slot_expert.data_ptr(),
+                0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+                0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+                plan.home.data_ptr(),
+                bound.addresses.buffer_info()[0] if bound.table is None else 0,
+                0 if bound.table is None else bound.table.data_ptr(),
+                segments,
+                mode,
+                bound.region,
+                background,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
     def wait(self, epoch: int) -> bool:
         """Make the current stream wait for a call; False if the call is known to have failed."""
         try:
@@ -200,10 +227,7 @@ def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
 
 def _raise_typed(error: Exception) -> NoReturn:
     if isinstance(error, _core.CaptureError):
-        raise UnsupportedError(
-            f"{error}: plans on the CPU cannot be captured, since a replay would repeat the plan"
-            " of the capture; call replicate_experts outside the capture"
-        ) from error
+        raise UnsupportedError(str(error)) from error
     raise DeviceError(
         f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
         " restart the process"

@@ -238,6 +238,7 @@ def _make_one(
             fabric=fabric,
             make_engine=make_engine,
             loads=ProcessGroupLoads(meeting),
+            device=device,
         )
     except Exception as refused:
         error = refused
@@ -289,6 +290,11 @@ def make_loopback_groups(
         InvalidArgumentError, UnsupportedError: the device does not do what was asked.
     """
     num_ranks = topology.num_ranks
+    if num_ranks > _core.CUDA_MAX_LAUNCH_RANKS:
+        raise UnsupportedError(
+            f"{num_ranks} ranks of the CUDA engine in one process; expected at most"
+            f" {_core.CUDA_MAX_LAUNCH_RANKS}, which share a launch"
+        )
     # One memory for all: more ranks move no more bytes at a time.
     cost = cost_constants(1)
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
@@ -314,6 +320,7 @@ def make_loopback_groups(
             fabric=LoopbackFabric(memory, rank),
             make_engine=lambda config: CudaEngine(config, shared),
             loads=LoopbackLoads(table, rank),
+            device=device,
         )
         for rank, config in enumerate(configs)
     ]

@@ -87,6 +87,9 @@ void emulated_copy(void* to, const void* from, uint64_t bytes, void* stream) {
 }
 
 void emulated_begin_capture(void* stream) { Streams::instance().begin_capture(stream); }
+int32_t emulated_is_capturing(void* stream) {
+  return Streams::instance().capture_of(stream) != 0;
+}
 int32_t emulated_end_capture(void* stream, Graph** graph) {
   return Streams::instance().end_capture(stream, graph);
 }

@@ -1,0 +1,52 @@
+"""Plans that a rank refuses, found on the host or, for plans on a device, by its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ultraep_comm import _core
+from ultraep_comm.errors import InvalidPlanError, InvalidWeightsError, UltraEPError
+from ultraep_comm.topology import Topology
+
+REJECTED = 2  # in the order of `enum class Fault` in src/core/protocol.hpp
+# In the order of `enum class PlanFault` in src/core/validate.hpp.
+_PLAN_FAULTS = (
+    "",
+    "expected an expert in [0, {num_experts}) or -1 for an empty slot",
+    "which is at home on that rank; expected a rank other than its home",
+    "which that rank already holds; expected at most one instance on a rank",
+    "which is at home in another domain; place it inside, or allow_cross_domain=True",
+)
+# `enum class Refusal` in src/cuda/args.hpp.
+_HOME, _WEIGHTS = 5, 6
+
+
+def placement_error(
+    rank: int, fault: int, place: tuple[int, int], expert: int, num_experts: int
+) -> InvalidPlanError:
+    """Return what ``rank`` says of an illegal replica in ``place``: a rank and its slot."""
+    text = _PLAN_FAULTS[fault].format(num_experts=num_experts)
+    return InvalidPlanError(
+        f"rank {rank}: slot {place[1]} of rank {place[0]} holds expert {expert}: {text}"
+    )
+
+
+def refusal_error(
+    report: _core.Report, rank: int, topology: Topology, names: Sequence[str]
+) -> UltraEPError | None:
+    """Return why this rank's own device refused its call; None: it did not."""
+    reason = report.seen
+    if report.fault != REJECTED or report.root != rank or reason == 0:
+        return None
+    if reason == _HOME:
+        return InvalidPlanError(
+            f"rank {rank}: the plan's home map is not the group's, from expert {report.expert} on;"
+            " pass home= to both"
+        )
+    if reason == _WEIGHTS:
+        return InvalidWeightsError(
+            f"rank {rank}: group.weight_table has no address of segment {names[report.piece]!r} of"
+            f" expert {report.expert}, which the plan copies; call group.update_weight_table first"
+        )
+    place = divmod(report.piece, topology.slots_per_rank)
+    return placement_error(rank, reason, place, report.expert, topology.num_experts)
