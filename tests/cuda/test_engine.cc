@@ -6,6 +6,8 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -345,6 +347,88 @@ void check_shared_launch() {
   for (const auto& engine : ranks.engines) CHECK(engine->synchronize(engine->epoch(), {}));
 }
 
+uec::cuda::DeviceReplicateArgs device_args(const Ranks& ranks, int32_t rank) {
+  uec::cuda::DeviceReplicateArgs args;
+  args.slot_expert = 0x5000 + rank;
+  args.slot_quota = 0x6000;
+  args.home_quota = 0x7000;
+  args.home = 0x8000;
+  args.mains = ranks.mains.data();
+  args.segments = 3;
+  args.mode = static_cast<int32_t>(Mode::kDirect);
+  return args;
+}
+
+// Of plans on the device only addresses travel: those of the plan in the arguments, and those of
+// the weights in the blocks, unless they are on the device too.
+void check_plans_on_device() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  for (int32_t r = 0; r < 3; ++r) {
+    uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
+    if (r == 2) std::tie(args.mains, args.table) = std::pair(nullptr, Address{0x9000});
+    CHECK_EQ(ranks.engines[r]->replicate_on_device(args, false, kUserStream, {}), 1);
+  }
+  const recorder::Launch launch = recorder::state().launches.back();
+  CHECK_EQ(launch.args.counted, 1);
+  for (int32_t r = 0; r < 3; ++r) {
+    const uec::cuda::DeviceCall& call = launch.args.on_device[r];
+    CHECK_EQ(call.slot_expert, Address{0x5000} + r);
+    CHECK_EQ(call.slot_quota, 0x6000);
+    CHECK_EQ(call.home_quota, 0x7000);
+    CHECK_EQ(call.home, 0x8000);
+    CHECK_EQ(call.segments, 3u);
+    CHECK_EQ(call.mode, static_cast<int16_t>(Mode::kDirect));
+    CHECK_EQ(call.regions, 0);
+    CHECK_EQ(call.region, -1);
+    if (r == 2) continue;
+    const Address block = launch.args.calls + r * launch.args.call_bytes;
+    CHECK(block < call.mains && call.mains < block + launch.args.call_bytes);
+    const int32_t count = 2 * EngineLayout(ranks.config).num_mains[r];
+    CHECK(std::equal(ranks.mains.begin(), ranks.mains.begin() + count,
+                     reinterpret_cast<const uint64_t*>(call.mains)));
+  }
+  CHECK_EQ(launch.args.on_device[2].mains, 0x9000);
+  std::vector<std::string> copies;
+  for (const std::string& line : recorder::take_log())
+    if (line.starts_with("copy ")) copies.push_back(line);
+  CHECK(copies == (std::vector<std::string>{"copy 48" + on(recorder::kOwnStream),
+                                            "copy 32" + on(recorder::kOwnStream)}));
+}
+
+// Captured calls are numbered and ordered apart, copy nothing, and query nothing.
+void check_captured() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  for (int32_t r = 0; r < 3; ++r) ranks.call(r, plan, true);
+  const Address eager_calls = recorder::state().launches.back().args.calls;
+  recorder::take_log();
+  recorder::state().capturing = 1;
+  for (uint64_t n : {1, 2}) {
+    for (int32_t r = 0; r < 3; ++r) {
+      uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
+      args.mains = nullptr;
+      args.table = 0x9000;
+      CHECK_EQ(ranks.engines[r]->replicate_on_device(args, true, kUserStream, {}),
+               uec::cuda::kCaptured | n);
+    }
+    const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
+    CHECK_EQ(args.counted, 0);
+    CHECK(args.calls != eager_calls);
+    const std::vector<std::string> log = recorder::take_log();
+    const auto waits = std::count_if(log.begin(), log.end(), [](const std::string& line) {
+      return line.starts_with("wait for ");
+    });
+    CHECK_EQ(waits, n == 1 ? 3 : 4);  // the ranks' streams, and the captured call before
+    CHECK(std::none_of(log.begin(), log.end(),
+                       [](const std::string& line) { return line.starts_with("copy "); }));
+  }
+  CHECK(ranks.engines[1]->wait(uec::cuda::kCaptured | 2, kUserStream, {}));
+  CHECK_EQ(recorder::take_log().size(), size_t{1});
+  recorder::state().capturing = 0;
+  CHECK_EQ(ranks.engines[0]->epoch(), 1);
+}
+
 // A rank that does not call: bounded, and named.
 void check_missing_rank() {
   const PlanCase plan = make_plan();
@@ -537,6 +621,8 @@ int main() {
   check_background();
   check_ring();
   check_shared_launch();
+  check_plans_on_device();
+  check_captured();
   check_missing_rank();
   check_shared_ends();
   check_device_failure();

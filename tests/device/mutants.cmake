@@ -171,6 +171,45 @@ ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.
   ptx::sync_block();]]
   REPLACE [[  ptx::sync_block();]])
 
+# ---- plans on the device -------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cuda/prepare.cuh
+  FIND [[  ptx::fence_proxy_async_shared();
+  ptx::sync_block();]]
+  REPLACE [[  ptx::fence_proxy_async_shared();]])
+
+ultraep_add_device_mutant(device_block_not_released FILE cuda/prepare.cuh
+  FIND [[ptx::store_release_device(&state.prepared, state.epoch + 1);]]
+  REPLACE [[state.prepared = state.epoch + 1;]])
+
+ultraep_add_device_mutant(device_block_not_awaited FILE cuda/prepare.cuh
+  FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
+  REPLACE [[  while (epoch == 0) {]])
+
+ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/prepare.cuh
+  FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
+  REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
+
+ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/prepare.cuh
+  FIND [[      reject(shared.block, memory, mover, refusal);]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/prepare.cuh
+  FIND [[  made.call.reset_counters(Warp{});]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/prepare.cuh
+  FIND [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  }
+  ptx::sync_block();]]
+  REPLACE [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  }
+  ptx::sync_warp();]])
+
+ultraep_add_device_mutant(device_replay_counted FILE cuda/replicate.cuh
+  FIND [[        state.last_call += counted;]]
+  REPLACE [[        state.last_call += 1;]])
+
 # ---- the reroute ---------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute

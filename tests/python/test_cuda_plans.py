@@ -227,7 +227,7 @@ def test_table_without_addresses_is_refused(emulated: EmulatedDevice, groups_of:
     groups = groups_of(2, 4, 1)
     plan = on_device(emulated, uec.Plan.from_slots([[-1], [0]], num_experts=4))
     works = start(groups, [group.weight_table for group in groups], plan)
-    with pytest.raises(errors.InvalidWeightsError, match="no address of segment '.*' of expert 0"):
+    with pytest.raises(errors.InvalidWeightsError, match=r"no address of segment '.*' of expert 0"):
         works[0].synchronize()
     with pytest.raises(errors.PeerRejectedError):
         works[1].synchronize()
