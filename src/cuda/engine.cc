@@ -129,7 +129,7 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     Call call;
     arrays.lend_to(&call);
     CallHeader header;
-    header.digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
+    header.digest = prepare_replicate(Alone{}, tables_, args, arrays, schedule_, &shape_, &call);
     call.reset_counters(Alone{});
     const int64_t addresses = int64_t{capacity_.num_segments} * capacity_.num_mains;
     for (int64_t i = 0; i < addresses; ++i)

@@ -242,7 +242,8 @@ class EmulatedGroup {
     args.region = mode == Mode::kPull ? 0 : -1;
     uec::PlanShape shape;
     const uec::GroupTables tables = layouts_[r].tables(configs_[r]);
-    const uint64_t digest = uec::prepare_replicate(tables, args, arrays, schedule_, &shape, &call);
+    const uint64_t digest =
+        uec::prepare_replicate(uec::Alone{}, tables, args, arrays, schedule_, &shape, &call);
     call.reset_counters(uec::Alone{});
     auto& header = *new (block) uec::cuda::CallHeader;
     header.digest = digest;
