@@ -60,13 +60,33 @@ struct PrepareCase {
 struct PrepareAnswer {
   uec::PlanCheck check;
   uint64_t quotas = 0, digest = 0;
+  uint64_t schedule = 0, worklist = 0;  // what a member sees of them as soon as it can
 
   friend bool operator==(const PrepareAnswer& a, const PrepareAnswer& b) {
     return a.check.fault == b.check.fault && a.check.rank == b.check.rank &&
            a.check.slot == b.check.slot && a.check.expert == b.check.expert &&
-           a.quotas == b.quotas && a.digest == b.digest;
+           a.quotas == b.quotas && a.digest == b.digest && a.schedule == b.schedule &&
+           a.worklist == b.worklist;
   }
 };
+
+inline uint64_t sight_of(const uec::Schedule& s, const uec::PlanShape& shape, int32_t num_ranks) {
+  const int32_t num_replicas = s.first[s.num_experts];
+  uint64_t sight = uec::mix(static_cast<uint64_t>(s.mode), shape.num_replicas);
+  for (int32_t i = 0; i < num_replicas + 2 * s.num_experts; ++i)
+    sight = uec::mix(sight, s.boundary[i]);
+  for (int32_t i = 0; i < num_replicas; ++i) sight = uec::mix(sight, s.replica_rank[i]);
+  for (int32_t r = 0; r < num_ranks; ++r) sight = uec::mix(sight, s.egress[r]);
+  return sight;
+}
+
+inline uint64_t sight_of(const uec::Worklist& w, int32_t num_ranks) {
+  uint64_t sight = uec::mix(w.num_tasks, w.num_expected);
+  for (int32_t i = 0; i < w.num_pieces; ++i) sight = uec::mix(sight, w.pieces[i].end);
+  for (int32_t i = 0; i < w.num_destinations; ++i) sight = uec::mix(sight, w.destinations[i].rank);
+  for (int32_t r = 0; r < num_ranks; ++r) sight = uec::mix(sight, w.needs[r]);
+  return sight;
+}
 
 // What the device does with a plan, from the first look at it. Every member calls this.
 template <class Team>
@@ -86,6 +106,16 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
                                 .region = c.region};
   answer.digest = uec::prepare_replicate(team, tables, args, given.arrays, given.schedule,
                                          &given.shape, &given.call);
+  // The two parts once more: what they have written may be read when they are left.
+  uec::Schedule& s = given.schedule.schedule;
+  team.sync();
+  uec::make_schedule(team, tables.topology, given.call.tiles, args.slot_expert, args.mode,
+                     args.region >= 0, tables.cost, given.schedule.scratch, &given.shape, s);
+  answer.schedule = sight_of(s, given.shape, c.plan.num_ranks);
+  team.sync();
+  uec::build_worklist(team, tables.topology, given.call.tiles, s, tables.main_idx, tables.rank,
+                      given.call.work);
+  answer.worklist = sight_of(given.call.work, c.plan.num_ranks);
   return answer;
 }
 
@@ -140,6 +170,11 @@ void check_prepared(int32_t num_cases, int32_t max_ranks, const Run& run) {
     seen.add(c, answer, expected);
     run([&](const auto& prepare) {
       Given given(c.capacity());
+      if (seed < num_cases / 2) {  // storage that another call has used
+        PrepareCase other = c;
+        other.mode = static_cast<int32_t>(uec::Mode::kPush);
+        prepare_call(uec::Alone{}, other, given);
+      }
       for (const PrepareAnswer& own : prepare(c, given)) CHECK(own == answer);
       if (answer.check.fault == uec::PlanFault::kNone) check_equal(c, given, expected);
     });

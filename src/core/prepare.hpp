@@ -68,7 +68,7 @@ UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const Rep
                                   const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
                                   Call* call) {
   const Topology& t = group.topology;
-  if (team.leader()) {
+  if (team.leader()) {  // members meet in make_schedule() before they look at tiles
     call->tiles.num_segments = args.num_segments;
     call->tiles.tile_bytes = group.tile_bytes;
     int64_t first_tile = arrays.first_tile[0] = 0;
@@ -79,7 +79,6 @@ UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const Rep
       arrays.first_tile[i + 1] = first_tile;
     }
   }
-  team.sync();
   make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
                 work.scratch, shape, work.schedule);
   build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);

@@ -314,10 +314,6 @@ ultraep_add_prepare_mutant(worklist_not_complete worklist
   REPLACE [[    w.num_expected = build.num_expected;
   }]])
 
-ultraep_add_prepare_mutant(segments_not_known_yet prepare
-  FIND [[  team.sync();]]
-  REPLACE [[]])
-
 ultraep_add_prepare_mutant(digest_of_each digest
   FIND [[  return mix(state, team.sum(sum));]]
   REPLACE [[  return mix(state, sum);]])
