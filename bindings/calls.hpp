@@ -29,15 +29,6 @@ std::vector<T*> pointers(const std::vector<uint64_t>& addresses) {
   return result;
 }
 
-inline uint64_t plan_digest(const Topology& t, uint64_t slot_quota, uint64_t home_quota) {
-  uint64_t digest = 0;
-  if (slot_quota != 0)
-    digest =
-        digest_ints(digest, at<const int32_t>(slot_quota), int64_t{t.num_ranks} * t.slots_per_rank);
-  if (home_quota != 0) digest = digest_ints(digest, at<const int32_t>(home_quota), t.num_experts);
-  return digest;
-}
-
 // True once a Python signal handler has raised; the exception is then pending.
 inline bool signalled() {
   const nanobind::gil_scoped_acquire gil;
@@ -52,7 +43,8 @@ inline ReplicateArgs replicate_args(const Topology& t, uint64_t slot_expert, uin
                                     uint64_t home_quota, uint64_t mains, uint64_t segments,
                                     int32_t num_segments, int32_t mode, int32_t region) {
   return {.slot_expert = at<const int32_t>(slot_expert),
-          .plan_digest = plan_digest(t, slot_quota, home_quota),
+          .plan_digest = digest_quotas(Alone{}, t, at<const int32_t>(slot_quota),
+                                       at<const int32_t>(home_quota)),
           .mains = at<const uint64_t>(mains),
           .segments = at<const int32_t>(segments),
           .num_segments = num_segments,

@@ -27,7 +27,7 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
   require_homes(t);
   require_equal("length of slot_expert", slot_expert.size(),
                 int64_t{t.num_ranks} * t.slots_per_rank);
-  if (check_plan(t, slot_expert.data()).fault != PlanFault::kNone)
+  if (check_plan(Alone{}, t, slot_expert.data()).fault != PlanFault::kNone)
     throw nb::value_error("the plan is not legal on this topology");
   constexpr int64_t kMaxTile = 1 << 30;
   if (tile_bytes < 1 || tile_bytes > kMaxTile)
@@ -75,7 +75,7 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int
 
   PlanShape shape;
   const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
-  make_schedule(t, tiles, slot_expert.data(), mode, may_pull, model, scratch, shape, s);
+  make_schedule(Alone{}, t, tiles, slot_expert.data(), mode, may_pull, model, scratch, &shape, s);
   const int32_t total = s.first[s.num_experts];
   nb::dict d;
   d["mode"] = static_cast<int>(s.mode);
@@ -88,7 +88,7 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int
   d["max_exports"] = shape.max_exports;
   d["max_imports"] = shape.max_imports;
   d["chained"] = shape.chained;
-  d["modelled_ps"] = modelled_time(t, tiles, shape, s, model);
+  d["modelled_ps"] = modelled_time(Alone{}, t, tiles, GroupCounts(tiles), shape, s, model);
   return d;
 }
 

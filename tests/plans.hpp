@@ -157,8 +157,10 @@ struct ScheduleArrays {
     schedule.boundary = boundary.data();
     schedule.egress = egress.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    shape = uec::collect_replicas(c.topology(), c.slot_expert.data(), scratch, schedule);
-    uec::assign_hubs(c.topology(), tiles, shape, mode, scratch, schedule);
+    shape =
+        uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(), scratch, schedule);
+    uec::assign_hubs(uec::Alone{}, c.topology(), uec::GroupCounts(tiles), shape, mode, scratch,
+                     schedule);
   }
   ScheduleArrays(const ScheduleArrays&) = delete;
   ScheduleArrays& operator=(const ScheduleArrays&) = delete;

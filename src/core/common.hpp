@@ -5,11 +5,15 @@
 
 #if defined(__CUDACC__)
 #define UEC_HD __host__ __device__
+// A function of its own on a device: its code is there once, and its registers do not add to those
+// of its caller.
+#define UEC_STEP __host__ __device__ __noinline__
 // Before a loop that a device goes through once or twice: unrolled, it would only be more code to
 // fetch.
 #define UEC_ROLLED _Pragma("unroll 1")
 #else
 #define UEC_HD
+#define UEC_STEP
 #define UEC_ROLLED
 #endif
 

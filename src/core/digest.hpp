@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common.hpp"
+#include "core/team.hpp"
 
 namespace uec {
 
@@ -13,25 +14,34 @@ UEC_HD inline uint64_t mix(uint64_t state, uint64_t word) {
   return state ^ (state >> 29);
 }
 
-UEC_HD inline uint64_t digest_ints(uint64_t state, const int32_t* values, int64_t count) {
-  const auto pair = [values](int64_t i) {
-    return static_cast<uint32_t>(values[i]) |
-           static_cast<uint64_t>(static_cast<uint32_t>(values[i + 1])) << 32;
-  };
+// Each pair of values is mixed with its place, by itself: the sum does not depend on who adds what
+// in which order. A change of one pair is never lost.
+template <class Team>
+UEC_STEP uint64_t digest_ints(Team team, uint64_t state, const int32_t* values, int64_t count) {
+  constexpr uint64_t kPlace = 0xA24BAED4963EE407ull;  // odd: no two places are equal
   state = mix(state, static_cast<uint64_t>(count));
-  int64_t i = 0;
-  if (count >= 8) {  // four chains side by side: one waits for its own products
-    uint64_t a = state, b = ~state, c = state + 1, d = state - 1;  // equal words, unequal chains
-    for (; i + 7 < count; i += 8) {
-      a = mix(a, pair(i));
-      b = mix(b, pair(i + 2));
-      c = mix(c, pair(i + 4));
-      d = mix(d, pair(i + 6));
-    }
-    state = mix(mix(a, b), mix(c, d));
+  uint64_t sum = 0;
+  UEC_ROLLED
+  for (int64_t i = team.index(); i < count / 2; i += team.size()) {
+    const uint64_t pair = static_cast<uint32_t>(values[2 * i]) |
+                          static_cast<uint64_t>(static_cast<uint32_t>(values[2 * i + 1])) << 32;
+    sum += mix(state + static_cast<uint64_t>(i) * kPlace, pair);
   }
-  for (; i + 1 < count; i += 2) state = mix(state, pair(i));
-  return i < count ? mix(state, static_cast<uint32_t>(values[i])) : state;
+  if (count % 2 != 0 && team.leader())
+    sum += mix(state + static_cast<uint64_t>(count / 2) * kPlace,
+               static_cast<uint32_t>(values[count - 1]));
+  return mix(state, team.sum(sum));
+}
+
+// What a plan says beyond which expert is in which slot. Null: it does not say.
+template <class Team>
+UEC_HD uint64_t digest_quotas(Team team, const Topology& t, const int32_t* slot_quota,
+                              const int32_t* home_quota) {
+  uint64_t digest = 0;
+  if (slot_quota != nullptr)
+    digest = digest_ints(team, digest, slot_quota, int64_t{t.num_ranks} * t.slots_per_rank);
+  if (home_quota != nullptr) digest = digest_ints(team, digest, home_quota, t.num_experts);
+  return digest;
 }
 
 }  // namespace uec

@@ -60,27 +60,33 @@ struct ReplicateArgs {
 
 // Fills the call's tiles, worklist and addresses of main weights. Returns what this call adds to
 // the digest that ranks must agree on.
-UEC_HD inline uint64_t prepare_replicate(const GroupTables& group, const ReplicateArgs& args,
-                                         const CallArrays& arrays, ScheduleArrays& work,
-                                         PlanShape* shape, Call* call) {
-  call->tiles.num_segments = args.num_segments;
-  call->tiles.tile_bytes = group.tile_bytes;
-  arrays.first_tile[0] = 0;
-  for (int32_t i = 0; i < args.num_segments; ++i) {
-    arrays.segment[i] = args.segments[i];
-    arrays.bytes[i] = group.segment_bytes[args.segments[i]];
-    arrays.first_tile[i + 1] = arrays.first_tile[i] + ceil_div(arrays.bytes[i], group.tile_bytes);
+//
+// Run by a team as the functions of schedule.hpp are: `work`, `shape` and `call` are shared by the
+// members, and the leader writes their scalars.
+template <class Team>
+UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const ReplicateArgs& args,
+                                  const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                                  Call* call) {
+  const Topology& t = group.topology;
+  if (team.leader()) {  // members meet in make_schedule() before they look at tiles
+    call->tiles.num_segments = args.num_segments;
+    call->tiles.tile_bytes = group.tile_bytes;
+    int64_t first_tile = arrays.first_tile[0] = 0;
+    for (int32_t i = 0; i < args.num_segments; ++i) {
+      arrays.segment[i] = args.segments[i];
+      arrays.bytes[i] = group.segment_bytes[args.segments[i]];
+      first_tile += ceil_div(arrays.bytes[i], group.tile_bytes);
+      arrays.first_tile[i + 1] = first_tile;
+    }
   }
-  make_schedule(group.topology, call->tiles, args.slot_expert, args.mode, args.region >= 0,
-                group.cost, work.scratch, *shape, work.schedule);
-  build_worklist(group.topology, call->tiles, work.schedule, group.main_idx, group.rank,
-                 call->work);
+  make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
+                work.scratch, shape, work.schedule);
+  build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
 
   const bool pull = work.schedule.mode == Mode::kPull;
   uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
-  digest = digest_ints(digest, args.slot_expert,
-                       int64_t{group.topology.num_ranks} * group.topology.slots_per_rank);
-  digest = digest_ints(digest, args.segments, args.num_segments);
+  digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
+  digest = digest_ints(team, digest, args.segments, args.num_segments);
   digest = mix(digest, static_cast<uint64_t>(work.schedule.mode));
   return mix(digest, static_cast<uint64_t>(pull ? args.region : -1));
 }

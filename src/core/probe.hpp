@@ -86,22 +86,6 @@ UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const Pro
 
 namespace detail {
 
-// The first of low .. high - 1 that is enough, or `high`. What follows one that is enough is enough
-// as well.
-template <class Team, class Enough>
-UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& is_enough) {
-  while (high - low > 2 * team.size()) {
-    const int32_t middle = low + (high - low) / 2;
-    if (is_enough(middle))
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  int32_t i = low + team.index();
-  while (i < high && !is_enough(i)) i += team.size();
-  return static_cast<int32_t>(team.lowest(i < high ? i : high));
-}
-
 // The n-th hot rank in an order.
 UEC_HD inline int32_t nth_hot(int32_t order, int32_t n, int32_t num_hot) {
   const bool from_the_end = order == 1 || (order == 2 && n % 2 == 1);

@@ -37,19 +37,6 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
 // ---------------------------------------------------------------------------------------------
 // Implementation
 
-// The part of `count` things that is a member's: a run, so that sums over earlier members are sums
-// over earlier things.
-struct Run {
-  int32_t begin, end;
-
-  template <class Team>
-  UEC_HD static Run of(const Team& team, int32_t count) {
-    const auto each = static_cast<int32_t>(ceil_div(count, team.size()));
-    const int64_t begin = min64(int64_t{each} * team.index(), count);
-    return {static_cast<int32_t>(begin), static_cast<int32_t>(min64(begin + each, count))};
-  }
-};
-
 UEC_HD inline Turn make_turn(uint32_t rest, uint32_t remaining) {
   if (rest == 0) return {0, 1, 0};
   return {

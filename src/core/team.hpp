@@ -13,12 +13,22 @@
 //   T from(int32_t index, T value)   that member's value, for all
 //   uint32_t lowest(uint32_t value)  the least of the members' values, for all
 //   uint64_t sum_before(uint64_t value)  the sum of the values of the members with a lower index
-// and the last four order as sync() does.
+//   T sum(T value)                   the sum of the members' values, for all; uint32_t or uint64_t
+//   Counted count(bool value)        how many members it is true of
+//   int32_t equal_before(uint32_t value)  how many members with a lower index have this value
+// and all from sync() on order as sync() does. Several members may at once do, without order,
+//   T add(T* at, T value)            adds to a number; what it was before. int32_t or int64_t
+//   void set(uint8_t* at)            stores 1
 #pragma once
 
 #include "core/common.hpp"
 
 namespace uec {
+
+struct Counted {
+  int32_t before;  // members with a lower index
+  int32_t all;
+};
 
 // A team of one.
 struct Alone {
@@ -36,6 +46,72 @@ struct Alone {
   }
   UEC_HD static uint32_t lowest(uint32_t value) { return value; }
   UEC_HD static uint64_t sum_before(uint64_t) { return 0; }
+  template <class T>
+  UEC_HD static T sum(T value) {
+    return value;
+  }
+  UEC_HD static Counted count(bool value) { return {0, value}; }
+  UEC_HD static int32_t equal_before(uint32_t) { return 0; }
+  template <class T>
+  UEC_HD static T add(T* at, T value) {
+    const T before = *at;
+    *at = before + value;
+    return before;
+  }
+  UEC_HD static void set(uint8_t* at) { *at = 1; }
+};
+
+// The greatest of the members' values, for all.
+template <class Team>
+UEC_HD uint32_t highest(Team team, uint32_t value) {
+  return ~team.lowest(~value);
+}
+template <class Team>
+UEC_HD uint64_t highest(Team team, uint64_t value) {
+  const uint32_t upper = highest(team, static_cast<uint32_t>(value >> 32));
+  const bool has_it = static_cast<uint32_t>(value >> 32) == upper;
+  return uint64_t{upper} << 32 | highest(team, has_it ? static_cast<uint32_t>(value) : 0);
+}
+
+// The first of begin .. end - 1 that `is_it`, or `end`.
+template <class Team, class Predicate>
+UEC_HD int32_t first_that(Team team, int32_t begin, int32_t end, const Predicate& is_it) {
+  UEC_ROLLED
+  for (int32_t first = begin; first < end; first += team.size()) {
+    const int32_t i = first + team.index();
+    const auto found = static_cast<int32_t>(team.lowest(i < end && is_it(i) ? i : end));
+    if (found < end) return found;
+  }
+  return end;
+}
+
+// The first of low .. high - 1 that is enough, or `high`. What follows one that is enough is enough
+// as well.
+template <class Team, class Enough>
+UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& is_enough) {
+  while (high - low > 2 * team.size()) {
+    const int32_t middle = low + (high - low) / 2;
+    if (is_enough(middle))
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  int32_t i = low + team.index();
+  while (i < high && !is_enough(i)) i += team.size();
+  return static_cast<int32_t>(team.lowest(i < high ? i : high));
+}
+
+// The part of `count` things that is a member's: a run, so that sums over earlier members are sums
+// over earlier things.
+struct Run {
+  int32_t begin, end;
+
+  template <class Team>
+  UEC_HD static Run of(const Team& team, int32_t count) {
+    const auto each = static_cast<int32_t>(ceil_div(count, team.size()));
+    const int64_t begin = min64(int64_t{each} * team.index(), count);
+    return {static_cast<int32_t>(begin), static_cast<int32_t>(min64(begin + each, count))};
+  }
 };
 
 }  // namespace uec

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common.hpp"
+#include "core/team.hpp"
 
 namespace uec {
 
@@ -18,20 +19,43 @@ struct PlanCheck {
   int32_t rank = -1, slot = -1, expert = -1;
 };
 
-UEC_HD inline PlanCheck check_plan(const Topology& t, const int32_t* slot_expert) {
-  for (int32_t r = 0; r < t.num_ranks; ++r) {
-    const int32_t* row = slot_expert + static_cast<int64_t>(r) * t.slots_per_rank;
-    for (int32_t i = 0; i < t.slots_per_rank; ++i) {
-      const int32_t e = row[i];
-      if (e == -1) continue;
-      if (e < -1 || e >= t.num_experts) return {PlanFault::kOutOfRange, r, i, e};
-      if (t.home[e] == r) return {PlanFault::kOnHome, r, i, e};
-      if (!t.may_hold(e, r)) return {PlanFault::kOutOfDomain, r, i, e};
-      for (int32_t j = 0; j < i; ++j)
-        if (row[j] == e) return {PlanFault::kDuplicate, r, i, e};
+namespace detail {
+
+UEC_HD inline PlanFault slot_fault(const Topology& t, const int32_t* row, int32_t rank,
+                                   int32_t slot) {
+  const int32_t e = row[slot];
+  if (e == -1) return PlanFault::kNone;
+  if (e < -1 || e >= t.num_experts) return PlanFault::kOutOfRange;
+  if (t.home[e] == rank) return PlanFault::kOnHome;
+  if (!t.may_hold(e, rank)) return PlanFault::kOutOfDomain;
+  for (int32_t other = 0; other < slot; ++other)
+    if (row[other] == e) return PlanFault::kDuplicate;
+  return PlanFault::kNone;
+}
+
+}  // namespace detail
+
+// The first fault by rank, then slot; the same for every member. Nothing is written.
+template <class Team>
+UEC_HD PlanCheck check_plan(Team team, const Topology& t, const int32_t* slot_expert) {
+  const int32_t slots = t.slots_per_rank;
+  uint32_t first = ~uint32_t{0};
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks && first == ~uint32_t{0}; r += team.size()) {
+    const int32_t* row = slot_expert + static_cast<int64_t>(r) * slots;
+    UEC_ROLLED
+    for (int32_t i = 0; i < slots; ++i) {
+      if (detail::slot_fault(t, row, r, i) == PlanFault::kNone) continue;
+      first = static_cast<uint32_t>(r) * static_cast<uint32_t>(slots) + static_cast<uint32_t>(i);
+      break;
     }
   }
-  return {};
+  first = team.lowest(first);
+  if (first == ~uint32_t{0}) return {};
+  const auto rank = static_cast<int32_t>(first / static_cast<uint32_t>(slots));
+  const auto slot = static_cast<int32_t>(first % static_cast<uint32_t>(slots));
+  const int32_t* row = slot_expert + static_cast<int64_t>(rank) * slots;
+  return {detail::slot_fault(t, row, rank, slot), rank, slot, row[slot]};
 }
 
 }  // namespace uec

@@ -3,6 +3,7 @@
 
 #include "core/common.hpp"
 #include "core/schedule.hpp"
+#include "core/team.hpp"
 #include "core/tiles.hpp"
 
 namespace uec {
@@ -65,103 +66,152 @@ struct Worklist {
 
 namespace detail {
 
+// The counts are the same in every member; what it writes is shared. One expert is added after the
+// other, its hubs side by side.
+template <class Team>
 struct WorklistBuilder {
+  Team team;
   const Topology& t;
   const TileMap& tiles;
   const Schedule& s;
   int32_t rank;
-  Worklist& w;
+  const Worklist& w;
+  int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
 
-  UEC_HD int32_t add_destination(int32_t i) const {
-    w.destinations[w.num_destinations] = {s.replica_rank[i], s.replica_slot[i]};
-    if (s.replica_rank[i] != rank) w.needs[s.replica_rank[i]] = 1;
-    return w.num_destinations++;
+  UEC_HD void put_destination(int32_t at, int32_t i) const {
+    w.destinations[at] = {s.replica_rank[i], s.replica_slot[i]};
+    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
   }
 
   // All replicas of x but the one at index `skip`.
-  UEC_HD void add_destinations(int32_t x, int32_t skip) const {
-    for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i)
-      if (i != skip) add_destination(i);
+  UEC_HD void add_destinations(int32_t x, int32_t skip) {
+    const int32_t first = s.first[x], end = s.first[x + 1];
+    const bool skips = skip >= first;
+    UEC_ROLLED
+    for (int32_t i = first + team.index(); i < end; i += team.size())
+      if (i != skip) put_destination(num_destinations + i - first - (skips && i > skip), i);
+    num_destinations += end - first - skips;
   }
 
-  UEC_HD void expect(Expected::Kind kind, int32_t peer, int32_t expert, int32_t idx) const {
-    w.expected[w.num_expected++] = {kind, peer, expert, idx};
-    w.opens[peer] = 1;
+  UEC_HD void put_expected(int32_t at, Expected::Kind kind, int32_t peer, int32_t expert,
+                           int32_t idx) const {
+    w.expected[at] = {kind, peer, expert, idx};
+    team.set(&w.opens[peer]);
   }
 
-  UEC_HD Task& begin_task(int32_t x, int32_t num_groups) const {
-    const int32_t n = s.num_replicas(x);
-    Task& task = w.tasks[w.num_tasks++];
-    task = {s.expert[x],
-            num_groups,
-            static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, n)),
-            w.num_destinations,
-            0,
-            -1,
-            -1};
-    return task;
+  // From each replica of x that is a hub, but not the one at index `skip`.
+  UEC_HD void expect_hubs(Expected::Kind kind, int32_t x, int32_t skip, int32_t idx) {
+    const int32_t* const bounds = s.boundaries(x) + 1 - s.first[x];  // of the replica at an index
+    const int32_t end = s.first[x + 1];
+    UEC_ROLLED
+    for (int32_t begin = s.first[x]; begin < end; begin += team.size()) {
+      const int32_t i = begin + team.index();
+      const bool sends = i < end && i != skip && bounds[i + 1] > bounds[i];
+      const Counted counted = team.count(sends);
+      if (sends)
+        put_expected(num_expected + counted.before, kind, s.replica_rank[i], s.expert[x], idx);
+      num_expected += counted.all;
+    }
   }
 
-  UEC_HD void add_piece(int32_t begin, int32_t end, Source source, int32_t source_rank,
-                        int32_t source_idx, int32_t dst_first, int32_t dst_count,
-                        bool sets_ready) const {
-    w.pieces[w.num_pieces++] = {w.num_tasks - 1, begin,     end,       source,    source_rank,
-                                source_idx,      dst_first, dst_count, sets_ready};
+  // One member adds these.
+  UEC_HD void add_task(const Task& task) {
+    if (team.leader()) w.tasks[num_tasks] = task;
+    ++num_tasks;
+  }
+  UEC_HD void add_piece(const Piece& piece) {
+    if (team.leader()) w.pieces[num_pieces] = piece;
+    ++num_pieces;
+  }
+  UEC_HD int32_t group_tiles(int32_t x) const {
+    return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
   }
 
-  UEC_HD void add_home(int32_t x, int32_t main_idx) const {
+  UEC_HD void add_home(int32_t x, int32_t main_idx) {
     const int32_t* bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), home = t.home[s.expert[x]];
-    const bool to_all = bounds[1] > bounds[0];
+    const int32_t n = s.num_replicas(x);
+    const bool to_all = bounds[1] > bounds[0], pushes = s.mode == Mode::kPush;
     if (s.mode == Mode::kPull) {
-      for (int32_t hub = 1; hub <= n; ++hub)
-        if (bounds[hub + 1] > bounds[hub])
-          expect(Expected::kPulled, s.replica_rank[s.first[x] + hub - 1], s.expert[x], main_idx);
+      expect_hubs(Expected::kPulled, x, -1, main_idx);
       if (!to_all) return;
     }
-    const bool pushes = s.mode == Mode::kPush;
-    Task& task = begin_task(x, pushes ? bounds[n + 1] : bounds[1] - bounds[0]);
-    const int32_t all = w.num_destinations;
+    const int32_t all = num_destinations;
     if (to_all) add_destinations(x, -1);
     if (pushes) {  // ahead of the home's own range: at equal progress, hubs are fed first
-      for (int32_t hub = 1; hub <= n; ++hub) {
-        if (bounds[hub + 1] == bounds[hub]) continue;
-        const int32_t to = to_all ? all + hub - 1 : add_destination(s.first[x] + hub - 1);
-        add_piece(bounds[hub], bounds[hub + 1], Source::kMain, home, main_idx, to, 1, true);
+      UEC_ROLLED
+      for (int32_t begin = 1; begin <= n; begin += team.size()) {
+        const int32_t hub = begin + team.index();
+        const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
+        const Counted counted = team.count(is_hub);
+        if (is_hub) {
+          const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
+          if (!to_all) put_destination(to, s.first[x] + hub - 1);
+          w.pieces[num_pieces + counted.before] = {
+              num_tasks, bounds[hub], bounds[hub + 1], Source::kMain, rank, main_idx, to, 1, true};
+        }
+        num_pieces += counted.all;
+        if (!to_all) num_destinations += counted.all;
       }
     }
-    if (to_all) add_piece(bounds[0], bounds[1], Source::kMain, home, main_idx, all, n, false);
+    if (to_all)
+      add_piece({num_tasks, bounds[0], bounds[1], Source::kMain, rank, main_idx, all, n, false});
     // Written to: everybody if the home is a hub itself, else the hubs.
-    task.done_first = all;
-    task.done_count = w.num_destinations - all;
+    add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], group_tiles(x), all,
+              num_destinations - all, -1, -1});
   }
 
-  UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) const {
+  // The replica at index `self` is this rank's.
+  UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) {
     const int32_t* bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
-    const bool is_hub = bounds[own + 1] > bounds[own];
-    if (bounds[1] > bounds[0] || (s.mode == Mode::kPush && is_hub))
-      expect(Expected::kDone, home, expert, slot);
-    for (int32_t hub = 1; hub <= n; ++hub)
-      if (hub != own && bounds[hub + 1] > bounds[hub])
-        expect(Expected::kDone, s.replica_rank[s.first[x] + hub - 1], expert, slot);
+    const int32_t begin = bounds[own], end = bounds[own + 1];
+    const bool is_hub = end > begin;
+    if (bounds[1] > bounds[0] || (s.mode == Mode::kPush && is_hub)) {
+      if (team.leader()) put_expected(num_expected, Expected::kDone, home, expert, slot);
+      ++num_expected;
+    }
+    expect_hubs(Expected::kDone, x, self, slot);
     if (!is_hub) return;
 
-    Task& task = begin_task(x, bounds[own + 1] - bounds[own]);
-    task.done_first = w.num_destinations;
+    const int32_t first = num_destinations;
     add_destinations(x, self);
-    task.done_count = n - 1;
     if (s.mode == Mode::kPull) {
-      task.pulled_home = home;
-      w.needs[home] = 1;
-      task.pulled_main = main_idx;
-      add_destination(self);  // behind the others: `done` goes to other ranks only
-      add_piece(bounds[own], bounds[own + 1], Source::kRemoteMain, home, main_idx, task.done_first,
-                n, false);
+      // This rank behind the others: `done` goes to other ranks only.
+      if (team.leader()) {
+        put_destination(num_destinations, self);
+        team.set(&w.needs[home]);
+      }
+      ++num_destinations;
+      add_piece({num_tasks, begin, end, Source::kRemoteMain, home, main_idx, first, n, false});
+      add_task({expert, end - begin, group_tiles(x), first, n - 1, home, main_idx});
     } else {
-      add_piece(bounds[own], bounds[own + 1], Source::kSlot, home, slot, task.done_first, n - 1,
-                false);
+      add_piece({num_tasks, begin, end, Source::kSlot, home, slot, first, n - 1, false});
+      add_task({expert, end - begin, group_tiles(x), first, n - 1, -1, -1});
+    }
+  }
+
+  // By ascending expert. This rank is home to some, and has replicas of others.
+  UEC_HD void add_experts(const int32_t* main_idx) {
+    const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
+    const auto next_home = [&](int32_t from) {
+      return first_that(team, from, num_experts,
+                        [&](int32_t x) { return t.home[s.expert[x]] == rank; });
+    };
+    const auto next_replica = [&](int32_t from) {
+      return first_that(team, from, num_replicas,
+                        [&](int32_t i) { return s.replica_rank[i] == rank; });
+    };
+    int32_t home = next_home(0);
+    for (int32_t from = 0; from < num_replicas;) {
+      const int32_t i = next_replica(from);
+      const int32_t x =
+          i == num_replicas
+              ? num_experts
+              : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
+      for (; home < x; home = next_home(home + 1)) add_home(home, main_idx[s.expert[home]]);
+      if (i < num_replicas) add_replica(x, i, main_idx[s.expert[x]]);
+      from = i + 1;
     }
   }
 };
@@ -169,20 +219,30 @@ struct WorklistBuilder {
 }  // namespace detail
 
 // `main_idx` [E]: index of each expert among its home's mains.
-UEC_HD inline void build_worklist(const Topology& t, const TileMap& tiles, const Schedule& s,
-                                  const int32_t* main_idx, int32_t rank, Worklist& w) {
-  w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = 0;
-  for (int32_t r = 0; r < t.num_ranks; ++r) w.opens[r] = w.involved[r] = w.needs[r] = 0;
-  const detail::WorklistBuilder build{t, tiles, s, rank, w};
-  for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int32_t expert = s.expert[x];
-    w.involved[t.home[expert]] = 1;
-    if (t.home[expert] == rank) build.add_home(x, main_idx[expert]);
-    for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
-      w.involved[s.replica_rank[i]] = 1;
-      if (s.replica_rank[i] == rank) build.add_replica(x, i, main_idx[expert]);
-    }
+//
+// Run by a team as the functions of schedule.hpp are: the leader writes the counts.
+template <class Team>
+UEC_STEP void build_worklist(Team team, const Topology& t, const TileMap& tiles, const Schedule& s,
+                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    w.opens[r] = w.involved[r] = w.needs[r] = 0;
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size())
+    team.set(&w.involved[t.home[s.expert[x]]]);
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < s.first[s.num_experts]; i += team.size())
+    team.set(&w.involved[s.replica_rank[i]]);
+  detail::WorklistBuilder<Team> build{team, t, tiles, s, rank, w};
+  build.add_experts(main_idx);
+  if (team.leader()) {
+    w.num_tasks = build.num_tasks;
+    w.num_pieces = build.num_pieces;
+    w.num_destinations = build.num_destinations;
+    w.num_expected = build.num_expected;
   }
+  team.sync();
 }
 
 }  // namespace uec

@@ -62,12 +62,17 @@ struct BlockShared {
 // What making the call's block takes; in the memory of the tiles, which are not in use by then. Its
 // arrays and an image of the block lie behind it.
 struct PrepareShared {
+  GroupTables tables;
   Call call;
   CallArrays arrays;
   ScheduleArrays schedule;
   PlanShape shape;
   ReplicateArgs args;
   int32_t segments[kMaxDeviceSegments];
+  int32_t* home;         // [E]
+  int32_t* domain;       // [G]
+  int32_t* main_idx;     // [E]
+  int32_t* slot_expert;  // [G][S]
   CallHeader* image;
 
   // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
@@ -76,6 +81,10 @@ struct PrepareShared {
     ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
                         &schedule);
     std::byte* const block = cutter.take_bytes(call_block_bytes(c));
+    home = cutter.take<int32_t>(c.num_experts);
+    domain = cutter.take<int32_t>(c.num_ranks);
+    main_idx = cutter.take<int32_t>(c.num_experts);
+    slot_expert = cutter.take<int32_t>(c.replicas());
     image = reinterpret_cast<CallHeader*>(block);
     CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
     arrays.lend_to(&call);

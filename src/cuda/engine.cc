@@ -152,7 +152,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
     Call call;
     arrays.lend_to(&call);
-    const uint64_t digest = prepare_replicate(tables_, args, arrays, schedule_, &shape_, &call);
+    const uint64_t digest =
+        prepare_replicate(Alone{}, tables_, args, arrays, schedule_, &shape_, &call);
     call.reset_counters(Alone{});
     std::transform(args.mains, args.mains + num_addresses(), arrays.mains,
                    [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });

@@ -49,7 +49,9 @@ class Engine {
   // `table` is device memory for [G] addresses.
   int32_t add_region(const std::vector<uint64_t>& bases, Address table);
 
-  PlanCheck check(const int32_t* slot_expert) const { return check_plan(topology_, slot_expert); }
+  PlanCheck check(const int32_t* slot_expert) const {
+    return check_plan(Alone{}, topology_, slot_expert);
+  }
 
   // Returns the call's epoch. Blocks only while kDepth calls are under way.
   uint64_t replicate(const ReplicateArgs& args, bool background, Handle stream,

@@ -14,39 +14,49 @@
 
 namespace uec::cuda {
 
-UEC_DEVICE GroupTables group_tables(const RankState& state) {
-  GroupTables tables;
-  tables.topology = {state.num_ranks,
-                     state.capacity.num_experts,
-                     state.capacity.slots_per_rank,
-                     reinterpret_cast<const int32_t*>(state.home),
-                     reinterpret_cast<const int32_t*>(state.domain),
-                     state.allow_cross_domain != 0};
-  tables.rank = state.rank;
-  tables.segment_bytes = reinterpret_cast<const int64_t*>(state.segment_bytes);
-  tables.main_idx = reinterpret_cast<const int32_t*>(state.main_idx);
-  tables.tile_bytes = state.tile_bytes;
-  tables.cost = state.cost;
-  return tables;
+// By a warp: the tables that are read again and again, each time in a chain of loads, in shared
+// memory.
+UEC_DEVICE void copy_ints(int32_t* to, uint64_t from, int32_t count) {
+  const auto* const values = reinterpret_cast<const int32_t*>(from);
+  for (int32_t i = Warp::index(); i < count; i += Warp::size()) to[i] = values[i];
 }
 
-UEC_DEVICE uint64_t plan_digest(const Topology& t, const DeviceCall& device) {
-  uint64_t digest = 0;
-  if (device.slot_quota != 0)
-    digest = digest_ints(digest, reinterpret_cast<const int32_t*>(device.slot_quota),
-                         int64_t{t.num_ranks} * t.slots_per_rank);
-  if (device.home_quota != 0)
-    digest =
-        digest_ints(digest, reinterpret_cast<const int32_t*>(device.home_quota), t.num_experts);
-  return digest;
+// By a warp: what prepare_replicate() asks for, from what the group and the call give.
+UEC_APART void gather_tables(const RankState& state, const DeviceCall& device,
+                             PrepareShared& made) {
+  const Capacity& c = state.capacity;
+  if (Warp::leader()) {
+    new (&made) PrepareShared;
+    made.cut(reinterpret_cast<std::byte*>(&made + 1), c);
+    GroupTables& tables = made.tables;
+    tables.topology = {c.num_ranks, c.num_experts, c.slots_per_rank,
+                       made.home,   made.domain,   state.allow_cross_domain != 0};
+    tables.rank = state.rank;
+    tables.segment_bytes = reinterpret_cast<const int64_t*>(state.segment_bytes);
+    tables.main_idx = made.main_idx;
+    tables.tile_bytes = state.tile_bytes;
+    tables.cost = state.cost;
+    ReplicateArgs& args = made.args;
+    for (int32_t i = 0; i < c.num_segments; ++i)
+      if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
+    args.slot_expert = made.slot_expert;
+    args.segments = made.segments;
+    args.mode = device.mode;
+    args.region = device.regions == 0 ? -1 : device.region;
+  }
+  Warp::sync();
+  copy_ints(made.home, state.home, c.num_experts);
+  copy_ints(made.domain, state.domain, c.num_ranks);
+  copy_ints(made.main_idx, state.main_idx, c.num_experts);
+  copy_ints(made.slot_expert, device.slot_expert, static_cast<int32_t>(c.replicas()));
+  Warp::sync();
 }
 
 // Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
-UEC_DEVICE Wait find_refusal(const DeviceCall& device, const GroupTables& tables) {
-  const auto* const slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
-  const Topology& t = tables.topology;
+UEC_APART Wait find_refusal(const DeviceCall& device, const PrepareShared& made) {
+  const Topology& t = made.tables.topology;
   Wait wait;
-  wait.peer = tables.rank;
+  wait.peer = made.tables.rank;
   if (const auto* const home = reinterpret_cast<const int32_t*>(device.home)) {
     uint32_t differs = ~0u;
     for (int32_t e = Warp::index(); e < t.num_experts && differs == ~0u; e += Warp::size())
@@ -58,7 +68,7 @@ UEC_DEVICE Wait find_refusal(const DeviceCall& device, const GroupTables& tables
       return wait;
     }
   }
-  const PlanCheck check = check_plan(t, slot_expert);
+  const PlanCheck check = check_plan(Warp{}, t, made.slot_expert);
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -66,7 +76,7 @@ UEC_DEVICE Wait find_refusal(const DeviceCall& device, const GroupTables& tables
 }
 
 // The same for main weights whose address is missing, once it is known what this rank sends.
-UEC_DEVICE Wait find_missing(const PrepareShared& made, const Capacity& capacity, int32_t rank) {
+UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity, int32_t rank) {
   const int32_t num_segments = made.call.tiles.num_segments;
   const int32_t count = made.call.work.num_pieces * num_segments;
   const auto segment_of = [&](int32_t i) { return made.arrays.segment[i % num_segments]; };
@@ -89,28 +99,22 @@ UEC_DEVICE Wait find_missing(const PrepareShared& made, const Capacity& capacity
 }
 
 // By a warp: makes the block's image in shared memory, where `made` is. Returns why not, in `seen`.
-UEC_APART inline Wait prepare_call(const RankState& state, const DeviceCall& device, PrepareShared& made) {
-  const GroupTables tables = group_tables(state);
-  const Capacity& capacity = state.capacity;
-  const Wait refusal = find_refusal(device, tables);
+UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, PrepareShared& made) {
+  gather_tables(state, device, made);
+  const Wait refusal = find_refusal(device, made);
   if (refusal.seen != 0) return refusal;
+  const uint64_t quotas = digest_quotas(Warp{}, made.tables.topology,
+                                        reinterpret_cast<const int32_t*>(device.slot_quota),
+                                        reinterpret_cast<const int32_t*>(device.home_quota));
+  if (Warp::leader()) made.args.plan_digest = quotas;
+  Warp::sync();
+  const uint64_t digest = prepare_replicate(Warp{}, made.tables, made.args, made.arrays,
+                                            made.schedule, &made.shape, &made.call);
   if (Warp::leader()) {
-    new (&made) PrepareShared;
-    made.cut(reinterpret_cast<std::byte*>(&made + 1), capacity);
-    ReplicateArgs& args = made.args;
-    for (int32_t i = 0; i < capacity.num_segments; ++i)
-      if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
-    args.slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
-    args.segments = made.segments;
-    args.mode = device.mode;
-    args.region = device.regions == 0 ? -1 : device.region;
-    args.plan_digest = plan_digest(tables.topology, device);
-    const uint64_t digest =
-        prepare_replicate(tables, args, made.arrays, made.schedule, &made.shape, &made.call);
     const bool pull = made.schedule.schedule.mode == Mode::kPull;
     new (made.image) CallHeader(make_header(made.call, digest, pull ? device.regions : 0));
   }
-  Warp::sync();
+  const Capacity& capacity = state.capacity;
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   for (int32_t i = Warp::index(); i < capacity.num_segments * capacity.num_mains; i += Warp::size())
     made.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);

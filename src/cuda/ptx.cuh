@@ -8,8 +8,7 @@
 
 #define UEC_DEVICE __device__ __forceinline__
 #define UEC_ROLE __device__ __forceinline__
-// Called once a launch, if at all: it shall take no registers from what moves bytes.
-#define UEC_APART __device__ __noinline__
+#define UEC_APART inline __device__ __noinline__  // shall take no registers from what moves bytes
 
 namespace uec::ptx {
 
@@ -40,6 +39,7 @@ UEC_DEVICE uint32_t shuffle(uint32_t value, int32_t lane) {
   return __shfl_sync(kAllLanes, value, lane);
 }
 UEC_DEVICE uint32_t reduce_min(uint32_t value) { return __reduce_min_sync(kAllLanes, value); }
+UEC_DEVICE uint32_t reduce_add(uint32_t value) { return __reduce_add_sync(kAllLanes, value); }
 
 // ---- flags: system scope, for memory that peers and the host see --------------------------------
 
@@ -113,6 +113,27 @@ UEC_DEVICE int32_t load_shared_relaxed(const int32_t* at) {
 }
 UEC_DEVICE void store_shared_relaxed(int32_t* at, int32_t value) {
   *const_cast<volatile int32_t*>(at) = value;
+}
+
+// Memory of either kind that threads of one block change at once. They return what was there.
+UEC_DEVICE int32_t fetch_add_in_block(int32_t* at, int32_t value) {
+  int32_t old;
+  asm volatile("atom.relaxed.cta.add.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(at), "r"(value)
+               : "memory");
+  return old;
+}
+UEC_DEVICE int64_t fetch_add_in_block(int64_t* at, int64_t value) {
+  int64_t old;
+  asm volatile("atom.relaxed.cta.add.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(at), "l"(value)
+               : "memory");
+  return old;
+}
+UEC_DEVICE void set_in_block(uint8_t* at) {
+  asm volatile("st.relaxed.cta.u8 [%0], %1;" ::"l"(at), "r"(1) : "memory");
 }
 
 // Bit i: lane i's value.

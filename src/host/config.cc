@@ -9,8 +9,8 @@ namespace uec::host {
 
 uint64_t EngineConfig::initial_digest() const {
   uint64_t d = mix(num_experts, slots_per_rank);
-  d = digest_ints(d, home.data(), static_cast<int64_t>(home.size()));
-  d = digest_ints(d, domain.data(), static_cast<int64_t>(domain.size()));
+  d = digest_ints(Alone{}, d, home.data(), static_cast<int64_t>(home.size()));
+  d = digest_ints(Alone{}, d, domain.data(), static_cast<int64_t>(domain.size()));
   for (const int64_t bytes : segment_bytes) d = mix(d, bytes);
   return mix(mix(d, tile_bytes), allow_cross_domain);
 }

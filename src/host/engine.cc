@@ -88,8 +88,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   Call& call = prepared.call;
-  const uint64_t digest =
-      prepare_replicate(tables_, args, prepared.arrays, prepared.schedule, &prepared.shape, &call);
+  const uint64_t digest = prepare_replicate(Alone{}, tables_, args, prepared.arrays,
+                                            prepared.schedule, &prepared.shape, &call);
   const int64_t addresses =
       static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
   for (int64_t i = 0; i < addresses; ++i)

@@ -33,7 +33,9 @@ class Engine {
   // A region of main weights that all ranks can address, in the order of their collective making.
   int32_t add_region(std::vector<const uint8_t*> bases);
 
-  PlanCheck check(const int32_t* slot_expert) const { return check_plan(topology_, slot_expert); }
+  PlanCheck check(const int32_t* slot_expert) const {
+    return check_plan(Alone{}, topology_, slot_expert);
+  }
 
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
   // runs the call; else the caller's, inside wait().

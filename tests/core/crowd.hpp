@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "core/team.hpp"
 
 // Where the members of one team meet. Each operation is one meeting: members leave a value each,
 // and may read those of all others until the meeting after the next.
@@ -75,6 +77,33 @@ class Crowd {
     for (int32_t i = 0; i < index(); ++i) sum += read<uint64_t>(seats[i]);
     return sum;
   }
+  template <class T>
+  static T sum(T value) {
+    static_assert(std::is_same_v<T, uint32_t> || std::is_same_v<T, uint64_t>);
+    T sum = 0;
+    for (const Room::Seat& seat : meet(kSum, value)) sum += read<T>(seat);
+    return sum;
+  }
+  static uec::Counted count(bool value) {
+    const Room::Seats& seats = meet(kCount, value);
+    uec::Counted counted{0, 0};
+    for (int32_t i = 0; i < size(); ++i) {
+      counted.all += read<bool>(seats[i]);
+      if (i < index()) counted.before += read<bool>(seats[i]);
+    }
+    return counted;
+  }
+  static int32_t equal_before(uint32_t value) {
+    const Room::Seats& seats = meet(kEqualBefore, value);
+    int32_t count = 0;
+    for (int32_t i = 0; i < index(); ++i) count += read<uint32_t>(seats[i]) == value;
+    return count;
+  }
+  template <class T>
+  static T add(T* at, T value) {
+    return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  }
+  static void set(uint8_t* at) { std::atomic_ref(*at).store(1, std::memory_order_relaxed); }
 
   // Checks that all members have this value.
   static void agree(uint64_t value) {
@@ -97,7 +126,17 @@ class Crowd {
   }
 
  private:
-  enum Operation : int32_t { kSync, kShare, kLowest, kSumBefore, kAgree, kFrom };  // kFrom + index
+  enum Operation : int32_t {
+    kSync,
+    kShare,
+    kLowest,
+    kSumBefore,
+    kSum,
+    kCount,
+    kEqualBefore,
+    kAgree,
+    kFrom  // + index
+  };
 
   template <class T>
   static T read(const Room::Seat& seat) {

@@ -172,3 +172,148 @@ ultraep_add_core_mutant(instances_not_listed_yet PROGRAM test_share_table FILE c
 
   // What the shares rest on.]]
   REPLACE [[]])
+
+# ---- a plan's check, its schedule, its worklist and its digest -----------------------------------
+
+# ultraep_add_prepare_mutant(<name> <header of core> FIND [[...]] REPLACE [[...]])
+function(ultraep_add_prepare_mutant name header)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "FIND;REPLACE" "")
+  ultraep_add_core_mutant(${name} PROGRAM test_prepare_teams FILE core/${header}.hpp
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
+endfunction()
+
+ultraep_add_prepare_mutant(plan_fault_of_each validate
+  FIND [[  first = team.lowest(first);]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(counts_not_zero_yet schedule
+  FIND [[  auto placed = static_cast<int32_t>(team.sum_before(own));]]
+  REPLACE [[  int32_t placed = 0;
+  for (int32_t at = 0; at < ranks.begin * slots; ++at) placed += slot_expert[at] >= 0;]])
+
+ultraep_add_prepare_mutant(empty_slots_listed schedule
+  FIND [[      if (alone || e >= 0) {]]
+  REPLACE [[      {]])
+
+ultraep_add_prepare_mutant(absent_experts_listed schedule
+  FIND [[    if (alone || n > 0) {]]
+  REPLACE [[    {]])
+
+ultraep_add_prepare_mutant(imports_of_each schedule
+  FIND [[  shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));]]
+  REPLACE [[  shape.max_imports = max_imports;
+  team.sync();]])
+
+ultraep_add_prepare_mutant(replicas_in_one_place schedule
+  FIND [[    const int32_t to = count[e] + nth;]]
+  REPLACE [[    const int32_t to = count[e];]])
+
+ultraep_add_prepare_mutant(counted_before_placed schedule
+  FIND [[    const int32_t to = count[e] + nth;
+    team.sync();]]
+  REPLACE [[    const int32_t to = count[e] + nth;]])
+
+ultraep_add_prepare_mutant(chained_for_each schedule
+  FIND [[  shape.chained = team.count(chained).all > 0;]]
+  REPLACE [[  shape.chained = chained;
+  team.sync();]])
+
+ultraep_add_prepare_mutant(places_not_zero_yet schedule
+  FIND [[place[i] = 0;
+  team.sync();]]
+  REPLACE [[place[i] = 0;]])
+
+ultraep_add_prepare_mutant(places_not_counted_yet schedule
+  FIND [[    team.add(&place[most - s.num_replicas(x)], 1);
+  team.sync();]]
+  REPLACE [[    team.add(&place[most - s.num_replicas(x)], 1);]])
+
+ultraep_add_prepare_mutant(places_not_known_yet schedule
+  FIND [[    at += n;
+  }
+  team.sync();]]
+  REPLACE [[    at += n;
+  }]])
+
+ultraep_add_prepare_mutant(place_taken_before_read schedule
+  FIND [[    const int32_t to = place[i] + nth;
+    team.sync();]]
+  REPLACE [[    const int32_t to = place[i] + nth;]])
+
+ultraep_add_prepare_mutant(order_not_complete schedule
+  FIND [[  team.sync();
+  return num_shared;]]
+  REPLACE [[  return num_shared;]])
+
+ultraep_add_prepare_mutant(filled_by_each schedule
+  FIND [[    num_below = team.sum(num_below);
+    filled =]]
+  REPLACE [[    team.sync();
+    filled =]])
+
+ultraep_add_prepare_mutant(units_to_each schedule
+  FIND [[counted.before < left;]]
+  REPLACE [[0 < left;]])
+
+ultraep_add_prepare_mutant(filled_before_stored schedule
+  FIND [[  team.sync();  // the next expert may have the same hubs]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(egress_not_zero_yet schedule
+  FIND [[s.egress[r] = 0;
+  team.sync();]]
+  REPLACE [[s.egress[r] = 0;]])
+
+ultraep_add_prepare_mutant(homes_not_assigned_yet schedule
+  FIND [[n * kEgressUnit);
+  }
+  team.sync();]]
+  REPLACE [[n * kEgressUnit);
+  }]])
+
+ultraep_add_prepare_mutant(boundaries_not_complete schedule
+  FIND [[    }
+  }
+  team.sync();  // all boundaries are there]]
+  REPLACE [[    }
+  }]])
+
+ultraep_add_prepare_mutant(busiest_of_each cost
+  FIND [[static_cast<int64_t>(highest(team, most));]]
+  REPLACE [[static_cast<int64_t>(most);]])
+
+ultraep_add_prepare_mutant(forwarded_by_each cost
+  FIND [[static_cast<int64_t>(team.sum(forwarded))]]
+  REPLACE [[static_cast<int64_t>(forwarded)]])
+
+ultraep_add_prepare_mutant(shape_by_each cost
+  FIND [[  if (team.leader()) *shape = own;]]
+  REPLACE [[  *shape = own;]])
+
+ultraep_add_prepare_mutant(flags_not_zero_yet worklist
+  FIND [[w.needs[r] = 0;
+  team.sync();]]
+  REPLACE [[w.needs[r] = 0;]])
+
+ultraep_add_prepare_mutant(expected_in_one_place worklist
+  FIND [[num_expected + counted.before]]
+  REPLACE [[num_expected]])
+
+ultraep_add_prepare_mutant(pieces_in_one_place worklist
+  FIND [=[w.pieces[num_pieces + counted.before]]=]
+  REPLACE [=[w.pieces[num_pieces]]=])
+
+ultraep_add_prepare_mutant(tasks_by_each worklist
+  FIND [[    if (team.leader()) w.tasks[num_tasks] = task;]]
+  REPLACE [[    w.tasks[num_tasks] = task;]])
+
+ultraep_add_prepare_mutant(worklist_not_complete worklist
+  FIND [[    w.num_expected = build.num_expected;
+  }
+  team.sync();]]
+  REPLACE [[    w.num_expected = build.num_expected;
+  }]])
+
+ultraep_add_prepare_mutant(digest_of_each digest
+  FIND [[  return mix(state, team.sum(sum));]]
+  REPLACE [[  return mix(state, sum);]])

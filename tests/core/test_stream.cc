@@ -86,7 +86,8 @@ struct Sender {
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.cursor = cursor;
     call.remaining = remaining;
-    uec::build_worklist(group.topology(), tiles.map(), schedule->schedule, main_idx, 0, call.work);
+    uec::build_worklist(uec::Alone{}, group.topology(), tiles.map(), schedule->schedule, main_idx,
+                        0, call.work);
     call.reset_counters(uec::Alone{});
     peer_is_at(kEpoch);
   }

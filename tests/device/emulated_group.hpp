@@ -266,7 +266,8 @@ class EmulatedGroup {
     args.region = mode == Mode::kPull ? 0 : -1;
     uec::PlanShape shape;
     const uec::GroupTables tables = layouts_[r].tables(configs_[r]);
-    const uint64_t digest = uec::prepare_replicate(tables, args, arrays, schedule_, &shape, &call);
+    const uint64_t digest =
+        uec::prepare_replicate(uec::Alone{}, tables, args, arrays, schedule_, &shape, &call);
     call.reset_counters(uec::Alone{});
     new (block) uec::cuda::CallHeader(uec::cuda::make_header(
         call, digest, mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0));

@@ -76,8 +76,9 @@ struct RankCall {
 
 inline uint64_t digest_of(const CallSpec& s) {
   uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
-  d = uec::digest_ints(d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
-  return uec::digest_ints(d, s.segments.data(), static_cast<int64_t>(s.segments.size()));
+  d = uec::digest_ints(uec::Alone{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
+  return uec::digest_ints(uec::Alone{}, d, s.segments.data(),
+                          static_cast<int64_t>(s.segments.size()));
 }
 
 }  // namespace sim

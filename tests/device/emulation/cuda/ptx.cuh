@@ -9,7 +9,7 @@
 
 #define UEC_DEVICE inline
 #define UEC_ROLE inline
-#define UEC_APART
+#define UEC_APART inline
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -49,6 +49,20 @@ inline uint32_t reduce_min(uint32_t value) {
   sync_warp();
   return result;
 }
+inline uint32_t reduce_add(uint32_t value) {
+  self.warp->values[emulation::lane()] = value;
+  sync_warp();
+  uint32_t result = 0;
+  for (const uint32_t other : self.warp->values) result += other;
+  sync_warp();
+  return result;
+}
+
+template <class T>
+T fetch_add_in_block(T* at, T value) {
+  return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+}
+inline void set_in_block(uint8_t* at) { std::atomic_ref(*at).store(1, std::memory_order_relaxed); }
 
 inline uint32_t ballot(bool value) {
   self.warp->values[emulation::lane()] = value;

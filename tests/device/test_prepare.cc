@@ -1,0 +1,19 @@
+// A call prepared by a warp of the emulated device is the call of the host.
+#include "check.hpp"
+#include "cuda/warp.cuh"
+#include "host/watchdog.hpp"
+#include "plans.hpp"
+#include "prepare_cases.hpp"
+
+int main() {
+  const Watchdog watchdog("lanes that do not meet");
+  using uec::cuda::Warp;
+  check_prepared(200, 24, [](const auto& compare) {
+    compare([](const PrepareCase& c, Given& given) {
+      std::vector<PrepareAnswer> answers(Warp::size());
+      emulation::launch(
+          1, 1, 0, [&](std::byte*) { answers[Warp::index()] = prepare_call(Warp{}, c, given); }, 1);
+      return answers;
+    });
+  });
+}
