@@ -11,6 +11,7 @@
 #include "core/failure.hpp"
 #include "core/layout.hpp"
 #include "core/search.hpp"
+#include "cuda/load_args.hpp"
 #include "cuda/reroute_args.hpp"
 
 namespace uec::cuda {
@@ -32,6 +33,8 @@ struct Status {
   uint64_t failed_epoch = 0;  // 0: none. Written last: the report is complete
   uint64_t cancelled = 0;     // by the host: end every wait
   int64_t disagreement = -1;  // close: a peer whose last call differs
+  int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject
+  int64_t bad_id = 0;         // its value
   Report report;
 };
 
@@ -52,11 +55,13 @@ struct RankState {
   uint64_t status = 0;         // of Status
   uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
   uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
+  uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
   uint64_t bytes_stored = 0;
+  uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call
   int32_t left = 0;
   int32_t failed = 0;   // for good
@@ -142,6 +147,11 @@ inline constexpr int32_t kLayout[] = {
     sizeof(RerouteArgs),
     sizeof(RerouteState),
     sizeof(PlanArgs),
+    sizeof(LoadArgs),
+    sizeof(LoadCall),
+    offsetof(Status, bad_position),
+    offsetof(RankState, counts),
+    offsetof(RankState, bad_id),
     offsetof(PlanArgs, objective),
     offsetof(PlanArgs, num_ranks),
 };

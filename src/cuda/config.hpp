@@ -29,6 +29,12 @@ inline constexpr int32_t kRowsInFlight = 8;
 inline constexpr int32_t kCountsAtOnce = 8;
 inline constexpr int32_t kColumnsAtOnce = 4;
 
+// The load. A thread of it has this many ids where blocks are enough, and this many quads of 4
+// words under way.
+inline constexpr int32_t kLoadThreads = 512;
+inline constexpr int32_t kIdsPerLoadThread = 8;
+inline constexpr int32_t kQuadsAtOnce = 4;
+
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 
 }  // namespace uec::cuda

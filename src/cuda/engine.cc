@@ -78,6 +78,7 @@ void Engine::write_state() {
   state.segment_bytes = address_of(at, begin, tables.segment_bytes);
   state.slot_offset = address_of(at, begin, tables.slot_offset);
   state.region_offset = address_of(at, begin, tables.region_offset);
+  state.counts = address_of(at, begin, tables.counts);
   state.status = reinterpret_cast<uint64_t>(&status());
   state.call_limit_ns = nanoseconds(config_.call_timeout);
   state.wait_limit_ns = nanoseconds(config_.wait_timeout);

@@ -1,4 +1,4 @@
-// A rank's constant tables in device memory, which its RankState points to.
+// A rank's tables in device memory, which its RankState points to. All but the counts are constant.
 #pragma once
 
 #include "core/call_arrays.hpp"
@@ -11,6 +11,7 @@ struct Tables {
   int64_t* slot_offset;    // [segments]
   int64_t* region_offset;  // [segments]
   int32_t* pes;            // [G]
+  int32_t* counts;         // [E] zero between launches
   uint8_t* far;            // [G]
 
   // As CallArrays::cut().
@@ -21,6 +22,7 @@ struct Tables {
     tables->slot_offset = cutter.take<int64_t>(c.num_segments);
     tables->region_offset = cutter.take<int64_t>(c.num_segments);
     tables->pes = cutter.take<int32_t>(c.num_ranks);
+    tables->counts = cutter.take<int32_t>(c.num_experts);
     tables->far = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }
