@@ -111,6 +111,35 @@ struct PlanArgs {
   int32_t allow_cross_domain = 0;
 };
 
+// A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
+struct PlanOutput {
+  uint64_t slot_expert;  // [G, S] int32
+  uint64_t slot_quota;   // [G, S] int32
+  uint64_t home_quota;   // [E] int32
+  uint64_t status;       // of PlanStatus
+  int64_t bytes;
+
+  UEC_HD static PlanOutput cut(uint64_t base, int32_t num_ranks, int32_t slots_per_rank,
+                               int32_t num_experts) {
+    const int64_t slot_bytes = int64_t{4} * num_ranks * slots_per_rank;
+    PlanOutput out;
+    out.slot_expert = base;
+    out.slot_quota = out.slot_expert + slot_bytes;
+    out.home_quota = out.slot_quota + slot_bytes;
+    out.status = out.home_quota + int64_t{4} * num_experts;
+    out.bytes = static_cast<int64_t>(out.status - base + sizeof(PlanStatus));
+    return out;
+  }
+};
+
+// Arguments of the kernel that loads and plans. A rank whose call failed has an empty plan.
+struct LoadPlanArgs {
+  LoadArgs load;
+  PlanArgs plan;                    // but for the load and what is out, which each rank has itself
+  uint64_t plans[kMaxLaunchRanks];  // [ranks] of PlanOutput, aligned to 4 bytes
+};
+static_assert(sizeof(LoadPlanArgs) <= 4096, "arguments of a kernel");
+
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
@@ -149,6 +178,8 @@ inline constexpr int32_t kLayout[] = {
     sizeof(PlanArgs),
     sizeof(LoadArgs),
     sizeof(LoadCall),
+    sizeof(LoadPlanArgs),
+    offsetof(LoadPlanArgs, plans),
     offsetof(Status, bad_position),
     offsetof(RankState, counts),
     offsetof(RankState, bad_id),

@@ -3,6 +3,7 @@
 #include <nvshmem.h>
 
 #include "cuda/load.cuh"
+#include "cuda/load_plan.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/plan.cuh"
 #include "cuda/replicate.cuh"
@@ -60,6 +61,13 @@ UEC_KERNEL(UEC_REGISTERS) void ultraep_load(const __grid_constant__ uec::cuda::L
 }
 UEC_KERNEL(104) void ultraep_load_far(const __grid_constant__ uec::cuda::LoadArgs args) {
   uec::cuda::load<true>(args, shared_memory);
+}
+
+// From ids to the table and its plan. Blocks of up to kMaxPlanWarps warps. With far peers it takes
+// two launches: the planner leaves no registers for calls of NVSHMEM.
+UEC_KERNEL(128)
+void ultraep_load_plan(const __grid_constant__ uec::cuda::LoadPlanArgs args) {
+  uec::cuda::load_plan(args, shared_memory);
 }
 
 // One block of up to kMaxPlanWarps warps.

@@ -4,6 +4,7 @@
 #include "core/call_arrays.hpp"
 #include "cuda/block.hpp"
 #include "cuda/load_args.hpp"
+#include "cuda/plan_block.hpp"
 
 namespace uec::cuda {
 
@@ -15,7 +16,7 @@ struct LoadShared {
   int32_t cancelled;  // by the host, before the call had to wait
 };
 
-// Behind it.
+// Behind it; a plan may lie over it once the table has been copied.
 struct LoadBlock {
   int32_t* row;       // [E] counts: of this block, then of this rank. The tile that is stored
   uint64_t* bases;    // [G] copies: see nearby.cuh
@@ -41,8 +42,14 @@ UEC_HD inline int64_t load_shared_bytes(int32_t num_ranks, int32_t num_experts) 
   LoadBlock block;
   return kLoadHeadBytes + LoadBlock::cut(nullptr, num_ranks, num_experts, &block);
 }
+// The plan begins where LoadBlock does.
+UEC_HD inline int64_t load_plan_shared_bytes(const Topology& topology, int32_t num_warps) {
+  return max64(load_shared_bytes(topology.num_ranks, topology.num_experts),
+               kLoadHeadBytes + plan_shared_bytes(topology, num_warps));
+}
 
-// How the load kernels are launched: num_blocks by the ranks of the launch.
+// How the load kernels are launched: num_blocks by the ranks of the launch. Where shared memory is
+// short, fewer warps plan in less of it; the load itself needs the same with any number.
 struct LoadGrid {
   int32_t num_blocks = 0;
   int32_t num_threads = 0;
@@ -53,6 +60,12 @@ struct LoadGrid {
                      int32_t num_threads = kLoadThreads) {
     return {blocks(most_ids, max_blocks, num_threads), num_threads,
             load_shared_bytes(num_ranks, num_experts)};
+  }
+  static LoadGrid of_plan(const Topology& topology, int64_t most_ids, int32_t max_blocks,
+                          int32_t num_warps = kMaxPlanWarps, int32_t warp_size = 32) {
+    const int32_t num_threads = num_warps * warp_size;
+    return {blocks(most_ids, max_blocks, num_threads), num_threads,
+            load_plan_shared_bytes(topology, num_warps)};
   }
 
  private:

@@ -333,6 +333,14 @@ ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load F
   FIND [[CallRecord::make(epoch, state.digest, RecordKind::kRejected).word);]]
   REPLACE [[0);]])
 
+ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
+  FIND [[  ptx::sync_block();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan FILE cuda/load_plan.cuh
+  FIND [[return write_no_plan(own);]]
+  REPLACE [[return;]])
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan

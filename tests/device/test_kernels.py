@@ -12,8 +12,8 @@ from cubin_files import Resources, architecture, cuda_tool, disassemble, resourc
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
 TRANSFERS = [f"ultraep_replicate_{tile}{far}" for tile in (16384, 32768) for far in ("", "_far")]
-LOADS = ["ultraep_load", "ultraep_load_far"]
-PLANS = {"ultraep_plan"}
+LOADS = ["ultraep_load", "ultraep_load_far", "ultraep_load_plan"]
+PLANS = {"ultraep_plan", "ultraep_load_plan"}
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
 # What nvshmem4py's library_init asks the loaded cubin for.
 NVSHMEM_SYMBOLS = {"nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"}
