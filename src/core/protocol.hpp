@@ -133,7 +133,8 @@ class DeliveryPolicy {
 //                                           What this side has observed comes before what the
 //                                           store side does with the stage
 // by the store side:
-//   bool loaded(k)                          stage k's bytes may be stored
+//   bool loaded(k)                          stage k's bytes may be stored; what any member has
+//                                           observed before comes before the stores of all
 //   const Stage& stage(k)                   of a loaded stage
 //   void store(k, destination, bytes)       each member for a destination of its own; null: none
 //   void store_far(k, rank, offset, bytes, flag, value)

@@ -13,6 +13,7 @@
 #include "core/layout.hpp"
 #include "core/search.hpp"
 #include "cuda/config.hpp"
+#include "cuda/load_args.hpp"
 #include "cuda/reroute_args.hpp"
 
 namespace uec::cuda {
@@ -34,6 +35,8 @@ struct Status {
   uint64_t failed_call = 0;   // by the host's numbers; 0: none. Written last, behind the report
   uint64_t cancelled = 0;     // by the host: end every wait
   int64_t disagreement = -1;  // close: a peer whose last call differs
+  int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject
+  int64_t bad_id = 0;         // its value
   Report report;
 };
 
@@ -60,6 +63,7 @@ struct RankState {
   uint64_t status = 0;         // of Status
   uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
   uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
+  uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
@@ -68,6 +72,7 @@ struct RankState {
       0;  // of the host's calls: replays of a graph have epochs, but are not counted
   uint64_t prepared = 0;  // epoch whose block the device has made
   uint64_t bytes_stored = 0;
+  uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call
   int32_t left = 0;
   int32_t failed = 0;   // for good
@@ -155,6 +160,34 @@ UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t
   header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
   return header;
 }
+// A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
+struct PlanOutput {
+  uint64_t slot_expert;  // [G, S] int32
+  uint64_t slot_quota;   // [G, S] int32
+  uint64_t home_quota;   // [E] int32
+  uint64_t status;       // of PlanStatus
+  int64_t bytes;
+
+  UEC_HD static PlanOutput cut(uint64_t base, int32_t num_ranks, int32_t slots_per_rank,
+                               int32_t num_experts) {
+    const int64_t slot_bytes = int64_t{4} * num_ranks * slots_per_rank;
+    PlanOutput out;
+    out.slot_expert = base;
+    out.slot_quota = out.slot_expert + slot_bytes;
+    out.home_quota = out.slot_quota + slot_bytes;
+    out.status = out.home_quota + int64_t{4} * num_experts;
+    out.bytes = static_cast<int64_t>(out.status - base + sizeof(PlanStatus));
+    return out;
+  }
+};
+
+// Arguments of the kernel that loads and plans. A rank whose call failed has an empty plan.
+struct LoadPlanArgs {
+  LoadArgs load;
+  PlanArgs plan;                    // but for the load and what is out, which each rank has itself
+  uint64_t plans[kMaxLaunchRanks];  // [ranks] of PlanOutput, aligned to 4 bytes
+};
+static_assert(sizeof(LoadPlanArgs) <= 4096, "arguments of a kernel");
 
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
@@ -195,6 +228,13 @@ inline constexpr int32_t kLayout[] = {
     sizeof(RerouteArgs),
     sizeof(RerouteState),
     sizeof(PlanArgs),
+    sizeof(LoadArgs),
+    sizeof(LoadCall),
+    sizeof(LoadPlanArgs),
+    offsetof(LoadPlanArgs, plans),
+    offsetof(Status, bad_position),
+    offsetof(RankState, counts),
+    offsetof(RankState, bad_id),
     offsetof(PlanArgs, objective),
     offsetof(PlanArgs, num_ranks),
 };

@@ -7,7 +7,8 @@ namespace uec::cuda {
 
 inline constexpr int32_t kNumThreads = 64;  // a warp that fetches, and one that stores
 inline constexpr uint32_t kNumStages = 4;
-inline constexpr int32_t kMaxLaunchRanks = 64;  // ranks that share launches
+// Ranks that share launches: their arguments are passed by value.
+inline constexpr int32_t kMaxLaunchRanks = 64;
 inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};
 
 // Commits that the store side lets be under way before it waits for the oldest: enough to keep a
@@ -29,6 +30,12 @@ inline constexpr int32_t kWindowLog2 = 7;
 inline constexpr int32_t kRowsInFlight = 8;
 inline constexpr int32_t kCountsAtOnce = 8;
 inline constexpr int32_t kColumnsAtOnce = 4;
+
+// The load. A thread of it has this many ids where blocks are enough, and this many quads of 4
+// words under way.
+inline constexpr int32_t kLoadThreads = 512;
+inline constexpr int32_t kIdsPerLoadThread = 8;
+inline constexpr int32_t kQuadsAtOnce = 4;
 
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 

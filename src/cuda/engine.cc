@@ -87,6 +87,7 @@ void Engine::write_state() {
   state.tile_bytes = config_.tile_bytes;
   state.cost = config_.cost;
   state.allow_cross_domain = config_.allow_cross_domain;
+  state.counts = address_of(at, begin, tables.counts);
   state.status = reinterpret_cast<uint64_t>(&status());
   state.call_limit_ns = nanoseconds(config_.call_timeout);
   state.wait_limit_ns = nanoseconds(config_.wait_timeout);

@@ -2,6 +2,8 @@
 #include <cuda.h>
 #include <nvshmem.h>
 
+#include "cuda/load.cuh"
+#include "cuda/load_plan.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/plan.cuh"
 #include "cuda/replicate.cuh"
@@ -53,6 +55,21 @@ void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
     uec::cuda::notify<false>(state, what, block, ring);
   else
     uec::cuda::notify<true>(state, what, block, ring);
+}
+
+// From ids to the table of loads.
+UEC_KERNEL(UEC_REGISTERS) void ultraep_load(const __grid_constant__ uec::cuda::LoadArgs args) {
+  uec::cuda::load<false>(args, shared_memory);
+}
+UEC_KERNEL(104) void ultraep_load_far(const __grid_constant__ uec::cuda::LoadArgs args) {
+  uec::cuda::load<true>(args, shared_memory);
+}
+
+// From ids to the table and its plan. Blocks of up to kMaxPlanWarps warps. With far peers it takes
+// two launches: the planner leaves no registers for calls of NVSHMEM.
+UEC_KERNEL(128)
+void ultraep_load_plan(const __grid_constant__ uec::cuda::LoadPlanArgs args) {
+  uec::cuda::load_plan(args, shared_memory);
 }
 
 // One block of up to kMaxPlanWarps warps.

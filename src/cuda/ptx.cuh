@@ -107,6 +107,13 @@ UEC_DEVICE void add_relaxed(uint64_t* at, uint64_t value) {
 UEC_DEVICE void add_relaxed(int32_t* at, int32_t value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
+// A counter in shared memory, of the block's threads.
+UEC_DEVICE void add_shared_relaxed(int32_t* at, int32_t value) {
+  asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(at))),
+               "r"(value)
+               : "memory");
+}
 // A word in shared memory, between the block's warps.
 UEC_DEVICE int32_t load_shared_relaxed(const int32_t* at) {
   return *const_cast<const volatile int32_t*>(at);

@@ -1,4 +1,4 @@
-// A rank's constant tables in device memory, which its RankState points to.
+// A rank's tables in device memory, which its RankState points to. All but the counts are constant.
 #pragma once
 
 #include "core/call_arrays.hpp"
@@ -14,6 +14,7 @@ struct Tables {
   int32_t* home;           // [E]
   int32_t* domain;         // [G]
   int32_t* main_idx;       // [E]
+  int32_t* counts;         // [E] zero between launches
   uint8_t* far;            // [G]
 
   // As CallArrays::cut().
@@ -27,6 +28,7 @@ struct Tables {
     tables->home = cutter.take<int32_t>(c.num_experts);
     tables->domain = cutter.take<int32_t>(c.num_ranks);
     tables->main_idx = cutter.take<int32_t>(c.num_experts);
+    tables->counts = cutter.take<int32_t>(c.num_experts);
     tables->far = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }

@@ -112,6 +112,44 @@ ultraep_add_core_mutant(called_for_each PROGRAM test_team FILE core/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]
   REPLACE [[  return all != 0;]])
 
+# ---- the exchange of loads ----------------------------------------------------------------------
+
+ultraep_add_core_mutant(row_to_whoever_waits PROGRAM test_gather FILE core/gather.hpp
+  FIND [[    store(mine == kReady ? at : -1);]]
+  REPLACE [[    store(mine != kAll ? at : -1);]])
+
+ultraep_add_core_mutant(row_published_by_each PROGRAM test_gather FILE core/gather.hpp
+  FIND [[          for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {]]
+  REPLACE [[          for (int32_t r = 0; r < call_.num_ranks; ++r) {]])
+
+ultraep_add_core_mutant(row_published_twice PROGRAM test_gather FILE core/gather.hpp
+  FIND [[            if (sent_[r] != kStored) continue;]]
+  REPLACE [[            if (sent_[r] == kUnsent) continue;]])
+
+ultraep_add_core_mutant(row_published_when_stored PROGRAM test_gather FILE core/gather.hpp
+  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+
+ultraep_add_core_mutant(rows_held_while_blocked PROGRAM test_gather FILE core/gather.hpp
+  FIND [[    if (num_held_ > 0) return publish_step();]]
+  REPLACE [[    if (num_held_ > 0 && sent != Step::kBlocked) return publish_step();]])
+
+ultraep_add_core_mutant(exchange_goes_by_each PROGRAM test_gather FILE core/gather.hpp
+  FIND [[        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]]
+  REPLACE [[        (static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]])
+
+ultraep_add_core_mutant(exchange_fails_for_each PROGRAM test_gather FILE core/gather.hpp
+  FIND [[fault_ = team_.from(waits_for_ % team_.size(), fault);]]
+  REPLACE [[fault_ = fault;]])
+
+ultraep_add_core_mutant(exchange_progress_of_each PROGRAM test_gather FILE core/gather.hpp
+  FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
+  REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
+
+ultraep_add_core_mutant(exchange_waits_for_the_last PROGRAM test_gather FILE core/gather.hpp
+  FIND [[ && mine == kWaits) continue;  // the first is named]]
+  REPLACE [[ && mine == kReady) continue;]])
+
 # ---- a probe -------------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(moved_before_read PROGRAM test_probe FILE core/probe.hpp

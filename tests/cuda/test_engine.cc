@@ -200,6 +200,8 @@ void check_state() {
   CHECK_EQ(state.pes, 0);
   for (int32_t r = 0; r < 3; ++r)
     CHECK(reinterpret_cast<uint8_t* const*>(state.bases)[r] == ranks.config.bases[r]);
+  for (int32_t e = 0; e < ranks.config.num_experts; ++e)
+    CHECK_EQ(reinterpret_cast<const int32_t*>(state.counts)[e], 0);
   for (int32_t i = 0; i < 2; ++i) {
     CHECK_EQ(reinterpret_cast<const int64_t*>(state.segment_bytes)[i],
              ranks.config.segment_bytes[i]);

@@ -68,7 +68,8 @@ class EmulatedGroup {
         statuses_(group.num_ranks),
         device_(group.num_ranks),
         plans_(group.num_ranks),
-        tables_(group.num_ranks) {
+        tables_(group.num_ranks),
+        counts_(group.num_ranks) {
     const int32_t ranks = group.num_ranks;
     const auto segments = static_cast<int32_t>(options.segment_bytes.size());
     for (int32_t r = 0; r < ranks; ++r) {
@@ -118,6 +119,19 @@ class EmulatedGroup {
   std::vector<int32_t>& plan(int32_t rank) { return plans_[rank]; }
   uec::cuda::DeviceCall& device_call(int32_t rank) { return device_[rank]; }
   const uint8_t*& main(int32_t rank, int32_t index) { return tables_[rank][index]; }
+  const Options& options() const { return options_; }
+  const std::vector<int32_t>& counts(int32_t rank) const { return counts_[rank]; }
+  // A flag in a rank's symmetric memory, when nothing runs.
+  uint64_t flag(int32_t rank, int64_t offset) const {
+    return *reinterpret_cast<const uint64_t*>(memory_[rank]->data() + offset);
+  }
+
+  void set_flag(int32_t rank, int64_t offset, uint64_t value) {
+    *reinterpret_cast<uint64_t*>(memory_[rank]->data() + offset) = value;
+  }
+
+  // A call that is not a transfer of weights.
+  uint64_t begin_call() { return ++call_; }
 
   // Gives every rank its next call: fresh weights, and poison in all slots.
   void prepare(Mode mode, const std::vector<int32_t>& segments) {
@@ -182,13 +196,17 @@ class EmulatedGroup {
   }
 
   void check_success() {
+    check_states();
+    for (int32_t r = 0; r < group_.num_ranks; ++r) check_slots(r);
+  }
+
+  void check_states() {
     for (int32_t r = 0; r < group_.num_ranks; ++r) {
       CHECK_EQ(statuses_[r].failed_call, uint64_t{0});
       CHECK_EQ(states_[r].epoch, call_);
       CHECK_EQ(states_[r].entered, 0);
       CHECK_EQ(states_[r].left, 0);
     }
-    for (int32_t r = 0; r < group_.num_ranks; ++r) check_slots(r);
   }
 
  private:
@@ -241,6 +259,8 @@ class EmulatedGroup {
     state.tile_bytes = kTile;
     state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
+    counts_[r].assign(group_.num_experts, 0);
+    state.counts = reinterpret_cast<uint64_t>(counts_[r].data());
     state.call_limit_ns = static_cast<uint64_t>(options_.call_timeout * 1e9);
     state.wait_limit_ns = static_cast<uint64_t>(options_.wait_timeout * 1e9);
     state.digest = configs_[r].initial_digest();
@@ -322,6 +342,7 @@ class EmulatedGroup {
   std::vector<uec::cuda::DeviceCall> device_;        // [ranks]
   std::vector<std::vector<int32_t>> plans_;          // [ranks]
   std::vector<std::vector<const uint8_t*>> tables_;  // [ranks] of main weights
+  std::vector<std::vector<int32_t>> counts_;
   std::vector<uec::host::EngineConfig> configs_;
   std::vector<uec::host::EngineLayout> layouts_;
   std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;

@@ -277,6 +277,109 @@ ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cud
   REPLACE [[    sum_runs(block);
     clear_rows(args, first_of_block, width);]])
 
+# ---- the load ------------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(load_arrivals_relaxed PROGRAM test_load
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[fetch_add(value, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(load_arrives_before_it_has_counted PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  ptx::sync_block();
+  if (ptx::thread_idx() == 0)
+    shared.last]]
+  REPLACE [[  if (ptx::thread_idx() == 0)
+    shared.last]])
+
+ultraep_add_device_mutant(load_every_block_goes_on PROGRAM test_load FILE cuda/load.cuh
+  FIND [[== ptx::num_blocks_x() - 1;]]
+  REPLACE [[>= 0;]])
+
+ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load FILE cuda/load_count.cuh
+  FIND [[counts[e] = 0;
+  ptx::sync_block();]]
+  REPLACE [[counts[e] = 0;]])
+
+ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load FILE cuda/load_count.cuh
+  FIND [[    count_share<int64_t>(call, sums, counts);
+  ptx::sync_block();]]
+  REPLACE [[    count_share<int64_t>(call, sums, counts);]])
+
+ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/load.cuh
+  FIND [[    counts[e] = 0;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_row_sent_before_it_is_there PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  take_row(shared, part, state);
+  ptx::sync_block();]]
+  REPLACE [[  take_row(shared, part, state);]])
+
+ultraep_add_device_mutant(load_table_copied_too_early PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  ptx::sync_block();
+  const bool done]]
+  REPLACE [[  const bool done]])
+
+ultraep_add_device_mutant(load_row_without_proxy_fence PROGRAM test_load FILE core/gather.hpp
+  FIND [[    if (!mover_.loaded(0)) return Step::kAwaitDelivered;
+    store]]
+  REPLACE [[    store]])
+
+ultraep_add_device_mutant(load_row_published_when_stored PROGRAM test_load FILE core/gather.hpp
+  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+
+ultraep_add_device_mutant(load_not_drained PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  while (gather.drain_step() != Step::kFinished) ptx::pause();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_arrivals_not_reset HANGS PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  state.left = 0;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/load.cuh
+  FIND [[    state.epoch = block.call.epoch.number;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/load.cuh
+  FIND [[    state.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  if (early.fault != Fault::kNone) {]]
+  REPLACE [[  if (false) {]])
+
+ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  if (has_failed(block)) return false;  //]]
+  REPLACE [[  if (false) return false;  //]])
+
+ultraep_add_device_mutant(load_cancelled_before_unseen PROGRAM test_load FILE cuda/load.cuh
+  FIND [[shared.gathered && !shared.cancelled;]]
+  REPLACE [[shared.gathered;]])
+
+ultraep_add_device_mutant(load_bad_ids_left_out PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  if (state.bad_id != 0) {]]
+  REPLACE [[  if (false) {]])
+
+ultraep_add_device_mutant(load_bad_id_stays PROGRAM test_load FILE cuda/load.cuh
+  FIND [[  state.bad_id = 0;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/load_count.cuh
+  FIND [[    ptx::max_relaxed(sums.bad_id, bad_id_word(static_cast<uint64_t>(position)));]]
+  REPLACE [[    *sums.bad_id = bad_id_word(static_cast<uint64_t>(position));]])
+
+ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/load.cuh
+  FIND [[CallRecord::make(epoch, state.digest, RecordKind::kRejected).word);]]
+  REPLACE [[0);]])
+
+ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
+  FIND [[  ptx::sync_block();]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan FILE cuda/load_plan.cuh
+  FIND [[return write_no_plan(own);]]
+  REPLACE [[return;]])
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan

@@ -12,6 +12,8 @@ from cubin_files import Resources, architecture, cuda_tool, disassemble, resourc
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
 TRANSFERS = [f"ultraep_replicate_{tile}{far}" for tile in (16384, 32768) for far in ("", "_far")]
+LOADS = ["ultraep_load", "ultraep_load_far", "ultraep_load_plan"]
+PLANS = {"ultraep_plan", "ultraep_load_plan"}
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
 # What nvshmem4py's library_init asks the loaded cubin for.
 NVSHMEM_SYMBOLS = {"nvshmemi_device_state_d", "nvshmemi_device_lib_version_d"}
@@ -28,6 +30,8 @@ INSTRUCTIONS = {
     "load-acquire at system scope": [r"LDG?\.E\.64\.STRONG\.SYS", r"CCTL\.IVALL"],
     "store-release at system scope": [r"MEMBAR\.(ALL|SC)\.SYS", r"STG?\.E\.64\.STRONG\.SYS"],
 }
+# A row of loads is counted in shared memory, and leaves by bulk copies.
+OF_LOADS = {name: INSTRUCTIONS[name] for name in list(INSTRUCTIONS)[1:]}
 # The same for what blocks of one launch tell each other.
 BETWEEN_BLOCKS = {
     "load-acquire at device scope": [r"LDG?\.E\.64\.STRONG\.GPU", r"CCTL\.IVALL"],
@@ -95,10 +99,10 @@ def test_cubin_exports_the_kernels_and_what_nvshmem_asks_for(cubin: Path) -> Non
         assert exported.get(name) == "STT_OBJECT", name
     # A linked cubin has functions of NVSHMEM too; what a host can launch is what nvlink lists.
     kernels = set(resources(cubin))
-    assert {*TRANSFERS, *REROUTES, "ultraep_reroute_shares"} <= kernels
+    assert {*TRANSFERS, *LOADS, *PLANS, *REROUTES, "ultraep_reroute_shares"} <= kernels
     for kernel in kernels:
         assert exported[kernel] == "STT_FUNC"
-        assert re.search("plan|replicate|reroute", kernel)  # so that a profile can be filtered
+        assert re.search("load|plan|replicate|reroute", kernel)  # so that a profile can be filtered
 
 
 def test_resources_are_within_the_budget(cubin: Path) -> None:
@@ -113,9 +117,10 @@ def test_resources_are_within_the_budget(cubin: Path) -> None:
 
 
 def test_budget_allows_64_registers_and_no_stack_but_for_nvshmem() -> None:
-    assert BUDGET["ultraep_plan"] == {"registers": 128, "stack": 0, "shared": 0}  # one block of it
+    for kernel in PLANS:  # one block of it for each rank
+        assert BUDGET[kernel] == {"registers": 128, "stack": 0, "shared": 0}
     for kernel, allowed in BUDGET.items():
-        if kernel == "ultraep_plan":
+        if kernel in PLANS:
             continue
         # What calls NVSHMEM's library has its code in line, and a stack for what it calls in turn.
         calls_nvshmem = kernel.endswith("_far")
@@ -135,6 +140,16 @@ def test_transfers_have_the_instructions_that_the_protocol_rests_on(
     code: dict[int, dict[str, list[str]]], arch: int, kernel: str
 ) -> None:
     assert absent(code[arch][kernel]) == set()
+
+
+@pytest.mark.parametrize("kernel", LOADS)
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_loads_have_the_instructions_that_the_protocol_and_their_blocks_rest_on(
+    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
+) -> None:
+    arrival = "acquire and release by an arrival"
+    wanted = OF_LOADS | {arrival: BETWEEN_BLOCKS[arrival]}
+    assert absent(code[arch][kernel], wanted) == set()
 
 
 @pytest.mark.parametrize("kernel", REROUTES)

@@ -4,26 +4,18 @@
 
 #include "check.hpp"
 #include "cuda/plan.cuh"
+#include "device/host_plan.hpp"
 #include "host/watchdog.hpp"
 #include "plans.hpp"
 
 namespace {
 
+using namespace device_tests;
 using uec::Objective;
 using uec::Topology;
-using uec::cuda::PlanArgs;
 using uec::cuda::LoadFault;
+using uec::cuda::PlanArgs;
 using uec::cuda::PlanStatus;
-
-struct Plan {
-  explicit Plan(const Topology& t)
-      : slot_expert(t.num_ranks * t.slots_per_rank, 77),
-        slot_quota(t.num_ranks * t.slots_per_rank, 77),
-        home_quota(t.num_experts, 77) {}
-  bool operator==(const Plan&) const = default;
-
-  std::vector<int32_t> slot_expert, slot_quota, home_quota;
-};
 
 uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
 
@@ -54,21 +46,6 @@ Plan plan_on_device(const Topology& topology, const std::vector<int32_t>& load,
       1, 1, uec::cuda::plan_shared_bytes(topology, num_warps),
       [&](std::byte* memory) { uec::cuda::plan(args, memory); }, num_warps);
   return plan;
-}
-
-Plan plan_on_host(const Topology& topology, const std::vector<int64_t>& load,
-                  const Objective& objective) {
-  Plan plan(topology);
-  std::vector<std::byte> memory(uec::planner_scratch_bytes(topology));
-  uec::plan_replicas(topology, load.data(), objective, uec::PlannerScratch(topology, memory.data()),
-                     plan.slot_expert.data(), plan.slot_quota.data(), plan.home_quota.data());
-  return plan;
-}
-
-std::vector<int64_t> sums(const std::vector<int32_t>& load, int32_t num_experts) {
-  std::vector<int64_t> total(num_experts, 0);
-  for (size_t i = 0; i < load.size(); ++i) total[i % num_experts] += load[i];
-  return total;
 }
 
 // So that a test of nothing is noticed.

@@ -150,8 +150,18 @@ mutant(digest_unchecked core/protocol.hpp
   Fault found]])
 
 mutant(row_sent_before_the_call core/gather.hpp
-  FIND [[      const Verdict verdict = r == call_.rank]]
-  REPLACE [[      const Verdict verdict = true]])
+  FIND [[          r == call_.rank ? Verdict::kArrived]]
+  REPLACE [[          true ? Verdict::kArrived]])
+
+mutant(row_published_before_delivered core/gather.hpp
+  FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
+  REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
+
+mutant(table_read_before_rows_arrive core/gather.hpp
+  FIND [[      if (verdict == Verdict::kArrived) continue;
+      mine]]
+  REPLACE [[      if (true) continue;
+      mine]])
 
 mutant(opened_while_in_use simulation/ranks.cc
   FIND [[      announce_call(calls_[rank], memory, mover);]]

@@ -126,6 +126,7 @@ inline void add_relaxed(uint64_t* at, uint64_t value) {
 inline void add_relaxed(int32_t* at, int32_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
 }
+inline void add_shared_relaxed(int32_t* at, int32_t value) { add_relaxed(at, value); }
 inline int32_t load_shared_relaxed(const int32_t* at) { return load_relaxed(at); }
 inline void store_shared_relaxed(int32_t* at, int32_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_relaxed);
