@@ -11,6 +11,7 @@
 #include "calls.hpp"
 #include "cuda/block.hpp"
 #include "cuda/engine.hpp"
+#include "cuda/load_block.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -85,6 +86,7 @@ void bind_cuda(nb::module_& m) {
   m.def("cuda_shared_bytes", [](const EngineConfig& config) {
     return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
   });
+  m.def("cuda_load_shared_bytes", &cuda::load_shared_bytes);
   m.def("cuda_staging_bytes", &Engine::staging_bytes);
   m.def("cuda_driver_names", &driver_names);
   m.def("cuda_launch_peers", &launch_peers);
@@ -98,13 +100,14 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
-             uint64_t kernel, uint64_t notice, int32_t first_rank, int32_t num_ranks,
+             uint64_t kernel, uint64_t notice, uint64_t load, int32_t first_rank, int32_t num_ranks,
              int32_t num_sms, const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
                                       handle(stream),
                                       handle(kernel),
                                       handle(notice),
+                                      handle(load),
                                       first_rank,
                                       num_ranks,
                                       num_sms,
@@ -114,7 +117,7 @@ void bind_cuda(nb::module_& m) {
                                       nullptr,
                                       config.call_timeout};
           },
-          nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "notice"_a,
+          nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "notice"_a, "load"_a,
           "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
@@ -159,20 +162,27 @@ void bind_cuda(nb::module_& m) {
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t home, uint64_t mains, uint64_t table, uint32_t segments, int32_t mode,
               int32_t region, bool background, uint64_t stream) {
-             const cuda::DeviceReplicateArgs args{
-                 .slot_expert = slot_expert,
-                 .slot_quota = slot_quota,
-                 .home_quota = home_quota,
-                 .home = home,
-                 .mains = at<const uint64_t>(mains),
-                 .table = table,
-                 .segments = segments,
-                 .mode = mode,
-                 .region = region};
+             const cuda::DeviceReplicateArgs args{.slot_expert = slot_expert,
+                                                  .slot_quota = slot_quota,
+                                                  .home_quota = home_quota,
+                                                  .home = home,
+                                                  .mains = at<const uint64_t>(mains),
+                                                  .table = table,
+                                                  .segments = segments,
+                                                  .mode = mode,
+                                                  .region = region};
              return interruptible([&](auto&& interrupted) {
                return e.replicate_on_device(args, background, handle(stream), interrupted);
              });
            })
+      .def("gather",
+           [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
+              uint64_t stream) {
+             return interruptible([&](auto&& interrupted) {
+               return e.gather({ids, count, load, id_bytes}, handle(stream), interrupted);
+             });
+           })
+      .def("bad_id", &Engine::bad_id)
       .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())

@@ -254,6 +254,9 @@ def cuda_tile_sizes() -> list[int]:
 def cuda_shared_bytes(config: EngineConfig) -> int:
     """Return the shared memory of a block, for any rank of the group."""
 
+def cuda_load_shared_bytes(num_ranks: int, num_experts: int) -> int:
+    """Return the shared memory of a block of the load kernels."""
+
 def cuda_staging_bytes(num_sms: int, tile_bytes: int) -> int:
     """Return the symmetric memory that puts to far peers need."""
 
@@ -288,6 +291,7 @@ class CudaLauncherConfig:
         stream: int,
         kernel: int,
         notice: int,
+        load: int,
         first_rank: int,
         num_ranks: int,
         num_sms: int,
@@ -351,6 +355,8 @@ class CudaEngine:
         background: bool,
         stream: int,
     ) -> int: ...
+    def gather(self, ids: int, count: int, id_bytes: int, load: int, stream: int) -> int: ...
+    def bad_id(self) -> tuple[int, int]: ...
     def reject(self) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> int: ...

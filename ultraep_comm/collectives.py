@@ -10,9 +10,9 @@ import torch
 from ultraep_comm import _core, tracing_calls
 from ultraep_comm.errors import (
     InvalidArgumentError,
-    InvalidLoadError,
     InvalidWeightsError,
     UltraEPError,
+    UnsupportedError,
 )
 from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
@@ -23,11 +23,12 @@ from ultraep_comm.planning import (
     has_shape_of,
     plan_on_host,
 )
-from ultraep_comm.refusals import placement_error
+from ultraep_comm.refusals import bad_id_error, placement_error
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
 if TYPE_CHECKING:
+    from ultraep_comm.cuda.device import Device
     from ultraep_comm.group import Group
     from ultraep_comm.work import Work
 
@@ -37,20 +38,25 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
 
     Args:
         topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding. On the CPU, or on
-            the device of a CUDA group: then they are counted there, and the host waits for it.
+            the device of a CUDA group: then nothing synchronises, the call belongs to the current
+            stream, and can be captured into a CUDA graph.
         group: the group.
 
     Returns:
-        int32 ``[G, E]`` on the CPU: tokens of each source rank for each expert.
+        int32 ``[G, E]``: tokens of each source rank for each expert; where ``topk_ids`` is.
 
     Raises:
-        InvalidLoadError: wrong dtype, device or an id out of range.
-        TransferError: the exchange failed.
+        InvalidLoadError: wrong dtype, device or an id out of range; of an id on the device the next
+            call raises it, and the load is zeros.
+        UnsupportedError: the current stream is being captured, and ``topk_ids`` is on the CPU.
+        TransferError: the exchange failed; that too may surface in the next call.
     """
     if torch.compiler.is_dynamo_compiling():
         return tracing_calls.gather_load(topk_ids, group)
     group._check_open("gather_load")
     t = group.topology
+    if group._device is not None:
+        return _gather_on_device(topk_ids, group, group._device)
     counts = torch.empty(t.num_experts, dtype=torch.int32)
     if group._loads is not None:
         return _exchange(topk_ids, counts, group, group._loads)
@@ -65,6 +71,38 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     epoch = engine.gather(counts.data_ptr(), table.data_ptr())
     group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
+
+
+def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> torch.Tensor:
+    t = group.topology
+    try:
+        check_ids(topk_ids, group.rank, group.device)
+        ids = topk_ids.contiguous()
+        on_device = device.holds(ids) or device.holds(topk_ids)
+        if not on_device:
+            if device.is_capturing():
+                raise UnsupportedError(
+                    f"rank {group.rank}: topk_ids is on the CPU, and the current stream is being"
+                    " captured into a CUDA graph; give ids on the device"
+                )
+            ids = device.empty(topk_ids.shape, topk_ids.dtype)
+            device.upload(ids, topk_ids.contiguous())
+    except Exception as error:
+        group._reject(error)
+        raise
+    load = device.empty((t.num_ranks, t.num_experts), torch.int32)
+    try:
+        epoch = group._device_engine.gather(ids, load)
+    except UltraEPError as error:
+        if group._engine.failed_epoch() != 0:
+            group._first_error = group._first_error or error
+        raise
+    work = group._submitted(epoch, (ids, load), "gather_load", "")
+    if on_device:
+        work.wait()
+        return load
+    work.synchronize()
+    return torch.empty(load.shape, dtype=torch.int32).copy_(load)
 
 
 def _exchange(
@@ -92,30 +130,12 @@ def _exchange(
 
 def _count(topk_ids: torch.Tensor, counts: torch.Tensor, group: Group) -> None:
     check_ids(topk_ids, group.rank, group.device)
-    if topk_ids.device.type == "cpu":
-        ids = topk_ids.contiguous()
-        bad = _core.count_experts(
-            ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, counts.numel(), counts.data_ptr()
-        )
-    else:
-        bad = count_on_device(topk_ids, counts)
+    ids = topk_ids.contiguous()
+    bad = _core.count_experts(
+        ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, counts.numel(), counts.data_ptr()
+    )
     if bad >= 0:
-        raise InvalidLoadError(
-            f"rank {group.rank}: topk_ids has the id {int(topk_ids.reshape(-1)[bad])} at position"
-            f" {bad}; expected [0, {counts.numel()}), or -1 for padding"
-        )
-
-
-def count_on_device(topk_ids: torch.Tensor, counts: torch.Tensor) -> int:
-    """Count routed ids where they are; return a bad id's position, else -1."""
-    num_experts = counts.numel()
-    ids = topk_ids.reshape(-1)
-    bad = (ids < -1) | (ids >= num_experts)
-    # One bin for padding, one for each expert, one for what is out of range.
-    bins = torch.where(bad, num_experts + 1, ids + 1)
-    found = torch.bincount(bins, minlength=num_experts + 2).cpu()
-    counts.copy_(found[1 : num_experts + 1])
-    return int(torch.nonzero(bad)[0]) if int(found[num_experts + 1]) else -1
+        raise bad_id_error(group.rank, bad, int(topk_ids.reshape(-1)[bad]), counts.numel())
 
 
 def replicate_experts(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ultraep_comm import _core
 from ultraep_comm.plan import Plan
 from ultraep_comm.segments import BoundWeights
@@ -75,7 +77,13 @@ class Engine(Protocol):
 
 
 class DeviceEngine(Engine, Protocol):
-    """One that takes plans in its device's memory too."""
+    """One that takes ids and plans in its device's memory too."""
+
+    def gather(self, ids: torch.Tensor, load: torch.Tensor) -> int:
+        """Count ids, and exchange the counts into ``load`` ``[G, E]``; return the epoch."""
+
+    def bad_id(self) -> tuple[int, int]:
+        """Return where the first id was that this rank's device rejected, and the id; -1: none."""
 
     def replicate_on_device(
         self, plan: Plan, bound: BoundWeights, segments: int, mode: int, background: bool

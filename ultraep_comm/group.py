@@ -389,9 +389,11 @@ class Group:
                 f" call {failed} failed; make a new group"
             )
         report = self._engine.report()
-        error = refusal_error(report, self.rank, self.topology, self._names) or error_from(
-            report, self.rank, operation
-        )
+        error: UltraEPError | None = None
+        if self._device is not None:
+            bad_id = self._device_engine.bad_id()
+            error = refusal_error(report, bad_id, self.rank, self.topology, self._names)
+        error = error or error_from(report, self.rank, operation)
         self._first_error = self._first_error or error
         return error
 

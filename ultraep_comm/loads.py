@@ -1,9 +1,7 @@
-"""Exchanging loads outside the engine: over the process group, or inside the process."""
+"""Exchanging loads outside the engine: over the process group."""
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Protocol
 
 import torch
@@ -12,7 +10,6 @@ from ultraep_comm.errors import (
     BootstrapError,
     PeerGoneError,
     PeerRejectedError,
-    TransferTimeoutError,
 )
 from ultraep_comm.fabrics.bootstrap import Meeting
 
@@ -63,63 +60,3 @@ class ProcessGroupLoads:
 
     def leave(self) -> None:
         """Nothing to give up: the process group is the caller's."""
-
-
-class LoopbackTable:
-    """The rows of ranks in one process, one round after the other."""
-
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        self.num_ranks = num_ranks
-        self.timeout = timeout  # seconds; 0: no limit
-        self.changed = threading.Condition()
-        self.rounds: dict[int, list[torch.Tensor | None]] = {}
-        self.left: set[int] = set()
-
-
-class LoopbackLoads:
-    """One rank's part of a :class:`LoopbackTable`."""
-
-    def __init__(self, table: LoopbackTable, rank: int) -> None:
-        self._table = table
-        self._rank = rank
-        self._round = 0
-
-    def exchange(self, counts: torch.Tensor) -> torch.Tensor:
-        """Put down this rank's row and wait for the others'."""
-        table, rank = self._table, self._rank
-        self._round += 1
-        start = time.monotonic()
-        with table.changed:
-            rows = table.rounds.setdefault(self._round, [None] * table.num_ranks)
-            rows[rank] = counts.clone()
-            table.changed.notify_all()
-            while any(row is None for row in rows):
-                missing = next(r for r, row in enumerate(rows) if row is None)
-                if missing in table.left:
-                    raise PeerGoneError(
-                        f"rank {rank}: gather_load needed the loads of rank {missing}, which has"
-                        " closed or failed. Make the same calls on every rank",
-                        rank=rank,
-                        peer=missing,
-                        root=missing,
-                    )
-                waited = time.monotonic() - start
-                if table.timeout and waited > table.timeout:
-                    raise TransferTimeoutError(
-                        f"rank {rank}: gather_load waited {waited:.1f} s for rank {missing}. Ranks"
-                        " in one process call it from a thread each; look at rank"
-                        f" {missing} first",
-                        rank=rank,
-                        peer=missing,
-                        root=missing,
-                    )
-                table.changed.wait(0.1)
-            # Whoever is in the next round has taken these.
-            table.rounds.pop(self._round - 1, None)
-            return torch.stack([row for row in rows if row is not None])
-
-    def leave(self) -> None:
-        """Tell ranks that wait for this one."""
-        with self._table.changed:
-            self._table.left.add(self._rank)
-            self._table.changed.notify_all()

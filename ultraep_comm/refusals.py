@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ultraep_comm import _core
-from ultraep_comm.errors import InvalidPlanError, InvalidWeightsError, UltraEPError
+from ultraep_comm.errors import (
+    InvalidLoadError,
+    InvalidPlanError,
+    InvalidWeightsError,
+    UltraEPError,
+)
 from ultraep_comm.topology import Topology
 
 REJECTED = 2  # in the order of `enum class Fault` in src/core/protocol.hpp
@@ -21,6 +26,14 @@ _PLAN_FAULTS = (
 _HOME, _WEIGHTS = 5, 6
 
 
+def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> InvalidLoadError:
+    """Return what ``rank`` says of an id that is none, at a flat position of its ``topk_ids``."""
+    return InvalidLoadError(
+        f"rank {rank}: topk_ids has the id {value} at position {position}; expected"
+        f" [0, {num_experts}), or -1 for padding"
+    )
+
+
 def placement_error(
     rank: int, fault: int, place: tuple[int, int], expert: int, num_experts: int
 ) -> InvalidPlanError:
@@ -32,11 +45,27 @@ def placement_error(
 
 
 def refusal_error(
-    report: _core.Report, rank: int, topology: Topology, names: Sequence[str]
+    report: _core.Report,
+    bad_id: tuple[int, int],
+    rank: int,
+    topology: Topology,
+    names: Sequence[str],
 ) -> UltraEPError | None:
-    """Return why this rank's own device refused its call; None: it did not."""
+    """Return why this rank's own device refused its call; None: it did not.
+
+    Args:
+        report: of the call that failed.
+        bad_id: position and value, or -1, as `DeviceEngine.bad_id` returns them.
+        rank: this rank.
+        topology: of its group.
+        names: of the group's segments.
+    """
     reason = report.seen
-    if report.fault != REJECTED or report.root != rank or reason == 0:
+    if report.fault != REJECTED or report.root != rank:
+        return None
+    if bad_id[0] >= 0:
+        return bad_id_error(rank, *bad_id, topology.num_experts)
+    if reason == 0:
         return None
     if reason == _HOME:
         return InvalidPlanError(

@@ -37,6 +37,7 @@ inline constexpr int32_t kLoadThreads = 512;
 inline constexpr int32_t kIdsPerLoadThread = 8;
 inline constexpr int32_t kQuadsAtOnce = 4;
 
+inline constexpr int32_t kMaxLoadBlocks = 16;   // of a rank
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 
 }  // namespace uec::cuda

@@ -138,6 +138,32 @@ uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
   return epoch;
 }
 
+uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool background,
+                                 Handle stream) {
+  if (is_over()) throw CaptureError("the group has failed");
+  try {
+    return launcher_->submit_captured(config_.rank, capture, request, stream, background);
+  } catch (const DriverError&) {
+    fail_here();
+    throw;
+  }
+}
+
+uint64_t Engine::gather(const LoadCall& load, Handle stream, const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  Request request;
+  request.load = load;
+  if (const uint64_t capture = capture_of(launcher_->config().driver, stream))
+    return submit_captured(capture, request, false, stream);
+  return submit([&](uint64_t) { return request; }, false, stream, interrupted);
+}
+
+std::pair<int64_t, int64_t> Engine::bad_id() const {
+  if (std::atomic_ref(status().failed_call).load(std::memory_order_acquire) == 0) return {-1, 0};
+  return {status().bad_position, status().bad_id};
+}
+
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
                            const Interrupted& interrupted, Mode* mode) {
   const ContextScope current = launcher_->scope();
@@ -186,13 +212,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
           "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
           " on the device; bind them with group.bind() before the capture and pass what it returns,"
           " or pass group.weight_table");
-    if (is_over()) throw CaptureError("the group has failed");
-    try {
-      return launcher_->submit_captured(config_.rank, capture, request, stream, background);
-    } catch (const DriverError&) {
-      fail_here();
-      throw;
-    }
+    return submit_captured(capture, request, background, stream);
   }
   const auto fill = [&](uint64_t epoch) {
     if (args.mains == nullptr) return request;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "core/validate.hpp"
@@ -62,6 +63,11 @@ class Engine {
   uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
                                const Interrupted& interrupted);
 
+  // Counts ids on the device and exchanges the counts. Captured calls as above.
+  uint64_t gather(const LoadCall& load, Handle stream, const Interrupted& interrupted);
+  // Where the first id was that made this rank's device reject its load, and the id; -1: nowhere.
+  std::pair<int64_t, int64_t> bad_id() const;
+
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group. Blocks.
   void reject();
   // Ends what is under way, here and at the peers. Blocks until the device has.
@@ -85,6 +91,8 @@ class Engine {
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
   uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
+  uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
+                           Handle stream);
   bool succeeded(uint64_t epoch) const;
   bool is_over() const;            // takes no more calls
   void fail_here();                // the driver refused a call

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cuda/block.hpp"
+#include "cuda/load_block.hpp"
 #include "cuda/tables.hpp"
 
 namespace uec::cuda {
@@ -180,7 +181,7 @@ void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle
     require(config_.driver, config_.driver.cuEventRecord(e.before[index], stream), "cuEventRecord");
   line.submitted[index] = number(call);
   const uint64_t all = *std::min_element(line.submitted.begin(), line.submitted.end());
-  if (is_ended(call) || all < number(call)) return;
+  if (is_ended(call) || all < number(call) || !agree(e, call)) return;
   launch(call, e.in_place ? stream : config_.stream);
 }
 
@@ -202,6 +203,19 @@ void Launcher::launch(uint64_t call, Handle stream) {
     if (e.stream[i] != stream || c.num_ranks > 1)
       require(driver, driver.cuStreamWaitEvent(stream, e.before[i], 0), "cuStreamWaitEvent");
   join(line, stream);
+  if (e.requests.front().is_load())
+    launch_load(e, call, stream);
+  else
+    launch_replicate(e, call, stream);
+  require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
+  e.call = number(call);
+  line.last = e.done;
+  line.launched = number(call);
+  launches_.notify_all();
+}
+
+void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
+  const LauncherConfig& c = config_;
   copy_blocks(e, call, stream);
   LaunchArgs args;
   args.states = c.device;
@@ -210,16 +224,44 @@ void Launcher::launch(uint64_t call, Handle stream) {
   args.counted = !is_captured(call);
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   void* arguments[] = {&args};
-  require(driver,
-          driver.cuLaunchKernel(c.kernel, c.num_sms, c.num_ranks, 1, kNumThreads, 1, 1,
-                                static_cast<unsigned>(shared_bytes(c.capacity, c.tile_bytes)),
-                                stream, arguments, nullptr),
+  require(c.driver,
+          c.driver.cuLaunchKernel(c.kernel, c.num_sms, c.num_ranks, 1, kNumThreads, 1, 1,
+                                  static_cast<unsigned>(shared_bytes(c.capacity, c.tile_bytes)),
+                                  stream, arguments, nullptr),
           "cuLaunchKernel");
-  require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
-  e.call = number(call);
-  line.last = e.done;
-  line.launched = number(call);
-  launches_.notify_all();
+}
+
+void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
+  const LauncherConfig& c = config_;
+  LoadArgs args;
+  args.states = c.device;
+  args.counted = !is_captured(call);
+  int64_t most_ids = 0;
+  for (int32_t i = 0; i < c.num_ranks; ++i) {
+    args.calls[i] = e.requests[i].load;
+    most_ids = max64(most_ids, args.calls[i].count);
+  }
+  const LoadGrid grid =
+      LoadGrid::of(c.capacity.num_ranks, c.capacity.num_experts, most_ids, kMaxLoadBlocks);
+  void* arguments[] = {&args};
+  require(
+      c.driver,
+      c.driver.cuLaunchKernel(c.load, grid.num_blocks, c.num_ranks, 1, grid.num_threads, 1, 1,
+                              static_cast<unsigned>(grid.shared_bytes), stream, arguments, nullptr),
+      "cuLaunchKernel");
+}
+
+// Whether all ranks of a launch have made the same kind of call; else none of them is launched.
+bool Launcher::agree(const Entry& e, uint64_t call) {
+  const auto other = std::find_if(e.requests.begin(), e.requests.end(), [&](const Request& r) {
+    return r.is_load() != e.requests.front().is_load();
+  });
+  if (other == e.requests.end()) return true;
+  Report report;
+  report.fault = Fault::kMismatch;
+  report.wait.peer = config_.first_rank + static_cast<int32_t>(other - e.requests.begin());
+  end_from(config_.first_rank, is_captured(call) ? line_.launched + 1 : call, report);
+  return false;
 }
 
 // What the host has put into blocks: all of them, unless every rank's plan is on the device.

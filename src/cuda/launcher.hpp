@@ -31,10 +31,12 @@ using Interrupted = std::function<bool()>;
 // Marks the numbers of captured calls.
 inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 
-// What a rank submits.
+// What a rank submits: a replication or, if there is somewhere to put it, a load.
 struct Request {
   DeviceCall device;        // of a plan on the device; else the host has filled the call's block
   int64_t mains_bytes = 0;  // of a plan on the device: addresses of main weights in the block
+  LoadCall load;
+  bool is_load() const { return load.load != 0; }
 };
 
 // Memory is the caller's: zeroed, and kept until the launcher is gone.
@@ -44,6 +46,7 @@ struct LauncherConfig {
   Handle stream = nullptr;  // the group's own
   Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
   Handle notice = nullptr;  // ultraep_replicate_notice
+  Handle load = nullptr;    // ultraep_load[_far]
   int32_t first_rank = 0;   // of the ranks that share the launches
   int32_t num_ranks = 1;
   int32_t num_sms = 1;  // blocks of a rank
@@ -134,6 +137,9 @@ class Launcher {
   void destroy(const Line& line) const;
   void enter(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
   void launch(uint64_t call, Handle stream);
+  void launch_replicate(const Entry& entry, uint64_t call, Handle stream);
+  void launch_load(const Entry& entry, uint64_t call, Handle stream);
+  bool agree(const Entry& entry, uint64_t call);
   void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
   void join(const Line& line, Handle stream);
   Handle make_event() const;

@@ -24,11 +24,13 @@ using uec::cuda::Result;
 inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
+inline const Handle kLoad = reinterpret_cast<Handle>(0xA3);
 
 struct Launch {
   Handle kernel = nullptr, stream = nullptr;
   unsigned grid[3] = {}, block[3] = {}, shared_bytes = 0;
   uec::cuda::LaunchArgs args;  // of the replicate kernel
+  uec::cuda::LoadArgs load;    // of the load kernel
   Address states = 0;          // of the notice kernel
   int64_t notice = -1;
 };
@@ -132,10 +134,12 @@ inline Driver make_driver() {
                         unsigned by, unsigned bz, unsigned shared, Handle stream, void** arguments,
                         void**) {
     if (state().launch_result != 0) return state().launch_result;
-    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, 0, -1};
+    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, {}, 0, -1};
     if (kernel == kNotice) {
       launch.states = *static_cast<Address*>(arguments[0]);
       launch.notice = *static_cast<int64_t*>(arguments[1]);
+    } else if (kernel == kLoad) {
+      launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
     } else {
       launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
     }

@@ -66,6 +66,7 @@ class Ranks {
                      recorder::kOwnStream,
                      recorder::kKernel,
                      recorder::kNotice,
+                     recorder::kLoad,
                      first,
                      num_ranks,
                      kNumSms,

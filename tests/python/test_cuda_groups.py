@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, FakeNvshmem
-from ranks import RankPool, loopback, make_weights
+from ranks import RankPool, make_weights
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
-from ultraep_comm.collectives import count_on_device
 from ultraep_comm.cuda import device as device_module
 from ultraep_comm.cuda import kernels as kernels_module
 from ultraep_comm.cuda import making
@@ -346,72 +344,6 @@ def test_close_tells_of_another_last_call(device: FakeDevice) -> None:
     groups[0].close()
 
 
-# ---- loads --------------------------------------------------------------------------------------
-
-
-def test_loads_are_gathered_between_threads(device: FakeDevice) -> None:
-    groups = _groups(3)
-    for _ in range(3):
-        ids = [torch.randint(-1, E, (10, 2)) for _ in groups]
-        tables = loopback(3, lambda r, i=ids: uec.gather_load(i[r], group=groups[r]))
-        for row, own in enumerate(ids):
-            expected = torch.bincount(own.flatten() + 1, minlength=E + 1)[1:]
-            assert all(torch.equal(t[row].long(), expected) for t in tables)
-    _close(groups)
-
-
-def test_bad_ids_reach_every_rank(device: FakeDevice) -> None:
-    groups = _groups()
-    found: list[Exception | None] = [None, None]
-
-    def call(rank: int) -> None:
-        try:
-            uec.gather_load(torch.tensor([[rank * E]]), group=groups[rank])
-        except errors.UltraEPError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=call, args=(r,)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert isinstance(found[1], errors.InvalidLoadError)
-    assert "id 6 at position 0" in str(found[1])
-    assert isinstance(found[0], errors.PeerRejectedError)
-    for group in groups:
-        with pytest.raises(errors.GroupClosedError):
-            uec.gather_load(torch.tensor([[0]]), group=group)
-    _close(groups)
-
-
-def test_a_rank_missing_in_gather_load_is_named(device: FakeDevice) -> None:
-    groups = _groups(timeout=0.1)
-    with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
-        uec.gather_load(torch.tensor([[0]]), group=groups[0])
-    uec.gather_load(torch.tensor([[0]]), group=groups[1])  # rank 0's row was there in time
-    with pytest.raises(errors.PeerGoneError, match="rank 0"):
-        uec.gather_load(torch.tensor([[0]]), group=groups[1])
-    _close(groups)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_counting_on_the_device_agrees_with_the_core(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(1)
-    for bad in (None, E, -2, 2**31 - 1):
-        ids = torch.from_numpy(rng.integers(-1, E, (50, 4))).to(dtype)
-        if bad is not None:
-            ids[20, 1] = bad
-            ids[30, 2] = bad
-        expected, found = (torch.zeros(E, dtype=torch.int32) for _ in range(2))
-        position = _core.count_experts(
-            ids.data_ptr(), ids.numel(), dtype == torch.int64, E, expected.data_ptr()
-        )
-        assert count_on_device(ids, found) == position == (-1 if bad is None else 81)
-        assert bad is not None or torch.equal(expected, found)
-    assert count_on_device(torch.empty((0, 2), dtype=dtype), found) == -1
-    assert int(found.sum()) == 0
-
-
 # ---- NVSHMEM -------------------------------------------------------------------------------------
 
 
@@ -443,7 +375,6 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     uids = runtime.uids
     other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
     registered = runtime.registered
-    load = uec.gather_load(torch.tensor([[rank, 3]]), group=group)
     uec.replicate_experts(make_weights(group), PLAN, group=group)
     launches = device.launches()
     group.close()
@@ -455,7 +386,6 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     return {
         "uids": [uid == bytes(range(128)) for uid in uids],
         "registered": (registered, runtime.registered),
-        "load": load.tolist(),
         "launches": launches[-1],
         "domain": group.topology.domain.tolist(),
         "freed": (kept, freed),
@@ -467,7 +397,6 @@ def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) ->
     for result in ranks.run(2, _nvshmem_groups):
         assert result["uids"] == [True]
         assert result["registered"] == (2, 0)
-        assert result["load"] == [[1, 0, 0, 1, 0, 0], [0, 1, 0, 1, 0, 0]]
         assert result["launches"] == "ultraep_replicate_32768"
         assert result["domain"] == [0, 0]
         # Nothing is freed by close(); the next group frees what every rank has closed.

@@ -54,6 +54,7 @@ class SharedLauncher:
             stream=stream,
             kernel=kernels.replicate,
             notice=kernels.notice,
+            load=kernels.load,
             first_rank=first_rank,
             num_ranks=num_ranks,
             num_sms=num_sms,
@@ -96,6 +97,7 @@ class CudaEngine:
         self.has_home = self._engine.has_home
         self.failed_epoch = self._engine.failed_epoch
         self.report = self._engine.report
+        self.bad_id = self._engine.bad_id
 
     def add_region(self, bases: list[int]) -> int:
         """Remember where ranks have main weights that peers can address."""
@@ -127,6 +129,19 @@ class CudaEngine:
                 mode,
                 region,
                 background,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def gather(self, ids: torch.Tensor, load: torch.Tensor) -> int:
+        """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
+        try:
+            return self._engine.gather(
+                ids.data_ptr(),
+                ids.numel(),
+                ids.element_size(),
+                load.data_ptr(),
                 self._current_stream(),
             )
         except (_core.DriverError, _core.CaptureError) as error:

@@ -39,14 +39,20 @@ class GroupKernels:
 
     replicate: int
     notice: int
+    load: int
 
     @classmethod
     def of(cls, kernels: Kernels, config: _core.EngineConfig, *, far: bool) -> GroupKernels:
         """Look them up; with ``far``, those that reach peers by puts and signals."""
-        name = f"ultraep_replicate_{config.tile_bytes}{'_far' if far else ''}"
+        suffix = "_far" if far else ""
+        name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
         return cls(
             replicate=kernels.handle(name, _core.cuda_shared_bytes(config)),
             notice=kernels.handle(NOTICE, 0),
+            load=kernels.handle(
+                f"ultraep_load{suffix}",
+                _core.cuda_load_shared_bytes(len(config.domain), config.num_experts),
+            ),
         )
 
 

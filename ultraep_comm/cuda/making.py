@@ -31,7 +31,6 @@ from ultraep_comm.fabrics.nvshmem import NvshmemFabric, Runtime, find_runtime, j
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.fabrics.symmetric import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.group import Group
-from ultraep_comm.loads import LoopbackLoads, LoopbackTable, ProcessGroupLoads
 from ultraep_comm.options import Options
 from ultraep_comm.reach import check_domains, find_domains
 from ultraep_comm.topology import Topology
@@ -237,7 +236,6 @@ def _make_one(
             config=config,
             fabric=fabric,
             make_engine=make_engine,
-            loads=ProcessGroupLoads(meeting),
             device=device,
         )
     except Exception as refused:
@@ -310,7 +308,6 @@ def make_loopback_groups(
         num_sms=choose_num_sms(options.num_sms, device, num_ranks),
     )
     memory = LoopbackMemory(num_ranks, device.allocate)
-    table = LoopbackTable(num_ranks, configs[0].call_timeout)
     return [
         Group(
             rank=rank,
@@ -319,7 +316,6 @@ def make_loopback_groups(
             config=config,
             fabric=LoopbackFabric(memory, rank),
             make_engine=lambda config: CudaEngine(config, shared),
-            loads=LoopbackLoads(table, rank),
             device=device,
         )
         for rank, config in enumerate(configs)

@@ -3,6 +3,7 @@
 #include <iterator>
 #include <string>
 
+#include "cuda/load.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/replicate.cuh"
 #include "streams.hpp"
@@ -35,6 +36,13 @@ Work replicate(void** arguments, const Grid& grid) {
   };
 }
 
+Work load(void** arguments, const Grid& grid) {
+  return [grid, args = argument<uec::cuda::LoadArgs>(arguments)] {
+    emulation::launch(grid.blocks, grid.ranks, grid.shared_bytes,
+                      [&](std::byte* memory) { uec::cuda::load<false>(args, memory); });
+  };
+}
+
 Work notify(void** arguments, const Grid&) {
   using uec::cuda::BlockCall, uec::cuda::Ring;
   auto* const state = reinterpret_cast<uec::cuda::RankState*>(argument<uint64_t>(arguments));
@@ -59,6 +67,7 @@ const Kernel kKernels[] = {
     {"ultraep_replicate_16384", replicate<16384>},
     {"ultraep_replicate_32768", replicate<32768>},
     {"ultraep_replicate_notice", notify},
+    {"ultraep_load", load},
 };
 
 }  // namespace
@@ -87,9 +96,7 @@ void emulated_copy(void* to, const void* from, uint64_t bytes, void* stream) {
 }
 
 void emulated_begin_capture(void* stream) { Streams::instance().begin_capture(stream); }
-int32_t emulated_is_capturing(void* stream) {
-  return Streams::instance().capture_of(stream) != 0;
-}
+int32_t emulated_is_capturing(void* stream) { return Streams::instance().capture_of(stream) != 0; }
 int32_t emulated_end_capture(void* stream, Graph** graph) {
   return Streams::instance().end_capture(stream, graph);
 }

@@ -1,0 +1,157 @@
+"""Loads counted and exchanged by kernels, on an emulated device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+
+E = 7
+
+
+@pytest.fixture
+def groups_of(emulated: EmulatedDevice) -> Iterator[Any]:
+    made: list[uec.Group] = []
+
+    def make(num_ranks: int, **options: Any) -> list[uec.Group]:
+        expert = {"w": ((64,), torch.uint8)}
+        options = {"expert": expert, "timeout": 60.0, "num_sms": 1, **options}
+        groups = uec.new_loopback_groups(
+            num_ranks, num_experts=E, slots_per_rank=1, engine="cuda", **options
+        )
+        made.extend(groups)
+        return groups
+
+    yield make
+    for group in made:
+        group.abort()
+        group.close()
+
+
+def each(count: int, call: Callable[[int], Any]) -> list[Any]:
+    """Return what ``call(rank)`` returns or raises, each rank in a thread."""
+    found: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = call(rank)
+        except errors.UltraEPError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def counts_of(ids: torch.Tensor) -> torch.Tensor:
+    return torch.bincount(ids.flatten().long() + 1, minlength=E + 1)[1:].int()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_every_rank_has_every_row(
+    emulated: EmulatedDevice, groups_of: Any, dtype: torch.dtype, on_device: bool
+) -> None:
+    groups = groups_of(3)
+    for tokens in (10, 0, 3, 40):
+        ids = [torch.randint(-1, E, (tokens + r, 2), dtype=dtype) for r in range(3)]
+        given = [emulated.put(i) for i in ids] if on_device else ids
+        tables = each(3, lambda r, g=given: uec.gather_load(g[r], group=groups[r]))
+        emulated.settle()
+        expected = torch.stack([counts_of(i) for i in ids])
+        for table in tables:
+            assert torch.equal(table, expected)
+            assert table.dtype == torch.int32
+            assert emulated.holds(table) == on_device
+
+
+def test_strided_ids_are_counted_as_they_are(emulated: EmulatedDevice, groups_of: Any) -> None:
+    groups = groups_of(2)
+    wide = [emulated.put(torch.randint(-1, E, (9, 4))) for _ in range(2)]
+    tables = each(2, lambda r: uec.gather_load(wide[r][:, ::2], group=groups[r]))
+    emulated.settle()
+    assert torch.equal(tables[0], torch.stack([counts_of(w[:, ::2]) for w in wide]))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_bad_ids_reach_every_rank(
+    emulated: EmulatedDevice, groups_of: Any, on_device: bool
+) -> None:
+    groups = groups_of(2)
+    ids = [torch.tensor([[0, 1]]), torch.tensor([[0, E], [9, 1]])]
+    given = [emulated.put(i) for i in ids] if on_device else ids
+    found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
+    emulated.settle()
+    if on_device:  # the next call says it; until then the load is zeros
+        assert not found[0].any()
+        found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
+        found = [error.__cause__ for error in found]
+    assert isinstance(found[1], errors.InvalidLoadError)
+    assert "id 7 at position 1; expected [0, 7)" in str(found[1])
+    assert isinstance(found[0], errors.PeerRejectedError)
+    for group in groups:
+        with pytest.raises(errors.GroupClosedError):
+            uec.gather_load(torch.tensor([[0]]), group=group)
+
+
+def test_wrong_dtype_is_refused_at_once(emulated: EmulatedDevice, groups_of: Any) -> None:
+    groups = groups_of(2)
+    with pytest.raises(errors.InvalidLoadError, match=r"topk_ids is torch.float32"):
+        uec.gather_load(emulated.put(torch.zeros(2, 2)), group=groups[0])
+
+
+def test_a_rank_that_is_missing_is_named(emulated: EmulatedDevice, groups_of: Any) -> None:
+    groups = groups_of(2, timeout=0.1)
+    with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
+        uec.gather_load(torch.tensor([[0]]), group=groups[0])
+
+
+def test_another_call_at_the_same_point_is_a_mismatch(
+    emulated: EmulatedDevice, groups_of: Any
+) -> None:
+    groups = groups_of(2)
+    plan = uec.Plan.from_slots([[-1], [-1]], num_experts=E)
+    weights = {"w": torch.zeros(groups[0].num_mains, 64, dtype=torch.uint8)}
+
+    def call(rank: int) -> Any:
+        if rank:
+            return uec.gather_load(torch.tensor([[0]]), group=groups[1])
+        return uec.replicate_experts(weights, plan, group=groups[0])
+
+    found = each(2, call)
+    assert isinstance(found[0], errors.PlanMismatchError)
+    assert isinstance(found[1], errors.TransferAbortedError)
+
+
+def test_graph_replays_with_fresh_ids(emulated: EmulatedDevice, groups_of: Any) -> None:
+    groups = groups_of(3)
+    held = [emulated.put(torch.full((6, 2), -1)) for _ in range(3)]
+    emulated.settle()
+    emulated.begin_capture()
+    with pytest.raises(errors.UnsupportedError, match="topk_ids is on the CPU"):
+        uec.gather_load(torch.tensor([[0]]), group=groups[0])
+    tables = each(3, lambda r: uec.gather_load(held[r], group=groups[r]))
+    graph = emulated.end_capture()
+    for round_ in range(6):
+        for ids in held:
+            ids.copy_(torch.randint(-1, E, ids.shape))
+        if round_ == 3:  # beside the graph, the same ids
+            emulated.settle()
+            eager = each(3, lambda r: uec.gather_load(held[r], group=groups[r]))
+            emulated.settle()
+        emulated.replay(graph)
+        emulated.settle()
+        expected = torch.stack([counts_of(ids) for ids in held])
+        assert all(torch.equal(table, expected) for table in tables)
+        if round_ == 3:
+            assert all(torch.equal(table, expected) for table in eager)
