@@ -84,6 +84,17 @@ enum class LoadFault : int32_t {
 struct PlanStatus {
   LoadFault fault = LoadFault::kNone;
   int32_t expert = -1;  // the first that has it
+
+  // As a word, which is read and written whole; 0: no fault.
+  UEC_HD uint64_t word() const {
+    if (fault == LoadFault::kNone) return 0;
+    return static_cast<uint64_t>(static_cast<uint32_t>(expert)) << 32 |
+           static_cast<uint32_t>(fault);
+  }
+  UEC_HD static PlanStatus of(uint64_t word) {
+    if (word == 0) return {};
+    return {static_cast<LoadFault>(word), static_cast<int32_t>(word >> 32)};
+  }
 };
 
 // Arguments of the plan kernel: addresses in device memory.
@@ -93,10 +104,11 @@ struct PlanArgs {
   uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
   uint64_t mains = 0;        // [E] int32, likewise
   uint64_t load = 0;         // [sources, E] int32
+  uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
   uint64_t slot_expert = 0;  // [G, S] int32, out, as of plan_replicas()
   uint64_t slot_quota = 0;   // [G, S] int32, out
   uint64_t home_quota = 0;   // [E] int32, out
-  uint64_t status = 0;       // of PlanStatus, out
+  uint64_t fault = 0;        // of StageFaults::plan
   Objective objective;
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
@@ -104,6 +116,13 @@ struct PlanArgs {
   int32_t num_sources = 0;  // G, or 1: global sums
   int32_t max_mains = 0;    // the largest number of mains on a rank
   int32_t allow_cross_domain = 0;
+};
+
+// Faults that the host has not taken yet, in host memory that the device sees. What the device has
+// put there stays until then.
+struct StageFaults {
+  uint64_t plan = 0;  // PlanStatus::word()
+  RerouteFaultBox reroute;
 };
 
 // What the notice kernel tells the peers.
@@ -144,6 +163,9 @@ inline constexpr int32_t kLayout[] = {
     sizeof(PlanArgs),
     offsetof(PlanArgs, objective),
     offsetof(PlanArgs, num_ranks),
+    offsetof(RerouteArgs, count),
+    sizeof(StageFaults),
+    offsetof(StageFaults, reroute),
 };
 
 }  // namespace uec::cuda
