@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from ultraep_comm.reports import error_from
 from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
+
+if TYPE_CHECKING:
+    from ultraep_comm.cuda.stages import CudaStages
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Group:
         fabric: Fabric,
         make_engine: Callable[[_core.EngineConfig], Engine] = _core.Engine,
         loads: LoadExchange | None = None,
+        make_stages: Callable[[], CudaStages] | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -99,6 +103,8 @@ class Group:
         config.set_bases(self._region.bases)
         config.peer_sockets = fabric.peer_sockets
         self.device = self._region.local.device
+        # None: there is no device to plan and to reroute on.
+        self._stages = None if make_stages is None else make_stages()
         self._engine = make_engine(config)
         self._memory = [self._region]
         self._region_of: dict[int, int] = {}
@@ -277,12 +283,26 @@ class Group:
     def _check_open(self, operation: str) -> None:
         failed = self._engine.failed_epoch()
         if self._state == "open" and failed == 0:
+            self._raise_stage_fault()
             return
         reason = "is closed" if self._state == "closed" else f"failed in call {failed}"
         error = GroupClosedError(
             f"rank {self.rank}: {operation} on a group that {reason}; make a new group"
         )
         raise error from (self._first_error or self._failure(failed, "a call") if failed else None)
+
+    def _raise_stage_fault(self) -> None:
+        """Raise what plans and reroutes on the device found wrong, and tell the peers.
+
+        A call of all ranks is due that this one will not make.
+        """
+        if self._stages is None:
+            return
+        try:
+            self._stages.raise_fault()
+        except UltraEPError as error:
+            self._reject(error)
+            raise
 
     def _submitted(self, epoch: int, keep: tuple[object, ...], operation: str, mode: str) -> Work:
         """Return the handle of a call; ``keep`` lives until it has finished, waited for or not."""
@@ -342,6 +362,8 @@ class Group:
         Raises:
             TransferError: a submitted call failed, and nobody has waited for it.
             PlanMismatchError: a peer is seen to have made another last call than this rank.
+            InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
+                bad values, and no call since then has said so.
         """
         if self._state == "closed":
             return
@@ -368,6 +390,9 @@ class Group:
                 peer=peer,
                 epoch=self._engine.epoch,
             )
+        if self._stages is not None and not self._aborted:
+            self._stages.finish()
+            self._stages.raise_fault()
 
     def __enter__(self) -> Group:
         return self

@@ -20,8 +20,8 @@ UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool
     home_quota[e] = has_fault ? 0 : static_cast<int32_t>(load[e]);
 }
 
-// Tells the host, unless it has a fault to take already. A word is all there is to tell, so launches
-// that do so at the same time do no harm.
+// Tells the host, unless it has a fault to take already. A word is all there is to tell, so
+// launches that do so at the same time do no harm.
 UEC_DEVICE void put_fault(const PlanArgs& args, const PlanStatus& status) {
   auto* const word = reinterpret_cast<uint64_t*>(args.fault);
   if (status.fault != LoadFault::kNone && ptx::load_acquire_system(word) == 0)

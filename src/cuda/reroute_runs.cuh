@@ -188,8 +188,8 @@ UEC_DEVICE void put_fault(uint64_t box, const RerouteStatus& status, Routing rou
   ptx::store_release_system(&said.routing, static_cast<uint64_t>(routing));
 }
 
-// The last block to leave tells of a fault, and leaves all as the next launch needs it. `id_at`: the
-// id at a position.
+// The last block to leave tells of a fault, and leaves all as the next launch needs it. `id_at`:
+// the id at a position.
 template <class IdAt>
 UEC_DEVICE void leave(const RerouteArgs& args, const RerouteBlock& block, IdAt&& id_at) {
   ptx::sync_block();

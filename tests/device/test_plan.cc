@@ -11,8 +11,8 @@ namespace {
 
 using uec::Objective;
 using uec::Topology;
-using uec::cuda::PlanArgs;
 using uec::cuda::LoadFault;
+using uec::cuda::PlanArgs;
 using uec::cuda::PlanStatus;
 
 struct Plan {

@@ -60,8 +60,7 @@ void check_ids(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
     status = uec::reroute_tokens(ids.data(), num_ids, c.group.num_experts, host.scratch,
                                  expected.data());
   const bool in_place = draw(random, 0, 1) == 0;
-  device.reroute(in_place ? out.data() : ids.data(), num_ids,
-                 in_place ? out.data() : apart.data());
+  device.reroute(in_place ? out.data() : ids.data(), num_ids, in_place ? out.data() : apart.data());
   check_equal(device.status(), status);
   CHECK_EQ(device.box.routing, status.fault == uec::RerouteFault::kNone ? 0 : 1);
   if (!in_place) check_harmless(c, apart);

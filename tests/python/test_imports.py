@@ -45,6 +45,7 @@ PYTHON_ORDER = [
     "loads",
     "engines",
     "cuda.engine",
+    "cuda.stages",
     "reports",
     "work",
     "group",
@@ -121,6 +122,8 @@ CPP_ORDER = [
     "cuda/launcher.cc",
     "cuda/engine.hpp",
     "cuda/engine.cc",
+    "cuda/stages.hpp",
+    "cuda/stages.cc",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from ultraep_comm.cuda.kernels import (
     choose_tile_bytes,
     load_kernels,
 )
+from ultraep_comm.cuda.stages import CudaStages
 from ultraep_comm.fabrics.bootstrap import (
     DEFAULT_TIMEOUT,
     Hello,
@@ -123,6 +125,7 @@ def make_nvshmem_group(
                 fabric=fabric,
                 make_engine=make_engine,
                 loads=ProcessGroupLoads(meeting),
+                make_stages=partial(CudaStages, device, kernels, topology, rank),
             )
         except Exception as refused:
             error = refused
@@ -206,6 +209,7 @@ def make_loopback_groups(
             fabric=LoopbackFabric(memory, rank),
             make_engine=lambda config: CudaEngine(config, shared),
             loads=LoopbackLoads(table, rank),
+            make_stages=partial(CudaStages, device, kernels, topology, rank),
         )
         for rank, config in enumerate(configs)
     ]
