@@ -238,6 +238,26 @@ ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cud
   REPLACE [[    sum_runs(block);
     clear_rows(args, first_of_block, width);]])
 
+ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+  FIND [[  if (ptx::load_acquire_system(&said.routing) != 0) return;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
+  FILE cuda/reroute.cuh
+  FIND [[    store_padding<Id>(args, block);]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
+  FILE cuda/reroute.cuh
+  FIND [[args.to == args.from ? kNoId : kBeyond;]]
+  REPLACE [[kNoId;]])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
+  FILE cuda/reroute_map.cuh
+  FIND [[  if (!is_good) {
+    clear_rows(args, first_of_block, width);]]
+  REPLACE [[  if (!is_good) {]])
+
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
@@ -260,6 +280,10 @@ ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
   FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
   REPLACE [[    (void)faults;]])
+
+ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan FILE cuda/plan.cuh
+  FIND [[ && ptx::load_acquire_system(word) == 0)]]
+  REPLACE [[)]])
 
 ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE core/pool_search.hpp
   FIND [[best = v - first_;]]
