@@ -9,9 +9,8 @@
 
 namespace uec::cuda {
 
-inline constexpr int32_t kPadding = -1;
-inline constexpr int32_t kBeyond = -2;  // the end
-inline constexpr int32_t kNoId = -3;    // it stays where it is, for the status
+inline constexpr int32_t kPadding = -1;  // also what is no id
+inline constexpr int32_t kBeyond = -2;   // the end
 
 // Of a block's run, each warp has a part: a row of its lanes, and then another. What a thread needs
 // of its ids stays in registers.
@@ -43,7 +42,6 @@ UEC_DEVICE void load_ids(const RerouteArgs& args, const RerouteBlock& block, Thr
     if (static_cast<uint64_t>(id[i]) < static_cast<uint64_t>(block.shape.num_experts)) {
       own.expert[i] = static_cast<int32_t>(id[i]);
     } else if (id[i] != Id{kPadding}) {
-      own.expert[i] = kNoId;
       ptx::max_relaxed(&block.state->fault, fault_word(FaultStage::kId, position));
     }
   }
@@ -64,25 +62,14 @@ UEC_DEVICE void count_ids(const RerouteBlock& block, ThreadIds& own) {
   }
 }
 
-template <class Id>
-UEC_DEVICE void store_ids(const RerouteArgs& args, const RerouteBlock& block,
-                          const ThreadIds& own) {
-  auto* const out = reinterpret_cast<Id*>(args.to) + first_position(block.run);
-  const int32_t left_alone = args.to == args.from ? kNoId : kBeyond;
-#pragma unroll
-  for (int32_t i = 0; i < kIdsPerThread; ++i)
-    if (own.expert[i] != kBeyond && own.expert[i] != left_alone)
-      out[i * ptx::kWarpSize] = static_cast<Id>(
-          own.expert[i] < 0 ? kPadding : instance_of(block, own.expert[i], own.ordinal[i]));
-}
-
 // A plan that is no good has no instances.
 template <class Id>
 UEC_DEVICE void store_padding(const RerouteArgs& args, const RerouteBlock& block) {
-  const int64_t first = first_position(block.run);
-  for (int32_t i = 0; i < kIdsPerThread; ++i)
-    if (first + i * ptx::kWarpSize < args.count)
-      reinterpret_cast<Id*>(args.to)[first + i * ptx::kWarpSize] = Id{kPadding};
+  auto* const out = reinterpret_cast<Id*>(args.to);
+#pragma unroll 1
+  for (int64_t i = first_position(block.run), last = i + kIdsPerThread * ptx::kWarpSize;
+       i < last && i < args.count; i += ptx::kWarpSize)
+    out[i] = Id{kPadding};
 }
 
 template <class Id>
@@ -95,7 +82,12 @@ UEC_DEVICE void reroute_ids(const RerouteArgs& args, std::byte* shared_memory) {
     publish_counts(block);
     sum_runs(block);
     if (block.is_last_run()) check_totals(block);
-    store_ids<Id>(args, block, own);
+    auto* const out = reinterpret_cast<Id*>(args.to) + first_position(block.run);
+#pragma unroll
+    for (int32_t i = 0; i < kIdsPerThread; ++i)
+      if (own.expert[i] != kBeyond)
+        out[i * ptx::kWarpSize] = static_cast<Id>(
+            own.expert[i] < 0 ? kPadding : instance_of(block, own.expert[i], own.ordinal[i]));
   } else {
     store_padding<Id>(args, block);
   }

@@ -92,14 +92,14 @@ struct RerouteFaultBox {
 // Arguments of the kernels that use the table. Each block has one run of the ids, or of the
 // tokens: as many blocks as it takes, and one if there are none.
 //
-// After a fault `to` holds nothing but ids of instances and padding (unless it is `from`), so that
-// what comes next on the stream stays inside its arrays.
+// After a fault `to` holds nothing but ids of instances and padding, so that what comes next on the
+// stream stays inside its arrays.
 struct RerouteArgs {
   RerouteShape shape;
   uint64_t state = 0;
   uint64_t fault = 0;  // of RerouteFaultBox
   uint64_t from = 0;   // ids, or map [tokens, E]
-  uint64_t to = 0;     // ids (also the same ones), or map [tokens, G * P]
+  uint64_t to = 0;     // ids, not in the same place, or map [tokens, G * P]
   uint64_t probs = 0;  // map only: [tokens, E]; 0: none
   uint64_t physical_probs = 0;
   uint64_t instances = 0;  // map only: [tokens, E] int32, where a token goes, -1: nowhere; 0: none

@@ -57,7 +57,6 @@ class EmulatedReroute {
            [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }
 
-  // `out` may be `ids`.
   template <class Id>
   void reroute(const Id* ids, int64_t num_ids, Id* out) {
     uec::cuda::RerouteArgs args = make_args(ids, out, num_ids);

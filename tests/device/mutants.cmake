@@ -249,8 +249,8 @@ ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_rer
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
   FILE cuda/reroute.cuh
-  FIND [[args.to == args.from ? kNoId : kBeyond;]]
-  REPLACE [[kNoId;]])
+  FIND [[own.expert[i] = position < args.count ? kPadding : kBeyond;]]
+  REPLACE [=[own.expert[i] = id[i] == Id{kPadding} && position < args.count ? kPadding : kBeyond;]=])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
   FILE cuda/reroute_map.cuh
