@@ -160,9 +160,9 @@ def replicate_experts(
     if torch.compiler.is_dynamo_compiling():
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
     group._check_open("replicate_experts")
+    plan = plan_on_host(plan, group)  # refused in a capture, which is no reason to fail the peers
     try:
         selection = group._selection(segments)
-        plan = plan_on_host(plan, group)
         _check_plan(plan, group)
         bound = group.bind(weights)
         group._require(bound, selection)
