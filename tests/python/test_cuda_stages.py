@@ -9,10 +9,10 @@ import pytest
 import torch
 from cpp_build import CppBuild
 from emulated_device import EmulatedDevice
-from stage_cases import FIELDS, Case, assert_same, order_gathers
+from stage_cases import EXPERT, FIELDS, Case, assert_same, order_gathers
 
 import ultraep_comm as uec
-from ultraep_comm import errors
+from ultraep_comm import errors, tracing
 from ultraep_comm.cuda import device as device_module
 from ultraep_comm.cuda import kernels as kernels_module
 from ultraep_comm.cuda import stages as stages_module
@@ -672,3 +672,37 @@ def test_fake_operators_give_tensors_where_their_inputs_are() -> None:
             torch.empty(5, 15, device=where), routing, *fields, "no group"
         )
         assert grad.device == where
+
+
+def test_traced_calls_copy_nothing_to_the_cpu() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Devices(TorchDispatchMode):
+        seen: list[tuple[str, torch.device]]
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(value, torch.Tensor):
+                    self.seen.append((str(func), value.device))
+            return result
+
+    group, *others = uec.new_loopback_groups(
+        2, num_experts=8, slots_per_rank=2, expert=EXPERT, num_sms=1
+    )
+    where = torch.device("cuda", 0)
+    with FakeTensorMode(), Devices() as devices:
+        devices.seen = []
+        load = torch.empty(2, 8, dtype=torch.int32, device=where)
+        plan = tracing.plan_replicas(load, group, 1.01, None)
+        ids = torch.empty(5, 2, dtype=torch.int64, device=where)
+        tracing.reroute(ids, plan, group)
+        routing = torch.empty(5, 8, dtype=torch.bool, device=where)
+        tracing.reroute_map(routing, torch.empty(5, 8, device=where), plan, group)
+    assert any("ultraep_comm.reroute_map" in name for name, _ in devices.seen)
+    assert {device for _, device in devices.seen} == {where}
+    for each in (group, *others):
+        each.close()
