@@ -11,5 +11,6 @@ void bind_schedule(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
+void bind_cuda_stages(nanobind::module_& m);
 
 }  // namespace uec::python

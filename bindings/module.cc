@@ -8,4 +8,5 @@ NB_MODULE(_core, m) {
   uec::python::bind_memory(m);
   uec::python::bind_engine(m);
   uec::python::bind_cuda(m);
+  uec::python::bind_cuda_stages(m);
 }

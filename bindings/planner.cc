@@ -11,29 +11,12 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "objective.hpp"
 
 namespace nb = nanobind;
 
 namespace uec::python {
 namespace {
-
-using Costs = std::tuple<int64_t, int64_t, int64_t>;  // of a token, a unit of transfer, a replica
-
-Objective make_objective(int64_t target_ppm, const std::optional<Costs>& costs) {
-  if (target_ppm < kPpm || target_ppm > kMaxTargetPpm)
-    reject("target_ppm", target_ppm, std::to_string(kPpm) + " to " + std::to_string(kMaxTargetPpm));
-  Objective objective{.target_ppm = target_ppm, .by_cost = costs.has_value()};
-  if (!costs) return objective;
-  std::tie(objective.per_token, objective.per_transfer, objective.per_replica) = *costs;
-  const auto require_cost = [](const char* name, int64_t value, int bits) {
-    if (value < 0 || value >> bits != 0)
-      reject(name, value, "0 to 2^" + std::to_string(bits) + " - 1");
-  };
-  require_cost("the cost of a token", objective.per_token, 22);
-  require_cost("the cost of a unit of transfer", objective.per_transfer, 40);
-  require_cost("the cost of a replica", objective.per_replica, 40);
-  return objective;
-}
 
 std::tuple<Output<int32_t>, Output<int32_t>, Output<int32_t>> plan_replicas_numpy(
     const Input<int64_t, 1>& load, const Input<int32_t, 1>& home, const Input<int32_t, 1>& domain,

@@ -312,6 +312,121 @@ class CudaLauncher:
         self, config: CudaLauncherConfig, device: int, pinned: int, keep: object
     ) -> None: ...
 
+class CudaStageShape:
+    """A rank as the kernels of the local stages see it; see `StageShape` in src/cuda/stages.hpp."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        slots_per_rank: int,
+        home: list[int],
+        domain: list[int],
+        allow_cross_domain: bool,
+        warp_size: int,
+    ) -> None: ...
+    def plan_shared_bytes(self, num_warps: int) -> int: ...
+    @property
+    def shares_shared_bytes(self) -> int: ...
+    @property
+    def reroute_shared_bytes(self) -> int: ...
+    @property
+    def constants_bytes(self) -> int: ...
+    def state_bytes(self, max_runs: int) -> int: ...
+    def runs_of_ids(self, num_ids: int) -> int: ...
+    def runs_of_map(self, num_tokens: int) -> int: ...
+
+class LoadFault(enum.Enum):
+    """Why a load has no plan."""
+
+    NONE = 0
+    NEGATIVE = 1
+    TOO_MANY = 2
+    TOO_MANY_IN_ALL = 3
+
+class CudaStageFaults:
+    """What launches found wrong: with a load, for `expert`; with a map, or ids, and their plan."""
+
+    @property
+    def load(self) -> LoadFault: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def of_map(self) -> bool: ...
+    @property
+    def reroute(self) -> RerouteStatus: ...
+
+def cuda_stage_faults_bytes() -> int:
+    """Return the page-locked memory that faults need."""
+
+class CudaStages:
+    """Launches of the local stages of one rank. Addresses are integers; see src/cuda/stages.hpp.
+
+    `keep` owns the memory and the driver's functions.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: CudaDriver,
+        context: int,
+        shape: CudaStageShape,
+        plan: int,
+        shares: int,
+        reroute_int32: int,
+        reroute_int64: int,
+        reroute_map: int,
+        plan_warps: int,
+        constants: int,
+        faults: int,
+        keep: object,
+    ) -> None: ...
+    def lend_state(self, state: int, max_runs: int) -> None: ...
+    @property
+    def max_runs(self) -> int: ...
+    def plan(
+        self,
+        load: int,
+        kept_load: int,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        num_sources: int,
+        target_ppm: int,
+        costs: tuple[int, int, int] | None,
+        stream: int,
+    ) -> None: ...
+    def reroute(
+        self,
+        load: int,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        ids: int,
+        out: int,
+        num_ids: int,
+        id_bytes: int,
+        stream: int,
+    ) -> None: ...
+    def reroute_map(
+        self,
+        load: int,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        routing_map: int,
+        out: int,
+        num_tokens: int,
+        probs: int,
+        physical_probs: int,
+        prob_bytes: int,
+        instances: int,
+        stream: int,
+    ) -> None: ...
+    def is_capturing(self, stream: int) -> bool: ...
+    def await_idle(self) -> bool: ...
+    def take_faults(self) -> CudaStageFaults | None: ...
+
 class CudaEngine:
     """The CUDA engine of one rank. Addresses are integers; see src/cuda/engine.hpp."""
 

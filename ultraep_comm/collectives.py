@@ -185,13 +185,14 @@ def replicate_experts(
     if torch.compiler.is_dynamo_compiling():
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
     group._check_open("replicate_experts")
+    on_device = group._takes(plan)
+    if not on_device:  # refused in a capture, which is no reason to fail the peers
+        plan = plan_on_host(plan, group)
     try:
         selection = group._selection(segments)
-        on_device = group._takes(plan)
         if on_device:
             check_device_plan(plan, group)
         else:
-            plan = plan_on_host(plan, group)
             _check_plan(plan, group)
         bound = group._bind(weights)
         group._require(bound, selection)

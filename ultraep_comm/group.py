@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from ultraep_comm.reports import error_from
 from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
+
+if TYPE_CHECKING:
+    from ultraep_comm.cuda.stages import CudaStages
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Group:
         make_engine: Callable[[_core.EngineConfig], Engine] = _core.Engine,
         loads: LoadExchange | None = None,
         device: Device | None = None,
+        make_stages: Callable[[], CudaStages] | None = None,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -105,6 +109,8 @@ class Group:
         config.set_bases(self._region.bases)
         config.peer_sockets = fabric.peer_sockets
         self.device = self._region.local.device
+        # None: there is no device to plan and to reroute on.
+        self._stages = None if make_stages is None else make_stages()
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
         self._memory = [self._region]
@@ -360,12 +366,26 @@ class Group:
     def _check_open(self, operation: str) -> None:
         failed = self._engine.failed_epoch()
         if self._state == "open" and failed == 0:
+            self._raise_stage_fault()
             return
         reason = "is closed" if self._state == "closed" else f"failed in call {failed}"
         error = GroupClosedError(
             f"rank {self.rank}: {operation} on a group that {reason}; make a new group"
         )
         raise error from (self._first_error or self._failure(failed, "a call") if failed else None)
+
+    def _raise_stage_fault(self) -> None:
+        """Raise what plans and reroutes on the device found wrong, and tell the peers.
+
+        A call of all ranks is due that this one will not make.
+        """
+        if self._stages is None:
+            return
+        try:
+            self._stages.raise_fault()
+        except UltraEPError as error:
+            self._reject(error)
+            raise
 
     def _submitted(self, epoch: int, keep: tuple[object, ...], operation: str, mode: str) -> Work:
         """Return the handle of a call; ``keep`` lives until it has finished, waited for or not."""
@@ -438,6 +458,8 @@ class Group:
         Raises:
             TransferError: a submitted call failed, and nobody has waited for it.
             PlanMismatchError: a peer is seen to have made another last call than this rank.
+            InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
+                bad values, and no call since then has said so.
         """
         if self._state == "closed":
             return
@@ -464,6 +486,9 @@ class Group:
                 peer=peer,
                 epoch=self._engine.epoch,
             )
+        if self._stages is not None and not self._aborted:
+            self._stages.finish()
+            self._stages.raise_fault()
 
     def __enter__(self) -> Group:
         return self

@@ -81,8 +81,12 @@ def _plan_replicas(
             replica=replica,
             expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
         )
-    plan = plan_replicas(load, group=find_group(group), target=target, cost=plan_cost)
-    return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
+    owner = find_group(group)
+    plan = plan_replicas(load, group=owner, target=target, cost=plan_cost)
+    home, domains = plan.home, plan.domains
+    if owner._stages is not None and home is owner._stages.home and domains is not None:
+        home, domains = home.clone(), domains.clone()  # a graph may write to them when it is done
+    return plan.slot_expert, plan.slot_quota, plan.home_quota, home, domains
 
 
 _PLAN = "Tensor slot_expert, Tensor home, Tensor? slot_quota, Tensor? home_quota"

@@ -15,7 +15,8 @@ from ultraep_comm.topology import IntsLike, as_int, contiguous_home
 class Plan:
     """A replication plan. All tensors are int32 and contiguous, on one device.
 
-    The properties read the tensors; on a device plan they synchronise.
+    The properties read the tensors; on a device plan they synchronise. Plans that a group has made
+    on its device share ``home`` and ``domains``, which are not to be written to.
 
     Attributes:
         slot_expert: ``[G, S]``, the expert in each slot; -1: empty.

@@ -32,13 +32,19 @@ def plan_replicas(
 ) -> Plan:
     """Decide which experts to copy where. Local and pure: equal loads give equal plans.
 
+    A load on the device of a CUDA group is planned there, by one launch on the current stream: the
+    plan's tensors are on the device, the host sees nothing of it and does not wait, and the call
+    can be captured into a CUDA graph. What is wrong with the values of such a load is raised by a
+    later call on the group, or by ``group.close()``; until then its plan is empty, with no tokens.
+
     Finds, in this order: the least imbalance, down to the target; the least transfer, which is the
     most experts that any rank exports or imports; the fewest replicas. With ``cost``: the plan with
     the least time in all, of a set of plans between none and the best balanced.
 
     Args:
-        load: integers ``[G, E]`` by source rank, as :func:`gather_load` returns them; or ``[E]``,
-            global sums: a plan that cannot be rerouted.
+        load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns them; or
+            ``[E]``, global sums: a plan that cannot be rerouted. On the CPU, or on the device of a
+            CUDA group.
         group: takes the place of the arguments from ``slots_per_rank`` on.
         target: good enough is a largest rank quota of this many times the mean, from 1.0 up.
         slots_per_rank: S.
@@ -52,6 +58,8 @@ def plan_replicas(
         InvalidLoadError: wrong shape, dtype or device, a negative load, an expert with 2**31 or
             more tokens, or 2**40 or more in all.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
+        UnsupportedError: the load is on the device, and the group too large to be planned there.
+        DeviceError: the CUDA driver refused the launch.
     """
     constants = (slots_per_rank, num_ranks, home, domains)
     if group is not None and (
@@ -62,7 +70,13 @@ def plan_replicas(
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
         return tracing.plan_replicas(load, group, target, cost)
-    _check_load(load)
+    stages = None if group is None else group._stages
+    if stages is not None:
+        stages.raise_fault()
+    on_device = stages is not None and stages.holds(load)
+    _check_kind(load, group, on_device)
+    if not on_device:
+        _check_values(load)
     if group is not None:
         topology = group.topology
     else:
@@ -84,6 +98,13 @@ def plan_replicas(
             f"load has shape {tuple(load.shape)}; expected {expected}, or {expected[1:]} for global"
             " sums"
         )
+    try:
+        target_ppm = target_to_ppm(target)
+        costs = None if cost is None else cost.in_integers(_expert_bytes(group))
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+    if stages is not None and on_device:
+        return stages.plan(load, target_ppm, costs)
     total = (load.sum(dim=0, dtype=torch.int64) if load.dim() == 2 else load.long()).contiguous()
     try:
         slot_expert, slot_quota, home_quota = _core.plan_replicas(
@@ -92,12 +113,11 @@ def plan_replicas(
             topology.domain,
             topology.slots_per_rank,
             topology.allow_cross_domain,
-            target_to_ppm(target),
-            None if cost is None else cost.in_integers(_expert_bytes(group)),
+            target_ppm,
+            costs,
         )
     except ValueError as error:
-        kind = InvalidArgumentError if "target" in str(error) else InvalidLoadError
-        raise kind(str(error)) from None
+        raise InvalidLoadError(str(error)) from None
     return Plan(
         slot_expert=torch.from_numpy(slot_expert),
         home=torch.tensor(topology.home),
@@ -112,15 +132,20 @@ def _expert_bytes(group: Group | None) -> int | None:
     return None if group is None else sum(s.nbytes for s in group.segments.values())
 
 
-def _check_load(load: torch.Tensor) -> None:
+def _check_kind(load: torch.Tensor, group: Group | None, on_device: bool) -> None:
     if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
         found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
         raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")
     integral = load.dtype in (torch.int32, torch.int64)
-    if not integral or load.device.type != "cpu":
+    if not integral or not (on_device or load.device.type == "cpu"):
+        devices = ["cpu"] if group is None or group._stages is None else ["cpu", str(group.device)]
         raise InvalidLoadError(
-            f"load is {load.dtype} on {load.device}; expected int32 or int64 on cpu"
+            f"load is {load.dtype} on {load.device}; expected int32 or int64 on"
+            f" {' or '.join(dict.fromkeys(devices))}"
         )
+
+
+def _check_values(load: torch.Tensor) -> None:
     if load.numel():
         low, high = (int(bound) for bound in load.aminmax())
         if low < 0 or high >= 2**31:
@@ -146,10 +171,32 @@ def check_ids(topk_ids: torch.Tensor, rank: int, device: torch.device) -> None:
 
 
 def plan_on_host(plan: Plan, group: Group) -> Plan:
-    """Return the plan of a CUDA group with its tensors on the CPU, which synchronises."""
-    if not isinstance(plan, Plan) or plan.slot_expert.is_cpu:  # asked first: it costs least
+    """Return the plan of a CUDA group with its tensors on the CPU, which synchronises.
+
+    Raises:
+        UnsupportedError: the plan is on the device, and the current stream is being captured.
+    """
+    stages = group._stages
+    if stages is not None and stages.holds(plan):
+        stages.prepare_copy("the plan")
+    elif not isinstance(plan, Plan) or plan.slot_expert.is_cpu or group.device.type == "cpu":
         return plan
-    return plan.cpu() if group.device.type != "cpu" else plan
+    return plan.cpu()
+
+
+def check_device_plan(plan: Plan, group: Group) -> None:
+    """Raise InvalidPlanError unless all of a device plan is there, in the group's shape.
+
+    What its tensors hold the kernels check.
+    """
+    assert group._stages is not None
+    _check_numbers(plan, group)
+    for name, tensor in vars(plan).items():
+        if tensor is not None and not group._stages.holds(tensor):
+            raise InvalidPlanError(
+                f"rank {group.rank}: the plan's {name} is on {tensor.device}; expected"
+                f" {group.device}, like its slot_expert"
+            )
 
 
 def has_shape_of(plan: Plan, group: Group) -> bool:
@@ -164,34 +211,6 @@ def has_shape_of(plan: Plan, group: Group) -> bool:
     )
 
 
-def check_device_plan(plan: Plan, group: Group) -> None:
-    """Raise InvalidPlanError unless all of a device plan is there, in the group's shape.
-
-    What its tensors hold the kernels check.
-    """
-    device = group._device
-    assert device is not None
-    _check_shape(plan, group)
-    for name in ("home", "slot_quota", "home_quota"):
-        tensor = getattr(plan, name)
-        if tensor is not None and not device.holds(tensor):
-            raise InvalidPlanError(
-                f"rank {group.rank}: the plan's slot_expert is on {device.torch_device} and its"
-                f" {name} on {tensor.device}; expected one device"
-            )
-
-
-def _check_shape(plan: Plan, group: Group) -> None:
-    t = group.topology
-    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
-    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
-    if found != expected:
-        raise InvalidPlanError(
-            f"rank {group.rank}: the plan is for {found[0]} ranks, {found[1]} slots and {found[2]}"
-            f" experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
-        )
-
-
 def check_plan_fits(plan: Plan, group: Group) -> None:
     """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
     t = group.topology
@@ -202,7 +221,7 @@ def check_plan_fits(plan: Plan, group: Group) -> None:
             f"rank {group.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
             " from Plan.from_slots"
         )
-    _check_shape(plan, group)
+    _check_numbers(plan, group)
     if plan.slot_expert.device.type != "cpu":
         raise InvalidPlanError(
             f"rank {group.rank}: the plan is on {plan.slot_expert.device}; expected cpu"
@@ -210,4 +229,15 @@ def check_plan_fits(plan: Plan, group: Group) -> None:
     if not np.array_equal(plan.home.numpy(), t.home):
         raise InvalidPlanError(
             f"rank {group.rank}: the plan's home map is not the group's; pass home= to both"
+        )
+
+
+def _check_numbers(plan: Plan, group: Group) -> None:
+    t = group.topology
+    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
+    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
+    if found != expected:
+        raise InvalidPlanError(
+            f"rank {group.rank}: the plan is for {found[0]} ranks, {found[1]} slots and {found[2]}"
+            f" experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
         )

@@ -10,7 +10,7 @@ import torch
 from ultraep_comm import _core, tracing
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import check_ids, check_plan_fits, plan_on_host
+from ultraep_comm.planning import check_device_plan, check_ids, check_plan_fits, plan_on_host
 from ultraep_comm.topology import IntArray
 
 if TYPE_CHECKING:
@@ -25,11 +25,17 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
     Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
     share of this rank's tokens exceeds j.
 
+    With ids and plan on the device of a CUDA group it is launched on the current stream: the host
+    sees nothing of it and does not wait, and the call can be captured into a CUDA graph. What is
+    wrong with the values of such ids or plans is raised by a later call on the group, or by
+    ``group.close()``; the ids that it concerns are padding until then.
+
     Args:
         topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
-            padding and stays -1. On the CPU, or on the device of a CUDA group: then they are
-            copied to the CPU and the result back, which synchronises.
-        plan: with quotas and ``[G, E]`` load.
+            padding and stays -1. On the CPU, or on the device of a CUDA group.
+        plan: with quotas and ``[G, E]`` load, on the CPU or on the device. Where one of plan and
+            ids is on the CPU, the other is copied there and the result to where the ids are, which
+            synchronises.
         group: the group; its rank is the source.
 
     Returns:
@@ -41,16 +47,21 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
         InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
+        UnsupportedError: a stream is being captured, and something has to be copied, or the working
+            memory has to grow: the text says which call to make once before the capture.
+        DeviceError: the CUDA driver refused a launch.
     """
     if torch.compiler.is_dynamo_compiling():
         return tracing.reroute(topk_ids, plan, group)
     check_ids(topk_ids, group.rank, group.device)
+    if group._stages is not None and _is_for_device(topk_ids, plan, group):
+        return group._stages.reroute(topk_ids, plan)
     arrays = _plan_arrays(plan, group)
-    ids = topk_ids.cpu().contiguous().numpy()
+    ids = _on_host(topk_ids, "topk_ids", group).contiguous().numpy()
     out = np.empty_like(ids)
     status = _core.reroute(ids, *arrays, group.rank, out)
-    _raise_fault(status, "topk_ids", group)
-    return torch.from_numpy(out).to(topk_ids.device)
+    raise_fault(status, "topk_ids", group.rank, group.topology.num_experts)
+    return _beside(torch.from_numpy(out), topk_ids, group)
 
 
 def reroute_map(
@@ -63,10 +74,10 @@ def reroute_map(
 
     Args:
         routing_map: bool ``[T, E]``, True where a token goes to an expert: as many per expert as
-            were counted for ``plan.load``. On the CPU, or on the device of a CUDA group: then it is
-            copied to the CPU and positions back, which synchronises.
+            were counted for ``plan.load``. On the CPU, or on the device of a CUDA group.
         probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
-        plan: with quotas and ``[G, E]`` load.
+        plan: with quotas and ``[G, E]`` load, on the CPU or on the device: what :func:`reroute`
+            says of that, and of what is launched, captured and found wrong later, holds here too.
         group: the group; its rank is the source.
 
     Returns:
@@ -79,12 +90,15 @@ def reroute_map(
         InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
         InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
             ``plan.load``.
+        UnsupportedError, DeviceError: as :func:`reroute`.
     """
     if torch.compiler.is_dynamo_compiling():
         return tracing.reroute_map(routing_map, probs, plan, group)
     _check_map(routing_map, group)
     if probs is not None:
         _check_probs(probs, routing_map, group.rank)
+    if group._stages is not None and _is_for_device(routing_map, plan, group):
+        return group._stages.reroute_map(routing_map, probs, plan)
     before, after = _find_moves(routing_map, plan, group)
     t = group.topology
     shape = (routing_map.shape[0], t.num_ranks * t.instances_per_rank)
@@ -104,6 +118,8 @@ def reroute_gradient(
     grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, *, group: Group
 ) -> torch.Tensor:
     """Return the gradient ``[T, E]`` of probabilities from that of the rerouted, ``[T, G * P]``."""
+    if group._stages is not None and _is_for_device(routing_map, plan, group):
+        return group._stages.gradient(grad, routing_map, plan)
     before, after = _find_moves(routing_map, plan, group)
     moved = grad.reshape(-1).index_select(0, after)
     found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
@@ -113,10 +129,36 @@ def reroute_gradient(
 def _find_moves(routing_map: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
     """Return ``[2, N]``: flat positions of what is routed, before and after."""
     arrays = _plan_arrays(plan, group)
-    on_host = routing_map.cpu().contiguous().numpy()
+    on_host = _on_host(routing_map, "routing_map", group).contiguous().numpy()
     status, moves = _core.reroute_map(on_host.view(np.uint8), *arrays, group.rank)
-    _raise_fault(status, "routing_map", group)
+    raise_fault(status, "routing_map", group.rank, group.topology.num_experts)
     return torch.from_numpy(moves).to(routing_map.device)
+
+
+def _is_for_device(routing: torch.Tensor, plan: Plan, group: Group) -> bool:
+    """Return whether a reroute is to be launched; raises what launches before have found."""
+    stages = group._stages
+    if stages is None:
+        return False
+    stages.raise_fault()
+    if not (stages.holds(routing) and stages.holds(plan)):
+        return False
+    check_device_plan(plan, group)
+    _check_tokens(plan, group)
+    return True
+
+
+def _on_host(routing: torch.Tensor, name: str, group: Group) -> torch.Tensor:
+    if group._stages is not None and group._stages.holds(routing):
+        group._stages.prepare_copy(name)
+    return routing.cpu()
+
+
+def _beside(result: torch.Tensor, routing: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the result where the routing is."""
+    if group._stages is not None and group._stages.holds(routing):
+        return group._stages.put(result)
+    return result
 
 
 def _plan_arrays(plan: Plan, group: Group) -> PlanArrays:
@@ -126,11 +168,10 @@ def _plan_arrays(plan: Plan, group: Group) -> PlanArrays:
     """
     plan = plan_on_host(plan, group)
     check_plan_fits(plan, group)
-    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
-        raise InvalidPlanError(
-            f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
-            " gather_load's result, or give Plan.from_slots its quotas and load"
-        )
+    _check_tokens(plan, group)
+    assert plan.load is not None
+    assert plan.slot_quota is not None
+    assert plan.home_quota is not None
     return (
         plan.load.numpy(),
         plan.slot_expert.numpy(),
@@ -138,6 +179,14 @@ def _plan_arrays(plan: Plan, group: Group) -> PlanArrays:
         plan.home_quota.numpy(),
         plan.home.numpy(),
     )
+
+
+def _check_tokens(plan: Plan, group: Group) -> None:
+    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
+        raise InvalidPlanError(
+            f"rank {group.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan from"
+            " gather_load's result, or give Plan.from_slots its quotas and load"
+        )
 
 
 def _check_map(routing_map: torch.Tensor, group: Group) -> None:
@@ -178,12 +227,11 @@ def _check_probs(probs: torch.Tensor, routing_map: torch.Tensor, rank: int) -> N
         )
 
 
-def _raise_fault(status: _core.RerouteStatus, routing: str, group: Group) -> None:
+def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_experts: int) -> None:
     """Raise what the core found wrong with the plan, or with the argument named ``routing``."""
     faults = _core.RerouteFault
     if status.fault is faults.NONE:
         return
-    rank, num_experts = group.rank, group.topology.num_experts
     if status.fault is faults.ID_OUT_OF_RANGE:
         raise InvalidLoadError(
             f"rank {rank}: {routing} has the id {status.value} at position {status.position};"

@@ -125,6 +125,17 @@ enum class LoadFault : int32_t {
 struct PlanStatus {
   LoadFault fault = LoadFault::kNone;
   int32_t expert = -1;  // the first that has it
+
+  // As a word, which is read and written whole; 0: no fault.
+  UEC_HD uint64_t word() const {
+    if (fault == LoadFault::kNone) return 0;
+    return static_cast<uint64_t>(static_cast<uint32_t>(expert)) << 32 |
+           static_cast<uint32_t>(fault);
+  }
+  UEC_HD static PlanStatus of(uint64_t word) {
+    if (word == 0) return {};
+    return {static_cast<LoadFault>(word), static_cast<int32_t>(word >> 32)};
+  }
 };
 
 // Arguments of the plan kernel: addresses in device memory.
@@ -134,10 +145,11 @@ struct PlanArgs {
   uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
   uint64_t mains = 0;        // [E] int32, likewise
   uint64_t load = 0;         // [sources, E] int32
+  uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
   uint64_t slot_expert = 0;  // [G, S] int32, out, as of plan_replicas()
   uint64_t slot_quota = 0;   // [G, S] int32, out
   uint64_t home_quota = 0;   // [E] int32, out
-  uint64_t status = 0;       // of PlanStatus, out
+  uint64_t fault = 0;        // of StageFaults::plan
   Objective objective;
   int32_t num_ranks = 0;
   int32_t num_experts = 0;
@@ -160,12 +172,12 @@ UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t
   header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
   return header;
 }
+
 // A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
 struct PlanOutput {
   uint64_t slot_expert;  // [G, S] int32
   uint64_t slot_quota;   // [G, S] int32
   uint64_t home_quota;   // [E] int32
-  uint64_t status;       // of PlanStatus
   int64_t bytes;
 
   UEC_HD static PlanOutput cut(uint64_t base, int32_t num_ranks, int32_t slots_per_rank,
@@ -175,8 +187,7 @@ struct PlanOutput {
     out.slot_expert = base;
     out.slot_quota = out.slot_expert + slot_bytes;
     out.home_quota = out.slot_quota + slot_bytes;
-    out.status = out.home_quota + int64_t{4} * num_experts;
-    out.bytes = static_cast<int64_t>(out.status - base + sizeof(PlanStatus));
+    out.bytes = 2 * slot_bytes + int64_t{4} * num_experts;
     return out;
   }
 };
@@ -184,10 +195,18 @@ struct PlanOutput {
 // Arguments of the kernel that loads and plans. A rank whose call failed has an empty plan.
 struct LoadPlanArgs {
   LoadArgs load;
-  PlanArgs plan;                    // but for the load and what is out, which each rank has itself
-  uint64_t plans[kMaxLaunchRanks];  // [ranks] of PlanOutput, aligned to 4 bytes
+  PlanArgs plan;                     // but for the load and what is out, which each rank has itself
+  uint64_t plans[kMaxLaunchRanks];   // [ranks] of PlanOutput, aligned to 4 bytes
+  uint64_t faults[kMaxLaunchRanks];  // [ranks] of StageFaults::plan
 };
 static_assert(sizeof(LoadPlanArgs) <= 4096, "arguments of a kernel");
+
+// Faults that the host has not taken yet, in host memory that the device sees. What the device has
+// put there stays until then.
+struct StageFaults {
+  uint64_t plan = 0;  // PlanStatus::word()
+  RerouteFaultBox reroute;
+};
 
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
@@ -237,6 +256,9 @@ inline constexpr int32_t kLayout[] = {
     offsetof(RankState, bad_id),
     offsetof(PlanArgs, objective),
     offsetof(PlanArgs, num_ranks),
+    offsetof(RerouteArgs, count),
+    sizeof(StageFaults),
+    offsetof(StageFaults, reroute),
 };
 
 }  // namespace uec::cuda

@@ -6,12 +6,6 @@
 
 namespace uec::cuda {
 
-// As of a load that has a fault, so that whoever follows this plan does nothing.
-UEC_DEVICE void write_no_plan(const PlanArgs& args) {
-  write_empty_plan(args, nullptr, true);
-  if (ptx::thread_idx() == 0) *reinterpret_cast<PlanStatus*>(args.status) = {};
-}
-
 UEC_DEVICE void load_plan(const LoadPlanArgs& args, std::byte* shared_memory) {
   const LoadEnd end = load<false>(args.load, shared_memory);
   if (end == LoadEnd::kElsewhere) return;
@@ -23,8 +17,9 @@ UEC_DEVICE void load_plan(const LoadPlanArgs& args, std::byte* shared_memory) {
   own.slot_expert = out.slot_expert;
   own.slot_quota = out.slot_quota;
   own.home_quota = out.home_quota;
-  own.status = out.status;
-  if (end == LoadEnd::kFailed) return write_no_plan(own);
+  own.fault = args.faults[ptx::block_y()];
+  // As of a load that has a fault, so that whoever follows this plan does nothing.
+  if (end == LoadEnd::kFailed) return write_empty_plan(own, nullptr, true);
   // What each thread has copied of the table comes before what others add up of it.
   ptx::sync_block();
   // Over what the load kept, but for the head: barriers are there, which must not be written over.

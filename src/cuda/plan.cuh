@@ -20,6 +20,14 @@ UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool
     home_quota[e] = has_fault ? 0 : static_cast<int32_t>(load[e]);
 }
 
+// Tells the host, unless it has a fault to take already. A word is all there is to tell, so
+// launches that do so at the same time do no harm.
+UEC_DEVICE void put_fault(const PlanArgs& args, const PlanStatus& status) {
+  auto* const word = reinterpret_cast<uint64_t*>(args.fault);
+  if (status.fault != LoadFault::kNone && ptx::load_acquire_system(word) == 0)
+    ptx::store_release_system(word, status.word());
+}
+
 UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   Topology topology;  // its arrays are not looked at
   topology.num_ranks = args.num_ranks;
@@ -30,7 +38,7 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
 
   SortedLoad sorted;
   const PlanStatus status = sort_load(args, crew, block, &sorted);
-  if (ptx::thread_idx() == 0) *reinterpret_cast<PlanStatus*>(args.status) = status;
+  if (ptx::thread_idx() == 0) put_fault(args, status);
   write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
   if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
   const Goal goal = find_goal(Warp{}, sorted, args.objective);

@@ -9,12 +9,14 @@
 
 namespace uec::cuda {
 
-// Sums the sources into block.load, and looks for what the planner does not take.
+// Sums the sources into block.load, and looks for what the planner does not take. Keeps a copy of
+// the load, if one is wanted.
 //
 // Returns the fault of the first expert that has one, in all threads, and the largest load.
 UEC_DEVICE PlanStatus sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block,
                                int32_t* largest) {
   const auto* const load = reinterpret_cast<const int32_t*>(args.load);
+  auto* const kept_load = reinterpret_cast<int32_t*>(args.kept_load);
   constexpr uint32_t kNone = ~0u;
   uint32_t fault = kNone;  // 2 * expert, and 1 if it is too large
   int64_t most = 0;
@@ -23,6 +25,7 @@ UEC_DEVICE PlanStatus sum_load(const PlanArgs& args, BlockCrew& crew, const Plan
     bool negative = false;
     for (int64_t s = 0; s < args.num_sources; ++s) {
       const int32_t from_source = load[s * args.num_experts + e];
+      if (kept_load != nullptr) kept_load[s * args.num_experts + e] = from_source;
       negative |= from_source < 0;
       tokens += from_source;
     }

@@ -9,8 +9,8 @@
 
 namespace uec::cuda {
 
-inline constexpr int32_t kPadding = -1;
-inline constexpr int32_t kLeaveOut = -2;  // beyond the end, or no id: it stays, for the status
+inline constexpr int32_t kPadding = -1;  // also what is no id
+inline constexpr int32_t kBeyond = -2;   // the end
 
 // Of a block's run, each warp has a part: a row of its lanes, and then another. What a thread needs
 // of its ids stays in registers.
@@ -38,11 +38,10 @@ UEC_DEVICE void load_ids(const RerouteArgs& args, const RerouteBlock& block, Thr
 #pragma unroll
   for (int32_t i = 0; i < kIdsPerThread; ++i) {
     const int64_t position = first + i * ptx::kWarpSize;
-    own.expert[i] = position < args.count ? kPadding : kLeaveOut;
+    own.expert[i] = position < args.count ? kPadding : kBeyond;
     if (static_cast<uint64_t>(id[i]) < static_cast<uint64_t>(block.shape.num_experts)) {
       own.expert[i] = static_cast<int32_t>(id[i]);
     } else if (id[i] != Id{kPadding}) {
-      own.expert[i] = kLeaveOut;
       ptx::max_relaxed(&block.state->fault, fault_word(FaultStage::kId, position));
     }
   }
@@ -63,6 +62,16 @@ UEC_DEVICE void count_ids(const RerouteBlock& block, ThreadIds& own) {
   }
 }
 
+// A plan that is no good has no instances.
+template <class Id>
+UEC_DEVICE void store_padding(const RerouteArgs& args, const RerouteBlock& block) {
+  auto* const out = reinterpret_cast<Id*>(args.to);
+#pragma unroll 1
+  for (int64_t i = first_position(block.run), last = i + kIdsPerThread * ptx::kWarpSize;
+       i < last && i < args.count; i += ptx::kWarpSize)
+    out[i] = Id{kPadding};
+}
+
 template <class Id>
 UEC_DEVICE void reroute_ids(const RerouteArgs& args, std::byte* shared_memory) {
   RerouteBlock block;
@@ -76,9 +85,11 @@ UEC_DEVICE void reroute_ids(const RerouteArgs& args, std::byte* shared_memory) {
     auto* const out = reinterpret_cast<Id*>(args.to) + first_position(block.run);
 #pragma unroll
     for (int32_t i = 0; i < kIdsPerThread; ++i)
-      if (own.expert[i] != kLeaveOut)
+      if (own.expert[i] != kBeyond)
         out[i * ptx::kWarpSize] = static_cast<Id>(
             own.expert[i] < 0 ? kPadding : instance_of(block, own.expert[i], own.ordinal[i]));
+  } else {
+    store_padding<Id>(args, block);
   }
   leave(args, block, [&](int64_t position) {
     return static_cast<int64_t>(reinterpret_cast<const Id*>(args.from)[position]);

@@ -79,18 +79,33 @@ struct SharesArgs {
   uint64_t home_quota = 0;
 };
 
+// What is rerouted.
+enum class Routing : int32_t { kNone = 0, kIds, kMap };
+
+// A fault that the host has not taken yet, in host memory that the device sees. Later ones are not
+// written: what came first explains them.
+struct RerouteFaultBox {
+  uint64_t routing = 0;  // Routing of the launch that found it. Written last, by publish
+  RerouteStatus status;
+};
+
 // Arguments of the kernels that use the table. Each block has one run of the ids, or of the
 // tokens: as many blocks as it takes, and one if there are none.
+//
+// After a fault `to` holds nothing but ids of instances and padding, so that what comes next on the
+// stream stays inside its arrays.
 struct RerouteArgs {
   RerouteShape shape;
   uint64_t state = 0;
-  uint64_t status = 0;  // of RerouteStatus: written at the end of every launch
-  uint64_t from = 0;    // ids, or map [tokens, E]
-  uint64_t to = 0;      // ids (also the same ones), or map [tokens, G * P]
-  uint64_t probs = 0;   // map only: [tokens, E]; 0: none
+  uint64_t fault = 0;  // of RerouteFaultBox
+  uint64_t from = 0;   // ids, or map [tokens, E]
+  uint64_t to = 0;     // ids, not in the same place, or map [tokens, G * P]
+  uint64_t probs = 0;  // map only: [tokens, E]; 0: none
   uint64_t physical_probs = 0;
+  uint64_t instances = 0;  // map only: [tokens, E] int32, where a token goes, -1: nowhere; 0: none
   int64_t count = 0;       // ids, or tokens
   int32_t prob_bytes = 0;  // 1, 2, 4 or 8
+  Routing routing = Routing::kNone;
 };
 
 // What a block of these keeps in shared memory.

@@ -12,15 +12,16 @@ namespace uec::cuda {
 
 static_assert(kTokensPerWarp <= 8, "RerouteShared::bits has a bit for each");
 
-// Fewer than 2^31 bytes.
-UEC_DEVICE void fill_zero(uint8_t* at, int32_t bytes) {
+// Fewer than 2^31 bytes, all with the value of one.
+UEC_DEVICE void fill(uint8_t* at, int32_t bytes, uint8_t value) {
+  const uint32_t word = value * 0x01010101u;
   const auto head = static_cast<int32_t>(-reinterpret_cast<uint64_t>(at) % 16);
   const int32_t begin = head < bytes ? head : bytes, num_quads = (bytes - begin) / 16;
   const int32_t end = begin + 16 * num_quads;
   auto* const quads = reinterpret_cast<uint4*>(at + begin);
-  by_threads(begin, [&](int32_t i) { at[i] = 0; });
-  by_threads(num_quads, [&](int32_t i) { quads[i] = uint4{0, 0, 0, 0}; });
-  by_threads(bytes - end, [&](int32_t i) { at[end + i] = 0; });
+  by_threads(begin, [&](int32_t i) { at[i] = value; });
+  by_threads(num_quads, [&](int32_t i) { quads[i] = uint4{word, word, word, word}; });
+  by_threads(bytes - end, [&](int32_t i) { at[end + i] = value; });
 }
 
 template <class Element>
@@ -78,18 +79,25 @@ UEC_DEVICE void clear_rows(const RerouteArgs& args, int64_t first, int64_t width
   const int64_t count = min64(int64_t{kTokensPerWarp} * num_warps(), args.count - first);
   if (count <= 0) return;
   const auto bytes = static_cast<int32_t>(count * width);
-  fill_zero(reinterpret_cast<uint8_t*>(args.to) + first * width, bytes);
+  fill(reinterpret_cast<uint8_t*>(args.to) + first * width, bytes, 0);
   if (args.probs != 0)
-    fill_zero(reinterpret_cast<uint8_t*>(args.physical_probs) + first * width * args.prob_bytes,
-              bytes * args.prob_bytes);
+    fill(reinterpret_cast<uint8_t*>(args.physical_probs) + first * width * args.prob_bytes,
+         bytes * args.prob_bytes, 0);
+  if (args.instances != 0)  // with -1
+    fill(reinterpret_cast<uint8_t*>(reinterpret_cast<int32_t*>(args.instances) +
+                                    first * args.shape.num_experts),
+         static_cast<int32_t>(count * args.shape.num_experts * sizeof(int32_t)), 0xFF);
 }
 
 UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {
   RerouteBlock block;
-  if (enter(args, shared_memory, block)) {
+  const bool is_good = enter(args, shared_memory, block);
+  const int64_t width = int64_t{block.shape.num_ranks} * block.shape.per_rank;
+  const int64_t first_of_block = int64_t{block.run} * num_warps() * kTokensPerWarp;
+  if (!is_good) {
+    clear_rows(args, first_of_block, width);
+  } else {
     const int32_t num_experts = block.shape.num_experts;
-    const int64_t width = int64_t{block.shape.num_ranks} * block.shape.per_rank;
-    const int64_t first_of_block = int64_t{block.run} * num_warps() * kTokensPerWarp;
     const int64_t first = first_of_block + warp_idx() * kTokensPerWarp;
     count_map(args, block, first);
     publish_counts(block);
@@ -101,7 +109,10 @@ UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {
       for (int32_t ordinal = 0; bits != 0; ++ordinal, bits &= bits - 1) {
         const int64_t token = first + ptx::lowest_set(bits);
         const int32_t instance = instance_of(block, e, ordinal);
-        if (instance >= 0) move_token(args, token * width + instance, token * num_experts + e);
+        if (instance < 0) continue;
+        move_token(args, token * width + instance, token * num_experts + e);
+        if (args.instances != 0)
+          reinterpret_cast<int32_t*>(args.instances)[token * num_experts + e] = instance;
       }
     }
   }

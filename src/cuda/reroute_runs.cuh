@@ -177,7 +177,18 @@ UEC_DEVICE int32_t instance_of(const RerouteBlock& block, int32_t expert, int32_
   return find_instance(shared.begin, shared.entries, expert, before + ordinal);
 }
 
-// The last block to leave writes the status, and leaves all as the next launch needs it. `id_at`:
+// Tells the host, unless it has a fault to take already.
+UEC_DEVICE void put_fault(uint64_t box, const RerouteStatus& status, Routing routing) {
+  if (status.fault == RerouteFault::kNone) return;
+  auto& said = *reinterpret_cast<RerouteFaultBox*>(box);
+  // Acquire: pairs with the host's release after it has read the last one, and emptied the box.
+  if (ptx::load_acquire_system(&said.routing) != 0) return;
+  said.status = status;
+  // Release: pairs with the host's acquire, which finds the status complete.
+  ptx::store_release_system(&said.routing, static_cast<uint64_t>(routing));
+}
+
+// The last block to leave tells of a fault, and leaves all as the next launch needs it. `id_at`:
 // the id at a position.
 template <class IdAt>
 UEC_DEVICE void leave(const RerouteArgs& args, const RerouteBlock& block, IdAt&& id_at) {
@@ -201,7 +212,7 @@ UEC_DEVICE void leave(const RerouteArgs& args, const RerouteBlock& block, IdAt&&
       status.expected = block.shared.entries[block.shared.begin[position + 1] - 1].upto;
     }
   }
-  *reinterpret_cast<RerouteStatus*>(args.status) = status;
+  put_fault(args.fault, status, args.routing);
   state.fault = 0;
   state.entered = 0;
   state.left = 0;

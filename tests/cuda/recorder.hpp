@@ -33,6 +33,7 @@ struct Launch {
   uec::cuda::LoadArgs load;    // of the load kernel
   Address states = 0;          // of the notice kernel
   int64_t notice = -1;
+  const void* arguments = nullptr;  // the first of any kernel, while on_launch() runs
 };
 
 struct State {
@@ -42,6 +43,7 @@ struct State {
   std::set<Handle> pending;  // events that were recorded and have not completed
   bool complete = true;      // events complete as they are recorded
   int32_t capturing = 0;
+  uint64_t capture = 9;
   Result launch_result = 0;
   int contexts = 0;  // pushed and not popped
   int events = 0;    // that exist
@@ -127,20 +129,20 @@ inline Driver make_driver() {
   d.cuStreamGetCaptureInfo = [](Handle, int32_t* status, uint64_t* id, void**, const void**,
                                 size_t*) {
     *status = state().capturing;
-    *id = 9;
+    *id = state().capture;
     return 0;
   };
   d.cuLaunchKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                         unsigned by, unsigned bz, unsigned shared, Handle stream, void** arguments,
                         void**) {
     if (state().launch_result != 0) return state().launch_result;
-    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, {}, 0, -1};
+    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, {}, 0, -1, arguments[0]};
     if (kernel == kNotice) {
       launch.states = *static_cast<Address*>(arguments[0]);
       launch.notice = *static_cast<int64_t*>(arguments[1]);
     } else if (kernel == kLoad) {
       launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
-    } else {
+    } else if (kernel == kKernel) {
       launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
     }
     {

@@ -42,7 +42,8 @@ class EmulatedReroute {
   }
 
   const uec::ShareTable& table() const { return arrays_.table; }
-  const uec::RerouteStatus& status() const { return status_; }
+  // Of the last launch, unless the box was left full before.
+  uec::RerouteStatus status() const { return box.routing == 0 ? uec::RerouteStatus{} : box.status; }
 
   void share() {
     uec::cuda::SharesArgs args;
@@ -56,7 +57,6 @@ class EmulatedReroute {
            [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }
 
-  // `out` may be `ids`.
   template <class Id>
   void reroute(const Id* ids, int64_t num_ids, Id* out) {
     uec::cuda::RerouteArgs args = make_args(ids, out, num_ids);
@@ -64,16 +64,20 @@ class EmulatedReroute {
                 [&](std::byte* shared) { uec::cuda::reroute_ids<Id>(args, shared); });
   }
 
-  // probs may be null.
+  // probs and instances may be null.
   void reroute_map(const uint8_t* map, int64_t num_tokens, uint8_t* out, const uint8_t* probs,
-                   uint8_t* physical_probs, int32_t prob_bytes) {
+                   uint8_t* physical_probs, int32_t prob_bytes, int32_t* instances = nullptr) {
     uec::cuda::RerouteArgs args = make_args(map, out, num_tokens);
+    args.routing = uec::cuda::Routing::kMap;
+    args.instances = address(instances);
     args.probs = address(probs);
     args.physical_probs = address(physical_probs);
     args.prob_bytes = prob_bytes;
     launch_runs(RerouteGrid::of_map(shape_, num_tokens, kThreads, emulation::kLanes),
                 [&](std::byte* shared) { uec::cuda::reroute_map(args, shared); });
   }
+
+  uec::cuda::RerouteFaultBox box;  // the host's to empty
 
  private:
   struct Free {
@@ -83,11 +87,11 @@ class EmulatedReroute {
   static uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
 
   uec::cuda::RerouteArgs make_args(const void* from, void* to, int64_t count) {
-    status_.position = -77;  // to be written
     uec::cuda::RerouteArgs args;
     args.shape = shape_;
     args.state = address(memory_.get());
-    args.status = address(&status_);
+    args.fault = address(&box);
+    args.routing = uec::cuda::Routing::kIds;
     args.from = address(from);
     args.to = address(to);
     args.count = count;
@@ -106,7 +110,6 @@ class EmulatedReroute {
   uec::cuda::RerouteShape shape_;
   uec::cuda::RerouteArrays arrays_;
   std::unique_ptr<std::byte, Free> memory_;
-  uec::RerouteStatus status_;
 };
 
 }  // namespace device_tests

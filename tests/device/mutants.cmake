@@ -277,6 +277,26 @@ ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cud
   REPLACE [[    sum_runs(block);
     clear_rows(args, first_of_block, width);]])
 
+ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+  FIND [[  if (ptx::load_acquire_system(&said.routing) != 0) return;]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
+  FILE cuda/reroute.cuh
+  FIND [[    store_padding<Id>(args, block);]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
+  FILE cuda/reroute.cuh
+  FIND [[own.expert[i] = position < args.count ? kPadding : kBeyond;]]
+  REPLACE [=[own.expert[i] = id[i] == Id{kPadding} && position < args.count ? kPadding : kBeyond;]=])
+
+ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
+  FILE cuda/reroute_map.cuh
+  FIND [[  if (!is_good) {
+    clear_rows(args, first_of_block, width);]]
+  REPLACE [[  if (!is_good) {]])
+
 # ---- the load ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(load_arrivals_relaxed PROGRAM test_load
@@ -368,16 +388,16 @@ ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/load_count
   FIND [[    ptx::max_relaxed(sums.bad_id, bad_id_word(static_cast<uint64_t>(position)));]]
   REPLACE [[    *sums.bad_id = bad_id_word(static_cast<uint64_t>(position));]])
 
-ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/load.cuh
-  FIND [[CallRecord::make(epoch, state.digest, RecordKind::kRejected).word);]]
-  REPLACE [[0);]])
+ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/wait.cuh
+  FIND [[  announce_absence(block.call, memory, mover, record.word);]]
+  REPLACE [[  announce_absence(block.call, memory, mover, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
   FIND [[  ptx::sync_block();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan FILE cuda/load_plan.cuh
-  FIND [[return write_no_plan(own);]]
+  FIND [[return write_empty_plan(own, nullptr, true);]]
   REPLACE [[return;]])
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -402,6 +422,10 @@ ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
   FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
   REPLACE [[    (void)faults;]])
+
+ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan FILE cuda/plan.cuh
+  FIND [[ && ptx::load_acquire_system(word) == 0)]]
+  REPLACE [[)]])
 
 ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE core/pool_search.hpp
   FIND [[best = v - first_;]]

@@ -41,23 +41,28 @@ void break_ids(std::vector<Id>& ids, int32_t num_experts, Random& random) {
   }
 }
 
+// What comes next on a stream goes by what it finds, also after a fault.
+template <class Id>
+void check_harmless(const RoutingCase& c, const std::vector<Id>& out) {
+  for (const Id id : out) CHECK(id >= -1 && id < c.group.num_ranks * c.per_rank);
+}
+
 template <class Id>
 void check_ids(const RoutingCase& c, const HostShares& host, EmulatedReroute& device,
                Random& random) {
   std::vector<Id> ids = draw_ids<Id>(c, random);
   if (draw(random, 0, 3) == 0) break_ids(ids, c.group.num_experts, random);
   const auto num_ids = static_cast<int64_t>(ids.size());
-  std::vector<Id> expected(ids.size()), out = ids;
+  std::vector<Id> expected(ids.size()), out(ids.size(), Id{-77});
+  device.box = {};
   uec::RerouteStatus status = host.status;
   if (status.fault == uec::RerouteFault::kNone)
     status = uec::reroute_tokens(ids.data(), num_ids, c.group.num_experts, host.scratch,
                                  expected.data());
-  if (draw(random, 0, 1) == 0) {
-    device.reroute(out.data(), num_ids, out.data());
-  } else {
-    device.reroute(ids.data(), num_ids, out.data());
-  }
+  device.reroute(ids.data(), num_ids, out.data());
   check_equal(device.status(), status);
+  CHECK_EQ(device.box.routing, status.fault == uec::RerouteFault::kNone ? 0 : 1);
+  check_harmless(c, out);
   if (status.fault == uec::RerouteFault::kNone) CHECK(out == expected);
 }
 
@@ -91,8 +96,11 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
   for (uint8_t& byte : probs.all) byte = static_cast<uint8_t>(random());
   Skewed out(num_tokens * width, draw(random, 0, 15));
   Skewed physical(num_tokens * width * prob_bytes, prob_bytes * draw(random, 0, 15));
+  std::vector<int32_t> instances(draw(random, 0, 1) == 0 ? map.size() : 0, -77);
+  device.box = {};
   device.reroute_map(map.data(), num_tokens, out.data(), with_probs ? probs.data() : nullptr,
-                     with_probs ? physical.data() : nullptr, prob_bytes);
+                     with_probs ? physical.data() : nullptr, prob_bytes,
+                     instances.empty() ? nullptr : instances.data());
 
   uec::RerouteStatus status = host.status;
   std::vector<int64_t> from(map.size() + 1), to(map.size() + 1);
@@ -100,7 +108,11 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
     status = uec::reroute_map(c.group.topology(), map.data(), num_tokens, host.scratch, from.data(),
                               to.data());
   check_equal(device.status(), status);
+  CHECK_EQ(device.box.routing, status.fault == uec::RerouteFault::kNone ? 0 : 2);
+  for (int64_t i = 0; i < num_tokens * width; ++i) CHECK(out.data()[i] <= 1);
+  for (const int32_t instance : instances) CHECK(instance >= -1 && instance < width);
   if (status.fault != uec::RerouteFault::kNone) return;
+  std::vector<int32_t> expected_instances(instances.size(), -1);
   Skewed expected(num_tokens * width, out.skew);
   Skewed expected_probs(num_tokens * width * prob_bytes, physical.skew);
   std::fill_n(expected.data(), num_tokens * width, uint8_t{0});
@@ -108,12 +120,14 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
   const int64_t moves = std::count(map.begin(), map.end(), uint8_t{1});
   for (int64_t i = 0; i < moves; ++i) {
     expected.data()[to[i]] = 1;
+    if (!instances.empty()) expected_instances[from[i]] = static_cast<int32_t>(to[i] % width);
     if (with_probs)
       std::copy_n(probs.data() + from[i] * prob_bytes, prob_bytes,
                   expected_probs.data() + to[i] * prob_bytes);
   }
   CHECK(out.all == expected.all);
   CHECK(physical.all == expected_probs.all);
+  CHECK(instances == expected_instances);
 }
 
 // Plans and routings of one group, and so one state.
@@ -166,11 +180,34 @@ void check_nothing() {
   check_equal(device.status(), uec::RerouteStatus{});
 }
 
+// The host learns of the first, whatever comes before it has taken that.
+void check_first_fault_stays() {
+  Random random(9);
+  RoutingCase c = draw_group(random, 2, 3, 1);
+  EmulatedReroute device(c, 4, 0, 7);
+  draw_plan(c, random, 0);
+  device.share();
+  for (const int32_t bad : {77, 78}) {
+    std::vector<int32_t> ids{-1, bad}, out(2);
+    device.reroute(ids.data(), 2, out.data());
+    CHECK_EQ(device.status().value, 77);
+    CHECK_EQ(out[1], -1);
+  }
+  device.box.routing = 0;
+  std::vector<int32_t> ids{-1}, out(1);
+  device.reroute(ids.data(), 1, out.data());
+  CHECK_EQ(device.box.routing, 0);
+  ids[0] = 79;
+  device.reroute(ids.data(), 1, out.data());
+  CHECK_EQ(device.status().value, 79);
+}
+
 }  // namespace
 
 int main() {
   const Watchdog watchdog("a launch that does not end");
   check_nothing();
+  check_first_fault_stays();
   const int groups = scaled(500);
   int calls = 0;
   for (int seed = 0; seed < groups; ++seed) calls += check_group(static_cast<uint32_t>(seed));

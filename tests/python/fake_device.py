@@ -148,11 +148,15 @@ class FakeDevice:
         """Names of the kernels launched so far."""
         return [self.kernels.names[h] for what, h, _ in self.log if what == "launch"]
 
+    def launcher_page(self) -> torch.Tensor:
+        """Page-locked memory of the latest launcher; that of stages is small."""
+        return [page for page in self.pages if page.numel() > _core.cuda_stage_faults_bytes()][-1]
+
     def fail(self, index: int, epoch: int, fault: int, *, root: int = -1) -> None:
         """Do as the ``index``-th rank of a launch does when its call fails."""
         layout = _core.cuda_layout()
         status_bytes = -(-layout[3] // 128) * 128
-        at = self.pages[-1][index * status_bytes :].numpy()
+        at = self.launcher_page()[index * status_bytes :].numpy()
         report = layout[4]
         struct.pack_into("<i", at, report, fault)
         struct.pack_into("<i", at, report + layout[7], root)

@@ -333,7 +333,7 @@ def test_close_tells_of_another_last_call(device: FakeDevice) -> None:
 
     def close_differs(name: str, values: list[int]) -> None:
         if name == "ultraep_replicate_notice":
-            page = device.pages[-1]
+            page = device.launcher_page()
             page[status_bytes + 16 : status_bytes + 24].view(torch.int64)[0] = 0
 
     for work in _call_all(groups):

@@ -47,6 +47,7 @@ PYTHON_ORDER = [
     "engines",
     "cuda.weights",
     "cuda.engine",
+    "cuda.stages",
     "refusals",
     "reports",
     "work",
@@ -126,6 +127,8 @@ CPP_ORDER = [
     "cuda/launcher.cc",
     "cuda/engine.hpp",
     "cuda/engine.cc",
+    "cuda/stages.hpp",
+    "cuda/stages.cc",
 ]
 
 

@@ -20,12 +20,14 @@ def names(file: str, function: str) -> list[str]:
 SIMULATED = names("tests/simulation/mutants.cmake", "mutant")
 CORE = names("tests/core/mutants.cmake", "ultraep_add_core_mutant")
 HOST = names("tests/host/mutants.cmake", "ultraep_add_host_mutant")
+CUDA = names("tests/cuda/mutants.cmake", "ultraep_add_cuda_mutant")
 
 
 def test_mutants_are_many() -> None:
     assert len(SIMULATED) >= 15
     assert len(CORE) >= 15
     assert len(HOST) >= 10
+    assert len(CUDA) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def sanitized(cpp: CppBuild) -> Path:
 # That each program passes where nothing is broken is test_cpp_tests_pass's.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CORE + HOST)
+@pytest.mark.parametrize("name", CORE + HOST + CUDA)
 def test_sanitized_mutant_is_caught(
     cpp: CppBuild, sanitized: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

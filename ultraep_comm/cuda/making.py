@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ultraep_comm.cuda.kernels import (
     choose_tile_bytes,
     load_kernels,
 )
+from ultraep_comm.cuda.stages import CudaStages
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.bootstrap import (
@@ -317,6 +319,7 @@ def make_loopback_groups(
             fabric=LoopbackFabric(memory, rank),
             make_engine=lambda config: CudaEngine(config, shared),
             device=device,
+            make_stages=partial(CudaStages, device, kernels, topology, rank),
         )
         for rank, config in enumerate(configs)
     ]

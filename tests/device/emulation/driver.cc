@@ -5,7 +5,11 @@
 
 #include "cuda/load.cuh"
 #include "cuda/notice.cuh"
+#include "cuda/plan.cuh"
 #include "cuda/replicate.cuh"
+#include "cuda/reroute.cuh"
+#include "cuda/reroute_map.cuh"
+#include "cuda/reroute_shares.cuh"
 #include "streams.hpp"
 
 namespace {
@@ -58,6 +62,16 @@ Work notify(void** arguments, const Grid&) {
   };
 }
 
+// Kernels of as many warps as they are launched with.
+template <class Args, void (*kKernel)(const Args&, std::byte*)>
+Work run(void** arguments, const Grid& grid) {
+  return [grid, args = argument<Args>(arguments)] {
+    emulation::launch(
+        grid.blocks, 1, grid.shared_bytes, [&](std::byte* memory) { kKernel(args, memory); },
+        grid.threads / emulation::kLanes);
+  };
+}
+
 // A launch as what a stream does: the arguments are copied now.
 struct Kernel {
   const char* name;
@@ -68,6 +82,11 @@ const Kernel kKernels[] = {
     {"ultraep_replicate_32768", replicate<32768>},
     {"ultraep_replicate_notice", notify},
     {"ultraep_load", load},
+    {"ultraep_plan", run<uec::cuda::PlanArgs, uec::cuda::plan>},
+    {"ultraep_reroute_shares", run<uec::cuda::SharesArgs, uec::cuda::reroute_shares>},
+    {"ultraep_reroute_int32", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int32_t>>},
+    {"ultraep_reroute_int64", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int64_t>>},
+    {"ultraep_reroute_map", run<uec::cuda::RerouteArgs, uec::cuda::reroute_map>},
 };
 
 }  // namespace

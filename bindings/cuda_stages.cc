@@ -1,0 +1,138 @@
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "calls.hpp"
+#include "cuda/stages.hpp"
+#include "objective.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+using cuda::Handle;
+using cuda::PlanCall;
+using cuda::RerouteCall;
+using cuda::Routing;
+using cuda::StageFaults;
+using cuda::StageKernels;
+using cuda::Stages;
+using cuda::StageShape;
+
+void bind_shape(nb::module_& m) {
+  nb::class_<StageShape>(m, "CudaStageShape")
+      .def(nb::init<int32_t, int32_t, std::vector<int32_t>, std::vector<int32_t>, bool, int32_t>(),
+           nb::kw_only(), "rank"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
+           "allow_cross_domain"_a, "warp_size"_a)
+      .def("plan_shared_bytes", &StageShape::plan_shared_bytes)
+      .def_prop_ro("shares_shared_bytes", &StageShape::shares_shared_bytes)
+      .def_prop_ro("reroute_shared_bytes", &StageShape::reroute_shared_bytes)
+      .def_prop_ro("constants_bytes", &StageShape::constants_bytes)
+      .def("state_bytes", &StageShape::state_bytes)
+      .def("runs_of_ids", &StageShape::runs_of_ids)
+      .def("runs_of_map", &StageShape::runs_of_map);
+}
+
+void bind_faults(nb::module_& m) {
+  nb::enum_<cuda::LoadFault>(m, "LoadFault")
+      .value("NONE", cuda::LoadFault::kNone)
+      .value("NEGATIVE", cuda::LoadFault::kNegative)
+      .value("TOO_MANY", cuda::LoadFault::kTooMany)
+      .value("TOO_MANY_IN_ALL", cuda::LoadFault::kTooManyInAll);
+  nb::class_<StageFaults>(m, "CudaStageFaults")
+      .def_prop_ro("load", [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).fault; })
+      .def_prop_ro("expert",
+                   [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).expert; })
+      .def_prop_ro("of_map",
+                   [](const StageFaults& f) {
+                     return f.reroute.routing == static_cast<uint64_t>(Routing::kMap);
+                   })
+      .def_prop_ro("reroute", [](const StageFaults& f) {
+        return f.reroute.routing == 0 ? RerouteStatus{} : f.reroute.status;
+      });
+}
+
+}  // namespace
+
+void bind_cuda_stages(nb::module_& m) {
+  bind_shape(m);
+  bind_faults(m);
+  m.def("cuda_stage_faults_bytes", [] { return sizeof(StageFaults); });
+  nb::class_<Stages>(m, "CudaStages")
+      .def(
+          "__init__",
+          [](Stages* self, const cuda::Driver& driver, uint64_t context, const StageShape& shape,
+             uint64_t plan, uint64_t shares, uint64_t reroute_int32, uint64_t reroute_int64,
+             uint64_t reroute_map, int32_t plan_warps, uint64_t constants, uint64_t faults,
+             nb::object) {
+            new (self)
+                Stages(driver, at<void>(context), shape,
+                       StageKernels{at<void>(plan), at<void>(shares), at<void>(reroute_int32),
+                                    at<void>(reroute_int64), at<void>(reroute_map)},
+                       plan_warps, constants, at<StageFaults>(faults));
+          },
+          // What `keep` owns, now and later, is used until the stages are gone.
+          nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "shares"_a,
+          "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "plan_warps"_a, "constants"_a,
+          "faults"_a, "keep"_a, nb::keep_alive<1, 13>())
+      .def("lend_state", &Stages::lend_state)
+      .def_prop_ro("max_runs", &Stages::max_runs)
+      .def(
+          "plan",
+          [](Stages& s, uint64_t load, uint64_t kept_load, uint64_t slot_expert,
+             uint64_t slot_quota, uint64_t home_quota, int32_t num_sources, int64_t target_ppm,
+             const std::optional<Costs>& costs, uint64_t stream) {
+            s.plan(PlanCall{load, kept_load, slot_expert, slot_quota, home_quota, num_sources,
+                            make_objective(target_ppm, costs)},
+                   at<void>(stream));
+          },
+          "load"_a, "kept_load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "num_sources"_a,
+          "target_ppm"_a, "costs"_a.none(), "stream"_a)
+      .def("reroute",
+           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
+              uint64_t home_quota, uint64_t ids, uint64_t out, int64_t num_ids, int32_t id_bytes,
+              uint64_t stream) {
+             s.reroute(RerouteCall{.load = load,
+                                   .slot_expert = slot_expert,
+                                   .slot_quota = slot_quota,
+                                   .home_quota = home_quota,
+                                   .routing = Routing::kIds,
+                                   .from = ids,
+                                   .to = out,
+                                   .count = num_ids,
+                                   .element_bytes = id_bytes},
+                       at<void>(stream));
+           })
+      .def("reroute_map",
+           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
+              uint64_t home_quota, uint64_t map, uint64_t out, int64_t num_tokens, uint64_t probs,
+              uint64_t physical_probs, int32_t prob_bytes, uint64_t instances, uint64_t stream) {
+             s.reroute(RerouteCall{.load = load,
+                                   .slot_expert = slot_expert,
+                                   .slot_quota = slot_quota,
+                                   .home_quota = home_quota,
+                                   .routing = Routing::kMap,
+                                   .from = map,
+                                   .to = out,
+                                   .count = num_tokens,
+                                   .element_bytes = prob_bytes,
+                                   .probs = probs,
+                                   .physical_probs = physical_probs,
+                                   .instances = instances},
+                       at<void>(stream));
+           })
+      .def("is_capturing",
+           [](const Stages& s, uint64_t stream) { return s.is_capturing(at<void>(stream)); })
+      .def("await_idle",
+           [](const Stages& s) {
+             return interruptible([&](auto&& interrupted) { return s.await_idle(interrupted); });
+           })
+      .def("take_faults", [](Stages& s) -> std::optional<StageFaults> {
+        const StageFaults taken = s.take_faults();
+        if (taken.plan == 0 && taken.reroute.routing == 0) return {};
+        return taken;
+      });
+}
+
+}  // namespace uec::python

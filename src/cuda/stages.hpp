@@ -1,0 +1,156 @@
+// Launching the local stages of one rank: the plan of a load, and the reroute of ids or of a map.
+// The host sees none of their data and waits for none of their launches, so that all of them can be
+// captured into a graph.
+//
+// Order: launches of one rank use the same working memory, so each comes after the one before it,
+// on whatever stream. That order does not cross the border of a capture, since a graph runs again:
+// the captured launches follow each other, and what a replay has before and after it on the same
+// rank is for the caller's streams to order. While two captures take turns on one rank, so is the
+// order inside either.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "cuda/args.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/plan_block.hpp"
+
+namespace uec::cuda {
+
+// A rank as the stages' kernels see it. Its arrays are the host's, and have to stay as they are.
+class StageShape {
+ public:
+  StageShape(int32_t rank, int32_t slots_per_rank, std::vector<int32_t> home,
+             std::vector<int32_t> domain, bool allow_cross_domain, int32_t warp_size);
+
+  int32_t rank;
+  int32_t slots_per_rank;
+  std::vector<int32_t> home;    // [E]
+  std::vector<int32_t> domain;  // [G]
+  bool allow_cross_domain;
+  int32_t warp_size;                 // of the device
+  std::vector<int32_t> mains_begin;  // [G + 1] as group_mains() leaves it
+  std::vector<int32_t> mains;        // [E] likewise
+  int32_t max_mains = 0;             // the largest number of mains on a rank
+
+  int32_t num_ranks() const { return static_cast<int32_t>(domain.size()); }
+  int32_t num_experts() const { return static_cast<int32_t>(home.size()); }
+  Topology topology() const;
+  RerouteShape reroute(int32_t max_runs = 0) const;
+
+  // Blocks have as many warps as on a device of 32 threads each.
+  int64_t plan_shared_bytes(int32_t num_warps) const;
+  int64_t shares_shared_bytes() const;
+  int64_t reroute_shared_bytes() const;
+  int32_t runs_of_ids(int64_t num_ids) const;
+  int32_t runs_of_map(int64_t num_tokens) const;
+  int64_t state_bytes(int32_t max_runs) const;
+  // home [E], domain [G], mains_begin [G + 1], mains [E]: what the plan kernel is given.
+  int64_t constants_bytes() const;
+
+  RerouteGrid grid_of_ids(int64_t num_ids) const;
+  RerouteGrid grid_of_map(int64_t num_tokens) const;
+  RerouteGrid grid_of_shares() const;
+};
+
+struct StageKernels {
+  Handle plan = nullptr;           // ultraep_plan
+  Handle shares = nullptr;         // ultraep_reroute_shares
+  Handle reroute_int32 = nullptr;  // ultraep_reroute_int32
+  Handle reroute_int64 = nullptr;  // ultraep_reroute_int64
+  Handle reroute_map = nullptr;    // ultraep_reroute_map
+};
+
+// Addresses on the device, as PlanArgs has them.
+struct PlanCall {
+  Address load = 0;
+  Address kept_load = 0;
+  Address slot_expert = 0;
+  Address slot_quota = 0;
+  Address home_quota = 0;
+  int32_t num_sources = 0;
+  Objective objective;
+};
+
+// Addresses on the device, as SharesArgs and RerouteArgs have them.
+struct RerouteCall {
+  Address load = 0;
+  Address slot_expert = 0;
+  Address slot_quota = 0;
+  Address home_quota = 0;
+  Routing routing = Routing::kNone;
+  Address from = 0;
+  Address to = 0;
+  int64_t count = 0;
+  int32_t element_bytes = 0;  // of an id, or of a probability
+  Address probs = 0;
+  Address physical_probs = 0;
+  Address instances = 0;
+};
+
+// Memory is the caller's, and kept until the stages are gone.
+class Stages {
+ public:
+  // constants: constants_bytes() of device memory. faults: page-locked, zeroed, at the same address
+  // on the device.
+  Stages(const Driver& driver, Handle context, StageShape shape, const StageKernels& kernels,
+         int32_t num_plan_warps, Address constants, StageFaults* faults);
+  ~Stages();  // waits as await_idle() does
+  Stages(const Stages&) = delete;
+  Stages& operator=(const Stages&) = delete;
+
+  const StageShape& shape() const { return shape_; }
+
+  // Working memory for up to `max_runs` blocks: state_bytes(max_runs), zeroed, for all launches
+  // from now on. What launches so far, and graphs, have used stays theirs.
+  void lend_state(Address state, int32_t max_runs);
+  int32_t max_runs() const { return max_runs_; }
+
+  void plan(const PlanCall& call, Handle stream);
+  // Both kernels, each time: a replay may have put another plan's shares where they were.
+  void reroute(const RerouteCall& call, Handle stream);
+
+  bool is_capturing(Handle stream) const;
+  // Whether the launches outside captures have finished.
+  bool is_idle() const;
+  // Until they have. False: `interrupted`.
+  template <class Interrupted>
+  bool await_idle(Interrupted&& interrupted) const {
+    while (!is_idle()) {
+      if (interrupted()) return false;
+      pause();
+    }
+    return true;
+  }
+
+  // The faults that launches have left since it was last asked.
+  StageFaults take_faults();
+
+ private:
+  static void pause();
+  uint64_t begin(Handle stream);
+  void end(uint64_t capture, Handle stream);
+  void launch(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
+              void* args, Handle stream) const;
+  Handle make_event() const;
+
+  Driver driver_;
+  Handle context_;
+  StageShape shape_;
+  StageKernels kernels_;
+  int32_t num_plan_warps_;
+  Address constants_;
+  StageFaults* faults_;
+
+  mutable std::mutex mutex_;
+  Address state_ = 0;
+  int32_t max_runs_ = 0;
+  Handle used_ = nullptr;      // event behind the last launch outside captures
+  Handle captured_ = nullptr;  // and inside one
+  bool is_used_ = false;
+  uint64_t capture_ = 0;  // that `captured_` was recorded in; 0: none
+};
+
+}  // namespace uec::cuda

@@ -1,0 +1,370 @@
+"""The local stages of one rank on its device: plans and reroutes that no host sees or waits for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.cuda.device import Device, Kernels
+from ultraep_comm.errors import DeviceError, InvalidLoadError, UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
+from ultraep_comm.rerouting import raise_fault
+from ultraep_comm.topology import Topology
+
+PLAN_WARPS = 8  # at most: each makes probes of its own. A guess, to be measured
+MIN_RUNS = 64  # that there is working memory for: 65536 ids, or 4096 tokens of a map
+ALIGNMENT = 16  # bytes, of what compilers take for tensors of their own
+
+Tensor = torch.Tensor
+
+
+class CudaStages:
+    """Launches on the current stream, one behind the other; see src/cuda/stages.hpp.
+
+    Every method raises DeviceError if the driver refuses a launch.
+
+    Attributes:
+        home: int32 ``[E]`` on the device, of every plan that is made here.
+        domains: int32 ``[G]``, likewise.
+    """
+
+    def __init__(self, device: Device, kernels: Kernels, topology: Topology, rank: int) -> None:
+        self._device = device
+        self._topology = topology
+        self._rank = rank
+        shape = _core.CudaStageShape(
+            rank=rank,
+            slots_per_rank=topology.slots_per_rank,
+            home=topology.home.tolist(),
+            domain=topology.domain.tolist(),
+            allow_cross_domain=topology.allow_cross_domain,
+            warp_size=device.warp_size,
+        )
+        self._shape = shape
+
+        def handle(name: str, shared_bytes: int) -> int:
+            fits = shared_bytes <= device.max_shared_bytes
+            return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
+
+        self._plan_warps = next(
+            (
+                n
+                for n in range(PLAN_WARPS, 0, -1)
+                if shape.plan_shared_bytes(n) <= device.max_shared_bytes
+            ),
+            0,
+        )
+        runs_bytes = shape.reroute_shared_bytes
+        self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
+        constants = device.allocate(shape.constants_bytes)
+        faults = device.pinned(_core.cuda_stage_faults_bytes())
+        self._memory = [constants, faults]  # and the states, also those that graphs may still use
+        with _refusals_typed():
+            self._stages = _core.CudaStages(
+                driver=device.driver,
+                context=device.context,
+                shape=shape,
+                plan=handle("plan", shape.plan_shared_bytes(max(self._plan_warps, 1))),
+                shares=handle("reroute_shares", shape.shares_shared_bytes),
+                reroute_int32=handle("reroute_int32", runs_bytes),
+                reroute_int64=handle("reroute_int64", runs_bytes),
+                reroute_map=handle("reroute_map", runs_bytes),
+                plan_warps=self._plan_warps,
+                constants=constants.data_ptr(),
+                faults=faults.data_ptr(),
+                keep=(device, self._memory),
+            )
+        maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
+        self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
+        self._reserve(MIN_RUNS, "")
+
+    # ---- what is where --------------------------------------------------------------------
+
+    def holds(self, value: object) -> bool:
+        """Return whether a tensor, or a plan, is on the device."""
+        tensor = value.slot_expert if isinstance(value, Plan) else value
+        return isinstance(tensor, Tensor) and self._device.holds(tensor)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured."""
+        with _refusals_typed():
+            return self._stages.is_capturing(self._device.current_stream())
+
+    def prepare_copy(self, what: str) -> None:
+        """Wait for the launches so far, because the host is about to read what they write.
+
+        Raises:
+            UnsupportedError: the current stream is being captured.
+        """
+        if self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {what} has to be copied between the CPU and the device, which"
+                " cannot be captured into a CUDA graph; give all tensors of the call on the device"
+            )
+        self.finish()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor of the CPU on the device."""
+        return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    # ---- stages ---------------------------------------------------------------------------
+
+    def plan(self, load: Tensor, target_ppm: int, costs: Costs | None) -> Plan:
+        """Launch the plan of a load of right shape and dtype; see `planning.plan_replicas`.
+
+        Raises:
+            UnsupportedError: the group is too large for the kernel.
+        """
+        if self._plan_warps == 0:
+            needed = self._shape.plan_shared_bytes(1)
+            raise UnsupportedError(
+                f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
+                f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, this"
+                f" device has {self._device.max_shared_bytes}; plan on the CPU:"
+                " plan_replicas(load.cpu(), group=group)"
+            )
+        t = self._topology
+        given = self._as_counts(load)
+        slots = (t.num_ranks, t.slots_per_rank)
+        shapes: list[tuple[int, ...]] = [slots, slots, (t.num_experts,)]
+        if given is load and load.dim() == 2:  # the caller may change its own
+            shapes.append((t.num_ranks, t.num_experts))
+        slot_expert, slot_quota, home_quota, *kept = self._tensors(shapes)
+        with _refusals_typed():
+            self._stages.plan(
+                given.data_ptr(),
+                kept[0].data_ptr() if kept else 0,
+                slot_expert.data_ptr(),
+                slot_quota.data_ptr(),
+                home_quota.data_ptr(),
+                t.num_ranks if load.dim() == 2 else 1,
+                target_ppm,
+                costs,
+                self._device.current_stream(),
+            )
+        return Plan(
+            slot_expert=slot_expert,
+            home=self.home,
+            slot_quota=slot_quota,
+            home_quota=home_quota,
+            load=None if load.dim() == 1 else kept[0] if kept else given,
+            domains=self.domains,
+        )
+
+    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+        """Launch the reroute of ids; see `rerouting.reroute`. The plan has load and quotas.
+
+        Raises:
+            UnsupportedError: there is too little working memory, and a capture in progress; or the
+                group is too large for the kernel.
+        """
+        ids = self._dense(topk_ids)
+        self._reserve(
+            self._shape.runs_of_ids(ids.numel()),
+            f"reroute(topk_ids, plan, group=group) with {ids.numel()} ids",
+        )
+        out = self._device.empty(ids.shape, ids.dtype)
+        with _refusals_typed():
+            self._stages.reroute(
+                *_addresses(plan),
+                ids.data_ptr(),
+                out.data_ptr(),
+                ids.numel(),
+                ids.element_size(),
+                self._device.current_stream(),
+            )
+        return out
+
+    def reroute_map(
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        """Launch the reroute of a map; see `rerouting.reroute_map`. The plan has load and quotas.
+
+        Raises:
+            UnsupportedError: as :meth:`reroute`.
+        """
+        differentiable = probs is not None and probs.requires_grad and probs.element_size() > 1
+        if differentiable and torch.is_grad_enabled():
+            physical_map, physical = _MoveProbs.apply(probs, routing_map, plan, self)  # type: ignore[no-untyped-call]
+            return physical_map, physical
+        physical_map, physical, _ = self.move(routing_map, probs, plan, with_instances=False)
+        return physical_map, physical
+
+    def move(
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, *, with_instances: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Do what :meth:`reroute_map` does, without gradients.
+
+        Returns:
+            The map and probabilities ``[T, G * P]``; with ``with_instances`` also int32 ``[T, E]``,
+            the column that each routed token went to, -1 where it is not routed.
+        """
+        given, t = self._dense(routing_map), self._topology
+        num_tokens = given.shape[0]
+        self._reserve(
+            self._shape.runs_of_map(num_tokens),
+            f"reroute_map(routing_map, probs, plan, group=group) with {num_tokens} tokens",
+        )
+        shape = (num_tokens, t.num_ranks * t.instances_per_rank)
+        physical_map = self._device.empty(shape, torch.bool)
+        moved = physical = instances = None
+        if probs is not None:
+            moved = self._dense(probs.detach())
+            physical = self._device.empty(shape, probs.dtype)
+        if with_instances:
+            instances = self._device.empty(given.shape, torch.int32)
+        with _refusals_typed():
+            self._stages.reroute_map(
+                *_addresses(plan),
+                given.data_ptr(),
+                physical_map.data_ptr(),
+                num_tokens,
+                0 if moved is None else moved.data_ptr(),
+                0 if physical is None else physical.data_ptr(),
+                1 if moved is None else moved.element_size(),
+                0 if instances is None else instances.data_ptr(),
+                self._device.current_stream(),
+            )
+        return physical_map, physical, instances
+
+    def gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        *_, instances = self.move(routing_map, None, plan, with_instances=True)
+        assert instances is not None
+        return gather_gradient(grad, instances)
+
+    # ---- faults ---------------------------------------------------------------------------
+
+    def raise_fault(self) -> None:
+        """Raise what a launch has found wrong with its input since this was last asked.
+
+        Raises:
+            InvalidLoadError, InvalidPlanError: once for each fault; of several, the first.
+        """
+        found = self._stages.take_faults()
+        if found is None:
+            return
+        kinds, expert = _core.LoadFault, found.expert
+        texts = {
+            kinds.NEGATIVE: f"an entry for expert {expert} that is not in 0 to {MAX_LOAD}",
+            kinds.TOO_MANY: f"more than {MAX_LOAD} tokens for expert {expert}",
+            kinds.TOO_MANY_IN_ALL: f"more than {MAX_TOTAL_LOAD} tokens in all",
+        }
+        if found.load is not kinds.NONE:
+            raise InvalidLoadError(
+                f"rank {self._rank}: an earlier plan_replicas on the device was given a load with"
+                f" {texts[found.load]}; its plan is empty, with no tokens"
+            )
+        routing = "routing_map" if found.of_map else "topk_ids"
+        raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)
+
+    def finish(self) -> None:
+        """Wait for the launches outside captures."""
+        with _refusals_typed():
+            self._stages.await_idle()
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def _reserve(self, num_runs: int, call: str) -> None:
+        """Have working memory for so many blocks. What there was stays, for graphs that use it."""
+        if not self._can_reroute:
+            if not call:
+                return
+            raise UnsupportedError(
+                f"rank {self._rank}: rerouting {self._topology.num_experts} experts needs"
+                f" {self._shape.reroute_shared_bytes} bytes of shared memory, this device has"
+                f" {self._device.max_shared_bytes}; reroute on the CPU: give ids or map, and"
+                " plan.cpu()"
+            )
+        if num_runs <= self._stages.max_runs:
+            return
+        if call and self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {call} needs more working memory than this group has, and none"
+                f" can be had while a CUDA graph is being captured; call {call} once before the"
+                " capture"
+            )
+        num_runs = 1 << (num_runs - 1).bit_length()
+        state = self._device.allocate(self._shape.state_bytes(num_runs))
+        self._memory.append(state)
+        with _refusals_typed():
+            self._stages.lend_state(state.data_ptr(), num_runs)
+
+    def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return int32 tensors in one piece of memory."""
+        step = ALIGNMENT // 4
+        sizes = [math.prod(shape) for shape in shapes]
+        rooms = [-(-size // step) * step for size in sizes]
+        memory = self._device.empty((sum(rooms),), torch.int32)
+        starts = [0, *itertools.accumulate(rooms)]
+        return [
+            memory[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        ]
+
+    def _as_counts(self, load: Tensor) -> Tensor:
+        """Return a load as dense int32; what does not fit becomes -1, which no plan takes."""
+        if load.dtype == torch.int32:
+            return self._dense(load)
+        narrow = load.to(torch.int32)
+        out = self._device.empty(load.shape, torch.int32)
+        return torch.where(narrow == load, narrow, narrow.new_full((), -1), out=out)
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_contiguous() else self.put(tensor)
+
+
+class _MoveProbs(torch.autograd.Function):
+    """Probabilities on their way to their instances, and gradients on theirs back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, routing_map: Tensor, plan: Plan, stages: CudaStages
+    ) -> tuple[Tensor, Tensor | None]:
+        physical_map, physical, instances = stages.move(
+            routing_map, probs, plan, with_instances=True
+        )
+        ctx.save_for_backward(instances)
+        ctx.mark_non_differentiable(physical_map)
+        return physical_map, physical
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (instances,) = ctx.saved_tensors
+        return gather_gradient(grads[1], instances), None, None, None
+
+
+def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
+    """Return ``[T, E]``: of each routed token, ``grad [T, G * P]`` at its column; else 0."""
+    columns = instances.clamp(min=0).long()
+    return grad.gather(1, columns).masked_fill(instances < 0, 0)
+
+
+def _addresses(plan: Plan) -> tuple[int, int, int, int]:
+    assert plan.load is not None
+    assert plan.slot_quota is not None
+    assert plan.home_quota is not None
+    return (
+        plan.load.data_ptr(),
+        plan.slot_expert.data_ptr(),
+        plan.slot_quota.data_ptr(),
+        plan.home_quota.data_ptr(),
+    )
+
+
+@contextmanager
+def _refusals_typed() -> Iterator[None]:
+    try:
+        yield
+    except _core.DriverError as error:
+        raise DeviceError(
+            f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
+            " restart the process"
+        ) from error
