@@ -60,6 +60,7 @@ class EmulatedDevice:
         self.driver = _core.CudaDriver(addresses)
         self._streams = 1
         self._memory: list[torch.Tensor] = []
+        self._uploads: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}  # of empty(): kept, so that no address comes twice
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -80,10 +81,13 @@ class EmulatedDevice:
         return memory
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._held
+        at = tensor.data_ptr()
+        return tensor.untyped_storage().data_ptr() in self._held or any(
+            memory.data_ptr() <= at < memory.data_ptr() + memory.numel() for memory in self._memory
+        )
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        self._memory.append(values)
+        self._uploads.append(values)
         self.copy(to, values)
 
     def is_capturing(self) -> bool:

@@ -165,7 +165,10 @@ def test_shapes_and_places_are_refused_at_once(emulated: EmulatedDevice, groups_
     groups = groups_of(2, 4, 1)
     plan = uec.Plan.from_slots([[2], [0]], num_experts=4)
     apart = uec.Plan(slot_expert=emulated.put(plan.slot_expert), home=plan.home)
-    with pytest.raises(errors.InvalidPlanError, match="its home on cpu; expected one device"):
+    with pytest.raises(
+        errors.InvalidPlanError,
+        match=r"the plan.s home is on cpu; expected cpu, like its slot_expert",
+    ):
         start(groups[:1], weights, apart)
 
 

@@ -599,28 +599,6 @@ def test_what_cannot_be_captured_says_what_to_do(device: EmulatedDevice) -> None
     case.close()
 
 
-def test_a_transfer_of_a_captured_plan_is_refused_and_harms_nothing(device: EmulatedDevice) -> None:
-    case = Case(0, num_ranks=2, num_experts=2, slots=1)
-    load = device.put(torch.tensor([[100, 1], [100, 1]], dtype=torch.int32))
-    weights = {"w": torch.zeros(1, 4, dtype=torch.uint8)}
-    device.begin_capture()
-    plan = uec.plan_replicas(load, group=case.group)
-    with pytest.raises(errors.UnsupportedError, match="the plan has to be copied"):
-        uec.replicate_experts(weights, plan, group=case.group)
-    device.end_capture()
-    device.settle()
-    works = [
-        uec.replicate_experts(
-            weights, uec.plan_replicas(load, group=group), group=group, async_op=True
-        )
-        for group in case.groups
-    ]
-    for work in works:
-        assert work is not None
-        work.synchronize()
-    case.close()
-
-
 # ---- operators ----------------------------------------------------------------------------------
 
 

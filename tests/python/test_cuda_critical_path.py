@@ -1,0 +1,161 @@
+"""From ids to filled slots and physical ids without the host, on an emulated device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from ranks import MIXED, clear_slots, fill_weights, make_weights, wrong_bytes
+
+import ultraep_comm as uec
+
+SIZES = [(2, 6, 1), (4, 9, 2)]
+TOKENS, TOPK = 40, 2
+
+
+def each(count: int, call: Callable[[int], Any]) -> list[Any]:
+    """Return what ``call(rank)`` returns, each rank in a thread."""
+    found: list[Any] = [None] * count
+    failed: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = call(rank)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found
+
+
+class Layer:
+    """All ranks of a group, their weights, and ids in memory that stays."""
+
+    def __init__(self, device: EmulatedDevice, size: tuple[int, int, int]) -> None:
+        num_ranks, num_experts, slots = size
+        self.device = device
+        self.groups = uec.new_loopback_groups(
+            num_ranks,
+            num_experts=num_experts,
+            slots_per_rank=slots,
+            expert=MIXED,
+            timeout=60.0,
+            num_sms=1,
+            engine="cuda",
+        )
+        self.weights = [make_weights(group) for group in self.groups]
+        pairs = zip(self.groups, self.weights, strict=True)
+        self.bound = [group.bind(weights) for group, weights in pairs]
+        self.ids = [device.put(torch.zeros(TOKENS, TOPK, dtype=torch.int64)) for _ in self.groups]
+        self.rng = torch.Generator().manual_seed(num_ranks)
+
+    def draw_ids(self) -> None:
+        """Route most tokens to a few experts, others from one time to the next."""
+        num_experts = self.groups[0].topology.num_experts
+        hot = int(torch.randint(num_experts, (1,), generator=self.rng))
+        for ids in self.ids:
+            drawn = torch.randint(-1, num_experts, ids.shape, generator=self.rng)
+            chosen = torch.rand(ids.shape, generator=self.rng) < 0.6
+            ids.copy_(torch.where(chosen, hot, drawn))
+
+    def path(self, rank: int) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+        """Make the calls of the critical path on one rank."""
+        group = self.groups[rank]
+        load = uec.gather_load(self.ids[rank], group=group)
+        plan = uec.plan_replicas(load, group=group)
+        work = uec.replicate_experts(self.bound[rank], plan, group=group, async_op=True)
+        physical = uec.reroute(self.ids[rank], plan, group=group)
+        assert work is not None
+        work.wait()
+        return load, plan, physical
+
+    def prepare(self, epoch: int) -> None:
+        self.draw_ids()
+        for group in self.groups:
+            fill_weights(group, self.weights[group.rank], epoch)
+            clear_slots(group)
+
+    def check(self, found: list[Any], epoch: int) -> int:
+        """Compare everything with what the host makes of the same ids; return the replicas."""
+        topology = self.groups[0].topology
+        load = torch.stack(
+            [
+                torch.bincount(ids.flatten() + 1, minlength=topology.num_experts + 1)[1:].int()
+                for ids in self.ids
+            ]
+        )
+        expected = uec.plan_replicas(
+            load,
+            slots_per_rank=topology.slots_per_rank,
+            num_ranks=topology.num_ranks,
+            home=topology.home,
+        )
+        for group, (gathered, plan, physical) in zip(self.groups, found, strict=True):
+            assert torch.equal(gathered, load)
+            for name in ("slot_expert", "slot_quota", "home_quota"):
+                assert torch.equal(getattr(plan, name), getattr(expected, name)), name
+            ids = self.ids[group.rank].clone()  # on the CPU
+            assert torch.equal(physical, uec.reroute(ids, expected, group=group))
+            assert wrong_bytes(group, expected, epoch) == 0
+        return expected.num_replicas
+
+
+@pytest.fixture
+def layer_of(emulated: EmulatedDevice) -> Iterator[Callable[[tuple[int, int, int]], Layer]]:
+    made: list[Layer] = []
+
+    def make(size: tuple[int, int, int]) -> Layer:
+        made.append(Layer(emulated, size))
+        return made[-1]
+
+    yield make
+    for layer in made:
+        for group in layer.groups:
+            group.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_stage_is_that_of_the_host(
+    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int]
+) -> None:
+    layer = layer_of(size)
+    replicas = 0
+    for epoch in range(1, 5):
+        layer.prepare(epoch)
+        found = each(size[0], layer.path)
+        emulated.settle()
+        replicas += layer.check(found, epoch)
+    assert replicas > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_graph_replays_with_fresh_ids_and_weights(
+    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int]
+) -> None:
+    layer = layer_of(size)
+    layer.prepare(1)
+    emulated.settle()
+    emulated.begin_capture()
+    captured = each(size[0], layer.path)
+    graph = emulated.end_capture()
+    replicas = 0
+    for epoch in range(2, 10):
+        layer.prepare(epoch)
+        if epoch == 5:  # the same calls, one by one, between replays
+            found = each(size[0], layer.path)
+        else:
+            emulated.replay(graph)
+            found = captured
+        emulated.settle()
+        replicas += layer.check(found, epoch)
+    assert replicas > 0
