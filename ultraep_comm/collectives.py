@@ -208,8 +208,14 @@ def replicate_experts(
     try:
         if on_device:
             chosen = mode
+            own = group._stages is not None and plan.home is group._stages.home
             epoch = group._device_engine.replicate_on_device(
-                plan, bound, selection.bits, mode_id, async_op
+                plan,
+                0 if own else plan.home.data_ptr(),
+                bound,
+                selection.bits,
+                mode_id,
+                async_op,
             )
         else:
             epoch, chosen_id = group._engine.replicate(

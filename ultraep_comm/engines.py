@@ -86,6 +86,15 @@ class DeviceEngine(Engine, Protocol):
         """Return where the first id was that this rank's device rejected, and the id; -1: none."""
 
     def replicate_on_device(
-        self, plan: Plan, bound: BoundWeights, segments: int, mode: int, background: bool
+        self,
+        plan: Plan,
+        home: int,
+        bound: BoundWeights,
+        segments: int,
+        mode: int,
+        background: bool,
     ) -> int:
-        """Submit a call; return its epoch. ``segments`` has a bit for each."""
+        """Submit a call; return its epoch.
+
+        ``home`` is compared with the group's, unless it is 0; ``segments`` has a bit for each.
+        """

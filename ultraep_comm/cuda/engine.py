@@ -148,7 +148,13 @@ class CudaEngine:
             _raise_typed(error)
 
     def replicate_on_device(
-        self, plan: Plan, bound: BoundWeights, segments: int, mode: int, background: bool
+        self,
+        plan: Plan,
+        home: int,
+        bound: BoundWeights,
+        segments: int,
+        mode: int,
+        background: bool,
     ) -> int:
         """Submit a call whose plan is on the device; ``segments`` has a bit for each.
 
@@ -160,7 +166,7 @@ class CudaEngine:
                 plan.slot_expert.data_ptr(),
                 0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
                 0 if plan.home_quota is None else plan.home_quota.data_ptr(),
-                plan.home.data_ptr(),
+                home,
                 bound.addresses.buffer_info()[0] if bound.table is None else 0,
                 0 if bound.table is None else bound.table.data_ptr(),
                 segments,
