@@ -12,6 +12,8 @@
 #include "cuda/block.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/load_block.hpp"
+#include "cuda/stages.hpp"
+#include "objective.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,6 +89,18 @@ void bind_cuda(nb::module_& m) {
     return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
   });
   m.def("cuda_load_shared_bytes", &cuda::load_shared_bytes);
+  m.def("cuda_load_plan_shared_bytes",
+        [](int32_t num_ranks, int32_t num_experts, int32_t slots_per_rank, int32_t num_warps) {
+          Topology topology;
+          topology.num_ranks = num_ranks;
+          topology.num_experts = num_experts;
+          topology.slots_per_rank = slots_per_rank;
+          return cuda::load_plan_shared_bytes(topology, num_warps);
+        });
+  m.def("cuda_plan_offsets", [](int32_t num_ranks, int32_t slots_per_rank, int32_t num_experts) {
+    const auto at = cuda::PlanOutput::cut(0, num_ranks, slots_per_rank, num_experts);
+    return std::make_tuple(at.slot_expert, at.slot_quota, at.home_quota, at.bytes);
+  });
   m.def("cuda_staging_bytes", &Engine::staging_bytes);
   m.def("cuda_driver_names", &driver_names);
   m.def("cuda_launch_peers", &launch_peers);
@@ -100,7 +114,8 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
-             uint64_t kernel, uint64_t notice, uint64_t load, int32_t first_rank, int32_t num_ranks,
+             uint64_t kernel, uint64_t notice, uint64_t load, uint64_t load_plan,
+             int32_t plan_warps, int32_t warp_size, int32_t first_rank, int32_t num_ranks,
              int32_t num_sms, const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
@@ -108,6 +123,9 @@ void bind_cuda(nb::module_& m) {
                                       handle(kernel),
                                       handle(notice),
                                       handle(load),
+                                      handle(load_plan),
+                                      plan_warps,
+                                      warp_size,
                                       first_rank,
                                       num_ranks,
                                       num_sms,
@@ -118,7 +136,8 @@ void bind_cuda(nb::module_& m) {
                                       config.call_timeout};
           },
           nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "notice"_a, "load"_a,
-          "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
+          "load_plan"_a, "plan_warps"_a, "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a,
+          "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
 
@@ -179,7 +198,17 @@ void bind_cuda(nb::module_& m) {
            [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
               uint64_t stream) {
              return interruptible([&](auto&& interrupted) {
-               return e.gather({ids, count, load, id_bytes}, handle(stream), interrupted);
+               return e.gather({ids, count, load, id_bytes}, 0, {}, handle(stream), interrupted);
+             });
+           })
+      .def("gather_and_plan",
+           [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
+              uint64_t plan, const cuda::Stages& stages, int64_t target_ppm,
+              const std::optional<Costs>& costs, uint64_t stream) {
+             const cuda::PlanArgs args = stages.plan_args(make_objective(target_ppm, costs));
+             return interruptible([&](auto&& interrupted) {
+               return e.gather({ids, count, load, id_bytes}, plan, args, handle(stream),
+                               interrupted);
              });
            })
       .def("bad_id", &Engine::bad_id)

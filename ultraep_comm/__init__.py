@@ -4,7 +4,7 @@ Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
 """
 
 from ultraep_comm import errors, ops
-from ultraep_comm.collectives import gather_load, replicate_experts
+from ultraep_comm.collectives import gather_and_plan, gather_load, replicate_experts
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
@@ -23,6 +23,7 @@ __all__ = [
     "Segment",
     "Work",
     "errors",
+    "gather_and_plan",
     "gather_load",
     "new_group",
     "new_loopback_groups",

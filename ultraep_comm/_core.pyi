@@ -257,6 +257,16 @@ def cuda_shared_bytes(config: EngineConfig) -> int:
 def cuda_load_shared_bytes(num_ranks: int, num_experts: int) -> int:
     """Return the shared memory of a block of the load kernels."""
 
+def cuda_load_plan_shared_bytes(
+    num_ranks: int, num_experts: int, slots_per_rank: int, num_warps: int
+) -> int:
+    """Return the shared memory of a block of the kernel that also plans."""
+
+def cuda_plan_offsets(
+    num_ranks: int, slots_per_rank: int, num_experts: int
+) -> tuple[int, int, int, int]:
+    """Return where `slot_expert`, `slot_quota` and `home_quota` of a plan lie, and its bytes."""
+
 def cuda_staging_bytes(num_sms: int, tile_bytes: int) -> int:
     """Return the symmetric memory that puts to far peers need."""
 
@@ -292,6 +302,9 @@ class CudaLauncherConfig:
         kernel: int,
         notice: int,
         load: int,
+        load_plan: int,
+        plan_warps: int,
+        warp_size: int,
         first_rank: int,
         num_ranks: int,
         num_sms: int,
@@ -471,6 +484,18 @@ class CudaEngine:
         stream: int,
     ) -> int: ...
     def gather(self, ids: int, count: int, id_bytes: int, load: int, stream: int) -> int: ...
+    def gather_and_plan(
+        self,
+        ids: int,
+        count: int,
+        id_bytes: int,
+        load: int,
+        plan: int,
+        stages: CudaStages,
+        target_ppm: int,
+        costs: tuple[int, int, int] | None,
+        stream: int,
+    ) -> int: ...
     def bad_id(self) -> tuple[int, int]: ...
     def reject(self) -> None: ...
     def abort(self) -> None: ...

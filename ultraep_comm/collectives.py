@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ultraep_comm import _core, tracing_calls
+from ultraep_comm.costs import PlanCost
 from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidWeightsError,
@@ -21,7 +22,9 @@ from ultraep_comm.planning import (
     check_ids,
     check_plan_fits,
     has_shape_of,
+    plan_objective,
     plan_on_host,
+    plan_replicas,
 )
 from ultraep_comm.refusals import bad_id_error, placement_error
 from ultraep_comm.schedule import MODES
@@ -73,24 +76,70 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     return table
 
 
-def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> torch.Tensor:
-    t = group.topology
+def gather_and_plan(
+    topk_ids: torch.Tensor, *, group: Group, target: float = 1.01, cost: PlanCost | None = None
+) -> Plan:
+    """Do what :func:`gather_load` and :func:`plan_replicas` do, one after the other. Collective.
+
+    With ids on the device of a CUDA group it is a single launch, from ids to plan; in groups that
+    are too large for that, or that have ranks out of load/store reach, it is two.
+
+    Args:
+        topk_ids: as for :func:`gather_load`.
+        group: the group.
+        target: as for :func:`plan_replicas`; the same on every rank, as is ``cost``.
+        cost: as for :func:`plan_replicas`.
+
+    Returns:
+        The plan, where ``topk_ids`` is; its ``load`` is that of :func:`gather_load`.
+
+    Raises:
+        InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
+    """
+    engine, stages = group._engine, group._stages
+    fits = stages is not None and isinstance(topk_ids, torch.Tensor) and stages.holds(topk_ids)
+    if torch.compiler.is_dynamo_compiling() or not (fits and group._device_engine.plans_at_once):
+        load = gather_load(topk_ids, group=group)
+        return plan_replicas(load, group=group, target=target, cost=cost)
+    assert stages is not None
+    group._check_open("gather_and_plan")
+    group._raise_stage_fault()
+    objective = plan_objective(target, cost, group)
+    ids, load = _prepare_gather(topk_ids, group)
+    memory, plan = stages.plan_memory(load)
+    try:
+        epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
+    except UltraEPError as error:
+        if engine.failed_epoch() != 0:
+            group._first_error = group._first_error or error
+        raise
+    group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()
+    return plan
+
+
+def _prepare_gather(topk_ids: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dense ids on the device, and memory for the load."""
+    device, t = group._device, group.topology
+    assert device is not None
     try:
         check_ids(topk_ids, group.rank, group.device)
         ids = topk_ids.contiguous()
-        on_device = device.holds(ids) or device.holds(topk_ids)
-        if not on_device:
+        if not (device.holds(ids) or device.holds(topk_ids)):
             if device.is_capturing():
                 raise UnsupportedError(
                     f"rank {group.rank}: topk_ids is on the CPU, and the current stream is being"
                     " captured into a CUDA graph; give ids on the device"
                 )
-            ids = device.empty(topk_ids.shape, topk_ids.dtype)
-            device.upload(ids, topk_ids.contiguous())
+            on_host, ids = ids, device.empty(topk_ids.shape, topk_ids.dtype)
+            device.upload(ids, on_host)
     except Exception as error:
         group._reject(error)
         raise
-    load = device.empty((t.num_ranks, t.num_experts), torch.int32)
+    return ids, device.empty((t.num_ranks, t.num_experts), torch.int32)
+
+
+def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> torch.Tensor:
+    ids, load = _prepare_gather(topk_ids, group)
     try:
         epoch = group._device_engine.gather(ids, load)
     except UltraEPError as error:
@@ -98,7 +147,7 @@ def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> t
             group._first_error = group._first_error or error
         raise
     work = group._submitted(epoch, (ids, load), "gather_load", "")
-    if on_device:
+    if device.holds(topk_ids):
         work.wait()
         return load
     work.synchronize()

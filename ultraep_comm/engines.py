@@ -8,6 +8,7 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.plan import Plan
+from ultraep_comm.planner import Costs
 from ultraep_comm.segments import BoundWeights
 
 
@@ -81,6 +82,21 @@ class DeviceEngine(Engine, Protocol):
 
     def gather(self, ids: torch.Tensor, load: torch.Tensor) -> int:
         """Count ids, and exchange the counts into ``load`` ``[G, E]``; return the epoch."""
+
+    @property
+    def plans_at_once(self) -> bool:
+        """Return whether :meth:`gather_and_plan` can be used."""
+
+    def gather_and_plan(
+        self,
+        ids: torch.Tensor,
+        load: torch.Tensor,
+        plan: torch.Tensor,
+        stages: _core.CudaStages,
+        target_ppm: int,
+        costs: Costs | None,
+    ) -> int:
+        """Do the same and plan the load, in one launch; return the epoch."""
 
     def bad_id(self) -> tuple[int, int]:
         """Return where the first id was that this rank's device rejected, and the id; -1: none."""

@@ -11,7 +11,7 @@ from ultraep_comm import _core, tracing
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
-from ultraep_comm.planner import target_to_ppm
+from ultraep_comm.planner import Costs, target_to_ppm
 from ultraep_comm.topology import IntsLike, Topology
 
 if TYPE_CHECKING:
@@ -98,11 +98,7 @@ def plan_replicas(
             f"load has shape {tuple(load.shape)}; expected {expected}, or {expected[1:]} for global"
             " sums"
         )
-    try:
-        target_ppm = target_to_ppm(target)
-        costs = None if cost is None else cost.in_integers(_expert_bytes(group))
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
+    target_ppm, costs = plan_objective(target, cost, group)
     if stages is not None and on_device:
         return stages.plan(load, target_ppm, costs)
     total = (load.sum(dim=0, dtype=torch.int64) if load.dim() == 2 else load.long()).contiguous()
@@ -126,6 +122,17 @@ def plan_replicas(
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=torch.tensor(topology.domain),
     )
+
+
+def plan_objective(
+    target: float, cost: PlanCost | None, group: Group | None
+) -> tuple[int, Costs | None]:
+    """Return what a plan is to minimise, in the core's integers; InvalidArgumentError: nothing."""
+    try:
+        costs = None if cost is None else cost.in_integers(_expert_bytes(group))
+        return target_to_ppm(target), costs
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
 
 
 def _expert_bytes(group: Group | None) -> int | None:

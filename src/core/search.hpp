@@ -34,6 +34,8 @@ struct Objective {
   int64_t per_token = 0;           // below 2^22
   int64_t per_transfer = 0;        // below 2^40
   int64_t per_replica = 0;         // below 2^40
+
+  bool operator==(const Objective&) const = default;
 };
 
 // A load, as the search sees it. Borrowed arrays.

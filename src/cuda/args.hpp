@@ -182,7 +182,8 @@ struct PlanOutput {
 
   UEC_HD static PlanOutput cut(uint64_t base, int32_t num_ranks, int32_t slots_per_rank,
                                int32_t num_experts) {
-    const int64_t slot_bytes = int64_t{4} * num_ranks * slots_per_rank;
+    // Of 16 bytes, as compilers expect it of tensors.
+    const int64_t slot_bytes = round_up(int64_t{4} * num_ranks * slots_per_rank, 16);
     PlanOutput out;
     out.slot_expert = base;
     out.slot_quota = out.slot_expert + slot_bytes;

@@ -149,11 +149,14 @@ uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool 
   }
 }
 
-uint64_t Engine::gather(const LoadCall& load, Handle stream, const Interrupted& interrupted) {
+uint64_t Engine::gather(const LoadCall& load, Address plan, const PlanArgs& plan_args,
+                        Handle stream, const Interrupted& interrupted) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   Request request;
   request.load = load;
+  request.plan = plan;
+  request.plan_args = plan_args;
   if (const uint64_t capture = capture_of(launcher_->config().driver, stream))
     return submit_captured(capture, request, false, stream);
   return submit([&](uint64_t) { return request; }, false, stream, interrupted);

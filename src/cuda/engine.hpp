@@ -63,8 +63,10 @@ class Engine {
   uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
                                const Interrupted& interrupted);
 
-  // Counts ids on the device and exchanges the counts. Captured calls as above.
-  uint64_t gather(const LoadCall& load, Handle stream, const Interrupted& interrupted);
+  // Counts ids on the device and exchanges the counts. Captured calls as above. With `plan`, the
+  // address of a PlanOutput, it also plans them, in the same launch.
+  uint64_t gather(const LoadCall& load, Address plan, const PlanArgs& plan_args, Handle stream,
+                  const Interrupted& interrupted);
   // Where the first id was that made this rank's device reject its load, and the id; -1: nowhere.
   std::pair<int64_t, int64_t> bad_id() const;
 

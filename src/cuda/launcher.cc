@@ -58,6 +58,12 @@ bool poll(Done&& done, const Interrupted& interrupted) {
 
 }  // namespace
 
+// Addresses differ from rank to rank; what decides the plan must not.
+bool Request::goes_with(const Request& other) const {
+  return (load.load != 0) == (other.load.load != 0) && (plan != 0) == (other.plan != 0) &&
+         (plan == 0 || plan_args.objective == other.plan_args.objective);
+}
+
 int64_t Launcher::tables_bytes(const Capacity& c) {
   Tables tables;
   return round_up(Tables::cut(nullptr, c, &tables), 128);
@@ -203,7 +209,7 @@ void Launcher::launch(uint64_t call, Handle stream) {
     if (e.stream[i] != stream || c.num_ranks > 1)
       require(driver, driver.cuStreamWaitEvent(stream, e.before[i], 0), "cuStreamWaitEvent");
   join(line, stream);
-  if (e.requests.front().is_load())
+  if (e.requests.front().load.load != 0)
     launch_load(e, call, stream);
   else
     launch_replicate(e, call, stream);
@@ -212,6 +218,17 @@ void Launcher::launch(uint64_t call, Handle stream) {
   line.last = e.done;
   line.launched = number(call);
   launches_.notify_all();
+}
+
+void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads,
+                             int64_t shared_bytes, void* args, Handle stream) {
+  void* arguments[] = {args};
+  require(config_.driver,
+          config_.driver.cuLaunchKernel(
+              kernel, static_cast<unsigned>(num_blocks), static_cast<unsigned>(config_.num_ranks),
+              1, static_cast<unsigned>(num_threads), 1, 1, static_cast<unsigned>(shared_bytes),
+              stream, arguments, nullptr),
+          "cuLaunchKernel");
 }
 
 void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
@@ -223,38 +240,43 @@ void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
   args.call_bytes = call_bytes_;
   args.counted = !is_captured(call);
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
-  void* arguments[] = {&args};
-  require(c.driver,
-          c.driver.cuLaunchKernel(c.kernel, c.num_sms, c.num_ranks, 1, kNumThreads, 1, 1,
-                                  static_cast<unsigned>(shared_bytes(c.capacity, c.tile_bytes)),
-                                  stream, arguments, nullptr),
-          "cuLaunchKernel");
+  launch_kernel(c.kernel, c.num_sms, kNumThreads, shared_bytes(c.capacity, c.tile_bytes), &args,
+                stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
-  LoadArgs args;
-  args.states = c.device;
-  args.counted = !is_captured(call);
+  LoadPlanArgs args;
+  args.load.states = c.device;
+  args.load.counted = !is_captured(call);
   int64_t most_ids = 0;
   for (int32_t i = 0; i < c.num_ranks; ++i) {
-    args.calls[i] = e.requests[i].load;
-    most_ids = max64(most_ids, args.calls[i].count);
+    const Request& request = e.requests[i];
+    args.load.calls[i] = request.load;
+    args.plans[i] = request.plan;
+    args.faults[i] = request.plan_args.fault;
+    most_ids = max64(most_ids, request.load.count);
   }
+  if (e.requests.front().plan == 0) {
+    const LoadGrid grid =
+        LoadGrid::of(c.capacity.num_ranks, c.capacity.num_experts, most_ids, kMaxLoadBlocks);
+    return launch_kernel(c.load, grid.num_blocks, grid.num_threads, grid.shared_bytes, &args.load,
+                         stream);
+  }
+  args.plan = e.requests.front().plan_args;
+  Topology topology;  // its arrays are not looked at
+  topology.num_ranks = c.capacity.num_ranks;
+  topology.num_experts = c.capacity.num_experts;
+  topology.slots_per_rank = c.capacity.slots_per_rank;
   const LoadGrid grid =
-      LoadGrid::of(c.capacity.num_ranks, c.capacity.num_experts, most_ids, kMaxLoadBlocks);
-  void* arguments[] = {&args};
-  require(
-      c.driver,
-      c.driver.cuLaunchKernel(c.load, grid.num_blocks, c.num_ranks, 1, grid.num_threads, 1, 1,
-                              static_cast<unsigned>(grid.shared_bytes), stream, arguments, nullptr),
-      "cuLaunchKernel");
+      LoadGrid::of_plan(topology, most_ids, kMaxLoadBlocks, c.plan_warps, c.warp_size);
+  launch_kernel(c.load_plan, grid.num_blocks, grid.num_threads, grid.shared_bytes, &args, stream);
 }
 
 // Whether all ranks of a launch have made the same kind of call; else none of them is launched.
 bool Launcher::agree(const Entry& e, uint64_t call) {
   const auto other = std::find_if(e.requests.begin(), e.requests.end(), [&](const Request& r) {
-    return r.is_load() != e.requests.front().is_load();
+    return !r.goes_with(e.requests.front());
   });
   if (other == e.requests.end()) return true;
   Report report;

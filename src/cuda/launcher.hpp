@@ -36,7 +36,12 @@ struct Request {
   DeviceCall device;        // of a plan on the device; else the host has filled the call's block
   int64_t mains_bytes = 0;  // of a plan on the device: addresses of main weights in the block
   LoadCall load;
-  bool is_load() const { return load.load != 0; }
+  // Of a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
+  Address plan = 0;
+  PlanArgs plan_args;
+
+  // Whether one launch can do both.
+  bool goes_with(const Request& other) const;
 };
 
 // Memory is the caller's: zeroed, and kept until the launcher is gone.
@@ -47,7 +52,11 @@ struct LauncherConfig {
   Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
   Handle notice = nullptr;  // ultraep_replicate_notice
   Handle load = nullptr;    // ultraep_load[_far]
-  int32_t first_rank = 0;   // of the ranks that share the launches
+  Handle load_plan =
+      nullptr;  // ultraep_load_plan; null: the group is too large for it, or has far peers
+  int32_t plan_warps = 0;  // of a block that plans
+  int32_t warp_size = 32;
+  int32_t first_rank = 0;  // of the ranks that share the launches
   int32_t num_ranks = 1;
   int32_t num_sms = 1;  // blocks of a rank
   int64_t tile_bytes = 0;
@@ -139,6 +148,8 @@ class Launcher {
   void launch(uint64_t call, Handle stream);
   void launch_replicate(const Entry& entry, uint64_t call, Handle stream);
   void launch_load(const Entry& entry, uint64_t call, Handle stream);
+  void launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
+                     void* args, Handle stream);
   bool agree(const Entry& entry, uint64_t call);
   void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
   void join(const Line& line, Handle stream);

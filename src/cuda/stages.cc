@@ -155,28 +155,33 @@ void Stages::lend_state(Address state, int32_t max_runs) {
 
 // ---- launching ----------------------------------------------------------------------------------
 
-void Stages::plan(const PlanCall& call, Handle stream) {
-  const std::lock_guard lock(mutex_);
-  const ContextScope current(driver_, context_);
+PlanArgs Stages::plan_args(const Objective& objective) const {
   const Constants at(shape_);
   PlanArgs args;
   args.home = constants_ + at.home * sizeof(int32_t);
   args.domain = constants_ + at.domain * sizeof(int32_t);
   args.mains_begin = constants_ + at.mains_begin * sizeof(int32_t);
   args.mains = constants_ + at.mains * sizeof(int32_t);
+  args.fault = reinterpret_cast<uint64_t>(&faults_->plan);
+  args.objective = objective;
+  args.num_ranks = shape_.num_ranks();
+  args.num_experts = shape_.num_experts();
+  args.slots_per_rank = shape_.slots_per_rank;
+  args.max_mains = shape_.max_mains;
+  args.allow_cross_domain = shape_.allow_cross_domain;
+  return args;
+}
+
+void Stages::plan(const PlanCall& call, Handle stream) {
+  const std::lock_guard lock(mutex_);
+  const ContextScope current(driver_, context_);
+  PlanArgs args = plan_args(call.objective);
   args.load = call.load;
   args.kept_load = call.kept_load;
   args.slot_expert = call.slot_expert;
   args.slot_quota = call.slot_quota;
   args.home_quota = call.home_quota;
-  args.fault = reinterpret_cast<uint64_t>(&faults_->plan);
-  args.objective = call.objective;
-  args.num_ranks = shape_.num_ranks();
-  args.num_experts = shape_.num_experts();
-  args.slots_per_rank = shape_.slots_per_rank;
   args.num_sources = call.num_sources;
-  args.max_mains = shape_.max_mains;
-  args.allow_cross_domain = shape_.allow_cross_domain;
   const uint64_t capture = begin(stream);
   launch(kernels_.plan, 1, num_plan_warps_ * shape_.warp_size,
          shape_.plan_shared_bytes(num_plan_warps_), &args, stream);

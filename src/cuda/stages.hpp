@@ -109,6 +109,8 @@ class Stages {
   int32_t max_runs() const { return max_runs_; }
 
   void plan(const PlanCall& call, Handle stream);
+  // The rank's part of PlanArgs: all but the load and the plan.
+  PlanArgs plan_args(const Objective& objective) const;
   // Both kernels, each time: a replay may have put another plan's shares where they were.
   void reroute(const RerouteCall& call, Handle stream);
 

@@ -25,6 +25,7 @@ inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
 inline const Handle kLoad = reinterpret_cast<Handle>(0xA3);
+inline const Handle kLoadPlan = reinterpret_cast<Handle>(0xA4);
 
 struct Launch {
   Handle kernel = nullptr, stream = nullptr;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class EmulatedDevice:
             "emulated_replay": 2,
         }.items():
             getattr(self.library, name).argtypes = [ctypes.c_void_p] * arguments
+        self.library.emulated_launches.restype = ctypes.c_uint64
         self.library.emulated_delay.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self.library.emulated_copy.argtypes = [
             ctypes.c_void_p,
@@ -76,7 +78,8 @@ class EmulatedDevice:
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty(tuple(shape), dtype=dtype)
+        count = math.prod(shape)
+        memory = torch.empty(max(1, count), dtype=dtype)[:count].view(tuple(shape))
         self._held[memory.untyped_storage().data_ptr()] = memory
         return memory
 
@@ -109,6 +112,10 @@ class EmulatedDevice:
 
     def load(self, cubin: Path) -> EmulatedKernels:
         return self.kernels
+
+    def launches(self) -> int:
+        """Return how many kernels were launched, or captured, so far."""
+        return int(self.library.emulated_launches())
 
     # ---- graphs
 

@@ -68,11 +68,16 @@ class Layer:
             chosen = torch.rand(ids.shape, generator=self.rng) < 0.6
             ids.copy_(torch.where(chosen, hot, drawn))
 
-    def path(self, rank: int) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+    def path(self, rank: int, at_once: bool) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
         """Make the calls of the critical path on one rank."""
         group = self.groups[rank]
-        load = uec.gather_load(self.ids[rank], group=group)
-        plan = uec.plan_replicas(load, group=group)
+        if at_once:
+            plan = uec.gather_and_plan(self.ids[rank], group=group)
+            assert plan.load is not None
+            load = plan.load
+        else:
+            load = uec.gather_load(self.ids[rank], group=group)
+            plan = uec.plan_replicas(load, group=group)
         work = uec.replicate_experts(self.bound[rank], plan, group=group, async_op=True)
         physical = uec.reroute(self.ids[rank], plan, group=group)
         assert work is not None
@@ -121,41 +126,100 @@ def layer_of(emulated: EmulatedDevice) -> Iterator[Callable[[tuple[int, int, int
     yield make
     for layer in made:
         for group in layer.groups:
+            group.abort()
             group.close()
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_stage_is_that_of_the_host(
-    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int]
+    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int], at_once: bool
 ) -> None:
     layer = layer_of(size)
     replicas = 0
     for epoch in range(1, 5):
         layer.prepare(epoch)
-        found = each(size[0], layer.path)
+        found = each(size[0], lambda rank: layer.path(rank, at_once))
         emulated.settle()
         replicas += layer.check(found, epoch)
     assert replicas > 0
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_one_graph_replays_with_fresh_ids_and_weights(
-    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int]
+    emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int], at_once: bool
 ) -> None:
     layer = layer_of(size)
     layer.prepare(1)
     emulated.settle()
     emulated.begin_capture()
-    captured = each(size[0], layer.path)
+    captured = each(size[0], lambda rank: layer.path(rank, at_once))
     graph = emulated.end_capture()
     replicas = 0
     for epoch in range(2, 10):
         layer.prepare(epoch)
         if epoch == 5:  # the same calls, one by one, between replays
-            found = each(size[0], layer.path)
+            found = each(size[0], lambda rank: layer.path(rank, at_once))
         else:
             emulated.replay(graph)
             found = captured
         emulated.settle()
         replicas += layer.check(found, epoch)
     assert replicas > 0
+
+
+def test_ids_to_slots_are_two_launches(emulated: EmulatedDevice, layer_of: Any) -> None:
+    layer = layer_of((3, 6, 1))
+    layer.prepare(1)
+
+    def launches(rank: int) -> None:
+        plan = uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank])
+        uec.replicate_experts(layer.bound[rank], plan, group=layer.groups[rank])
+
+    before = emulated.launches()
+    each(3, launches)
+    assert emulated.launches() - before == 2  # of all ranks, which share them
+
+
+def test_ranks_that_plan_for_something_else_are_told(
+    emulated: EmulatedDevice, layer_of: Any
+) -> None:
+    layer = layer_of((2, 6, 1))
+    layer.prepare(1)
+    found: list[Any] = [None, None]
+
+    def call(rank: int) -> None:
+        target = 1.01 + rank / 10
+        try:
+            uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank], target=target)
+        except uec.errors.UltraEPError as error:
+            found[rank] = error
+
+    each(2, call)
+    assert isinstance(found[0], uec.errors.PlanMismatchError)
+    assert isinstance(found[1], uec.errors.TransferAbortedError)
+
+
+def test_bad_ids_leave_an_empty_plan_and_an_error(emulated: EmulatedDevice, layer_of: Any) -> None:
+    layer = layer_of((2, 6, 1))
+    layer.prepare(1)
+    layer.ids[1][3, 1] = 6
+    plans = each(2, lambda rank: uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank]))
+    emulated.settle()
+    assert all(plan.num_replicas == 0 and not plan.home_quota.any() for plan in plans)
+    with pytest.raises(uec.errors.GroupClosedError) as raised:
+        uec.gather_and_plan(layer.ids[1], group=layer.groups[1])
+    assert isinstance(raised.value.__cause__, uec.errors.InvalidLoadError)
+    assert "id 6 at position 7" in str(raised.value.__cause__)
+
+
+def test_ids_on_the_host_give_a_plan_on_the_host(emulated: EmulatedDevice, layer_of: Any) -> None:
+    layer = layer_of((2, 6, 1))
+    layer.draw_ids()
+    plans = each(
+        2, lambda rank: uec.gather_and_plan(layer.ids[rank].clone(), group=layer.groups[rank])
+    )
+    for plan in plans:
+        assert not emulated.holds(plan.slot_expert)
+        assert torch.equal(plan.slot_expert, plans[0].slot_expert)

@@ -13,6 +13,7 @@ from ultraep_comm.cuda.device import Device
 from ultraep_comm.cuda.kernels import GroupKernels
 from ultraep_comm.errors import DeviceError, UnsupportedError
 from ultraep_comm.plan import Plan
+from ultraep_comm.planner import Costs
 from ultraep_comm.segments import BoundWeights
 
 P = ParamSpec("P")
@@ -55,12 +56,16 @@ class SharedLauncher:
             kernel=kernels.replicate,
             notice=kernels.notice,
             load=kernels.load,
+            load_plan=kernels.load_plan,
+            plan_warps=kernels.plan_warps,
+            warp_size=device.warp_size,
             first_rank=first_rank,
             num_ranks=num_ranks,
             num_sms=num_sms,
             config=config,
         )
         self.device = device
+        self.plans = kernels.plan_warps > 0
         memory = device.allocate(launcher_config.device_bytes)
         pinned = device.pinned(launcher_config.pinned_bytes)
         self.launcher = _translated(
@@ -80,6 +85,7 @@ class CudaEngine:
     ) -> None:
         peers = peers or Peers()
         self._shared = shared
+        self.plans_at_once = shared.plans
         self._device = shared.device
         self._current_stream = shared.device.current_stream
         self._peers = peers
@@ -142,6 +148,31 @@ class CudaEngine:
                 ids.numel(),
                 ids.element_size(),
                 load.data_ptr(),
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def gather_and_plan(
+        self,
+        ids: torch.Tensor,
+        load: torch.Tensor,
+        plan: torch.Tensor,
+        stages: _core.CudaStages,
+        target_ppm: int,
+        costs: Costs | None,
+    ) -> int:
+        """Do the same and plan the load, in one launch; ``plan`` as `cuda_plan_offsets` has it."""
+        try:
+            return self._engine.gather_and_plan(
+                ids.data_ptr(),
+                ids.numel(),
+                ids.element_size(),
+                load.data_ptr(),
+                plan.data_ptr(),
+                stages,
+                target_ppm,
+                costs,
                 self._current_stream(),
             )
         except (_core.DriverError, _core.CaptureError) as error:

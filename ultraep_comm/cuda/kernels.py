@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ultraep_comm import _core
@@ -10,6 +11,7 @@ from ultraep_comm.cuda.device import Device, Kernels
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 DEFAULT_NUM_SMS = 32
+PLAN_WARPS = 8  # at most: each makes probes of its own. A guess, to be measured
 NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
 
 
@@ -40,10 +42,21 @@ class GroupKernels:
     replicate: int
     notice: int
     load: int
+    load_plan: int  # 0: the group is too large for it, or has far peers
+    plan_warps: int
 
     @classmethod
-    def of(cls, kernels: Kernels, config: _core.EngineConfig, *, far: bool) -> GroupKernels:
+    def of(
+        cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool
+    ) -> GroupKernels:
         """Look them up; with ``far``, those that reach peers by puts and signals."""
+        num_ranks, num_experts = len(config.domain), config.num_experts
+
+        def plan_bytes(warps: int) -> int:
+            slots = config.slots_per_rank
+            return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
+
+        plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
         name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
         return cls(
@@ -51,9 +64,19 @@ class GroupKernels:
             notice=kernels.handle(NOTICE, 0),
             load=kernels.handle(
                 f"ultraep_load{suffix}",
-                _core.cuda_load_shared_bytes(len(config.domain), config.num_experts),
+                _core.cuda_load_shared_bytes(num_ranks, num_experts),
             ),
+            load_plan=kernels.handle("ultraep_load_plan", plan_bytes(plan_warps))
+            if plan_warps
+            else 0,
+            plan_warps=plan_warps,
         )
+
+
+def choose_plan_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
+    """Return the warps of a block that plans: as many as fit in shared memory; 0: none does."""
+    fitting = (n for n in range(PLAN_WARPS, 0, -1) if shared_bytes(n) <= device.max_shared_bytes)
+    return next(fitting, 0)
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:

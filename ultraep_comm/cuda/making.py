@@ -221,7 +221,7 @@ def _make_one(
     def make_engine(config: _core.EngineConfig) -> CudaEngine:
         shared = SharedLauncher(
             device,
-            GroupKernels.of(kernels, config, far=bool(peers.far)),
+            GroupKernels.of(device, kernels, config, far=bool(peers.far)),
             config,
             first_rank=meeting.rank,
             num_ranks=1,
@@ -303,7 +303,7 @@ def make_loopback_groups(
         config.tile_bytes = tile_bytes
     shared = SharedLauncher(
         device,
-        GroupKernels.of(kernels, configs[0], far=False),
+        GroupKernels.of(device, kernels, configs[0], far=False),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,

@@ -12,13 +12,13 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.cuda.device import Device, Kernels
+from ultraep_comm.cuda.kernels import choose_plan_warps
 from ultraep_comm.errors import DeviceError, InvalidLoadError, UnsupportedError
 from ultraep_comm.plan import Plan
 from ultraep_comm.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.rerouting import raise_fault
 from ultraep_comm.topology import Topology
 
-PLAN_WARPS = 8  # at most: each makes probes of its own. A guess, to be measured
 MIN_RUNS = 64  # that there is working memory for: 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes, of what compilers take for tensors of their own
 
@@ -53,14 +53,7 @@ class CudaStages:
             fits = shared_bytes <= device.max_shared_bytes
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
-        self._plan_warps = next(
-            (
-                n
-                for n in range(PLAN_WARPS, 0, -1)
-                if shape.plan_shared_bytes(n) <= device.max_shared_bytes
-            ),
-            0,
-        )
+        self._plan_warps = choose_plan_warps(shape.plan_shared_bytes, device)
         runs_bytes = shape.reroute_shared_bytes
         self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
         constants = device.allocate(shape.constants_bytes)
@@ -157,6 +150,31 @@ class CudaStages:
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.domains,
         )
+
+    def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
+        """Return memory for a plan of ``load`` that another kernel is to make, and the plan."""
+        t = self._topology
+        *starts, num_bytes = _core.cuda_plan_offsets(t.num_ranks, t.slots_per_rank, t.num_experts)
+        memory = self._device.empty((num_bytes // 4,), torch.int32)
+        slots = (t.num_ranks, t.slots_per_rank)
+        slot_expert, slot_quota, home_quota = (
+            memory[at // 4 : at // 4 + math.prod(shape)].view(shape)
+            for at, shape in zip(starts, (slots, slots, (t.num_experts,)), strict=True)
+        )
+        plan = Plan(
+            slot_expert=slot_expert,
+            home=self.home,
+            slot_quota=slot_quota,
+            home_quota=home_quota,
+            load=load,
+            domains=self.domains,
+        )
+        return memory, plan
+
+    @property
+    def core(self) -> _core.CudaStages:
+        """Return what launches."""
+        return self._stages
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
         """Launch the reroute of ids; see `rerouting.reroute`. The plan has load and quotas.

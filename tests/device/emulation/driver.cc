@@ -3,7 +3,7 @@
 #include <iterator>
 #include <string>
 
-#include "cuda/load.cuh"
+#include "cuda/load_plan.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/plan.cuh"
 #include "cuda/replicate.cuh"
@@ -47,6 +47,15 @@ Work load(void** arguments, const Grid& grid) {
   };
 }
 
+Work load_plan(void** arguments, const Grid& grid) {
+  return [grid, args = argument<uec::cuda::LoadPlanArgs>(arguments)] {
+    emulation::launch(
+        grid.blocks, grid.ranks, grid.shared_bytes,
+        [&](std::byte* memory) { uec::cuda::load_plan(args, memory); },
+        grid.threads / emulation::kLanes);
+  };
+}
+
 Work notify(void** arguments, const Grid&) {
   using uec::cuda::BlockCall, uec::cuda::Ring;
   auto* const state = reinterpret_cast<uec::cuda::RankState*>(argument<uint64_t>(arguments));
@@ -72,6 +81,8 @@ Work run(void** arguments, const Grid& grid) {
   };
 }
 
+std::atomic<uint64_t> launches{0};  // also those that are captured
+
 // A launch as what a stream does: the arguments are copied now.
 struct Kernel {
   const char* name;
@@ -82,6 +93,7 @@ const Kernel kKernels[] = {
     {"ultraep_replicate_32768", replicate<32768>},
     {"ultraep_replicate_notice", notify},
     {"ultraep_load", load},
+    {"ultraep_load_plan", load_plan},
     {"ultraep_plan", run<uec::cuda::PlanArgs, uec::cuda::plan>},
     {"ultraep_reroute_shares", run<uec::cuda::SharesArgs, uec::cuda::reroute_shares>},
     {"ultraep_reroute_int32", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int32_t>>},
@@ -100,6 +112,8 @@ const void* emulated_kernel(const char* name) {
     if (std::string(name) == kernel.name) return &kernel;
   return nullptr;
 }
+
+uint64_t emulated_launches() { return launches.load(); }
 
 void emulated_settle() { Streams::instance().settle(); }
 
@@ -176,6 +190,7 @@ int32_t cuLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned,
   if (known < std::begin(kKernels) || known >= std::end(kKernels)) return kInvalid;
   const Grid grid{static_cast<int32_t>(grid_x), static_cast<int32_t>(grid_y),
                   static_cast<int32_t>(block_x), shared};
+  ++launches;
   Streams::instance().enqueue(stream, known->launch(arguments, grid));
   return kSuccess;
 }
