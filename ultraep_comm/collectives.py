@@ -96,12 +96,15 @@ def gather_and_plan(
     Raises:
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
     """
-    engine, stages = group._engine, group._stages
-    fits = stages is not None and isinstance(topk_ids, torch.Tensor) and stages.holds(topk_ids)
-    if torch.compiler.is_dynamo_compiling() or not (fits and group._device_engine.plans_at_once):
+    stages = group._stages
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or stages is None
+        or not stages.holds(topk_ids)
+        or not group._device_engine.plans_at_once
+    ):
         load = gather_load(topk_ids, group=group)
         return plan_replicas(load, group=group, target=target, cost=cost)
-    assert stages is not None
     group._check_open("gather_and_plan")
     group._raise_stage_fault()
     objective = plan_objective(target, cost, group)
@@ -110,7 +113,7 @@ def gather_and_plan(
     try:
         epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
     except UltraEPError as error:
-        if engine.failed_epoch() != 0:
+        if group._engine.failed_epoch() != 0:
             group._first_error = group._first_error or error
         raise
     group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()

@@ -265,6 +265,23 @@ def test_new_group_needs_torch_distributed() -> None:
         uec.new_group(num_experts=E, slots_per_rank=S, expert=SMALL)
 
 
+# ---- both at once -------------------------------------------------------------------------------
+
+
+def test_gather_and_plan_is_one_after_the_other() -> None:
+    (group,) = _groups(1)
+    ids = torch.tensor([[0, 1], [2, -1], [0, 1]])
+    cost = uec.PlanCost(token=1e-6, expert_byte=1e-9)
+    for options in ({}, {"target": 1.5}, {"cost": cost}):
+        plan = uec.gather_and_plan(ids, group=group, **options)
+        expected = uec.plan_replicas(uec.gather_load(ids, group=group), group=group, **options)
+        for name, tensor in vars(expected).items():
+            assert torch.equal(getattr(plan, name), tensor), name
+    with pytest.raises(errors.InvalidArgumentError, match="target"):
+        uec.gather_and_plan(ids, group=group, target=0.5)
+    _close([group])
+
+
 # ---- reroute ------------------------------------------------------------------------------------
 
 

@@ -463,6 +463,16 @@ def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
     other.close()
 
 
+def test_gather_and_plan_is_traced_as_its_two_calls(alone: uec.Group) -> None:
+    ids = make_ids(0, 0, 8)
+
+    def plan(ids: torch.Tensor) -> torch.Tensor:
+        return uec.gather_and_plan(ids, group=alone).home_quota
+
+    compiled = torch.compile(plan, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(ids), plan(ids))
+
+
 def test_a_group_that_is_gone_or_closed(alone: uec.Group) -> None:
     ids = make_ids(0, 0, 8)
 
