@@ -1,15 +1,15 @@
-#Rules of the CUDA engine's host half, each broken in a program of its own that must not pass.
+# Rules of the CUDA engine's host half, each broken in a program of its own that must not pass.
 
-#ultraep_add_cuda_mutant(<name>[HANGS] PROGRAM<test> FILE<source below src /> FIND[[...]]
-#REPLACE[[...]])
+# ultraep_add_cuda_mutant(<name> [HANGS] PROGRAM <test> FILE <source below src/> FIND [[...]]
+#                         REPLACE [[...]])
 #
-#PROGRAM is the name of a test in this folder.
+# PROGRAM is the name of a test in this folder.
 function(ultraep_add_cuda_mutant name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
   ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
     REPLACE "${arg_REPLACE}")
   set(target mutant_${name})
-#The library's own object of this source stays in the library: nothing asks for it.
+  # The library's own object of this source stays in the library: nothing asks for it.
   add_executable(${target} cuda/${arg_PROGRAM}.cc ${overlay}/${arg_FILE})
   set_source_files_properties(${overlay}/${arg_FILE} PROPERTIES GENERATED ON)
   target_include_directories(${target} BEFORE PRIVATE ${overlay})
@@ -24,7 +24,7 @@ function(ultraep_add_cuda_mutant name)
   set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
 endfunction()
 
-#-- -- launches of the local stages -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+# ---- launches of the local stages ----------------------------------------------------------------
 
 ultraep_add_cuda_mutant(stages_use_memory_at_once PROGRAM test_stages FILE cuda/stages.cc
   FIND [[  if (follows)]]
@@ -43,8 +43,7 @@ ultraep_add_cuda_mutant(stages_captures_share_the_event PROGRAM test_stages FILE
   REPLACE [[cuEventRecord(used_, stream)]])
 
 ultraep_add_cuda_mutant(stages_freed_while_used PROGRAM test_stages FILE cuda/stages.cc
-  FIND [[    await_idle([] {
-  return false; });]]
+  FIND [[    await_idle([] { return false; });]]
   REPLACE [[]])
 
 ultraep_add_cuda_mutant(stages_shares_of_an_earlier_plan PROGRAM test_stages FILE cuda/stages.cc
