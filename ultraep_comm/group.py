@@ -321,6 +321,7 @@ class Group:
             and isinstance(plan, Plan)
             and self._device.holds(plan.slot_expert)
             and len(self._names) <= _core.CUDA_MAX_DEVICE_SEGMENTS
+            and self.topology.slots_per_rank > 0  # no slots have no address
         )
 
     def _selection(self, segments: Sequence[str] | None) -> Selection:

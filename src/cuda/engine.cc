@@ -210,7 +210,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .mode = static_cast<int16_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
   if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
-    if (args.table == 0)
+    if (args.table == 0 && num_addresses() > 0)
       throw CaptureError(
           "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
           " on the device; bind them with group.bind() before the capture and pass what it returns,"

@@ -435,6 +435,19 @@ void check_captured() {
   CHECK_EQ(ranks.engines[0]->epoch(), 1);
 }
 
+// A rank without experts has no table to be somewhere.
+void check_captured_without_mains() {
+  PlanCase group = make_group(2, 2, 1);
+  group.home = {0, 0};
+  Ranks ranks(group, 1, 1);
+  recorder::state().capturing = 1;
+  uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
+  args.mains = nullptr;
+  CHECK_EQ(ranks.engines[0]->replicate_on_device(args, true, kUserStream, {}),
+           uec::cuda::kCaptured | 1);
+  recorder::state().capturing = 0;
+}
+
 // A rank that does not call: bounded, and named.
 void check_missing_rank() {
   const PlanCase plan = make_plan();
@@ -629,6 +642,7 @@ int main() {
   check_shared_launch();
   check_plans_on_device();
   check_captured();
+  check_captured_without_mains();
   check_missing_rank();
   check_shared_ends();
   check_device_failure();

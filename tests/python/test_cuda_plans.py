@@ -324,3 +324,14 @@ def test_too_many_ranks_for_a_launch(emulated: EmulatedDevice) -> None:
         uec.new_loopback_groups(
             65, num_experts=65, slots_per_rank=1, expert={"w": ((4,), torch.int8)}, engine="cuda"
         )
+
+
+def test_groups_without_slots_take_plans_of_the_device(
+    emulated: EmulatedDevice, groups_of: Any
+) -> None:
+    groups = groups_of(2, 4, 0)
+    weights = [make_weights(group) for group in groups]
+    load = emulated.put(torch.ones(2, 4, dtype=torch.int32))
+    plan = uec.plan_replicas(load, group=groups[0])
+    for work in start(groups, weights, plan):
+        work.synchronize()
