@@ -246,7 +246,7 @@ def replicate_experts(
             check_device_plan(plan, group)
         else:
             _check_plan(plan, group)
-        bound = group._bind(weights)
+        bound = group._weights.bind(weights)
         group._require(bound, selection)
         if not (on_device or bound.addresses or group.num_mains == 0):
             raise InvalidWeightsError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -28,10 +27,11 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
+from ultraep_comm.rank_weights import RankWeights
 from ultraep_comm.refusals import refusal_error
 from ultraep_comm.registry import register_group
 from ultraep_comm.reports import error_from
-from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
+from ultraep_comm.segments import BoundWeights, Segment, Weights
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
 
@@ -114,7 +114,6 @@ class Group:
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
         self._memory = [self._region]
-        self._region_of: dict[int, int] = {}
         self._selections: dict[tuple[str, ...] | None, Selection] = {}
         self._in_flight: Held = deque()
         self._captured: list[tuple[object, ...]] = []
@@ -125,8 +124,14 @@ class Group:
             self, _dispose, self._engine, fabric, self._memory, self._in_flight
         )
         self.num_mains = self._layout.num_mains[rank]
-        self._tables = (
-            None if device is None else WeightTables(device, len(self.segments), self.num_mains)
+        self._weights = RankWeights(
+            rank=rank,
+            segments=self.segments,
+            num_mains=self.num_mains,
+            region_offset=self._layout.region_offset,
+            owner=self._region,
+            device=self.device,
+            tables=WeightTables(device, len(self.segments), self.num_mains) if device else None,
         )
         slots = self._views(self._region.local, self._layout.slot_offset, topology.slots_per_rank)
         self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
@@ -166,44 +171,7 @@ class Group:
         Raises:
             InvalidWeightsError: as the text says.
         """
-        bound = self._bind(weights)
-        if self._tables is None or bound.table is not None:
-            return bound
-        return replace(bound, table=self._tables.frozen(bound.addresses))
-
-    def _bind(self, weights: Weights | BoundWeights | torch.Tensor) -> BoundWeights:
-        if isinstance(weights, torch.Tensor):
-            return self._bind_table(weights)
-        if isinstance(weights, BoundWeights):
-            if weights.owner is not self._region:
-                raise InvalidWeightsError(
-                    f"rank {self.rank}: the bound weights are of another group; bind them on this"
-                    " one"
-                )
-            return weights
-        addresses, names = bind_weights(
-            weights, self.segments, self.num_mains, self.rank, self.device
-        )
-        return BoundWeights(
-            addresses=addresses,
-            names=names,
-            region=self._find_region(weights, addresses, names) if self._region_of else -1,
-            owner=self._region,
-            weights=dict(weights),
-        )
-
-    def _bind_table(self, weights: torch.Tensor) -> BoundWeights:
-        if self._tables is None or weights.data_ptr() != self._tables.own().data_ptr():
-            raise InvalidWeightsError(
-                f"rank {self.rank}: weights is a tensor; expected {{name: tensor or sequence of"
-                " tensors}, what group.bind returned, or group.weight_table of a CUDA group"
-            )
-        return BoundWeights(
-            addresses=array("Q"),
-            names=frozenset(self._names),
-            owner=self._region,
-            table=weights,
-        )
+        return self._weights.bind_for_good(weights)
 
     @property
     def weight_table(self) -> torch.Tensor:
@@ -216,12 +184,7 @@ class Group:
         Raises:
             UnsupportedError: a group of the host engine; or the first use is during a capture.
         """
-        if self._tables is None:
-            raise UnsupportedError(
-                f"rank {self.rank}: weight_table is for CUDA graphs, and this group is on the host;"
-                " pass the weights"
-            )
-        return self._tables.own()
+        return self._weights.table
 
     def update_weight_table(self, weights: Weights | BoundWeights) -> None:
         """Write the addresses of weights to :attr:`weight_table`, in the current stream's order.
@@ -234,36 +197,7 @@ class Group:
             InvalidWeightsError: as :meth:`bind`.
             UnsupportedError: as :attr:`weight_table`, and during a capture.
         """
-        _ = self.weight_table
-        assert self._tables is not None
-        self._tables.update(self._bind(weights).addresses)
-
-    def _find_region(self, weights: Weights, addresses: Addresses, names: frozenset[str]) -> int:
-        """Return the region of ``empty_weights`` that these addresses fill exactly, else -1."""
-        if not names:
-            return -1
-        count = self.num_mains
-        if count == 0:  # empty tensors have no address, but they know their storage
-            found = {
-                self._region_of.get(t.untyped_storage().data_ptr(), -1)
-                if isinstance(t, torch.Tensor)
-                else -1
-                for t in weights.values()
-            }
-            return found.pop() if len(found) == 1 else -1
-        first = next(i for i, name in enumerate(self._names) if name in names)
-        offset = self._layout.region_offset[first]
-        start = addresses[first * count] - offset
-        index = self._region_of.get(start, -1)
-        if index < 0:
-            return -1
-        for i, (name, segment) in enumerate(self.segments.items()):
-            if name in names:
-                at, step = start + self._layout.region_offset[i], segment.nbytes
-                filled = array("Q", range(at, at + count * step, step))
-                if addresses[i * count : (i + 1) * count] != filled:
-                    return -1
-        return index
+        self._weights.update_table(weights)
 
     def empty_weights(self) -> dict[str, torch.Tensor]:
         """Allocate main weights that peers can address, as ``pull`` needs. Collective.
@@ -289,7 +223,7 @@ class Group:
             raise
         index = self._engine.add_region(region.bases)
         self._memory.append(region)
-        self._region_of[region.bases[self.rank]] = index
+        self._weights.add_region(region.bases[self.rank], index)
         return self._views(region.local, self._layout.region_offset, self.num_mains)
 
     def expert_pointers(self, weights: Weights | BoundWeights) -> dict[str, torch.Tensor]:
@@ -298,7 +232,7 @@ class Group:
         Raises:
             InvalidWeightsError: as :meth:`bind`.
         """
-        bound, mains = self._bind(weights), self.num_mains
+        bound, mains = self._weights.bind(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:

@@ -46,6 +46,7 @@ PYTHON_ORDER = [
     "loads",
     "engines",
     "cuda.weights",
+    "rank_weights",
     "cuda.engine",
     "cuda.stages",
     "refusals",
