@@ -68,9 +68,8 @@ struct RankState {
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
-  uint64_t last_call =
-      0;  // of the host's calls: replays of a graph have epochs, but are not counted
-  uint64_t prepared = 0;  // epoch whose block the device has made
+  uint64_t last_call = 0;  // the host's number: replays of a graph have epochs, but no number
+  uint64_t prepared = 0;   // epoch whose block the device has made
   uint64_t bytes_stored = 0;
   uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call

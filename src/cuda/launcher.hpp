@@ -52,8 +52,8 @@ struct LauncherConfig {
   Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
   Handle notice = nullptr;  // ultraep_replicate_notice
   Handle load = nullptr;    // ultraep_load[_far]
-  Handle load_plan =
-      nullptr;  // ultraep_load_plan; null: the group is too large for it, or has far peers
+  // ultraep_load_plan; null: the group is too large for it, or has far peers.
+  Handle load_plan = nullptr;
   int32_t plan_warps = 0;  // of a block that plans
   int32_t warp_size = 32;
   int32_t first_rank = 0;  // of the ranks that share the launches
