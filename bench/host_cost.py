@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +55,7 @@ class IdleDevice:
     torch_device = torch.device("cpu")
     compute_capability = (9, 0)
     num_sms = 132
+    warp_size = 32
     max_shared_bytes = 227 << 10
     cuda_major = 13
     context = 0
@@ -64,6 +65,8 @@ class IdleDevice:
         nothing = ctypes.CDLL(None).pthread_mutexattr_destroy
         address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
         self.driver = _core.CudaDriver(dict.fromkeys(_core.cuda_driver_names(), address))
+        self._held: list[torch.Tensor] = []
+        self._addresses: set[int] = set()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeroed pages."""
@@ -76,6 +79,24 @@ class IdleDevice:
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return zeroed pages."""
         return host_memory(num_bytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that counts as the device's."""
+        self._held.append(torch.empty(tuple(shape), dtype=dtype))
+        self._addresses.add(self._held[-1].data_ptr())
+        return self._held[-1]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether it came from :meth:`empty`."""
+        return tensor.data_ptr() in self._addresses
+
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy."""
+        to.copy_(values)
+
+    def is_capturing(self) -> bool:
+        """Return False."""
+        return False
 
     def current_stream(self) -> int:
         """Return what no driver looks at."""
@@ -108,7 +129,7 @@ def make_group(num_ranks: int) -> Group:
     device = IdleDevice()
 
     def make_engine(config: _core.EngineConfig) -> CudaEngine:
-        kernels = GroupKernels(replicate=1, notice=2)
+        kernels = GroupKernels(replicate=1, notice=2, load=3, load_plan=4, plan_warps=8)
         shared = SharedLauncher(
             device, kernels, config, first_rank=rank, num_ranks=1, num_sms=num_sms
         )
@@ -121,7 +142,14 @@ def make_group(num_ranks: int) -> Group:
         config=options.config(topology, rank, 30, cost_constants(num_ranks)),
         fabric=LoopbackFabric(LoopbackMemory(num_ranks), rank),
         make_engine=make_engine,
+        device=device,
     )
+
+
+def put_plan(plan: Plan, device: IdleDevice) -> Plan:
+    """Return the plan as one on the device."""
+    fields = {name: value for name, value in vars(plan).items() if value is not None}
+    return Plan(**{n: device.empty(t.shape, t.dtype).copy_(t) for n, t in fields.items()})
 
 
 def make_plans(num_ranks: int) -> list[Plan]:
@@ -150,19 +178,25 @@ def make_weights(group: Group) -> dict[str, torch.Tensor]:
 
 
 def measure(group: Group, plans: list[Plan], iters: int) -> Iterator[tuple[str, bool, np.ndarray]]:
-    """Yield (weights, async_op, times in us) of kinds of calls, which are made in turn."""
+    """Yield (weights, async_op, times in us) of kinds of calls, which are made in turn.
+
+    Of "device", the plan is on the device.
+    """
     stacked = make_weights(group)
     given: dict[str, Weights | BoundWeights] = {
         "bound": group.bind(stacked),
         "stacked": stacked,
         "listed": {name: list(tensor) for name, tensor in stacked.items()},
+        "device": group.bind(stacked),
     }
+    assert isinstance(group._device, IdleDevice)
+    on_device = itertools.cycle([put_plan(plan, group._device) for plan in plans])
     rows = list(itertools.product(given, (False, True)))
     times = np.zeros((len(rows), iters))
     next_plan = itertools.cycle(plans)
     for i in range(-50, iters):
         for row, (kind, async_op) in enumerate(rows):
-            weights, plan = given[kind], next(next_plan)
+            weights, plan = given[kind], next(on_device if kind == "device" else next_plan)
             start = time.perf_counter_ns()
             work = replicate_experts(weights, plan, group=group, async_op=async_op)
             end = time.perf_counter_ns()

@@ -331,5 +331,6 @@ def test_host_cost_needs_no_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "r.json").read_text())["records"]
     kinds = [(r["weights"], r["async_op"]) for r in records]
-    assert kinds == [(k, a) for k in ("bound", "stacked", "listed") for a in (False, True)]
+    names = ("bound", "stacked", "listed", "device")
+    assert kinds == [(name, async_op) for name in names for async_op in (False, True)]
     assert all(0 < r["time_us"]["p50"] <= r["time_us"]["p99"] for r in records)
