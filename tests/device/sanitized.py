@@ -72,7 +72,9 @@ def run_on_device(engine: str) -> int:
             calls += 4
         routing = torch.rand((3, 150, num_experts), generator=draw) < 0.4
         load = routing.sum(dim=1)
-        here, plan = (uec.plan_replicas(own, group=ranks.groups[0]) for own in (load, load.to(there)))
+        here, plan = (
+            uec.plan_replicas(own, group=ranks.groups[0]) for own in (load, load.to(there))
+        )
         for r, group in enumerate(ranks.groups):
             probs = torch.rand(routing[r].shape, generator=draw)
             given = uec.reroute_map(routing[r].to(there), probs.to(there), plan, group=group)

@@ -97,9 +97,7 @@ class Layer(Ranks):
             group, ids = self.groups[rank], self.ids[rank]
             load = uec.gather_load(ids, group=group)
             plan = uec.plan_replicas(load, group=group)
-            work = uec.replicate_experts(
-                weights[rank], plan, group=group, async_op=True, **options
-            )
+            work = uec.replicate_experts(weights[rank], plan, group=group, async_op=True, **options)
             physical = uec.reroute(ids, plan, group=group)
             assert work is not None
             work.wait()
