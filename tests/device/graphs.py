@@ -67,9 +67,14 @@ class CoreGraphs(TorchGraphs):
         finally:
             builder.end_building()
         graph = builder.complete()
+        own = torch.cuda.Stream()
 
         def replay() -> None:
-            graph.launch(core.Stream.from_handle(torch.cuda.current_stream().cuda_stream))
+            """Launch on a stream with a handle of its own, between what the current one gets."""
+            current = torch.cuda.current_stream()
+            own.wait_stream(current)
+            graph.launch(core.Stream.from_handle(int(own.cuda_stream)))
+            current.wait_stream(own)
 
         return result, replay
 

@@ -306,8 +306,8 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
         found = layer.each(layer.path(bound))
         layer.check(found)
         on_host = uec.plan_replicas(found[0][0].cpu().clone(), group=layer.groups[0])
-        # More than there is working memory for. Nobody looks at what they are.
-        many = [layer.put(torch.full((70_000, 1), -1)) for _ in layer.groups]
+        # More than there is working memory for, and not what has been counted.
+        many = [layer.put(torch.zeros(70_000, 1, dtype=torch.int64)) for _ in layer.groups]
 
         def replicate(own: list[Any], plan: uec.Plan, **options: Any) -> Call:
             return lambda r: uec.replicate_experts(
@@ -348,9 +348,9 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             layer.finish()
             for group in layer.groups:
                 assert group._stages is not None
-                # They are not the ids that had been counted.
                 assert isinstance(raised(group._stages.raise_fault), errors.InvalidLoadError)
             layer.capture(reroute(many, plan))
+            layer.replay(weights, found, replay)  # with the memory that it was captured with
         del replay
 
 
