@@ -78,7 +78,7 @@ class Plan:
         """Make a plan by hand, or from another planner's output.
 
         Args:
-            slot_expert: integers ``[G, S]``; -1: empty.
+            slot_expert: integers ``[G, S]``; -1: empty. The plan is on the device that they are on.
             num_experts: E.
             home: integers ``[E]``; None: contiguous, as even as possible.
             slot_quota: integers ``[G, S]``, 0 in empty slots.
@@ -106,11 +106,11 @@ class Plan:
         )
         plan = cls(
             slot_expert=slots,
-            home=_shaped(home_map, "home", (num_experts,)),
-            slot_quota=_optional(slot_quota, "slot_quota", (num_ranks, num_slots)),
-            home_quota=_optional(home_quota, "home_quota", (num_experts,)),
-            load=_optional(load, "load", (num_ranks, num_experts)),
-            domains=_optional(domains, "domains", (num_ranks,)),
+            home=_shaped(home_map, "home", (num_experts,)).to(slots.device),
+            slot_quota=_optional(slot_quota, "slot_quota", (num_ranks, num_slots), slots.device),
+            home_quota=_optional(home_quota, "home_quota", (num_experts,), slots.device),
+            load=_optional(load, "load", (num_ranks, num_experts), slots.device),
+            domains=_optional(domains, "domains", (num_ranks,), slots.device),
         )
         plan.validate(allow_cross_domain=allow_cross_domain)
         return plan
@@ -301,9 +301,9 @@ def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Te
 
 
 def _optional(
-    value: torch.Tensor | IntsLike | None, name: str, shape: tuple[int, ...]
+    value: torch.Tensor | IntsLike | None, name: str, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor | None:
-    return None if value is None else _shaped(_ints(value, name), name, shape)
+    return None if value is None else _shaped(_ints(value, name), name, shape).to(device)
 
 
 def _reject_first(

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,23 @@ BUILT = ROOT / "build" / "cuda" / "cubins"
 # that the system takes from a kernel that uses any.
 RESERVED_SHARED = {90: 1024}
 
+SAVING = 48  # instructions among which a function saves registers, and as many that restore them
+
 
 class Resources(NamedTuple):
     """Of one kernel, linked: with everything that it calls in NVSHMEM's device library."""
 
     registers: int
-    stack: int
+    stack: int  # bytes of a thread, with those of the functions that are called
     shared: int  # static bytes, without those that the launch asks for
+
+
+class Frame(NamedTuple):
+    """Of one function, as compiled: bytes of a thread, without the functions that it calls."""
+
+    stack: int
+    stores: int  # that spill
+    loads: int
 
 
 def architecture(cubin: Path) -> int:
@@ -52,17 +63,37 @@ def resources(cubin: Path) -> dict[str, Resources]:
     }
 
 
-def spills(cubin: Path) -> dict[str, int]:
-    """Return the bytes that each compiled function spills, without NVSHMEM's own functions."""
+def frames(cubin: Path) -> dict[str, Frame]:
+    """Return the frame of each compiled function, without NVSHMEM's own functions."""
     found = re.findall(
-        r"Function properties for (\w+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads",
+        r"Function properties for (\w+)\n"
+        r"\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
         report(cubin),
     )
     return {
-        name: int(stores) + int(loads)
-        for name, stores, loads in found
+        name: Frame(*map(int, numbers))
+        for name, *numbers in found
         if not re.match(r"_Z\d+nvshmem", name)
     }
+
+
+def saved_bytes(instructions: Sequence[str]) -> int:
+    """Return the bytes that a function stores to its stack first and loads from there last.
+
+    Those are its caller's registers: each goes back to where it came from.
+    """
+    end = next(i for i, line in enumerate(instructions) if re.match(r"RET\b", line))
+    first, last = instructions[:SAVING], instructions[max(end - SAVING, 0) : end]
+    at, register = r"\[R1(?P<at>\+0x[0-9a-f]+)?\]", r"(?P<register>R\d+)"
+    stored = _words(rf"STL(\.(?P<bits>\d+))? {at}, {register}$", first)
+    loaded = _words(rf"LDL(\.(?P<bits>\d+))? {register}, {at}$", last)
+    return sum(stored[place] for place in stored.keys() & loaded.keys())
+
+
+def _words(pattern: str, instructions: Sequence[str]) -> dict[tuple[str, str], int]:
+    """Return the bytes of each pair of register and place in the stack."""
+    matches = (re.match(pattern, line) for line in instructions)
+    return {(m["register"], m["at"] or ""): int(m["bits"] or 32) // 8 for m in matches if m}
 
 
 def report(cubin: Path) -> str:

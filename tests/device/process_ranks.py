@@ -99,7 +99,98 @@ def missing_rank(fabric: str) -> None:
     group.close()
 
 
-CASES = {"every_mode": every_mode, "several_groups": several_groups, "missing_rank": missing_rank}
+def on_device(fabric: str) -> None:
+    """From ids to slots and physical ids, where the ids are; what a GPU makes is what the CPU does.
+
+    On a GPU nothing of it leaves the device; plans that were made by hand stay there too.
+    """
+    with make_group(fabric) as group:
+        rank, weights = Rank(group, Payload(1, SIZES)), group.empty_weights()
+        bound, there = group.bind(weights), group.device
+        draw, epoch = torch.Generator().manual_seed(5), 0
+
+        def call(plan: uec.Plan, expected: uec.Plan, **options: str) -> None:
+            rank.fill(weights, epoch)
+            rank.slots().fill_(SENTINEL)
+            uec.replicate_experts(bound, plan, group=group, **options)
+            wrong = int((rank.slots().cpu().numpy() != rank.expected(expected, epoch, None)).sum())
+            assert wrong == 0, (group.rank, options, expected.slot_expert.tolist(), wrong)
+
+        for turn in range(6):
+            epoch += 1
+            all_ids = torch.randint(-1, EXPERTS, (group.num_ranks, 200, 2), generator=draw)
+            all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = turn % EXPERTS
+            ids = all_ids[group.rank].to(there)
+            load = uec.gather_load(ids, group=group)
+            plan = uec.plan_replicas(load, group=group)
+            physical = uec.reroute(ids, plan, group=group)
+            assert load.device == plan.slot_expert.device == physical.device == ids.device
+            rows = [torch.bincount(i.flatten() + 1, minlength=EXPERTS + 1)[1:] for i in all_ids]
+            assert torch.equal(load.cpu(), torch.stack(rows).int())
+            expected = uec.plan_replicas(load.cpu(), group=group)
+            assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
+            assert torch.equal(
+                physical.cpu(), uec.reroute(all_ids[group.rank], expected, group=group)
+            )
+            call(plan, expected)
+        for made in plans(group):
+            for mode in ("push", "pull", "direct", "auto"):
+                epoch += 1
+                moved = uec.Plan(slot_expert=made.slot_expert.to(there), home=made.home.to(there))
+                call(moved, made, mode=mode)
+    print(f"rank {dist.get_rank()}: {epoch} calls, every byte right", flush=True)
+
+
+def graph(fabric: str) -> None:
+    """The same captured once, and replayed with fresh ids and weights. The host has no graphs."""
+    with make_group(fabric) as group:
+        if fabric == "shm":
+            return
+        rank, weights = Rank(group, Payload(1, SIZES)), group.empty_weights()
+        bound, draw = group.bind(weights), torch.Generator().manual_seed(7)
+        ids = torch.zeros(200, 2, dtype=torch.int64, device=group.device)
+
+        def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+            load = uec.gather_load(ids, group=group)
+            plan = uec.plan_replicas(load, group=group)
+            work = uec.replicate_experts(bound, plan, group=group, async_op=True)
+            physical = uec.reroute(ids, plan, group=group)
+            assert work is not None
+            work.wait()
+            return load, plan, physical
+
+        path()  # what is loaded lazily, is
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            _, plan, physical = path()
+        for epoch in range(1, 51):
+            all_ids = torch.randint(-1, EXPERTS, (group.num_ranks, 200, 2), generator=draw)
+            all_ids[torch.rand(all_ids.shape, generator=draw) < 0.5] = epoch % EXPERTS
+            ids.copy_(all_ids[group.rank])
+            rank.fill(weights, epoch)
+            rank.slots().fill_(SENTINEL)
+            captured.replay()
+            rows = [torch.bincount(i.flatten() + 1, minlength=EXPERTS + 1)[1:] for i in all_ids]
+            expected = uec.plan_replicas(torch.stack(rows), group=group)
+            torch.cuda.synchronize()
+            assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
+            assert torch.equal(
+                physical.cpu(), uec.reroute(all_ids[group.rank], expected, group=group)
+            )
+            wrong = int((rank.slots().cpu().numpy() != rank.expected(expected, epoch, None)).sum())
+            assert wrong == 0, (group.rank, epoch, wrong)
+        del captured
+    print(f"rank {dist.get_rank()}: 50 replays, every byte right", flush=True)
+
+
+CASES = {
+    "every_mode": every_mode,
+    "on_device": on_device,
+    "graph": graph,
+    "several_groups": several_groups,
+    "missing_rank": missing_rank,
+}
 
 
 def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, meeting: str) -> None:

@@ -1,4 +1,4 @@
-"""A short run over all modes for compute-sanitizer.
+"""A short run over all modes and all kernels for compute-sanitizer.
 
 PYTHONPATH=tests/python python tests/device/sanitized.py ENGINE [CONTROL]
 
@@ -11,6 +11,9 @@ import sys
 
 import torch
 from loopback_ranks import Ranks
+from ranks import loopback
+
+import ultraep_comm as uec
 
 MODES = ["push", "pull", "direct"]
 
@@ -33,6 +36,64 @@ def run(engine: str) -> int:
     return calls
 
 
+def run_on_device(engine: str) -> int:
+    """From ids to slots and physical ids where the ids are, and plans there in every mode."""
+    calls, num_experts, draw = 0, 7, torch.Generator().manual_seed(1)
+    sizes = {"w13": 70_001, "w2": 32_768, "bias": 5}
+    with Ranks(engine, 3, sizes, num_experts=num_experts, num_sms=2, timeout=300) as ranks:
+        weights, there = ranks.shared(), ranks.groups[0].device
+        tables = [group.bind(own) for group, own in zip(ranks.groups, weights, strict=True)]
+        for dtype in (torch.int32, torch.int64):
+            ids = torch.randint(-1, num_experts, (3, 300, 3), generator=draw, dtype=dtype)
+            ids[:, :150, 0] = 2
+            own = ids.to(there)
+
+            def path(
+                r: int, own: torch.Tensor = own
+            ) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+                group = ranks.groups[r]
+                load = uec.gather_load(own[r], group=group)
+                plan = uec.plan_replicas(load, group=group)
+                uec.replicate_experts(tables[r], plan, group=group)
+                return load, plan, uec.reroute(own[r], plan, group=group)
+
+            ranks.fill(weights)
+            found = loopback(3, path)
+            load = torch.stack(
+                [torch.bincount(i.flatten() + 1, minlength=num_experts + 1)[1:] for i in ids]
+            )
+            expected = uec.plan_replicas(load, group=ranks.groups[0])
+            assert ranks.wrong(expected) == [0] * 3
+            for r, (gathered, plan, physical) in enumerate(found):
+                assert torch.equal(gathered.cpu().long(), load)
+                assert torch.equal(plan.slot_expert.cpu(), expected.slot_expert)
+                here = uec.reroute(ids[r], expected, group=ranks.groups[r])
+                assert torch.equal(physical.cpu(), here)
+            calls += 4
+        routing = torch.rand((3, 150, num_experts), generator=draw) < 0.4
+        load = routing.sum(dim=1)
+        here, plan = (
+            uec.plan_replicas(own, group=ranks.groups[0]) for own in (load, load.to(there))
+        )
+        for r, group in enumerate(ranks.groups):
+            probs = torch.rand(routing[r].shape, generator=draw)
+            given = uec.reroute_map(routing[r].to(there), probs.to(there), plan, group=group)
+            for a, b in zip(
+                given, uec.reroute_map(routing[r], probs, here, group=group), strict=True
+            ):
+                assert a is not None
+                assert b is not None
+                assert torch.equal(a.cpu(), b)
+        for made in ranks.plans(range(2)):
+            moved = uec.Plan(slot_expert=made.slot_expert.to(there), home=made.home.to(there))
+            for mode in MODES:
+                ranks.fill(weights)
+                ranks.call(tables, moved, mode=mode)
+                assert ranks.wrong(made) == [0] * 3, (made.slot_expert, mode)
+                calls += 1
+    return calls
+
+
 def read_out_of_bounds() -> None:
     """Sum more bytes than were allocated."""
     from ultraep_comm.cuda.device import find_device
@@ -46,4 +107,5 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["out-of-bounds"]:
         read_out_of_bounds()
     else:
-        print(f"{run(sys.argv[1])} calls, every byte right")
+        calls = run(sys.argv[1]) + run_on_device(sys.argv[1])
+        print(f"{calls} calls, every byte right")

@@ -35,7 +35,7 @@ def run(engine: str, case: str, num_ranks: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("case", ["every_mode", "several_groups"])
+@pytest.mark.parametrize("case", ["every_mode", "on_device", "graph", "several_groups"])
 def test_a_rank_alone(process_engine: str, case: str) -> None:
     """Only plans without replicas are legal; all else of a group is there."""
     run(process_engine, case, 1)

@@ -213,28 +213,67 @@ def test_a_layer_from_routing_to_slots(engine: str) -> None:
     num_ranks, num_experts = 4, 24
     with Ranks(engine, num_ranks, SEGMENTS, num_experts=num_experts) as ranks:
         weights = ranks.shared()
-        device = ranks.groups[0].device
+        stages = ranks.groups[0]._stages
         generator = torch.Generator().manual_seed(3)
-        for _ in range(4):
+        for turn in range(4):
+            dtype = (torch.int32, torch.int64)[turn % 2]
             skewed = torch.rand((num_ranks, 200, 4), generator=generator) ** 3 * num_experts
-            ids = skewed.to(torch.int32)
+            ids = skewed.to(dtype)
             ids[:, ::7, 1] = -1
-            on_device = ids.to(device)
+            there = [own if stages is None else stages.put(own) for own in ids]
             loads = loopback(
                 num_ranks,
-                lambda r, own=on_device: uec.gather_load(own[r], group=ranks.groups[r]),
+                lambda r, own=there: uec.gather_load(own[r], group=ranks.groups[r]),
             )
+            if engine != "host":
+                ranks.finish()
             expected = torch.stack(
                 [torch.bincount(own.flatten() + 1, minlength=num_experts + 1)[1:] for own in ids]
             )
-            assert all(torch.equal(load.long(), expected) for load in loads)
+            for load in loads:
+                assert load.device == there[0].device
+                assert load.dtype == torch.int32
+                assert torch.equal(load.cpu().long(), expected)
             plan = uec.plan_replicas(loads[0], group=ranks.groups[0])
+            if engine != "host":
+                ranks.finish()
             assert plan.num_replicas > 0
             ranks.replicate(weights, plan)
             for r, group in enumerate(ranks.groups):
-                physical = uec.reroute(on_device[r], plan, group=group)
-                assert physical.device == on_device.device
+                physical = uec.reroute(there[r], plan, group=group)
+                if engine != "host":
+                    ranks.finish()
+                assert physical.device == there[r].device
                 assert torch.equal(physical.cpu() == -1, ids[r] == -1)
+
+
+def test_loads_of_many_sizes(engine: str) -> None:
+    """Ids on the device, from none to more than one block counts; strided ones too."""
+    num_ranks, num_experts = 3, 40
+    sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
+    with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
+        stages = ranks.groups[0]._stages
+        generator = torch.Generator().manual_seed(4)
+        for tokens in sizes:
+            shape = (num_ranks, tokens, 3)
+            ids = torch.randint(-1, num_experts, shape, generator=generator)
+            there = [own if stages is None else stages.put(own) for own in ids]
+            for step in (1, 2):
+                loads = loopback(
+                    num_ranks,
+                    lambda r, own=there, step=step: uec.gather_load(
+                        own[r][::step], group=ranks.groups[r]
+                    ),
+                )
+                if engine != "host":
+                    ranks.finish()
+                expected = torch.stack(
+                    [
+                        torch.bincount(own[::step].flatten() + 1, minlength=num_experts + 1)[1:]
+                        for own in ids
+                    ]
+                )
+                assert all(torch.equal(load.cpu().long(), expected) for load in loads)
 
 
 def test_maps_are_rerouted_where_they_are(engine: str) -> None:
@@ -351,7 +390,7 @@ def test_a_plan_on_the_device(gpu: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_call_cannot_be_captured_and_the_error_says_so(gpu: torch.device) -> None:
+def test_a_plan_on_the_cpu_cannot_be_captured_and_the_error_says_so(gpu: torch.device) -> None:
     with Ranks("cuda", 1, SEGMENTS, num_experts=3) as ranks:
         weights, plan = ranks.stacked(), ranks.plans(range(1))[0]
         with (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ class EmulatedKernels:
 
 
 class EmulatedDevice:
-    """Streams are numbers; the caller's current one is ``stream``."""
+    """Streams are numbers; the current one is ``stream``, unless a thread is ``on`` another."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -36,6 +38,7 @@ class EmulatedDevice:
             "emulated_is_capturing": 1,
             "emulated_end_capture": 2,
             "emulated_replay": 2,
+            "cuEventRecord": 2,
         }.items():
             getattr(self.library, name).argtypes = [ctypes.c_void_p] * arguments
         self.library.emulated_launches.restype = ctypes.c_uint64
@@ -61,6 +64,7 @@ class EmulatedDevice:
         }
         self.driver = _core.CudaDriver(addresses)
         self._streams = 1
+        self._threads = threading.local()
         self._memory: list[torch.Tensor] = []
         self._uploads: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}  # of empty(): kept, so that no address comes twice
@@ -94,14 +98,31 @@ class EmulatedDevice:
         self.copy(to, values)
 
     def is_capturing(self) -> bool:
-        return bool(self.library.emulated_is_capturing(self.stream))
+        return bool(self.library.emulated_is_capturing(self.current_stream()))
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device, there by now."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def current_stream(self) -> int:
-        return self.stream
+        return int(getattr(self._threads, "stream", self.stream))
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Make a stream this thread's current one."""
+        self._threads.stream = stream
+        try:
+            yield
+        finally:
+            del self._threads.stream
+
+    def wait_stream(self, stream: int, other: int) -> None:
+        """Let a stream wait for what another holds: in a capture, fork or join it."""
+        event = ctypes.c_void_p()
+        self.library.cuEventCreate(ctypes.byref(event), 0)
+        assert self.library.cuEventRecord(event, other) == 0
+        wait = self.library.cuStreamWaitEvent
+        assert wait(ctypes.c_void_p(stream), event, 0) == 0
 
     def new_stream(self) -> tuple[int, object]:
         self._streams += 1
@@ -121,25 +142,28 @@ class EmulatedDevice:
 
     def begin_capture(self) -> None:
         """Capture what the current stream gets from now on."""
-        self.library.emulated_begin_capture(self.stream)
+        self.library.emulated_begin_capture(self.current_stream())
 
     def end_capture(self) -> int:
         graph = ctypes.c_void_p()
-        result = self.library.emulated_end_capture(self.stream, ctypes.byref(graph))
+        result = self.library.emulated_end_capture(self.current_stream(), ctypes.byref(graph))
         assert result == 0, f"the capture ended with {result}"
         return graph.value or 0
 
     def replay(self, graph: int) -> None:
-        self.library.emulated_replay(graph, self.stream)
+        self.library.emulated_replay(graph, self.current_stream())
 
     # ---- work of the caller's, in the order of its stream
 
     def delay(self, microseconds: int) -> None:
-        self.library.emulated_delay(self.stream, microseconds)
+        self.library.emulated_delay(self.current_stream(), microseconds)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert to.is_contiguous()
         assert source.is_contiguous()
         self.library.emulated_copy(
-            to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), self.stream
+            to.data_ptr(),
+            source.data_ptr(),
+            to.numel() * to.element_size(),
+            self.current_stream(),
         )

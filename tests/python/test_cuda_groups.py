@@ -377,6 +377,10 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     registered = runtime.registered
     uec.replicate_experts(make_weights(group), PLAN, group=group)
     launches = device.launches()
+    load = device.empty((2, E), torch.int32).zero_()
+    planned = uec.plan_replicas(load, group=group)
+    assert device.launches()[-1] == "ultraep_plan"
+    assert device.holds(planned.slot_expert)
     group.close()
     kept = len(runtime.freed)
     other.close()

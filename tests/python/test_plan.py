@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ultraep_comm as uec
+from ultraep_comm import plan as plan_module
 from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
 
 # 3 ranks, 5 experts: home 0 0 1 1 2.
@@ -196,3 +197,19 @@ def test_a_plan_from_a_load_is_legal_and_balanced() -> None:
     plan.validate()
     assert plan.load is not None
     assert plan.imbalance_bound <= plan.imbalance <= 1.02
+
+
+def test_all_tensors_of_a_plan_lie_where_its_slots_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are given a plan on a device read all of it there."""
+    # The only other device of a CPU build has no values to look at.
+    monkeypatch.setattr(plan_module, "_ints", lambda value, name: torch.as_tensor(value).int())
+    monkeypatch.setattr(uec.Plan, "validate", lambda plan, **_: None)
+    plan = uec.Plan.from_slots(
+        torch.zeros(2, 1, dtype=torch.int32, device="meta"),
+        num_experts=4,
+        slot_quota=[[1], [1]],
+        home_quota=[2, 2, 2, 2],
+        load=[[1, 1, 1, 1], [1, 1, 1, 1]],
+        domains=[0, 0],
+    )
+    assert {tensor.device.type for tensor in vars(plan).values()} == {"meta"}

@@ -101,6 +101,65 @@ def test_kernels_move_every_byte_between_processes(
     ranks.run(num_ranks, _every_mode, tmp_path, library, timeout=300)
 
 
+def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -> None:
+    """From ids to slots and physical ids on the device, each call by itself and in a graph."""
+    device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    num_ranks = dist.get_world_size(process_group)
+    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
+    group = _new_group(process_group, memory, device, fabric="torch", **options)
+    weights = make_weights(group)
+    bound = group.bind(weights)
+    held = device.put(torch.zeros(40, 2, dtype=torch.int64))
+    draw = torch.Generator().manual_seed(3)
+
+    def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+        load = uec.gather_load(held, group=group)
+        plan = uec.plan_replicas(load, group=group)
+        work = uec.replicate_experts(bound, plan, group=group, async_op=True)
+        physical = uec.reroute(held, plan, group=group)
+        assert work is not None
+        work.wait()
+        return load, plan, physical
+
+    device.begin_capture()
+    captured = path()
+    graph = device.end_capture()
+    replicas = 0
+    for epoch in range(1, 7):
+        ids = torch.randint(-1, E, (num_ranks, 40, 2), generator=draw)
+        ids[torch.rand(ids.shape, generator=draw) < 0.5] = epoch % E
+        held.copy_(ids[rank])
+        fill_weights(group, weights, epoch)
+        clear_slots(group)
+        dist.barrier(process_group)  # slots are cleared by hand
+        found = captured
+        if epoch % 3 == 0:
+            found = path()
+        else:
+            device.replay(graph)
+        device.settle()
+        load, plan, physical = found
+        rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
+        assert torch.equal(load, torch.stack(rows))
+        expected = uec.plan_replicas(torch.stack(rows), group=group)
+        for name in ("slot_expert", "slot_quota", "home_quota"):
+            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
+        assert torch.equal(physical, uec.reroute(ids[rank], expected, group=group))
+        assert wrong_bytes(group, expected, epoch) == 0, (rank, epoch)
+        replicas += expected.num_replicas
+    assert replicas > 0
+    assert group._engine.epoch == 4
+    group.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_critical_path_stays_on_the_device(
+    ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
+) -> None:
+    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
+    ranks.run(num_ranks, _critical_path, tmp_path, library, timeout=300)
+
+
 # ---- the fabric ----------------------------------------------------------------------------------
 
 
