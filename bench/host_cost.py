@@ -108,7 +108,7 @@ def make_group(num_ranks: int) -> Group:
     device = IdleDevice()
 
     def make_engine(config: _core.EngineConfig) -> CudaEngine:
-        kernels = GroupKernels(replicate=1, notice=2)
+        kernels = GroupKernels(replicate=1, notice=2, load=3)
         shared = SharedLauncher(
             device, kernels, config, first_rank=rank, num_ranks=1, num_sms=num_sms
         )

@@ -239,6 +239,7 @@ def _make_one(
             fabric=fabric,
             make_engine=make_engine,
             device=device,
+            make_stages=partial(CudaStages, device, kernels, topology, meeting.rank),
         )
     except Exception as refused:
         error = refused
