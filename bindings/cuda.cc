@@ -150,7 +150,11 @@ void bind_cuda(nb::module_& m) {
             new (self) Launcher(config);
           },
           // What `keep` owns is used until the last engine has let go of the launcher.
-          "config"_a, "device"_a, "pinned"_a, "keep"_a, nb::keep_alive<1, 5>());
+          "config"_a, "device"_a, "pinned"_a, "keep"_a, nb::keep_alive<1, 5>())
+      .def_prop_ro("counts", [](const Launcher& l) {
+        const cuda::LaunchCounts counts = l.counts();
+        return std::make_tuple(counts.kernels, counts.copies);
+      });
 
   nb::class_<Engine> engine(m, "CudaEngine");
   bind_plan_questions(engine);

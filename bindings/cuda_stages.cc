@@ -78,6 +78,11 @@ void bind_cuda_stages(nb::module_& m) {
           "faults"_a, "keep"_a, nb::keep_alive<1, 13>())
       .def("lend_state", &Stages::lend_state)
       .def_prop_ro("max_runs", &Stages::max_runs)
+      .def_prop_ro("counts",
+                   [](const Stages& s) {
+                     const cuda::LaunchCounts counts = s.counts();
+                     return std::make_tuple(counts.kernels, counts.copies);
+                   })
       .def(
           "plan",
           [](Stages& s, uint64_t load, uint64_t kept_load, uint64_t slot_expert,

@@ -324,6 +324,9 @@ class CudaLauncher:
     def __init__(
         self, config: CudaLauncherConfig, device: int, pinned: int, keep: object
     ) -> None: ...
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Kernels launched, and copies to the device enqueued, by all calls so far."""
 
 class CudaStageShape:
     """A rank as the kernels of the local stages see it; see `StageShape` in src/cuda/stages.hpp."""
@@ -397,6 +400,9 @@ class CudaStages:
     def lend_state(self, state: int, max_runs: int) -> None: ...
     @property
     def max_runs(self) -> int: ...
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Kernels launched so far, and copies enqueued, of which there are none."""
     def plan(
         self,
         load: int,

@@ -98,6 +98,10 @@ class DeviceEngine(Engine, Protocol):
     ) -> int:
         """Do the same and plan the load, in one launch; return the epoch."""
 
+    @property
+    def launch_counts(self) -> tuple[int, int]:
+        """Return how many kernels calls have launched so far, and copies enqueued to the device."""
+
     def bad_id(self) -> tuple[int, int]:
         """Return where the first id was that this rank's device rejected, and the id; -1: none."""
 

@@ -45,6 +45,12 @@ struct Driver {
 #undef UEC_MEMBER
 };
 
+// What calls have given to streams so far, for who measures; captured calls count once.
+struct LaunchCounts {
+  uint64_t kernels = 0;
+  uint64_t copies = 0;  // to the device
+};
+
 // A driver call failed.
 class DriverError : public std::runtime_error {
  public:

@@ -215,6 +215,7 @@ void Launcher::launch(uint64_t call, Handle stream) {
     launch_replicate(e, call, stream);
   require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
   e.call = number(call);
+  ++counts_.kernels;
   line.last = e.done;
   line.launched = number(call);
   launches_.notify_all();
@@ -293,6 +294,7 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
             config_.driver.cuMemcpyHtoDAsync(device_block(rank, call) + offset,
                                              block(rank, call) + offset, bytes, stream),
             "cuMemcpyHtoDAsync");
+    ++counts_.copies;
   };
   const auto on_device = [](const Request& r) { return r.device.slot_expert != 0; };
   if (!std::all_of(e.requests.begin(), e.requests.end(), on_device))

@@ -114,6 +114,12 @@ class Launcher {
   // How `rank` fails by that, if it has submitted `call`: epoch 0 if it does not.
   Report ended(int32_t rank, uint64_t call) const;
 
+  // Of all ranks here together, notices excluded.
+  LaunchCounts counts() const {
+    const std::lock_guard lock(mutex_);
+    return counts_;
+  }
+
  private:
   struct Entry {
     Handle done = nullptr;          // event
@@ -169,6 +175,7 @@ class Launcher {
   std::condition_variable launches_;
   Line line_, captured_;
   uint64_t capture_ = 0;  // that the last captured call was in
+  LaunchCounts counts_;
   uint64_t completed_ = 0;
   End end_;
 };

@@ -242,13 +242,14 @@ void Stages::end(uint64_t capture, Handle stream) {
 }
 
 void Stages::launch(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
-                    void* args, Handle stream) const {
+                    void* args, Handle stream) {
   void* arguments[] = {args};
   require(driver_,
           driver_.cuLaunchKernel(kernel, static_cast<unsigned>(num_blocks), 1, 1,
                                  static_cast<unsigned>(num_threads), 1, 1,
                                  static_cast<unsigned>(shared_bytes), stream, arguments, nullptr),
           "cuLaunchKernel");
+  ++counts_.kernels;
 }
 
 // ---- waiting, and faults ------------------------------------------------------------------------

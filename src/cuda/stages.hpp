@@ -130,12 +130,17 @@ class Stages {
   // The faults that launches have left since it was last asked.
   StageFaults take_faults();
 
+  LaunchCounts counts() const {
+    const std::lock_guard lock(mutex_);
+    return counts_;
+  }
+
  private:
   static void pause();
   uint64_t begin(Handle stream);
   void end(uint64_t capture, Handle stream);
   void launch(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
-              void* args, Handle stream) const;
+              void* args, Handle stream);
   Handle make_event() const;
 
   Driver driver_;
@@ -153,6 +158,7 @@ class Stages {
   Handle captured_ = nullptr;  // and inside one
   bool is_used_ = false;
   uint64_t capture_ = 0;  // that `captured_` was recorded in; 0: none
+  LaunchCounts counts_;
 };
 
 }  // namespace uec::cuda

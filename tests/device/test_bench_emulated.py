@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
-from stand_in import StandIn
+from stand_in import Emulated, StandIn
 
-from ultraep_comm.bench import device
+from ultraep_comm.bench import critical_path, device
 from ultraep_comm.bench.cli import _parser, main, make_settings
-from ultraep_comm.cuda import device as cuda_device
+from ultraep_comm.bench.critical_path_settings import make_path_settings
 
 FEW = ["--engine", "cuda", "-b", "96K", "-n", "1", "-w", "0", "--experts", "8", "--ranks", "3"]
-
-
-class Emulated(StandIn):
-    """Calls only order streams; what reads memory has to wait for the device."""
-
-    engine = "cuda"
-
-    def time_us(self, run: Callable[[], None], calls: int, ranks_here: int) -> float:
-        run()
-        self.settle()
-        start = time.perf_counter_ns()
-        for _ in range(calls):
-            run()
-        self.settle()
-        return (time.perf_counter_ns() - start) / 1e3 / calls
-
-    def settle(self) -> None:
-        cuda_device.find_device().settle()
 
 
 def test_every_byte_is_right(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,4 +19,15 @@ def test_every_byte_is_right(engine: str, capsys: pytest.CaptureFixture[str]) ->
         meter = StandIn() if engine == "host" else Emulated()
         settings = make_settings(_parser().parse_args(["replicate", *FEW, "--check"]))
         assert device.run_on(meter, settings) == 0
+    assert capsys.readouterr().out.count("#wrong") == 1
+
+
+def test_the_critical_path_is_right(streams: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "8", "--ranks", "3", "--check"]
+    few += ["--tokens", "40", "--topk", "2"]
+    if streams == "cuda":
+        assert main(["critical-path", *few]) == 0
+    else:
+        settings = make_path_settings(_parser().parse_args(["critical-path", *few]))
+        assert critical_path.run_on(Emulated(), settings) == 0
     assert capsys.readouterr().out.count("#wrong") == 1

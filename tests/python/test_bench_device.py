@@ -15,7 +15,8 @@ import torch
 from stand_in import StandIn
 
 from ultraep_comm.bench import device, gpu
-from ultraep_comm.bench.cli import _parser, choose_engine, main, make_settings
+from ultraep_comm.bench.arguments import choose_engine
+from ultraep_comm.bench.cli import _parser, main, make_settings
 from ultraep_comm.bench.device_report import ModeRun, sms_needed
 from ultraep_comm.bench.device_transfers import StreamCopies
 from ultraep_comm.bench.settings import ReplicateSettings

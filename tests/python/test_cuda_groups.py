@@ -372,6 +372,7 @@ def _with_nvshmem(
 def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     device, runtime = FakeDevice(), FakeNvshmem()
     group = _with_nvshmem(process_group, device, runtime)
+    assert group._stages is not None  # plans and reroutes of its own device
     uids = runtime.uids
     other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
     registered = runtime.registered

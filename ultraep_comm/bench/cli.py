@@ -10,7 +10,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench import device, gpu, plan, replicate
+from ultraep_comm.bench import critical_path, device, plan, replicate
+from ultraep_comm.bench.arguments import (
+    DEFAULT_EXPERT_BYTES,
+    DEFAULT_EXPERTS,
+    DEFAULT_IMBALANCE,
+    DEFAULT_RANKS,
+    check_json,
+    check_minima,
+    choose_engine,
+    count_ranks,
+    default_imbalance,
+)
+from ultraep_comm.bench.critical_path_settings import (
+    PathSettings,
+    add_path_command,
+    make_path_settings,
+)
 from ultraep_comm.bench.launch import (
     FAILED,
     INTERRUPTED,
@@ -26,11 +42,8 @@ from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import load_trace
 from ultraep_comm.errors import InvalidArgumentError
 
-DEFAULT_RANKS = 4
-DEFAULT_EXPERTS = 32
-DEFAULT_EXPERT_BYTES = 16 << 20
-DEFAULT_IMBALANCE = 3.0
 GENERATED_TOPK = 8
+_MINIMA = {"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "plan":
             return run_alone(plan.run, make_plan_settings(options))
+        if options.command == "critical-path":
+            return _run_path(make_path_settings(options))
         settings = make_settings(options)
     except (InvalidArgumentError, OSError) as error:
         if _speaks():
@@ -50,6 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.fabric == "loopback":
             return run_alone(device.run, settings)
         return run_ranks(device.run, settings, settings.num_ranks)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run_path(settings: PathSettings) -> int:
+    try:
+        if settings.fabric == "loopback":
+            return run_alone(critical_path.run, settings)
+        return run_ranks(critical_path.run, settings, settings.num_ranks)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -109,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of load and payload (default 1)")
     add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
     add_plan_command(commands)
+    add_path_command(commands)
     return parser
 
 
@@ -131,15 +156,14 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
         InvalidArgumentError: as its text says.
         OSError: the trace cannot be read.
     """
-    _check_minima(options)
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+    check_minima(options, _MINIMA)
+    check_json(options)
     given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_sms = () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms")
     if engine == "host" and len(num_sms) > 1:
         raise InvalidArgumentError(f"--num-sms is {options.num_sms}; a list is for --engine cuda")
-    load, source = _make_load(options, _count_ranks(options))
+    load, source = _make_load(options, count_ranks(options))
     return ReplicateSettings(
         load=load,
         load_source=source,
@@ -158,56 +182,11 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
     )
 
 
-def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
-    """Return engine and fabric of a run, neither of them "auto".
-
-    Raises:
-        InvalidArgumentError: they do not go together, or not with a launcher.
-    """
-    if engine == "auto":
-        if fabric == "auto":
-            engine = "cuda" if gpu.is_usable() else "host"
-        else:
-            engine = "host" if fabric == "shm" else "cuda"
-    fabrics = ("shm",) if engine == "host" else ("loopback", "torch", "nvshmem")
-    if fabric == "auto":
-        fabric = fabrics[0] if launched is None else fabrics[-1]
-    if fabric not in fabrics:
-        raise InvalidArgumentError(
-            f"--engine {engine} does not run over --fabric {fabric}; expected {', '.join(fabrics)}"
-        )
-    if fabric == "loopback" and launched is not None:
-        raise InvalidArgumentError(
-            f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
-            " without the launcher, or use --fabric nvshmem or torch"
-        )
-    return engine, fabric
-
-
-def _check_minima(options: argparse.Namespace) -> None:
-    minima = {"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
-    for name, least in minima.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InvalidArgumentError(f"--{name} is {value}; expected at least {least}")
-
-
-def _count_ranks(options: argparse.Namespace) -> int:
-    launched = launched_ranks()
-    if launched is None:
-        return DEFAULT_RANKS if options.ranks is None else int(options.ranks)
-    if options.ranks not in (None, launched):
-        raise InvalidArgumentError(
-            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
-        )
-    return launched
-
-
 def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
     if options.trace is None:
         imbalance = options.imbalance
         if imbalance is None:
-            imbalance = max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))
+            imbalance = default_imbalance(num_ranks)
         load = generate_load(
             num_ranks=num_ranks,
             num_experts=max(DEFAULT_EXPERTS, num_ranks)

@@ -120,6 +120,27 @@ class RanksHere:
             group.close()
 
 
+def mark_slots(groups: Sequence[Group]) -> None:
+    """Give all slots the bytes of emptiness."""
+    for group in groups:
+        for slots in group.slots.values():
+            slots.fill_(SENTINEL)
+
+
+def count_wrong_slots(groups: Sequence[Group], plan: Plan, payload: Payload, epoch: int) -> int:
+    """Compare filled slots with the payload, and empty ones with their mark."""
+    wrong = 0
+    for group in groups:
+        for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+            for name, slots in group.slots.items():
+                data = slots[slot].cpu().numpy()
+                if expert < 0:
+                    wrong += count_disturbed(data)
+                else:
+                    wrong += payload.count_wrong(data, epoch=epoch, expert=expert, segment=name)
+    return wrong
+
+
 class DeviceTransfer(Protocol):
     """Something that delivers a plan's replicas, or as many bytes."""
 
@@ -138,9 +159,7 @@ class DeviceMode:
     def __init__(self, ranks: RanksHere, plan: Plan, mode: str) -> None:
         """Mark the slots."""
         self.name, self._ranks, self._plan = mode, ranks, plan
-        for group in ranks.groups:
-            for slots in group.slots.values():
-                slots.fill_(SENTINEL)
+        mark_slots(ranks.groups)
 
     def run(self) -> None:
         """Copy the plan's experts."""
@@ -160,16 +179,7 @@ class DeviceMode:
 
     def count_wrong(self, payload: Payload, epoch: int) -> int:
         """Compare filled slots with the payload, and empty ones with what they held before."""
-        wrong = 0
-        for group in self._ranks.groups:
-            for slot, expert in enumerate(self._plan.slot_expert[group.rank].tolist()):
-                for name, slots in group.slots.items():
-                    data = slots[slot].cpu().numpy()
-                    if expert < 0:
-                        wrong += count_disturbed(data)
-                    else:
-                        wrong += payload.count_wrong(data, epoch=epoch, expert=expert, segment=name)
-        return wrong
+        return count_wrong_slots(self._ranks.groups, self._plan, payload, epoch)
 
 
 class DeviceCopy:

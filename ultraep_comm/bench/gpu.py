@@ -45,8 +45,24 @@ class Meter(Protocol):
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return memory, also a peer's, as uint8."""
 
-    def time_us(self, run: Callable[[], None], calls: int, ranks_here: int) -> float:
-        """Return the device's time of one of so many calls in a row, behind one that counts not."""
+    def time_us(
+        self,
+        run: Callable[[], None],
+        calls: int,
+        ranks_here: int,
+        *,
+        line_up: Callable[[], None] | None = None,
+    ) -> float:
+        """Return the device's time of one of so many calls in a row, behind one that counts not.
+
+        That one is ``line_up``, if it is given.
+        """
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture what a call enqueues on the current stream; return what enqueues it again."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the CPU, behind what the current stream holds."""
 
     def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run jobs on several streams, behind the current one and before what it gets next."""
@@ -85,17 +101,36 @@ class Gpu:
         """Wrap memory."""
         return self._device.view(address, num_bytes)
 
-    def time_us(self, run: Callable[[], None], calls: int, ranks_here: int) -> float:
+    def time_us(
+        self,
+        run: Callable[[], None],
+        calls: int,
+        ranks_here: int,
+        *,
+        line_up: Callable[[], None] | None = None,
+    ) -> float:
         """Time calls between two events, all of them in the stream before the device begins."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         self._cuda._sleep(_SPIN * (1 + ranks_here))
-        run()  # lines up the ranks
+        (line_up or run)()  # lines up the ranks
         start.record()
         for _ in range(calls):
             run()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture on a stream of torch's own."""
+        graph = self._cuda.CUDAGraph()
+        with self._cuda.graph(graph):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy, and wait for it."""
+        return tensor.cpu()
 
     def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Deal jobs out to streams."""

@@ -245,6 +245,11 @@ class CudaEngine:
         return self._engine.epoch
 
     @property
+    def launch_counts(self) -> tuple[int, int]:
+        """Return kernels and copies to the device, of calls of all ranks that share launches."""
+        return self._shared.launcher.counts
+
+    @property
     def bytes_stored(self) -> int:
         """Return the bytes that finished calls have stored; synchronises with the device."""
         return _translated(lambda: self._engine.bytes_stored)

@@ -78,6 +78,11 @@ class CudaStages:
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         self._reserve(MIN_RUNS, "")
 
+    @property
+    def launch_counts(self) -> tuple[int, int]:
+        """Return how many kernels calls have launched so far, and copies enqueued to the device."""
+        return self._stages.counts
+
     # ---- what is where --------------------------------------------------------------------
 
     def holds(self, value: object) -> bool:

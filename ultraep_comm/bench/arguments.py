@@ -1,0 +1,77 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from ultraep_comm.bench import gpu
+from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.errors import InvalidArgumentError
+
+DEFAULT_RANKS = 4
+DEFAULT_EXPERTS = 32
+DEFAULT_EXPERT_BYTES = 16 << 20
+DEFAULT_IMBALANCE = 3.0
+
+
+def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
+    """Return engine and fabric of a run, neither of them "auto".
+
+    Raises:
+        InvalidArgumentError: they do not go together, or not with a launcher.
+    """
+    if engine == "auto":
+        if fabric == "auto":
+            engine = "cuda" if gpu.is_usable() else "host"
+        else:
+            engine = "host" if fabric == "shm" else "cuda"
+    fabrics = ("shm",) if engine == "host" else ("loopback", "torch", "nvshmem")
+    if fabric == "auto":
+        fabric = fabrics[0] if launched is None else fabrics[-1]
+    if fabric not in fabrics:
+        raise InvalidArgumentError(
+            f"--engine {engine} does not run over --fabric {fabric}; expected {', '.join(fabrics)}"
+        )
+    if fabric == "loopback" and launched is not None:
+        raise InvalidArgumentError(
+            f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
+            " without the launcher, or use --fabric nvshmem or torch"
+        )
+    return engine, fabric
+
+
+def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None:
+    """Raise InvalidArgumentError if an option that was given is below its least value."""
+    for name, least in minima.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag} is {value}; expected at least {least}")
+
+
+def check_json(options: argparse.Namespace) -> None:
+    """Raise InvalidArgumentError if records have nowhere to go."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+
+
+def count_ranks(options: argparse.Namespace) -> int:
+    """Return G: the launcher's, else ``--ranks``.
+
+    Raises:
+        InvalidArgumentError: they are not the same.
+    """
+    launched = launched_ranks()
+    if launched is None:
+        return DEFAULT_RANKS if options.ranks is None else int(options.ranks)
+    if options.ranks not in (None, launched):
+        raise InvalidArgumentError(
+            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
+        )
+    return launched
+
+
+def default_imbalance(num_ranks: int) -> float:
+    """Return the imbalance of a generated load: 3, or three quarters of fewer ranks."""
+    return max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))

@@ -1,0 +1,259 @@
+"""The calls from ids to filled slots, for all ranks of this process, and what they leave behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ultraep_comm.bench.critical_path_settings import PathSettings
+from ultraep_comm.bench.device_transfers import DeviceCopy, RanksHere
+from ultraep_comm.bench.routed_ids import Ids, count_ids
+from ultraep_comm.collectives import gather_load, replicate_experts
+from ultraep_comm.cuda.stages import CudaStages
+from ultraep_comm.group import Group
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
+from ultraep_comm.rerouting import reroute
+from ultraep_comm.work import Work
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expected:
+    """What one iteration has to come to, by the host's own stages.
+
+    Attributes:
+        ids: of every rank.
+        load: int32 ``[G, E]``.
+        plan: of that load.
+        physical: what the ranks of this process route to.
+    """
+
+    ids: list[Ids]
+    load: torch.Tensor
+    plan: Plan
+    physical: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, ids: list[Ids], groups: Sequence[Group]) -> Expected:
+        """Count, plan and reroute on the CPU."""
+        load = torch.from_numpy(count_ids(ids, groups[0].topology.num_experts))
+        plan = plan_replicas(load, group=groups[0])
+        physical = [reroute(torch.from_numpy(ids[g.rank]), plan, group=g) for g in groups]
+        return cls(ids=ids, load=load, plan=plan, physical=physical)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """What one run has left, an entry for each rank of this process; empty: not its business."""
+
+    loads: Sequence[torch.Tensor] = ()
+    plans: Sequence[Plan] = ()
+    physical: Sequence[torch.Tensor] = ()
+    fills_slots: bool = False
+
+    def count_wrong(self, expected: Expected) -> int:
+        """Return how many integers are not the host's. The device has to be idle."""
+        wrong = sum(_differ(load, expected.load) for load in self.loads)
+        for plan in self.plans:
+            for name in ("slot_expert", "slot_quota", "home_quota"):
+                wrong += _differ(getattr(plan, name), getattr(expected.plan, name))
+        pairs = zip(self.physical, expected.physical, strict=False)
+        return wrong + sum(_differ(found, right) for found, right in pairs)
+
+
+def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((found.cpu() != expected).sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """Something that is timed.
+
+    Attributes:
+        name: of its row.
+        run: enqueue it on the current stream.
+        is_graph: the host makes one call, however many ranks there are.
+        is_async: the host does not wait in it.
+        copy: what has to be checked, of a plain copy.
+        counts: kernels and copies, where running does not tell.
+    """
+
+    name: str
+    run: Callable[[], Found]
+    is_graph: bool = False
+    is_async: bool = True
+    copy: DeviceCopy | None = None
+    counts: tuple[int, int] | None = None
+
+
+class PathCalls:
+    """Ranks with ids, loads and plans on the device."""
+
+    def __init__(self, ranks: RanksHere, settings: PathSettings) -> None:
+        self._ranks, self._meter, self._mode = ranks, ranks.meter, settings.mode
+        self.groups = ranks.groups
+        shape = (settings.tokens, settings.topk)
+        load = torch.zeros(settings.num_ranks, settings.num_experts, dtype=torch.int32)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        self._ids = [self._stages(r).put(ids) for r in range(len(self.groups))]
+        self._loads = [self._stages(r).put(load) for r in range(len(self.groups))]
+        self._plans: list[Plan] = []
+        nothing = torch.full((settings.num_ranks, settings.slots), -1, dtype=torch.int32)
+        self._empty = Plan.from_slots(nothing, num_experts=settings.num_experts)
+
+    def _stages(self, rank: int) -> CudaStages:
+        stages = self.groups[rank]._stages
+        assert stages is not None  # those of a CUDA group
+        return stages
+
+    def prepare(self, expected: Expected) -> None:
+        """Put an iteration's ids on the device, and its load and plan for who begins there."""
+        for r, group in enumerate(self.groups):
+            self._ids[r].copy_(torch.from_numpy(expected.ids[group.rank]))
+            self._loads[r].copy_(expected.load)
+        self._plans = self.plan(self._loads)
+
+    def line_up(self) -> None:
+        """Enqueue a call that moves nothing: ranks go on from it together."""
+        self._ranks.call(self._empty, "push", self._ranks.bound)
+
+    def launch_counts(self) -> tuple[int, int]:
+        """Return the kernels and copies so far, as one rank has them."""
+        shared = self.groups[0]._device_engine.launch_counts
+        own = self._stages(0).launch_counts
+        return shared[0] + own[0], shared[1] + own[1]
+
+    # ---- stages -----------------------------------------------------------------------------
+
+    def _each(self, call: Callable[[int], T]) -> list[T]:
+        """Call for every rank here, each on a stream of its own if there are several."""
+        if len(self.groups) == 1:
+            return [call(0)]
+        found: dict[int, T] = {}
+
+        def keep(rank: int) -> None:
+            found[rank] = call(rank)
+
+        self._meter.spread([functools.partial(keep, r) for r in range(len(self.groups))])
+        return [found[r] for r in range(len(self.groups))]
+
+    def gather(self) -> list[torch.Tensor]:
+        """Count and exchange."""
+        if not self._ranks.loopback:
+            return [gather_load(self._ids[0], group=self.groups[0])]
+        # `gather_load` waits for the launch, which is made by the last rank to call: here all ranks
+        # call before the first waits.
+        t, loads, works = self.groups[0].topology, [], []
+        for r, group in enumerate(self.groups):
+            assert group._device is not None
+            load = group._device.empty((t.num_ranks, t.num_experts), torch.int32)
+            epoch = group._device_engine.gather(self._ids[r], load)
+            works.append(group._submitted(epoch, (self._ids[r], load), "gather_load", ""))
+            loads.append(load)
+        for work in works:
+            work.wait()
+        return loads
+
+    def plan(self, loads: Sequence[torch.Tensor]) -> list[Plan]:
+        """Plan on every rank."""
+        return self._each(lambda r: plan_replicas(loads[r], group=self.groups[r]))
+
+    def reroute(self, plans: Sequence[Plan]) -> list[torch.Tensor]:
+        """Reroute every rank's ids."""
+        return self._each(lambda r: reroute(self._ids[r], plans[r], group=self.groups[r]))
+
+    def transfer(self, plans: Sequence[Plan]) -> list[Work]:
+        """Begin to fill slots."""
+        works = []
+        for group, bound, plan in zip(self.groups, self._ranks.bound, plans, strict=True):
+            work = replicate_experts(bound, plan, group=group, mode=self._mode, async_op=True)
+            assert work is not None
+            works.append(work)
+        return works
+
+    def fill_slots(self, plans: Sequence[Plan]) -> None:
+        """Fill slots; what the current stream gets next comes behind that."""
+        if self._ranks.loopback:
+            for work in self.transfer(plans):
+                work.wait()
+        else:
+            replicate_experts(self._ranks.bound[0], plans[0], group=self.groups[0], mode=self._mode)
+
+    # ---- what is timed ----------------------------------------------------------------------
+
+    def path(self) -> Found:
+        """From ids to filled slots."""
+        loads = self.gather()
+        plans = self.plan(loads)
+        self.fill_slots(plans)
+        return Found(loads=loads, plans=plans, fills_slots=True)
+
+    def path_and_reroute(self) -> Found:
+        """The same, with the reroute beside the transfer."""
+        loads = self.gather()
+        plans = self.plan(loads)
+        works = self.transfer(plans)
+        physical = self.reroute(plans)
+        for work in works:
+            work.wait()
+        return Found(loads=loads, plans=plans, physical=physical, fills_slots=True)
+
+    def planned_on_host(self) -> Found:
+        """From ids to filled slots, with the load copied to the CPU and planned there.
+
+        Once, for all ranks of this process: ranks of their own would plan at the same time.
+        """
+        loads = self.gather()
+        plan = plan_replicas(self._meter.read(loads[0]), group=self.groups[0])
+        self.fill_slots([plan] * len(self.groups))
+        return Found(loads=loads, plans=[plan], fills_slots=True)
+
+    def _only_transfer(self) -> Found:
+        self.fill_slots(self._plans)
+        return Found(fills_slots=True)
+
+    def captured(self, name: str, call: Callable[[], Found]) -> Variant:
+        """Capture a call into a graph that replays it. It has to have run once before."""
+        kept: list[Found] = []
+        before = self.launch_counts()
+        replay = self._meter.capture(lambda: kept.append(call()))
+        kernels, copies = np.subtract(self.launch_counts(), before).tolist()
+
+        def run() -> Found:
+            replay()
+            return kept[0]
+
+        return Variant(name=name, run=run, is_graph=True, counts=(kernels, copies))
+
+    def variants(self) -> list[Variant]:
+        """Return all of them. Collective: runs some."""
+        for call in (self.path, self.path_and_reroute):
+            call()
+            self._meter.settle()
+        made = [
+            Variant(name="gather_load", run=lambda: Found(loads=self.gather())),
+            Variant(name="plan_replicas", run=lambda: Found(plans=self.plan(self._loads))),
+            Variant(name="replicate_experts", run=self._only_transfer),
+            Variant(name="reroute", run=lambda: Found(physical=self.reroute(self._plans))),
+            Variant(name="path", run=self.path),
+            Variant(name="path + reroute", run=self.path_and_reroute),
+            self.captured("graph", self.path),
+            self.captured("graph + reroute", self.path_and_reroute),
+            Variant(name="host plan", run=self.planned_on_host, is_async=False),
+        ]
+        if self._ranks.loopback:
+            copy = DeviceCopy(self._meter, "big copy", self._meter.big_bytes)
+
+            def run() -> Found:
+                copy.run()
+                return Found()
+
+            made.append(Variant(name=copy.name, run=run, copy=copy, counts=(0, 0)))
+        return made

@@ -1,0 +1,230 @@
+"""What one run of the critical path's benchmark does, and its options on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ultraep_comm.bench.arguments import (
+    DEFAULT_EXPERT_BYTES,
+    DEFAULT_EXPERTS,
+    DEFAULT_RANKS,
+    check_json,
+    check_minima,
+    choose_engine,
+    count_ranks,
+    default_imbalance,
+)
+from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.settings import ALL_MODES
+from ultraep_comm.bench.sizes import parse_segments, parse_size
+from ultraep_comm.bench.skew import generate_load
+from ultraep_comm.bench.traces import Trace, open_trace
+from ultraep_comm.errors import InvalidArgumentError
+
+_MINIMA = {
+    **{"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "topk": 1, "iters": 1, "warmup": 0},
+    **{"seed": 0, "num_sms": 1},
+}
+MAX_LOAD = 2**31  # of an expert, which may get everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSettings:
+    """Checked arguments of ``critical-path``. Equal on every rank.
+
+    Attributes:
+        num_ranks: G.
+        num_experts: E.
+        slots: replicas that a rank can hold.
+        tokens: of each rank.
+        topk: ids of a token.
+        segments: bytes of one expert, by segment.
+        mode: of the transfer.
+        imbalance: that ids are drawn for; of no meaning with a trace.
+        trace: recorded routing; None: there is none.
+        trace_name: of its file.
+        step: of the trace, for the first iteration; each takes the next.
+        layer: of the trace.
+        fabric: "loopback", "nvshmem" or "torch".
+        num_sms: blocks of a rank; None: the engine's default.
+        tile_bytes: None: the engine's default.
+        link_gbps: of a rank's link, one way, for the bound over several GPUs; None: not known.
+        iters: measured iterations.
+        warmup: iterations before them.
+        check: compare the slots of every iteration instead of the last one's.
+        json: where records go; None: nowhere.
+        seed: of ids and payload.
+    """
+
+    num_ranks: int
+    num_experts: int
+    slots: int
+    tokens: int
+    topk: int
+    segments: dict[str, int]
+    mode: str
+    imbalance: float
+    trace: Trace | None = None
+    trace_name: str = ""
+    step: int = 0
+    layer: int = 0
+    fabric: str
+    num_sms: int | None = None
+    tile_bytes: int | None = None
+    link_gbps: float | None = None
+    iters: int
+    warmup: int
+    check: bool
+    json: Path | None = None
+    seed: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return W."""
+        return sum(self.segments.values())
+
+    @property
+    def expert(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return ``new_group``'s argument."""
+        return {name: ((size,), torch.uint8) for name, size in self.segments.items()}
+
+    @property
+    def loopback(self) -> bool:
+        """Return whether all ranks are in this process, on one GPU."""
+        return self.fabric == "loopback"
+
+    @property
+    def source(self) -> str:
+        """Return where ids come from."""
+        if self.trace is None:
+            return f"drawn for an imbalance of {self.imbalance:g}, seed {self.seed}"
+        return f"drawn from {self.trace_name}, layer {self.layer}, from step {self.step} on"
+
+
+def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``critical-path`` and its options."""
+    parser = commands.add_parser(
+        "critical-path",
+        help="time the way from topk_ids to filled slots, on GPUs",
+        description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
+        " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
+        " has fresh ids and bytes. The exit code is 1 if any plan, id or byte is wrong.",
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("--tokens", type=int, default=8192, help="of each rank (default 8192)")
+    add("--topk", type=int, default=8, help="ids of a token (default 8)")
+    add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
+    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
+    add("--imbalance", type=float, help="that ids are drawn for (default 3)")
+    add("--trace", type=Path, metavar="FILE.npz", help="draw ids as often as recorded routing has")
+    add("--step", type=int, default=0, help="of the trace, for the first iteration (default 0)")
+    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add(
+        "--fabric",
+        choices=["auto", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="loopback, all ranks on one GPU in this process, or nvshmem or torch, a process and a"
+        " GPU for each (default: nvshmem under torchrun or srun, else loopback)",
+    )
+    add("--mode", choices=ALL_MODES, default="auto", help="of the transfer (default auto)")
+    add("--num-sms", type=int, metavar="N", help="blocks of a rank (default: the engine's)")
+    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add(
+        "--link-gbps",
+        type=float,
+        metavar="GB/S",
+        help="what a GPU's link carries one way, for the bound over several GPUs",
+    )
+    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
+    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add("-c", "--check", action="store_true", help="compare the slots of every iteration")
+    add("--seed", type=int, default=1, help="of ids and payload (default 1)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+
+
+def make_path_settings(options: argparse.Namespace) -> PathSettings:
+    """Check the arguments of ``critical-path``, and read the trace.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        TraceError: the trace is no trace.
+        OSError: the trace cannot be read.
+    """
+    check_minima(options, _MINIMA)
+    check_json(options)
+    if options.link_gbps is not None and not options.link_gbps > 0:
+        raise InvalidArgumentError(f"--link-gbps is {options.link_gbps}; expected more than 0")
+    _, fabric = choose_engine("cuda", options.fabric, launched_ranks())
+    num_ranks = count_ranks(options)
+    total = num_ranks * options.tokens * options.topk
+    if total >= MAX_LOAD:
+        raise InvalidArgumentError(
+            f"{num_ranks} ranks with --tokens {options.tokens} to --topk {options.topk} experts"
+            f" make a load of {total}; expected less than 2**31"
+        )
+    trace = None if options.trace is None else _open_trace(options, num_ranks)
+    num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
+    given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
+    return PathSettings(
+        num_ranks=num_ranks,
+        num_experts=num_experts if trace is None else trace.num_experts,
+        slots=options.slots,
+        tokens=options.tokens,
+        topk=options.topk,
+        segments=parse_segments(options.segments, given, DEFAULT_EXPERT_BYTES),
+        mode=options.mode,
+        imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
+        trace=trace,
+        trace_name="" if trace is None else options.trace.name,
+        step=options.step,
+        layer=options.layer,
+        fabric=fabric,
+        num_sms=options.num_sms,
+        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        link_gbps=options.link_gbps,
+        iters=options.iters,
+        warmup=options.warmup,
+        check=options.check,
+        json=options.json,
+        seed=options.seed,
+    )
+
+
+def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) -> float:
+    given = options.imbalance
+    imbalance = default_imbalance(num_ranks) if given is None else float(given)
+    # Says what is wrong with it.
+    generate_load(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        imbalance=imbalance,
+        num_tokens=1,
+        seed=options.seed,
+    )
+    return imbalance
+
+
+def _open_trace(options: argparse.Namespace, num_ranks: int) -> Trace:
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for ids without a trace; the trace has its own")
+    trace = open_trace(options.trace)
+    # Says what is wrong with step and layer.
+    trace.load(
+        num_ranks=num_ranks,
+        step=options.step,
+        layer=options.layer,
+        tokens_per_rank=options.tokens,
+    )
+    if options.experts not in (None, trace.num_experts):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
+            " out"
+        )
+    return trace
