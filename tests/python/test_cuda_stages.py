@@ -20,7 +20,7 @@ from ultraep_comm.cuda import stages as stages_module
 
 @pytest.fixture(scope="module")
 def library(cpp: CppBuild) -> Path:
-    return cpp.build("cpu") / "tests" / "libemulated_device.so"
+    return cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
 
 
 @pytest.fixture
