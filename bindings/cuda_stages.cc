@@ -58,6 +58,7 @@ void bind_faults(nb::module_& m) {
 void bind_cuda_stages(nb::module_& m) {
   bind_shape(m);
   bind_faults(m);
+  m.attr("CUDA_MAX_PLAN_WARPS") = cuda::kMaxPlanWarps;
   m.def("cuda_stage_faults_bytes", [] { return sizeof(StageFaults); });
   nb::class_<Stages>(m, "CudaStages")
       .def(

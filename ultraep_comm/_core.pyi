@@ -246,6 +246,7 @@ def cuda_layout() -> list[int]:
 
 CUDA_MAX_DEVICE_SEGMENTS: int  # of a call whose plan is on the device
 CUDA_MAX_LAUNCH_RANKS: int
+CUDA_MAX_PLAN_WARPS: int
 CUDA_CAPTURED: int  # a bit that marks the numbers of captured calls
 
 def cuda_tile_sizes() -> list[int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from stand_in import Emulated, StandIn
 
-from ultraep_comm.bench import critical_path, device
+from ultraep_comm.bench import critical_path, device, plan_device
 from ultraep_comm.bench.cli import _parser, main, make_settings
 from ultraep_comm.bench.critical_path_settings import make_path_settings
+from ultraep_comm.bench.plan_settings import make_plan_settings
 
 FEW = ["--engine", "cuda", "-b", "96K", "-n", "1", "-w", "0", "--experts", "8", "--ranks", "3"]
 
@@ -30,4 +31,17 @@ def test_the_critical_path_is_right(streams: str, capsys: pytest.CaptureFixture[
     else:
         settings = make_path_settings(_parser().parse_args(["critical-path", *few]))
         assert critical_path.run_on(Emulated(), settings) == 0
+    assert capsys.readouterr().out.count("#wrong") == 1
+
+
+def test_kernels_plan_count_and_reroute_as_the_host(
+    streams: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["plan", "--engine", "cuda", "--families", "zipf1.0", "--seeds", "1", "--topk", "2"]
+    if streams == "cuda":
+        assert main([*few, "--sizes", "8/32/1,64/256/2"]) == 0
+    else:
+        few += ["--sizes", "4/8/1", "--tokens", "8", "--warps", "1,2"]
+        settings = make_plan_settings(_parser().parse_args(few))
+        assert plan_device.run_on(Emulated(), settings) == 0
     assert capsys.readouterr().out.count("#wrong") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench import critical_path, device, plan, replicate
+from ultraep_comm.bench import critical_path, device, plan, plan_device, replicate
 from ultraep_comm.bench.arguments import (
     DEFAULT_EXPERT_BYTES,
     DEFAULT_EXPERTS,
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "plan":
-            return run_alone(plan.run, make_plan_settings(options))
+            chosen = make_plan_settings(options)
+            return run_alone(plan.run if chosen.engine == "host" else plan_device.run, chosen)
         if options.command == "critical-path":
             return _run_path(make_path_settings(options))
         settings = make_settings(options)

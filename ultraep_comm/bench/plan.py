@@ -46,7 +46,7 @@ def run(settings: PlanSettings) -> int:
     rows = []
     for i, (size, family) in enumerate(cells):
         show_progress(i, len(cells), f"{size} {family}")
-        loads = _make_loads(settings, size, family)
+        loads = make_plan_loads(settings, size, family)
         if len(loads):
             rows.append(measure_row(size, family, loads, settings.target, rebalance))
     show_progress(len(cells), len(cells), "")
@@ -56,7 +56,8 @@ def run(settings: PlanSettings) -> int:
     return 0
 
 
-def _make_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:
+def make_plan_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:
+    """Return the loads ``[E]`` of one size and family."""
     if family != TRACE:
         return make_loads(
             family,
@@ -108,7 +109,7 @@ def measure_row(
         family=family,
         before=np.array([rank_imbalance(load, size.num_ranks) for load in loads]),
         bound=np.array([plan.imbalance_bound for plan in ours]),
-        time_us=np.array([_time_us(size, load, target) for load in loads]),
+        time_us=np.array([time_core_us(size, load, target) for load in loads]),
         ours=_judge(ours),
         published=_judge(published),
         eplb=None if eplb is None else Other(imbalance=eplb[0], replicas=eplb[1]),
@@ -143,7 +144,7 @@ def _judge(plans: Sequence[Plan]) -> Quality:
     )
 
 
-def _time_us(size: PlanSize, load: NDArray[np.int64], target: float) -> float:
+def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> float:
     """Return the core's time for one plan, arguments being ready."""
     arguments = (load.copy(), size.home, size.domain, size.slots_per_rank, False)
     target_ppm = target_to_ppm(target)

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_comm import _core
 from ultraep_comm.bench.families import FAMILIES
+from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.traces import Trace, open_trace
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.planner import target_to_ppm
@@ -20,6 +22,7 @@ DEFAULT_SIZES = (
     "8/128/2,8/32/1,32/32/1,32/32/2,40/160/4,64/128/1,64/128/2,64/256/2,72/288/2,256/512/2"
 )
 DEFAULT_SEEDS = 4
+DEFAULT_WARPS = "1,2,4,8,16"
 DEFAULT_DOMAIN = 64
 MAX_ONE_DOMAIN = 72  # ranks; the largest NVLink domain
 
@@ -68,6 +71,8 @@ class PlanSettings:
         target: imbalance that is good enough.
         trace: recorded routing; None: there is none.
         trace_name: of its file.
+        engine: "host", which compares planners, or "cuda", which times kernels.
+        warps: of the plan kernel, one measurement for each.
         json: where records go; None: nowhere.
     """
 
@@ -79,6 +84,8 @@ class PlanSettings:
     target: float
     trace: Trace | None = None
     trace_name: str = ""
+    engine: str = "host"
+    warps: tuple[int, ...] = ()
     json: Path | None = None
 
 
@@ -118,6 +125,18 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="N",
         help=f"ranks of a domain (default: all up to {MAX_ONE_DOMAIN}, beyond {DEFAULT_DOMAIN})",
     )
+    add(
+        "--engine",
+        choices=["host", "cuda"],
+        default="host",
+        help="cuda: time the kernels of plan, counts and reroute on a GPU, and check them against"
+        " the host's, instead of comparing planners (default host)",
+    )
+    add(
+        "--warps",
+        metavar="N,...",
+        help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
+    )
     add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
 
 
@@ -140,6 +159,7 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         raise InvalidArgumentError(f"--target: {error}") from None
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+    warps = _parse_warps(options)
     families = _parse_families(options.families, options.trace is not None)
     sizes = parse_plan_sizes(options.sizes, options.domain_size)
     if set(families) - {TRACE}:
@@ -161,6 +181,8 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         target=options.target,
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
+        engine=options.engine,
+        warps=warps,
         json=options.json,
     )
 
@@ -208,6 +230,19 @@ def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
                 f"--families has {family!r}; expected any of {', '.join(possible)}"
             )
     return families
+
+
+def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.engine == "host":
+        if options.warps is not None:
+            raise InvalidArgumentError(f"--warps is {options.warps}; it is for --engine cuda")
+        return ()
+    warps = parse_counts(options.warps or DEFAULT_WARPS, "--warps")
+    if warps[-1] > _core.CUDA_MAX_PLAN_WARPS:
+        raise InvalidArgumentError(
+            f"--warps has {warps[-1]}; the plan kernel takes at most {_core.CUDA_MAX_PLAN_WARPS}"
+        )
+    return warps
 
 
 def _check_load(size: PlanSize, tokens: int, topk: int) -> None:

@@ -73,10 +73,12 @@ class GroupKernels:
         )
 
 
-def choose_plan_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
+def choose_plan_warps(
+    shared_bytes: Callable[[int], int], device: Device, most: int | None = None
+) -> int:
     """Return the warps of a block that plans: as many as fit in shared memory; 0: none does."""
-    fitting = (n for n in range(PLAN_WARPS, 0, -1) if shared_bytes(n) <= device.max_shared_bytes)
-    return next(fitting, 0)
+    most = PLAN_WARPS if most is None else most
+    return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:

@@ -33,9 +33,18 @@ class CudaStages:
     Attributes:
         home: int32 ``[E]`` on the device, of every plan that is made here.
         domains: int32 ``[G]``, likewise.
+        plan_warps: of the plan kernel: as many as asked for, or as fit; 0: not even one.
     """
 
-    def __init__(self, device: Device, kernels: Kernels, topology: Topology, rank: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        topology: Topology,
+        rank: int,
+        *,
+        plan_warps: int | None = None,
+    ) -> None:
         self._device = device
         self._topology = topology
         self._rank = rank
@@ -53,7 +62,7 @@ class CudaStages:
             fits = shared_bytes <= device.max_shared_bytes
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
-        self._plan_warps = choose_plan_warps(shape.plan_shared_bytes, device)
+        self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
         runs_bytes = shape.reroute_shared_bytes
         self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
         constants = device.allocate(shape.constants_bytes)
@@ -64,12 +73,12 @@ class CudaStages:
                 driver=device.driver,
                 context=device.context,
                 shape=shape,
-                plan=handle("plan", shape.plan_shared_bytes(max(self._plan_warps, 1))),
+                plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
                 shares=handle("reroute_shares", shape.shares_shared_bytes),
                 reroute_int32=handle("reroute_int32", runs_bytes),
                 reroute_int64=handle("reroute_int64", runs_bytes),
                 reroute_map=handle("reroute_map", runs_bytes),
-                plan_warps=self._plan_warps,
+                plan_warps=self.plan_warps,
                 constants=constants.data_ptr(),
                 faults=faults.data_ptr(),
                 keep=(device, self._memory),
@@ -120,7 +129,7 @@ class CudaStages:
         Raises:
             UnsupportedError: the group is too large for the kernel.
         """
-        if self._plan_warps == 0:
+        if self.plan_warps == 0:
             needed = self._shape.plan_shared_bytes(1)
             raise UnsupportedError(
                 f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"

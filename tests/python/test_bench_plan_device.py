@@ -1,0 +1,124 @@
+"""The planner's benchmark on a device: arguments, records, and a run on the emulated device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from stand_in import Emulated
+
+from ultraep_comm import Plan
+from ultraep_comm.bench import plan_device
+from ultraep_comm.bench.cli import _parser, main
+from ultraep_comm.bench.plan_settings import PlanSettings, make_plan_settings
+from ultraep_comm.cuda.stages import CudaStages
+
+TINY = ["--engine", "cuda", "--tokens", "12", "--topk", "2", "--seeds", "2"]
+TINY += ["--families", "zipf1.0,adversarial", "--warps", "1,3"]
+
+
+def _settings(*arguments: str) -> PlanSettings:
+    return make_plan_settings(_parser().parse_args(["plan", *arguments]))
+
+
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_device, "PLAN_CALLS", 2)
+
+
+def test_end_to_end(
+    emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "o.json"
+    settings = _settings(*TINY, "--sizes", "3/8/1,4/8/2", "--json", str(path))
+    assert plan_device.run_on(Emulated(), settings) == 0
+    text, document = capsys.readouterr().out, json.loads(path.read_text())
+    sizes = [(r["ranks"], r["slots"], r["family"]) for r in document["records"]]
+    assert sizes == [(g, s, f) for g, s in ((3, 1), (4, 2)) for f in ("zipf1.0", "adversarial")]
+    for record in document["records"]:
+        assert record["vectors"] == (2 if record["family"] == "zipf1.0" else 5)
+        assert [run["warps"] for run in record["warps"]] == [1, 3]
+        for run in record["warps"]:
+            assert run["time_us"]["p99"] >= run["time_us"]["p50"] > 0
+            assert run["first_us"] > 0
+        for name in ("host_us", "counts_us", "shares_us", "reroute_us"):
+            assert record[name]["p50"] > 0
+        assert record["ids"] == pytest.approx(24, abs=12)
+        assert record["wrong_values"] == 0
+    assert document["settings"]["warps"] == [1, 3]
+    rows = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(rows) == 4
+    assert "3 warps" in text
+
+
+def test_warps_that_do_not_fit_are_left_out(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _settings(*TINY, "--sizes", "3/8/1", "--families", "zipf1.0", "--seeds", "1")
+    size, make = settings.sizes[0], plan_device._make_stages
+    assert make(size, 3).plan_warps == 3
+    room, emulated.max_shared_bytes = emulated.max_shared_bytes, 600
+    least = make(size, 3)
+    assert least.plan_warps < 3
+    emulated.max_shared_bytes = room
+    monkeypatch.setattr(plan_device, "_make_stages", lambda size, n: make(size, n and min(n, 1)))
+    assert plan_device.run_on(Emulated(), settings) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[4] != "-"
+    assert row[5] == "-"
+
+
+@pytest.mark.parametrize("broken", ["plan", "reroute"])
+def test_a_wrong_integer_is_found(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+) -> None:
+    """Negative controls."""
+    call = getattr(CudaStages, broken)
+
+    def wrong(self: CudaStages, *arguments: Any) -> Any:
+        found = call(self, *arguments)
+        emulated.settle()
+        tensor: torch.Tensor = found.home_quota if isinstance(found, Plan) else found
+        tensor.view(-1)[0] += 1
+        return found
+
+    monkeypatch.setattr(CudaStages, broken, wrong)
+    settings = _settings(*TINY, "--sizes", "3/8/1", "--families", "zipf1.0", "--seeds", "1")
+    assert plan_device.run_on(Emulated(), settings) == 1
+    assert capsys.readouterr().out.split()[-1] != "0"
+
+
+def test_defaults() -> None:
+    assert _settings("--engine", "cuda").warps == (1, 2, 4, 8, 16)
+    assert _settings().warps == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--warps", "4"], "for --engine cuda"),
+        (["--engine", "cuda", "--warps", "0"], "--warps"),
+        (["--engine", "cuda", "--warps", "1,x"], "--warps"),
+        (["--engine", "cuda", "--warps", "1,17"], "at most 16"),
+        (["--engine", "cuda", "--json", "/nowhere/o.json"], "no such folder"),
+    ],
+)
+def test_bad_input(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert text in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--engine", "cuda"]) == 2
+    assert "CUDA" in capsys.readouterr().err
