@@ -29,8 +29,14 @@ from ultraep_comm.cuda import making
 
 FEW = ["-b", "24K", "-n", "2", "-w", "1", "--ranks", "2", "--experts", "6", "--slots", "1"]
 FEW += ["--tokens", "40", "--topk", "2", "--imbalance", "1.8"]
-STAGES = {"gather_load": 1, "plan_replicas": 1, "replicate_experts": 1, "reroute": 2}
-PATHS = {"path": 3, "path + reroute": 5, "graph": 3, "graph + reroute": 5}
+STAGES = {
+    **{"gather_load": 1, "plan_replicas": 1, "gather_and_plan": 1},
+    **{"replicate_experts": 1, "reroute": 2},
+}
+PATHS = {
+    **{"path": 3, "path at once": 2, "path + reroute": 5},
+    **{"graph": 3, "graph at once": 2, "graph + reroute": 5},
+}
 RECORD_KEYS = {
     *("op", "row", "engine", "fabric", "ranks", "experts", "slots", "expert_bytes", "tokens"),
     *("topk", "time_us", "host_us", "kernels", "copies", "over_bound", "speedup_over_host_plan"),

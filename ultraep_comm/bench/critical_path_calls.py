@@ -13,15 +13,16 @@ import torch
 from ultraep_comm.bench.critical_path_settings import PathSettings
 from ultraep_comm.bench.device_transfers import DeviceCopy, RanksHere
 from ultraep_comm.bench.routed_ids import Ids, count_ids
-from ultraep_comm.collectives import gather_load, replicate_experts
+from ultraep_comm.collectives import gather_and_plan, gather_load, replicate_experts
 from ultraep_comm.cuda.stages import CudaStages
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_replicas
+from ultraep_comm.planning import plan_objective, plan_replicas
 from ultraep_comm.rerouting import reroute
 from ultraep_comm.work import Work
 
 T = TypeVar("T")
+TARGET = 1.01  # of plans, where a call does not say
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +71,10 @@ class Found:
 
 def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
     return int((found.cpu() != expected).sum())
+
+
+def _loads_of(plans: Sequence[Plan]) -> list[torch.Tensor]:
+    return [plan.load for plan in plans if plan.load is not None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,6 +166,26 @@ class PathCalls:
             work.wait()
         return loads
 
+    def gather_and_plan(self) -> list[Plan]:
+        """Count, exchange and plan in one launch."""
+        if not self._ranks.loopback:
+            return [gather_and_plan(self._ids[0], group=self.groups[0])]
+        plans, works = [], []  # as in `gather`
+        for r, group in enumerate(self.groups):
+            t, stages = group.topology, self._stages(r)
+            assert group._device is not None
+            load = group._device.empty((t.num_ranks, t.num_experts), torch.int32)
+            memory, plan = stages.plan_memory(load)
+            epoch = group._device_engine.gather_and_plan(
+                self._ids[r], load, memory, stages.core, *plan_objective(TARGET, None, group)
+            )
+            kept = (self._ids[r], load, memory)
+            works.append(group._submitted(epoch, kept, "gather_and_plan", ""))
+            plans.append(plan)
+        for work in works:
+            work.wait()
+        return plans
+
     def plan(self, loads: Sequence[torch.Tensor]) -> list[Plan]:
         """Plan on every rank."""
         return self._each(lambda r: plan_replicas(loads[r], group=self.groups[r]))
@@ -194,6 +219,16 @@ class PathCalls:
         plans = self.plan(loads)
         self.fill_slots(plans)
         return Found(loads=loads, plans=plans, fills_slots=True)
+
+    def path_at_once(self) -> Found:
+        """The same, with one launch up to the plans."""
+        plans = self.gather_and_plan()
+        self.fill_slots(plans)
+        return Found(loads=_loads_of(plans), plans=plans, fills_slots=True)
+
+    def _only_gather_and_plan(self) -> Found:
+        plans = self.gather_and_plan()
+        return Found(loads=_loads_of(plans), plans=plans)
 
     def path_and_reroute(self) -> Found:
         """The same, with the reroute beside the transfer."""
@@ -234,17 +269,20 @@ class PathCalls:
 
     def variants(self) -> list[Variant]:
         """Return all of them. Collective: runs some."""
-        for call in (self.path, self.path_and_reroute):
+        for call in (self.path, self.path_at_once, self.path_and_reroute):
             call()
             self._meter.settle()
         made = [
             Variant(name="gather_load", run=lambda: Found(loads=self.gather())),
             Variant(name="plan_replicas", run=lambda: Found(plans=self.plan(self._loads))),
+            Variant(name="gather_and_plan", run=self._only_gather_and_plan),
             Variant(name="replicate_experts", run=self._only_transfer),
             Variant(name="reroute", run=lambda: Found(physical=self.reroute(self._plans))),
             Variant(name="path", run=self.path),
+            Variant(name="path at once", run=self.path_at_once),
             Variant(name="path + reroute", run=self.path_and_reroute),
             self.captured("graph", self.path),
+            self.captured("graph at once", self.path_at_once),
             self.captured("graph + reroute", self.path_and_reroute),
             Variant(name="host plan", run=self.planned_on_host, is_async=False),
         ]

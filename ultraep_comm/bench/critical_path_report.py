@@ -18,7 +18,11 @@ from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.table import format_table
 
 BIG_COPY, HOST_PLAN = "big copy", "host plan"
-WHOLE_PATH = ("path", "path + reroute", "graph", "graph + reroute", HOST_PLAN)
+WHOLE_PATH = (
+    *("path", "path at once", "path + reroute"),
+    *("graph", "graph at once", "graph + reroute"),
+    HOST_PLAN,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
