@@ -42,7 +42,8 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     Args:
         topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding. On the CPU, or on
             the device of a CUDA group: then nothing synchronises, the call belongs to the current
-            stream, and can be captured into a CUDA graph.
+            stream, and can be captured into a CUDA graph. (Not in a group whose domains are out of
+            each other's reach: there the process group exchanges loads, by way of the CPU.)
         group: the group.
 
     Returns:
@@ -58,11 +59,11 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
         return tracing_calls.gather_load(topk_ids, group)
     group._check_open("gather_load")
     t = group.topology
-    if group._device is not None:
-        return _gather_on_device(topk_ids, group, group._device)
     counts = torch.empty(t.num_experts, dtype=torch.int32)
     if group._loads is not None:
         return _exchange(topk_ids, counts, group, group._loads)
+    if group._device is not None:
+        return _gather_on_device(topk_ids, group, group._device)
     try:
         _count(topk_ids, counts, group)
     except Exception as error:
@@ -101,15 +102,20 @@ def gather_and_plan(
         torch.compiler.is_dynamo_compiling()
         or stages is None
         or not stages.holds(topk_ids)
+        or group._loads is not None
         or not group._device_engine.plans_at_once
     ):
         load = gather_load(topk_ids, group=group)
         return plan_replicas(load, group=group, target=target, cost=cost)
     group._check_open("gather_and_plan")
     group._raise_stage_fault()
-    objective = plan_objective(target, cost, group)
-    ids, load = _prepare_gather(topk_ids, group)
-    memory, plan = stages.plan_memory(load)
+    try:
+        objective = plan_objective(target, cost, group)
+        ids, load = _prepare_gather(topk_ids, group)
+        memory, plan = stages.plan_memory(load)
+    except Exception as error:
+        group._reject(error)
+        raise
     try:
         epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
     except UltraEPError as error:
@@ -124,25 +130,25 @@ def _prepare_gather(topk_ids: torch.Tensor, group: Group) -> tuple[torch.Tensor,
     """Return dense ids on the device, and memory for the load."""
     device, t = group._device, group.topology
     assert device is not None
-    try:
-        check_ids(topk_ids, group.rank, group.device)
-        ids = topk_ids.contiguous()
-        if not (device.holds(ids) or device.holds(topk_ids)):
-            if device.is_capturing():
-                raise UnsupportedError(
-                    f"rank {group.rank}: topk_ids is on the CPU, and the current stream is being"
-                    " captured into a CUDA graph; give ids on the device"
-                )
-            on_host, ids = ids, device.empty(topk_ids.shape, topk_ids.dtype)
-            device.upload(ids, on_host)
-    except Exception as error:
-        group._reject(error)
-        raise
+    check_ids(topk_ids, group.rank, group.device)
+    ids = topk_ids.contiguous()
+    if not (device.holds(ids) or device.holds(topk_ids)):
+        if device.is_capturing():
+            raise UnsupportedError(
+                f"rank {group.rank}: topk_ids is on the CPU, and the current stream is being"
+                " captured into a CUDA graph; give ids on the device"
+            )
+        on_host, ids = ids, device.empty(topk_ids.shape, topk_ids.dtype)
+        device.upload(ids, on_host)
     return ids, device.empty((t.num_ranks, t.num_experts), torch.int32)
 
 
 def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> torch.Tensor:
-    ids, load = _prepare_gather(topk_ids, group)
+    try:
+        ids, load = _prepare_gather(topk_ids, group)
+    except Exception as error:
+        group._reject(error)
+        raise
     try:
         epoch = group._device_engine.gather(ids, load)
     except UltraEPError as error:
@@ -162,8 +168,13 @@ def _exchange(
 ) -> torch.Tensor:
     """Exchange loads outside the engine; a rank with bad ids says so in its row."""
     rejected: Exception | None = None
+    stages, ids = group._stages, topk_ids
+    on_device = stages is not None and stages.holds(topk_ids)
+    if stages is not None and on_device:
+        stages.prepare_copy("topk_ids, in a group whose domains are out of each other's reach,")
+        ids = topk_ids.cpu()
     try:
-        _count(topk_ids, counts, group)
+        _count(ids, counts, group)
     except Exception as error:
         counts.fill_(REJECTED)
         rejected = error
@@ -177,7 +188,7 @@ def _exchange(
     if rejected is not None:
         group._reject(rejected)
         raise rejected
-    return table
+    return stages.put(table) if stages is not None and on_device else table
 
 
 def _count(topk_ids: torch.Tensor, counts: torch.Tensor, group: Group) -> None:

@@ -232,7 +232,7 @@ class Group:
         Raises:
             InvalidWeightsError: as :meth:`bind`.
         """
-        bound, mains = self._weights.bind(weights), self.num_mains
+        bound, mains = self._weights.addresses_of(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:
@@ -409,6 +409,7 @@ class Group:
             peer = engine.close()
             self._leave()
             self._in_flight.clear()
+            self._captured.clear()
             self._finalizer.detach()
         failed = engine.failed_epoch()
         if failed != 0 and self._first_error is None and not self._aborted:

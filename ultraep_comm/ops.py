@@ -174,8 +174,8 @@ torch.library.register_autograd(
 # They name ``order`` as written, and leave it alone.
 
 
-def _fake_gather(_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
-    return torch.empty((num_ranks, num_experts), dtype=torch.int32, device="cpu")
+def _fake_gather(topk_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
+    return topk_ids.new_empty((num_ranks, num_experts), dtype=torch.int32)
 
 
 @_operator(

@@ -77,6 +77,20 @@ class RankWeights:
             weights=dict(weights),
         )
 
+    def addresses_of(self, weights: Weights | BoundWeights) -> BoundWeights:
+        """Do the same for weights whose addresses are known here.
+
+        Raises:
+            InvalidWeightsError: also for ``Group.weight_table``, which has them on the device.
+        """
+        bound = self.bind(weights)
+        if not bound.addresses and self._num_mains > 0:
+            raise InvalidWeightsError(
+                f"rank {self._rank}: group.weight_table has its addresses on the device; expected"
+                " the weights themselves"
+            )
+        return bound
+
     def bind_for_good(self, weights: Weights | BoundWeights) -> BoundWeights:
         """Do the same, with addresses on the device too, where there is one."""
         bound = self.bind(weights)
@@ -91,7 +105,7 @@ class RankWeights:
 
     def update_table(self, weights: Weights | BoundWeights) -> None:
         """Do what ``Group.update_weight_table`` does."""
-        self._require_tables().update(self.bind(weights).addresses)
+        self._require_tables().update(self.addresses_of(weights).addresses)
 
     def _require_tables(self) -> WeightTables:
         if self._tables is None:

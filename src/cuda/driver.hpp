@@ -23,6 +23,7 @@ inline constexpr Result kNotReady = 600;
 #define UEC_DRIVER_FUNCTIONS(F)                                                                   \
   F(cuCtxPushCurrent, (Handle context))                                                           \
   F(cuCtxPopCurrent, (Handle * context))                                                          \
+  F(cuCtxSynchronize, ())                                                                         \
   F(cuMemcpyHtoD, (Address to, const void* from, size_t bytes))                                   \
   F(cuMemcpyDtoH, (void* to, Address from, size_t bytes))                                         \
   F(cuMemcpyHtoDAsync, (Address to, const void* from, size_t bytes, Handle stream))               \
@@ -74,11 +75,17 @@ inline void require(const Driver& driver, Result result, const char* what) {
 
 // Which capture into a graph a stream is in; 0: none.
 inline uint64_t capture_of(const Driver& driver, Handle stream) {
+  constexpr int32_t kActive = 1, kInvalidated = 2;
   int32_t status = 0;
   uint64_t id = 0;
   require(driver, driver.cuStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr),
           "cuStreamGetCaptureInfo");
-  return status == 0 ? 0 : id;
+  if (status == kInvalidated)
+    throw CaptureError(
+        "the stream's capture into a CUDA graph is invalid, because of an operation before this "
+        "call"
+        " that cannot be captured");
+  return status == kActive ? id : 0;
 }
 
 // Makes a context current on this thread, for a scope. A null context is left alone.

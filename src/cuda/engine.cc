@@ -143,9 +143,8 @@ uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool 
   if (is_over()) throw CaptureError("the group has failed");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream, background);
-  } catch (const DriverError&) {
-    fail_here();
-    throw;
+  } catch (const DriverError& error) {  // nothing has run: the group is as it was
+    throw CaptureError(std::string("the capture into a CUDA graph failed: ") + error.what());
   }
 }
 
@@ -277,6 +276,7 @@ int32_t Engine::close() {
       launcher_->await_done(call, {});
       break;
     }
+    launcher_->await_replays();
     return -1;
   }
   launcher_->notify(config_.rank, Notice::kClosed);

@@ -170,7 +170,12 @@ uint64_t Launcher::submit_captured(int32_t rank, uint64_t capture, const Request
     std::fill(captured_.submitted.begin(), captured_.submitted.end(), most);
     captured_.launched = most;
   }
-  const uint64_t call = kCaptured | (captured_.submitted[rank - config_.first_rank] + 1);
+  const uint64_t next = captured_.submitted[rank - config_.first_rank] + 1;
+  if (next > captured_.launched + kDepth)
+    throw CaptureError("this rank is " + std::to_string(kDepth) +
+                       " captured calls ahead of others that share its launches; have all of them"
+                       " make each call before the next");
+  const uint64_t call = kCaptured | next;
   enter(rank, call, request, stream, background);
   return call;
 }
@@ -307,7 +312,18 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   }
 }
 
+// No event tells when replays have finished. Their own clocks bound them.
+void Launcher::await_replays() {
+  const ContextScope current = scope();
+  {
+    const std::lock_guard lock(mutex_);
+    if (captured_.launched == 0) return;
+  }
+  require(config_.driver, config_.driver.cuCtxSynchronize(), "cuCtxSynchronize");
+}
+
 void Launcher::notify(int32_t rank, Notice notice) {
+  await_replays();
   const ContextScope current = scope();
   const Driver& driver = config_.driver;
   {
@@ -389,7 +405,16 @@ bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
 void Launcher::order(uint64_t call, Handle stream) {
   const std::lock_guard lock(mutex_);
   const Entry& e = line(call).entry(number(call));
-  if (e.call != number(call) || (!is_captured(call) && call <= completed_)) return;
+  if (is_captured(call)) {
+    if (e.call < number(call))
+      throw CaptureError("ranks that share a launch have to capture together, in one capture");
+    if (e.call > number(call)) {  // its events are those of a later call, which comes after it
+      const ContextScope current = scope();
+      return join(captured_, stream);
+    }
+  } else if (e.call != call || call <= completed_) {
+    return;
+  }
   // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
   if (e.in_place && e.stream.front() == stream) return;
   const ContextScope current = scope();

@@ -105,7 +105,10 @@ class Launcher {
   bool done(uint64_t call);
   // Makes `stream` wait for a launched call.
   void order(uint64_t call, Handle stream);
-  // Tells the device's peers, behind all launches so far, and waits until that has been done.
+  // Until replays of captured calls have finished, if there can be any.
+  void await_replays();
+  // Tells the device's peers, behind all launches so far and replays, and waits until that has been
+  // done.
   void notify(int32_t rank, Notice notice);
 
   // Calls that are not launched yet are launched no more, because of `rank`; with `owing`, only

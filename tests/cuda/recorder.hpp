@@ -86,6 +86,11 @@ inline Driver make_driver() {
     --state().contexts;
     return 0;
   };
+  d.cuCtxSynchronize = [] {
+    const std::lock_guard lock(state().mutex);
+    note("synchronize");
+    return 0;
+  };
   d.cuMemcpyHtoD = [](Address to, const void* from, size_t bytes) {
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     return 0;

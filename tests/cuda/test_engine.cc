@@ -435,6 +435,68 @@ void check_captured() {
   CHECK_EQ(ranks.engines[0]->epoch(), 1);
 }
 
+// Waiting for a captured call whose events are used again waits for the later one; a rank that is
+// ahead of others in a capture, or alone in its own, is told.
+void check_captured_far_ahead() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  const auto call = [&](int32_t rank) {
+    uec::cuda::DeviceReplicateArgs args = device_args(ranks, rank);
+    args.mains = nullptr;
+    args.table = 0x9000;
+    return ranks.engines[rank]->replicate_on_device(args, true, kUserStream, {});
+  };
+  const auto throws = [](const auto& run) {
+    try {
+      run();
+    } catch (const uec::cuda::CaptureError&) {
+      return true;
+    }
+    return false;
+  };
+  recorder::state().capturing = 1;
+  for (uint64_t n = 1; n <= Launcher::kDepth + 1; ++n)
+    for (int32_t r = 0; r < 3; ++r) call(r);
+  recorder::take_log();
+  CHECK(ranks.engines[0]->wait(uec::cuda::kCaptured | 1, kUserStream, {}));
+  CHECK_EQ(recorder::take_log().size(), size_t{1});
+  for (uint64_t n = 0; n < Launcher::kDepth; ++n) call(1);
+  CHECK(throws([&] { call(1); }));
+  CHECK_EQ(ranks.engines[1]->failed_epoch(), 0);
+
+  recorder::state().capture = 10;  // another one: what was submitted is forgotten
+  call(0);
+  CHECK(throws([&] { ranks.engines[1]->wait(uec::cuda::kCaptured | 9, kUserStream, {}); }));
+  recorder::state().capturing = 2;  // invalid by now
+  CHECK(throws([&] { call(2); }));
+  recorder::state().capturing = 0;
+  recorder::state().capture = 9;
+  CHECK_EQ(ranks.engines[2]->failed_epoch(), 0);
+}
+
+// What closes a group, or tells its peers something, comes behind replays.
+void check_ends_behind_replays() {
+  const PlanCase plan = make_plan();
+  for (const bool captured : {false, true}) {
+    Ranks ranks(plan, 1, 1);
+    recorder::state().capturing = captured;
+    if (captured) {
+      uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
+      args.mains = nullptr;
+      args.table = 0x9000;
+      ranks.engines[0]->replicate_on_device(args, true, kUserStream, {});
+    }
+    recorder::state().capturing = 0;
+    recorder::take_log();
+    ranks.engines[0]->close();
+    const std::vector<std::string> log = recorder::take_log();
+    const auto waited = std::find(log.begin(), log.end(), "synchronize");
+    CHECK_EQ(waited != log.end(), captured);
+    CHECK(!captured ||
+          waited < std::find(log.begin(), log.end(), "notice" + on(recorder::kOwnStream)));
+  }
+}
+
 // A rank without experts has no table to be somewhere.
 void check_captured_without_mains() {
   PlanCase group = make_group(2, 2, 1);
@@ -643,6 +705,8 @@ int main() {
   check_plans_on_device();
   check_captured();
   check_captured_without_mains();
+  check_captured_far_ahead();
+  check_ends_behind_replays();
   check_missing_rank();
   check_shared_ends();
   check_device_failure();

@@ -24,6 +24,7 @@ _RESULT = ctypes.c_int32
 _ARGUMENTS = {
     "cuCtxPushCurrent": [_POINTER],
     "cuCtxPopCurrent": [_POINTER],
+    "cuCtxSynchronize": [],
     "cuMemcpyHtoD": [ctypes.c_uint64, _POINTER, ctypes.c_size_t],
     "cuMemcpyDtoH": [_POINTER, ctypes.c_uint64, ctypes.c_size_t],
     "cuMemcpyHtoDAsync": [ctypes.c_uint64, _POINTER, ctypes.c_size_t, _POINTER],
@@ -166,6 +167,9 @@ class FakeDevice:
     # ---- the driver
 
     def _driver_ctx_push_current(self, context: int) -> int:
+        return 0
+
+    def _driver_ctx_synchronize(self) -> int:
         return 0
 
     _driver_ctx_pop_current = _driver_event_destroy = _driver_ctx_push_current

@@ -417,6 +417,16 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
         uec.replicate_experts(make_weights(apart), crossing, group=apart)
     apart.close()
+    # Kernels reach no rank of the other domain: the process group exchanges loads.
+    apart = _with_nvshmem(process_group, device, runtime)
+    ids = torch.tensor([[rank, 3]])
+    here = device.empty(ids.shape, ids.dtype).copy_(ids)
+    for given in (ids, here):
+        load = uec.gather_load(given, group=apart)
+        assert load.tolist() == [[int(e == r) + int(e == 3) for e in range(E)] for r in range(4)]
+        assert device.holds(load) == (given is here)
+    assert uec.gather_and_plan(ids, group=apart).load is not None
+    apart.close()
     group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
     with pytest.raises(errors.UnsupportedError, match="push"):
         group.empty_weights()

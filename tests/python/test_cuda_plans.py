@@ -233,6 +233,10 @@ def test_table_goes_with_plans_on_the_device(emulated: EmulatedDevice, groups_of
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     with pytest.raises(errors.InvalidWeightsError, match="goes with a plan on the device"):
         start(groups[:1], [groups[0].weight_table], plan)
+    with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
+        groups[1].expert_pointers(groups[1].weight_table)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
+        groups[1].update_weight_table(groups[1].weight_table)  # type: ignore[arg-type]
     groups = groups_of(2, 4, 1)
     with pytest.raises(errors.InvalidWeightsError, match=r"weights is a tensor; expected \{name"):
         start(groups[:1], [torch.zeros(2, 2)], on_device(emulated, plan))

@@ -636,6 +636,10 @@ def test_fake_operators_give_tensors_where_their_inputs_are() -> None:
     where = torch.device("cuda", 0)
     with FakeTensorMode():
         load = torch.empty(3, 8, dtype=torch.int32, device=where)
+        order = torch.empty(1, dtype=torch.int64)
+        topk_ids = torch.empty(5, 2, dtype=torch.int64, device=where)
+        gathered = torch.ops.ultraep_comm.gather_load(topk_ids, 3, 8, order, "no group")
+        assert gathered.device == where
         made = torch.ops.ultraep_comm.plan_replicas(load, 3, 8, 2, 1.01, [], "no group")
         assert [t.device for t in made] == [where] * 5
         slot_expert, slot_quota, home_quota, home, _ = made

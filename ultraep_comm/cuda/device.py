@@ -188,7 +188,8 @@ class CudaDevice:
 
     def is_capturing(self) -> bool:
         """Ask torch, which knows of graphs of other libraries too."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        with torch.cuda.device(self._index):  # of this device, whichever is current
+            return bool(torch.cuda.is_current_stream_capturing())
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""

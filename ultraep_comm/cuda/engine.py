@@ -213,7 +213,7 @@ class CudaEngine:
         """Make the current stream wait for a call; False if the call is known to have failed."""
         try:
             return self._engine.wait(epoch, self._current_stream())
-        except _core.DriverError as error:
+        except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
     def synchronize(self, epoch: int) -> bool:

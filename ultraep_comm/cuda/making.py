@@ -33,6 +33,7 @@ from ultraep_comm.fabrics.nvshmem import NvshmemFabric, Runtime, find_runtime, j
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.fabrics.symmetric import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.group import Group
+from ultraep_comm.loads import LoadExchange, ProcessGroupLoads
 from ultraep_comm.options import Options
 from ultraep_comm.reach import check_domains, find_domains
 from ultraep_comm.topology import Topology
@@ -157,7 +158,10 @@ def make_nvshmem_group(
             else None
         )
         peers = Peers(pes=pes, far=far, staging=staging)
-        return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers)
+        # Kernels exchange loads with ranks that they reach, and puts are for groups that cross.
+        apart = not topology.allow_cross_domain and not all(map(all, reaches))
+        loads = ProcessGroupLoads(meeting) if apart else None
+        return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers, loads)
     except BaseException:
         fabric.close()
         raise
@@ -214,6 +218,7 @@ def _make_one(
     found: tuple[Device, object, Kernels],
     num_sms: int,
     peers: Peers,
+    loads: LoadExchange | None = None,
 ) -> Group:
     """Make this rank's group, or raise on every rank."""
     device, _, kernels = found
@@ -238,6 +243,7 @@ def _make_one(
             config=config,
             fabric=fabric,
             make_engine=make_engine,
+            loads=loads,
             device=device,
             make_stages=partial(CudaStages, device, kernels, topology, meeting.rank),
         )

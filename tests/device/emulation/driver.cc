@@ -142,6 +142,12 @@ void emulated_replay(const Graph* graph, void* stream) {
 int32_t cuCtxPushCurrent(void*) { return kSuccess; }
 int32_t cuCtxPopCurrent(void**) { return kSuccess; }
 
+int32_t cuCtxSynchronize() {
+  if (Streams::instance().any_capture()) return emulation::kCaptureUnsupported;
+  Streams::instance().settle();
+  return kSuccess;
+}
+
 int32_t cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
   if (Streams::instance().any_capture()) return emulation::kCaptureUnsupported;
   std::memcpy(reinterpret_cast<void*>(to), from, bytes);
