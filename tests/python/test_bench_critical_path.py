@@ -135,14 +135,12 @@ def _run_rank(settings: PathSettings, library: Path, folder: Path) -> int:
     return critical_path.run_on(Emulated(), settings)
 
 
-def test_a_process_for_each_rank(
-    emulated_library: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_for_each_rank(emulated_library: Path, tmp_path: Path) -> None:
     path = tmp_path / "o.json"
     given = [*FEW, "-w", "0", "--check", "--fabric", "torch", "--link-gbps", "100"]
     settings = _settings(*given, "--json", str(path))
     run = functools.partial(_run_rank, library=emulated_library, folder=tmp_path)
-    assert run_ranks(run, settings, 2) == 0, capfd.readouterr().err
+    assert run_ranks(run, settings, 2) == 0
     document = json.loads(path.read_text())
     records = {record["row"]: record for record in document["records"]}
     assert set(records) == {*STAGES, *PATHS, "host plan"}
@@ -151,7 +149,6 @@ def test_a_process_for_each_rank(
     plans = document["plans"]
     bound = plans["transfer_bound"] * settings.expert_bytes / 100e3
     assert plans["bound_us"] == pytest.approx(bound)
-    assert capfd.readouterr().out.count("#wrong") == 1
 
 
 # ---- ids ----------------------------------------------------------------------------------------
