@@ -124,11 +124,11 @@ mutant(openings_not_looked_for core/fetcher.hpp
   REPLACE [[      open_[r] = 1;]])
 
 mutant(home_not_needed core/worklist.hpp
-  FIND [[      w.needs[home] = 1;]]
+  FIND [[        team.set(&w.needs[home]);]]
   REPLACE [[]])
 
 mutant(destination_not_needed core/worklist.hpp
-  FIND [=[    if (s.replica_rank[i] != rank) w.needs[s.replica_rank[i]] = 1;]=]
+  FIND [=[    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);]=]
   REPLACE [[]])
 
 mutant(home_not_open core/fetcher.hpp
