@@ -6,139 +6,17 @@
 #include <cstring>
 #include <memory>
 #include <thread>
-#include <tuple>
-#include <utility>
 #include <vector>
 
-#include "check.hpp"
 #include "cuda/block.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/tables.hpp"
+#include "engine_ranks.hpp"
 #include "host/prepared.hpp"
-#include "plans.hpp"
-#include "recorder.hpp"
 
 namespace {
 
-using uec::Mode;
-using uec::cuda::Address;
-using uec::cuda::CallHeader;
-using uec::cuda::Engine;
-using uec::cuda::Handle;
-using uec::cuda::Launcher;
-using uec::cuda::LauncherConfig;
-using uec::cuda::PeerConfig;
-using uec::cuda::RankState;
-using uec::cuda::Status;
-using uec::host::EngineConfig;
-using uec::host::EngineLayout;
-
-const Handle kContext = reinterpret_cast<Handle>(0xC);
-const Handle kUserStream = reinterpret_cast<Handle>(7);
-constexpr int32_t kNumSms = 5;
-
-std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
-
-EngineConfig make_config(const PlanCase& group, double call_timeout = 60) {
-  EngineConfig c;
-  c.num_experts = group.num_experts;
-  c.slots_per_rank = group.slots_per_rank;
-  c.home = group.home;
-  c.domain = group.domain;
-  c.segment_bytes = {100'000, 70};
-  c.tile_bytes = 16 << 10;
-  c.call_timeout = call_timeout;
-  c.wait_timeout = 2.5;
-  c.cost = {1000, 500, 2000, 2000, 100};
-  for (int32_t r = 0; r < group.num_ranks; ++r)
-    c.bases.push_back(reinterpret_cast<uint8_t*>(0x100000ull * (r + 1)));
-  return c;
-}
-
-// Engines of `num_ranks` ranks from `first` on that share a launcher, and all their memory.
-class Ranks {
- public:
-  Ranks(const PlanCase& group, int32_t first, int32_t num_ranks, double call_timeout = 60)
-      : config(make_config(group, call_timeout)) {
-    recorder::state().complete = true;
-    LauncherConfig c{recorder::make_driver(),
-                     kContext,
-                     recorder::kOwnStream,
-                     recorder::kKernel,
-                     recorder::kNotice,
-                     recorder::kLoad,
-                     recorder::kLoadPlan,
-                     2,
-                     32,
-                     first,
-                     num_ranks,
-                     kNumSms,
-                     config.tile_bytes,
-                     capacity(),
-                     0,
-                     nullptr,
-                     call_timeout};
-    device.resize(Launcher::device_bytes(c) / 8);
-    pinned.resize(Launcher::pinned_bytes(c) / 8);
-    c.device = reinterpret_cast<Address>(device.data());
-    c.pinned = reinterpret_cast<uint8_t*>(pinned.data());
-    launcher = std::make_shared<Launcher>(c);
-    for (int32_t r = first; r < first + num_ranks; ++r) {
-      config.rank = r;
-      engines.push_back(std::make_unique<Engine>(config, PeerConfig{}, launcher));
-    }
-    mains.resize(2 * group.num_experts);
-    for (size_t i = 0; i < mains.size(); ++i) mains[i] = 0x77000 + 16 * i;
-    recorder::state().launches.clear();
-    recorder::take_log();
-  }
-  ~Ranks() {
-    recorder::state().complete = true;
-    recorder::state().on_launch = nullptr;
-    recorder::complete_all();
-  }
-
-  uec::Capacity capacity() const {
-    const EngineLayout layout(config);
-    uec::Capacity capacity = layout.capacity(config);
-    capacity.num_mains = layout.max_mains;
-    return capacity;
-  }
-  const RankState& state(int32_t rank) const {
-    return *reinterpret_cast<const RankState*>(launcher->state(rank));
-  }
-  uec::ReplicateArgs args(const PlanCase& plan) const {
-    uec::ReplicateArgs a;
-    a.slot_expert = plan.slot_expert.data();
-    a.plan_digest = 99;
-    a.mains = mains.data();
-    a.segments = segments_;
-    a.num_segments = 2;
-    a.mode = static_cast<int32_t>(Mode::kPush);
-    return a;
-  }
-  uint64_t call(int32_t index, const PlanCase& plan, bool background, Handle stream = kUserStream) {
-    Mode mode;
-    return engines[index]->replicate(args(plan), background, stream, {}, &mode);
-  }
-
-  std::vector<uint64_t> device, pinned;  // outlive the engines
-  EngineConfig config;
-  std::shared_ptr<Launcher> launcher;
-  std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<uint64_t> mains;
-
- private:
-  static constexpr int32_t segments_[] = {0, 1};
-};
-
-PlanCase make_plan() {
-  PlanCase group = make_group(3, 7, 2);  // rank 0 has three mains
-  CHECK(group.place(0, 1));
-  CHECK(group.place(0, 2));
-  CHECK(group.place(6, 0));
-  return group;
-}
+using namespace engine_tests;
 
 // What the device gets is what the host engine would have prepared.
 void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const std::byte* block) {
@@ -353,163 +231,6 @@ void check_shared_launch() {
   for (const auto& engine : ranks.engines) CHECK(engine->synchronize(engine->epoch(), {}));
 }
 
-uec::cuda::DeviceReplicateArgs device_args(const Ranks& ranks, int32_t rank) {
-  uec::cuda::DeviceReplicateArgs args;
-  args.slot_expert = 0x5000 + rank;
-  args.slot_quota = 0x6000;
-  args.home_quota = 0x7000;
-  args.home = 0x8000;
-  args.mains = ranks.mains.data();
-  args.segments = 3;
-  args.mode = static_cast<int32_t>(Mode::kDirect);
-  return args;
-}
-
-// Of plans on the device only addresses travel: those of the plan in the arguments, and those of
-// the weights in the blocks, unless they are on the device too.
-void check_plans_on_device() {
-  const PlanCase plan = make_plan();
-  Ranks ranks(plan, 0, 3);
-  for (int32_t r = 0; r < 3; ++r) {
-    uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
-    if (r == 2) std::tie(args.mains, args.table) = std::pair(nullptr, Address{0x9000});
-    CHECK_EQ(ranks.engines[r]->replicate_on_device(args, false, kUserStream, {}), 1);
-  }
-  const recorder::Launch launch = recorder::state().launches.back();
-  CHECK_EQ(launch.args.counted, 1);
-  for (int32_t r = 0; r < 3; ++r) {
-    const uec::cuda::DeviceCall& call = launch.args.on_device[r];
-    CHECK_EQ(call.slot_expert, Address{0x5000} + r);
-    CHECK_EQ(call.slot_quota, 0x6000);
-    CHECK_EQ(call.home_quota, 0x7000);
-    CHECK_EQ(call.home, 0x8000);
-    CHECK_EQ(call.segments, 3u);
-    CHECK_EQ(call.mode, static_cast<int16_t>(Mode::kDirect));
-    CHECK_EQ(call.regions, 0);
-    CHECK_EQ(call.region, -1);
-    if (r == 2) continue;
-    const Address block = launch.args.calls + r * launch.args.call_bytes;
-    CHECK(block < call.mains && call.mains < block + launch.args.call_bytes);
-    const int32_t count = 2 * EngineLayout(ranks.config).num_mains[r];
-    CHECK(std::equal(ranks.mains.begin(), ranks.mains.begin() + count,
-                     reinterpret_cast<const uint64_t*>(call.mains)));
-  }
-  CHECK_EQ(launch.args.on_device[2].mains, 0x9000);
-  std::vector<std::string> copies;
-  for (const std::string& line : recorder::take_log())
-    if (line.starts_with("copy ")) copies.push_back(line);
-  CHECK(copies == (std::vector<std::string>{"copy 48" + on(recorder::kOwnStream),
-                                            "copy 32" + on(recorder::kOwnStream)}));
-}
-
-// Captured calls are numbered and ordered apart, copy nothing, and query nothing.
-void check_captured() {
-  const PlanCase plan = make_plan();
-  Ranks ranks(plan, 0, 3);
-  for (int32_t r = 0; r < 3; ++r) ranks.call(r, plan, true);
-  const Address eager_calls = recorder::state().launches.back().args.calls;
-  recorder::take_log();
-  recorder::state().capturing = 1;
-  for (uint64_t n : {1, 2}) {
-    for (int32_t r = 0; r < 3; ++r) {
-      uec::cuda::DeviceReplicateArgs args = device_args(ranks, r);
-      args.mains = nullptr;
-      args.table = 0x9000;
-      CHECK_EQ(ranks.engines[r]->replicate_on_device(args, true, kUserStream, {}),
-               uec::cuda::kCaptured | n);
-    }
-    const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
-    CHECK_EQ(args.counted, 0);
-    CHECK(args.calls != eager_calls);
-    const std::vector<std::string> log = recorder::take_log();
-    const auto waits = std::count_if(log.begin(), log.end(), [](const std::string& line) {
-      return line.starts_with("wait for ");
-    });
-    CHECK_EQ(waits, n == 1 ? 3 : 4);  // the ranks' streams, and the captured call before
-    CHECK(std::none_of(log.begin(), log.end(),
-                       [](const std::string& line) { return line.starts_with("copy "); }));
-  }
-  CHECK(ranks.engines[1]->wait(uec::cuda::kCaptured | 2, kUserStream, {}));
-  CHECK_EQ(recorder::take_log().size(), size_t{1});
-  recorder::state().capturing = 0;
-  CHECK_EQ(ranks.engines[0]->epoch(), 1);
-}
-
-// Waiting for a captured call whose events are used again waits for the later one; a rank that is
-// ahead of others in a capture, or alone in its own, is told.
-void check_captured_far_ahead() {
-  const PlanCase plan = make_plan();
-  Ranks ranks(plan, 0, 3);
-  const auto call = [&](int32_t rank) {
-    uec::cuda::DeviceReplicateArgs args = device_args(ranks, rank);
-    args.mains = nullptr;
-    args.table = 0x9000;
-    return ranks.engines[rank]->replicate_on_device(args, true, kUserStream, {});
-  };
-  const auto throws = [](const auto& run) {
-    try {
-      run();
-    } catch (const uec::cuda::CaptureError&) {
-      return true;
-    }
-    return false;
-  };
-  recorder::state().capturing = 1;
-  for (uint64_t n = 1; n <= Launcher::kDepth + 1; ++n)
-    for (int32_t r = 0; r < 3; ++r) call(r);
-  recorder::take_log();
-  CHECK(ranks.engines[0]->wait(uec::cuda::kCaptured | 1, kUserStream, {}));
-  CHECK_EQ(recorder::take_log().size(), size_t{1});
-  for (uint64_t n = 0; n < Launcher::kDepth; ++n) call(1);
-  CHECK(throws([&] { call(1); }));
-  CHECK_EQ(ranks.engines[1]->failed_epoch(), 0);
-
-  recorder::state().capture = 10;  // another one: what was submitted is forgotten
-  call(0);
-  CHECK(throws([&] { ranks.engines[1]->wait(uec::cuda::kCaptured | 9, kUserStream, {}); }));
-  recorder::state().capturing = 2;  // invalid by now
-  CHECK(throws([&] { call(2); }));
-  recorder::state().capturing = 0;
-  recorder::state().capture = 9;
-  CHECK_EQ(ranks.engines[2]->failed_epoch(), 0);
-}
-
-// What closes a group, or tells its peers something, comes behind replays.
-void check_ends_behind_replays() {
-  const PlanCase plan = make_plan();
-  for (const bool captured : {false, true}) {
-    Ranks ranks(plan, 1, 1);
-    recorder::state().capturing = captured;
-    if (captured) {
-      uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
-      args.mains = nullptr;
-      args.table = 0x9000;
-      ranks.engines[0]->replicate_on_device(args, true, kUserStream, {});
-    }
-    recorder::state().capturing = 0;
-    recorder::take_log();
-    ranks.engines[0]->close();
-    const std::vector<std::string> log = recorder::take_log();
-    const auto waited = std::find(log.begin(), log.end(), "synchronize");
-    CHECK_EQ(waited != log.end(), captured);
-    CHECK(!captured ||
-          waited < std::find(log.begin(), log.end(), "notice" + on(recorder::kOwnStream)));
-  }
-}
-
-// A rank without experts has no table to be somewhere.
-void check_captured_without_mains() {
-  PlanCase group = make_group(2, 2, 1);
-  group.home = {0, 0};
-  Ranks ranks(group, 1, 1);
-  recorder::state().capturing = 1;
-  uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
-  args.mains = nullptr;
-  CHECK_EQ(ranks.engines[0]->replicate_on_device(args, true, kUserStream, {}),
-           uec::cuda::kCaptured | 1);
-  recorder::state().capturing = 0;
-}
-
 // A rank that does not call: bounded, and named.
 void check_missing_rank() {
   const PlanCase plan = make_plan();
@@ -702,11 +423,6 @@ int main() {
   check_background();
   check_ring();
   check_shared_launch();
-  check_plans_on_device();
-  check_captured();
-  check_captured_without_mains();
-  check_captured_far_ahead();
-  check_ends_behind_replays();
   check_missing_rank();
   check_shared_ends();
   check_device_failure();
