@@ -35,6 +35,12 @@ void bind_engine(nb::module_& m) {
       .def_rw("domain", &EngineConfig::domain)
       .def_rw("allow_cross_domain", &EngineConfig::allow_cross_domain)
       .def_rw("segment_bytes", &EngineConfig::segment_bytes)
+      .def("set_grads",
+           [](EngineConfig& c, const std::vector<int64_t>& bytes, const std::vector<int>& types) {
+             c.grad_bytes = bytes;
+             c.grad_type.clear();
+             for (const int type : types) c.grad_type.push_back(static_cast<GradType>(type));
+           })
       .def_rw("tile_bytes", &EngineConfig::tile_bytes)
       .def_rw("num_workers", &EngineConfig::num_workers)
       .def_rw("call_timeout", &EngineConfig::call_timeout)
@@ -54,6 +60,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
       .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
       .def_ro("slot_offset", &EngineLayout::slot_offset)
+      .def_ro("grad_offset", &EngineLayout::grad_offset)
       .def_ro("region_bytes", &EngineLayout::region_bytes)
       .def_ro("region_offset", &EngineLayout::region_offset)
       .def_ro("main_idx", &EngineLayout::main_idx)
@@ -91,6 +98,22 @@ void bind_engine(nb::module_& m) {
              Mode chosen;
              const nb::gil_scoped_release release;
              const uint64_t epoch = e.replicate(args, background, &chosen);
+             return std::make_pair(epoch, static_cast<int>(chosen));
+           })
+      .def("reduce",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t mains, uint64_t main_types, int32_t mode, bool zero, bool background) {
+             const ReduceArgs args = {
+                 .slot_expert = at<const int32_t>(slot_expert),
+                 .plan_digest = digest_quotas(Alone{}, e.topology(), at<const int32_t>(slot_quota),
+                                              at<const int32_t>(home_quota)),
+                 .mains = at<const uint64_t>(mains),
+                 .main_type = at<const GradType>(main_types),
+                 .mode = mode,
+                 .zero = zero};
+             Mode chosen;
+             const nb::gil_scoped_release release;
+             const uint64_t epoch = e.reduce(args, background, &chosen);
              return std::make_pair(epoch, static_cast<int>(chosen));
            })
       .def(

@@ -10,6 +10,7 @@ from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas
+from ultraep_comm.reduction import reduce_expert_grads
 from ultraep_comm.rerouting import reroute, reroute_map
 from ultraep_comm.segments import BoundWeights, Segment
 from ultraep_comm.work import Work
@@ -29,6 +30,7 @@ __all__ = [
     "new_loopback_groups",
     "ops",
     "plan_replicas",
+    "reduce_expert_grads",
     "replicate_experts",
     "reroute",
     "reroute_map",

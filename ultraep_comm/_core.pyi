@@ -151,6 +151,7 @@ class EngineConfig:
         self, store_per_kib: int, load_per_kib: int, group: int, hop: int, parallel_percent: int
     ) -> None: ...
     def set_bases(self, bases: list[int]) -> None: ...
+    def set_grads(self, num_bytes: list[int], types: list[int]) -> None: ...
 
 class EngineLayout:
     """Offsets that every rank computes alike, in bytes."""
@@ -162,6 +163,8 @@ class EngineLayout:
     def slots_base(self) -> int: ...
     @property
     def slot_offset(self) -> list[int]: ...
+    @property
+    def grad_offset(self) -> list[int]: ...
     @property
     def region_bytes(self) -> int: ...
     @property
@@ -219,6 +222,17 @@ class Engine:
         num_segments: int,
         mode: int,
         region: int,
+        background: bool,
+    ) -> tuple[int, int]: ...
+    def reduce(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        main_types: int,
+        mode: int,
+        zero: bool,
         background: bool,
     ) -> tuple[int, int]: ...
     def gather(self, row: int, table: int) -> int: ...

@@ -20,13 +20,11 @@ from ultraep_comm.plan import Plan
 from ultraep_comm.planning import (
     check_device_plan,
     check_ids,
-    check_plan_fits,
-    has_shape_of,
     plan_objective,
     plan_on_host,
     plan_replicas,
 )
-from ultraep_comm.refusals import bad_id_error, placement_error
+from ultraep_comm.refusals import bad_id_error, check_host_plan
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
@@ -256,7 +254,7 @@ def replicate_experts(
         if on_device:
             check_device_plan(plan, group)
         else:
-            _check_plan(plan, group)
+            check_host_plan(plan, group)
         bound = group._weights.bind(weights)
         group._require(bound, selection)
         if not (on_device or bound.addresses or group.num_mains == 0):
@@ -317,14 +315,3 @@ def _mode_id(mode: str, bound: BoundWeights, group: Group) -> int:
             " of group.empty_weights() and pass those, or use 'push'"
         )
     return MODES.index(mode)
-
-
-def _check_plan(plan: Plan, group: Group) -> None:
-    if has_shape_of(plan, group) and group._engine.accepts(
-        plan.slot_expert.data_ptr(), plan.home.data_ptr()
-    ):
-        return  # the rest says what is wrong
-    check_plan_fits(plan, group)
-    fault, rank, slot, expert = group._engine.check(plan.slot_expert.data_ptr())
-    if fault:
-        raise placement_error(group.rank, fault, (rank, slot), expert, plan.num_experts)

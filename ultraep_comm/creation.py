@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ultraep_comm import hosting
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting, check_same_arguments
+from ultraep_comm.gradients import GradSpec
 from ultraep_comm.group import Group
 from ultraep_comm.options import ExpertSpec, Options
 from ultraep_comm.topology import IntsLike, Topology
@@ -21,6 +22,7 @@ def new_group(
     home: IntsLike | None = None,
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
+    grads: GradSpec = None,
     engine: str = "auto",
     fabric: str = "auto",
     timeout: float | None = None,
@@ -37,6 +39,8 @@ def new_group(
         home: integers ``[E]``; None: contiguous, as even as possible.
         domains: integers ``[G]``; None: ranks with load/store access to each other.
         allow_cross_domain: replicas may lie outside their home's domain.
+        grads: dtype of the slots' gradients, torch.float32 or torch.bfloat16; ``{name: dtype}`` if
+            not all segments have gradients. None: slots hold none.
         engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
             torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
@@ -65,6 +69,7 @@ def new_group(
             timeout=timeout,
             num_sms=num_sms,
             tile_bytes=tile_bytes,
+            grads=grads,
         )
         if fabric == "loopback":
             raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
@@ -102,6 +107,7 @@ def new_loopback_groups(
     home: IntsLike | None = None,
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
+    grads: GradSpec = None,
     engine: str = "host",
     timeout: float | None = None,
     num_sms: int | None = None,
@@ -127,6 +133,7 @@ def new_loopback_groups(
         timeout=timeout,
         num_sms=num_sms,
         tile_bytes=tile_bytes,
+        grads=grads,
     )
     topology = Topology.make(
         num_ranks=num_ranks,

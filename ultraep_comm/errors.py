@@ -15,6 +15,10 @@ class InvalidWeightsError(InvalidArgumentError):
     """Weights do not match the group's expert: name, count, shape, dtype, device or layout."""
 
 
+class InvalidGradientsError(UltraEPError, ValueError):
+    """Gradients do not match the group's slot gradients, or slots hold none."""
+
+
 class InvalidPlanError(InvalidArgumentError):
     """A plan breaks a rule: range, own home, duplicate, domain, quotas or shapes."""
 

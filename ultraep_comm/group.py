@@ -25,6 +25,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.gradients import RankGrads
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
 from ultraep_comm.rank_weights import RankWeights
@@ -82,6 +83,7 @@ class Group:
         device: where weights and slots are.
         segments: the tensors of an expert, by name.
         slots: ``{name: [S, *shape]}``, views of this rank's slots, stable for the group's life.
+        slot_grads: the same for their gradients, zero at first; of the segments that have any.
         name: what operators find the group by, in this process.
     """
 
@@ -91,6 +93,7 @@ class Group:
         rank: int,
         topology: Topology,
         segments: Mapping[str, Segment],
+        grads: Mapping[str, Segment],
         config: _core.EngineConfig,
         fabric: Fabric,
         make_engine: Callable[[_core.EngineConfig], Engine] = _core.Engine,
@@ -135,14 +138,25 @@ class Group:
         )
         slots = self._views(self._region.local, self._layout.slot_offset, topology.slots_per_rank)
         self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
+        offsets, count = self._layout.grad_offset, topology.slots_per_rank
+        slot_grads = self._views(self._region.local, offsets, count, grads)
+        self.slot_grads = {name: _with_own_storage(view) for name, view in slot_grads.items()}
+        self._grads = RankGrads(
+            rank=rank, segments=dict(grads), num_mains=self.num_mains, device=self.device
+        )
         self.name = register_group(self)
         _ = topology.instances_per_rank  # kept there: torch.compile cannot trace how it is found
 
     def _views(
-        self, storage: torch.Tensor, offsets: list[int], count: int
+        self,
+        storage: torch.Tensor,
+        offsets: list[int],
+        count: int,
+        segments: Mapping[str, Segment] | None = None,
     ) -> dict[str, torch.Tensor]:
         views = {}
-        for (name, segment), offset in zip(self.segments.items(), offsets, strict=True):
+        segments = self.segments if segments is None else segments
+        for (name, segment), offset in zip(segments.items(), offsets, strict=True):
             views[name] = segment.view(storage.narrow(0, offset, count * segment.nbytes), count)
         return views
 

@@ -67,6 +67,7 @@ def make_shm_group(
             rank=meeting.rank,
             topology=topology,
             segments=options.segments,
+            grads=options.grads,
             config=config,
             fabric=fabric,
             # The fabric reaches one machine; the process group reaches all.
@@ -111,6 +112,7 @@ def make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
                 rank=rank,
                 topology=topology,
                 segments=options.segments,
+                grads=options.grads,
                 config=config,
                 fabric=LoopbackFabric(memory, rank),
             )

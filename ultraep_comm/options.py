@@ -9,6 +9,7 @@ import torch
 
 from ultraep_comm import _core, env
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.gradients import GRAD_DTYPES, GradSpec, make_grads
 from ultraep_comm.segments import Segment, make_segments
 from ultraep_comm.topology import Topology, as_int
 
@@ -32,6 +33,7 @@ class Options:
         timeout: float | None,
         num_sms: int | None,
         tile_bytes: int | None,
+        grads: GradSpec = None,
     ) -> None:
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
@@ -44,6 +46,7 @@ class Options:
                 " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
             )
         self.segments = make_segments(expert)
+        self.grads = make_grads(grads, self.segments)
         self.timeout = env.timeout() if timeout is None else timeout
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
@@ -73,6 +76,7 @@ class Options:
                 t.domain.tolist() if given_domains else None,
                 t.allow_cross_domain,
                 segments,
+                [(n, str(s.dtype)) for n, s in self.grads.items()],
                 self.tile_bytes,
                 self.engine,
                 self.fabric,
@@ -99,6 +103,10 @@ class Options:
         config.domain = topology.domain.tolist()
         config.allow_cross_domain = topology.allow_cross_domain
         config.segment_bytes = [s.nbytes for s in self.segments.values()]
+        config.set_grads(
+            [s.nbytes for s in self.grads.values()],
+            [GRAD_DTYPES.index(s.dtype) for s in self.grads.values()],
+        )
         config.tile_bytes = self.tile_bytes
         config.set_cost(*cost)
         config.call_timeout = patience if self.timeout is None else self.timeout

@@ -10,7 +10,7 @@ import torch
 
 from ultraep_comm.cuda.weights import WeightTables
 from ultraep_comm.errors import InvalidWeightsError, UnsupportedError
-from ultraep_comm.segments import Addresses, BoundWeights, Segment, Weights, bind_weights
+from ultraep_comm.segments import Addresses, BoundWeights, Giver, Segment, Weights, bind_weights
 
 
 class RankWeights:
@@ -43,7 +43,7 @@ class RankWeights:
         self._num_mains = num_mains
         self._region_offset = region_offset
         self._owner = owner
-        self._device = device
+        self._giver = Giver(rank, device)
         self._tables = tables
         self._region_of: dict[int, int] = {}
 
@@ -66,9 +66,7 @@ class RankWeights:
                     " one"
                 )
             return weights
-        addresses, names = bind_weights(
-            weights, self._segments, self._num_mains, self._rank, self._device
-        )
+        addresses, names = bind_weights(weights, self._segments, self._num_mains, self._giver)
         return BoundWeights(
             addresses=addresses,
             names=names,

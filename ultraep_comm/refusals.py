@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ultraep_comm import _core
 from ultraep_comm.errors import (
@@ -11,7 +12,12 @@ from ultraep_comm.errors import (
     InvalidWeightsError,
     UltraEPError,
 )
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import check_plan_fits, has_shape_of
 from ultraep_comm.topology import Topology
+
+if TYPE_CHECKING:
+    from ultraep_comm.group import Group
 
 REJECTED = 2  # in the order of `enum class Fault` in src/core/protocol.hpp
 # In the order of `enum class PlanFault` in src/core/validate.hpp.
@@ -79,3 +85,19 @@ def refusal_error(
         )
     place = divmod(report.piece, topology.slots_per_rank)
     return placement_error(rank, reason, place, report.expert, topology.num_experts)
+
+
+def check_host_plan(plan: Plan, group: Group) -> None:
+    """Check a plan on the CPU.
+
+    Raises:
+        InvalidPlanError: wrong shape, home map, expert, or placement.
+    """
+    if has_shape_of(plan, group) and group._engine.accepts(
+        plan.slot_expert.data_ptr(), plan.home.data_ptr()
+    ):
+        return  # the rest says what is wrong
+    check_plan_fits(plan, group)
+    fault, rank, slot, expert = group._engine.check(plan.slot_expert.data_ptr())
+    if fault:
+        raise placement_error(group.rank, fault, (rank, slot), expert, plan.num_experts)

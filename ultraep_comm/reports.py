@@ -14,7 +14,7 @@ from ultraep_comm.errors import (
 
 # In the order of `enum class FlagKind` in src/core/protocol.hpp; the cases below of `enum class
 # Fault`, from kMismatch on.
-_FLAGS = ("call", "open", "ready", "done", "pulled", "gathered")
+_FLAGS = ("call", "open", "ready", "done", "pulled", "gathered", "summed", "consumed")
 
 
 def error_from(report: _core.Report, rank: int, operation: str) -> TransferError:
@@ -22,7 +22,10 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
     root = report.root
     peer = report.aborter if report.aborter >= 0 else report.peer
     prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
-    suffix = ". Filled slots are undefined; close the group and make a new one"
+    undefined = "Filled slots are"
+    if operation.startswith("reduce_expert_grads"):
+        undefined = "Slot gradients and the main gradients of replicated experts are"
+    suffix = f". {undefined} undefined; close the group and make a new one"
     places = {"rank": rank, "peer": peer, "root": root, "epoch": report.epoch}
     waited = f"`{_FLAGS[report.flag]}` from rank {report.peer}"
     if report.expert >= 0:

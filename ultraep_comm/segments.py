@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError
+from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError, UltraEPError
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Addresses: TypeAlias = "array[int]"  # of 64 bits
@@ -146,28 +146,35 @@ class BoundWeights:
     table: torch.Tensor | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True)
+class Giver:
+    """Who gives tensors of its experts, and what they are called in errors."""
+
+    rank: int
+    device: torch.device
+    what: str = "weights"
+    error: type[UltraEPError] = InvalidWeightsError
+
+
 def bind_weights(
-    weights: Weights,
-    segments: Mapping[str, Segment],
-    num_mains: int,
-    rank: int,
-    device: torch.device,
+    weights: Weights, segments: Mapping[str, Segment], num_mains: int, giver: Giver
 ) -> tuple[Addresses, frozenset[str]]:
-    """Check weights against the segments and take their addresses.
+    """Check weights, or gradients, against the segments and take their addresses.
 
     Raises:
         InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
-            strides.
+            strides; or the giver's own error.
     """
     if not isinstance(weights, Mapping):
-        raise InvalidWeightsError(
-            f"rank {rank}: weights is a {type(weights).__name__}; expected {{name: tensor or"
-            f" sequence of tensors}} with names from {list(segments)}"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what} is a {type(weights).__name__}; expected {{name:"
+            f" tensor or sequence of tensors}} with names from {list(segments)}"
         )
     unknown = [name for name in weights if name not in segments]
     if unknown:
-        raise InvalidWeightsError(
-            f"rank {rank}: weights have a segment {unknown[0]!r}; expected {list(segments)}"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what} have a segment {unknown[0]!r}; expected"
+            f" {list(segments)}"
         )
     addresses = array("Q")
     for name, segment in segments.items():
@@ -176,9 +183,9 @@ def bind_weights(
             continue
         value = weights[name]
         if isinstance(value, torch.Tensor):
-            addresses.extend(_stacked(value, name, segment, num_mains, rank, device))
+            addresses.extend(_stacked(value, name, segment, num_mains, giver))
         else:
-            addresses.extend(_listed(value, name, segment, num_mains, rank, device))
+            addresses.extend(_listed(value, name, segment, num_mains, giver))
     return addresses, frozenset(weights)
 
 
@@ -187,18 +194,17 @@ def _stacked(
     name: str,
     segment: Segment,
     num_mains: int,
-    rank: int,
-    device: torch.device,
+    giver: Giver,
 ) -> Sequence[int]:
     shape = tensor.shape
     if not shape or shape[0] != num_mains:
-        raise InvalidWeightsError(
-            f"rank {rank}: weights[{name!r}] has shape {tuple(tensor.shape)}; expected"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name!r}] has shape {tuple(tensor.shape)}; expected"
             f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
         )
     if num_mains == 0:
         return []
-    start = _check(tensor, (num_mains,), name, segment, rank, device)
+    start = _check(tensor, (num_mains,), name, segment, giver)
     step = tensor.stride()[0] * segment.dtype.itemsize
     return range(start, start + num_mains * step, step) if step else [start] * num_mains
 
@@ -208,28 +214,27 @@ def _listed(
     name: str,
     segment: Segment,
     num_mains: int,
-    rank: int,
-    device: torch.device,
+    giver: Giver,
 ) -> list[int]:
     if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
         found = (
             f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
         )
-        raise InvalidWeightsError(
-            f"rank {rank}: weights[{name!r}] has {found}; expected a tensor"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name!r}] has {found}; expected a tensor"
             f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
         )
-    addresses = _plain_addresses(tensors, segment, device)
+    addresses = _plain_addresses(tensors, segment, giver.device)
     if 0 not in addresses:
         return addresses
     addresses = []
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidWeightsError(
-                f"rank {rank}: weights[{name!r}][{i}] is a {type(tensor).__name__};"
+            raise giver.error(
+                f"rank {giver.rank}: {giver.what}[{name!r}][{i}] is a {type(tensor).__name__};"
                 " expected a tensor"
             )
-        addresses.append(_check(tensor, (), f"{name}][{i}", segment, rank, device))
+        addresses.append(_check(tensor, (), f"{name}][{i}", segment, giver))
     return addresses
 
 
@@ -259,39 +264,40 @@ def _check(
     stacked: tuple[int, ...],
     name: str,
     segment: Segment,
-    rank: int,
-    device: torch.device,
+    giver: Giver,
 ) -> int:
     """Return the address of a tensor ``[*stacked, *segment.shape]``."""
     if tensor.dtype != segment.dtype:
-        raise InvalidWeightsError(
-            f"rank {rank}: weights[{name}] has dtype {tensor.dtype}; expected {segment.dtype}"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] has dtype {tensor.dtype}; expected"
+            f" {segment.dtype}"
         )
+    device = giver.device
     if tensor.device != device:
         engine = "host" if device.type == "cpu" else "CUDA"
-        raise InvalidWeightsError(
-            f"rank {rank}: weights[{name}] is on {tensor.device}; expected {device}, where the"
-            f" {engine} engine reads it"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] is on {tensor.device}; expected {device},"
+            f" where the {engine} engine works"
         )
     # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
     address = tensor.data_ptr() if tensor.layout == torch.strided else 0
     if address == 0:
-        raise InvalidWeightsError(
-            f"rank {rank}: weights[{name}] is a {type(tensor).__name__} without dense memory;"
-            " expected a plain tensor, for instance from .to_local()"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] is a {type(tensor).__name__} without dense"
+            " memory; expected a plain tensor, for instance from .to_local()"
         )
     shape = tensor.shape
     if shape != (*stacked, *segment.shape):
-        raise InvalidWeightsError(
-            f"rank {rank}: an expert of weights[{name}] has shape {tuple(shape[len(stacked) :])};"
-            f" expected {segment.shape}"
+        raise giver.error(
+            f"rank {giver.rank}: an expert of {giver.what}[{name}] has shape"
+            f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
         )
     strides, layout = tensor.stride()[len(stacked) :], segment.layout
     if strides != layout and any(
         size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
     ):
-        raise InvalidWeightsError(
-            f"rank {rank}: an expert of weights[{name}] has strides {strides}; expected"
+        raise giver.error(
+            f"rank {giver.rank}: an expert of {giver.what}[{name}] has strides {strides}; expected"
             f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
         )
     return address

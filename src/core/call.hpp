@@ -19,10 +19,11 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
   });
 }
 
-// Publishes `open` to the ranks that will write to this one's slots or read its main weights, once
-// its own earlier work is done: the caller has finished with the slots, the main weights are final,
-// and this rank's reads of its slots in the previous call are complete. Pairs with
-// Fetcher::judge_open().
+// Publishes `open` to the ranks that will write to this one's slots or read them or its main
+// weights, once its own earlier work is done: the caller has finished with the slots, their
+// gradients and the main weights are final, and this rank's reads of its slots in the previous call
+// are complete. Pairs with
+// Claimer::judge_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](Delivered token) {
@@ -71,8 +72,7 @@ class Finish {
     Wait wait;
     if (team_.leader() && waits_for_ >= 0) {
       const Expected& e = call_.work.expected[waits_for_];
-      const FlagKind flag = e.kind == Expected::kDone ? FlagKind::kDone : FlagKind::kPulled;
-      wait = {flag, e.peer, e.expert, -1, memory_.observe(offset_of(e)), call_.epoch.number};
+      wait = {flag_of(e), e.peer, e.expert, -1, memory_.observe(offset_of(e)), call_.epoch.number};
     }
     return team_.share(wait);
   }
@@ -100,7 +100,12 @@ class Finish {
  private:
   enum Outcome : uint32_t { kFailed, kWaits, kAll };  // of a member's share
 
+  UEC_HD static FlagKind flag_of(const Expected& e) {
+    if (e.kind == Expected::kConsumed) return FlagKind::kConsumed;
+    return e.kind == Expected::kDone ? FlagKind::kDone : FlagKind::kPulled;
+  }
   UEC_HD int64_t offset_of(const Expected& e) const {
+    if (e.kind == Expected::kConsumed) return call_.layout.consumed(e.idx, e.peer);
     return e.kind == Expected::kDone ? call_.layout.done(e.idx, e.peer)
                                      : call_.layout.pulled(e.idx, e.peer);
   }

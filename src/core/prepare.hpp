@@ -11,7 +11,7 @@
 
 namespace uec {
 
-enum class Operation : uint64_t { kReplicate = 1, kGather = 2 };
+enum class Operation : uint64_t { kReplicate = 1, kGather = 2, kReduce = 3 };
 
 // The schedule and what computing it needs.
 struct ScheduleArrays {
@@ -46,6 +46,7 @@ struct GroupTables {
   const int32_t* main_idx = nullptr;       // [E] index among the home's mains
   int64_t tile_bytes = 0;
   CostModel cost;
+  Gradients grads;
 };
 
 struct ReplicateArgs {

@@ -6,11 +6,14 @@
 //
 //   flag      written by            means, at epoch k                      pairs with
 //   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
-//   open      slot or main owner    my earlier work is done; write, read   Fetcher::judge_open
-//   ready     home (push)           this group is in your slot             Fetcher::group_ready
+//   open      slot or main owner    my earlier work is done; write, read   Claimer::judge_open
+//   ready     home (push)           this group is in your slot             TransferPieces::ready
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your main weights          Finish::step
 //   gathered  every rank            my row of loads is in your table       Gather::step
+//   summed    hub (reduction)       this group is added up in my slot      ReductionPieces::ready
+//   consumed  reader of a slot      I have read your slot's gradient       ReductionPieces::ready,
+//                                                                          Finish::step
 //   abort     a failing rank        do not wait for me; I waited for ...   find_abort
 #pragma once
 
@@ -82,7 +85,16 @@ enum class Fault : int32_t {
   kCancelled,  // Group.abort() on this rank
 };
 
-enum class FlagKind : int32_t { kCall, kOpen, kReady, kDone, kPulled, kGathered };
+enum class FlagKind : int32_t {
+  kCall,
+  kOpen,
+  kReady,
+  kDone,
+  kPulled,
+  kGathered,
+  kSummed,
+  kConsumed
+};
 
 // One wait: what the report of a failure says.
 struct Wait {

@@ -7,6 +7,7 @@
 // ranks.
 #pragma once
 
+#include "core/gradients.hpp"
 #include "core/layout.hpp"
 #include "core/protocol.hpp"
 #include "core/team.hpp"
@@ -49,8 +50,10 @@ struct Call {
   TileMap tiles;
   Addresses addresses;
   Worklist work;
-  int32_t* cursor = nullptr;     // [num_pieces] groups claimed, or more
-  int32_t* remaining = nullptr;  // [num_tasks] groups not yet delivered
+  Gradients grads;                      // of a reduction
+  const GradType* main_type = nullptr;  // [grads.num_segments] of this rank's main gradients
+  int32_t* cursor = nullptr;            // [num_pieces or num_reductions] groups claimed, or more
+  int32_t* remaining = nullptr;         // [num_tasks or num_reductions] groups not yet delivered
 
   // Before workers begin; whoever starts them orders that.
   template <class Team>
@@ -58,6 +61,10 @@ struct Call {
     for (int32_t p = team.index(); p < work.num_pieces; p += team.size()) cursor[p] = 0;
     for (int32_t i = team.index(); i < work.num_tasks; i += team.size())
       remaining[i] = work.tasks[i].num_groups;
+    for (int32_t p = team.index(); p < work.num_reductions; p += team.size()) {
+      cursor[p] = 0;
+      remaining[p] = work.reductions[p].end - work.reductions[p].begin;
+    }
   }
 };
 

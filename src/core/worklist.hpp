@@ -45,23 +45,44 @@ struct Piece {
 
 // A flag this rank waits for before its call is finished.
 struct Expected {
-  enum Kind : int32_t { kDone, kPulled } kind;
+  enum Kind : int32_t { kDone, kPulled, kConsumed } kind;
   int32_t peer;
   int32_t expert;
   int32_t idx;  // slot or main index
 };
 
+// A run of groups of one expert's gradients, and what this rank does with them.
+struct Reduction {
+  enum Kind : int32_t {
+    kSum,   // a hub: adds up all replicas, in its own memory
+    kAdd,   // the home: adds the sum to the main gradient
+    kZero,  // the owner of a slot: clears it, behind its readers
+  } kind;
+  int32_t expert;
+  int32_t begin, end;      // groups
+  int32_t group_tiles;     // tiles per group
+  int32_t idx;             // this rank's slot; kAdd: main index
+  int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
+  bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
+  // kSum, kAdd: the slots that are read, by ascending rank: into destinations. kZero: the flags
+  // that have to be there before: into expected.
+  int32_t first, count;
+};
+
 // Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,
-// destinations and expected R + S * G.
+// reductions M + R + 2 S, destinations and expected R + S * G.
 struct Worklist {
   int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
   Task* tasks = nullptr;
   Piece* pieces = nullptr;
   Destination* destinations = nullptr;
   Expected* expected = nullptr;
-  uint8_t* opens = nullptr;     // [G] 1: may write our slots or read our mains in this call
+  uint8_t* opens = nullptr;     // [G] 1: may write or read our slots or read our mains in this call
   uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
-  uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write its slots or read its mains
+  uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write or read what it has, or flag
+  // Of a gradient reduction, which has neither tasks nor pieces.
+  int32_t num_reductions = 0;
+  Reduction* reductions = nullptr;
 };
 
 namespace detail {
@@ -190,40 +211,38 @@ struct WorklistBuilder {
       add_task({expert, end - begin, group_tiles(x), first, n - 1, -1, -1});
     }
   }
-
-  // By ascending expert. This rank is home to some, and has replicas of others.
-  UEC_HD void add_experts(const int32_t* main_idx) {
-    const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
-    const auto next_home = [&](int32_t from) {
-      return first_that(team, from, num_experts,
-                        [&](int32_t x) { return t.home[s.expert[x]] == rank; });
-    };
-    const auto next_replica = [&](int32_t from) {
-      return first_that(team, from, num_replicas,
-                        [&](int32_t i) { return s.replica_rank[i] == rank; });
-    };
-    int32_t home = next_home(0);
-    for (int32_t from = 0; from < num_replicas;) {
-      const int32_t i = next_replica(from);
-      const int32_t x =
-          i == num_replicas
-              ? num_experts
-              : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
-      for (; home < x; home = next_home(home + 1)) add_home(home, main_idx[s.expert[home]]);
-      if (i < num_replicas) add_replica(x, i, main_idx[s.expert[x]]);
-      from = i + 1;
-    }
-  }
 };
 
-}  // namespace detail
+// Calls of_home(x) for each replicated expert of the schedule at home on `rank`, and of_replica(x,
+// i) for its replica at index i there: by ascending expert.
+template <class Team, class OfHome, class OfReplica>
+UEC_HD void visit_experts(Team team, const Topology& t, const Schedule& s, int32_t rank,
+                          OfHome&& of_home, OfReplica&& of_replica) {
+  const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
+  const auto next_home = [&](int32_t from) {
+    return first_that(team, from, num_experts,
+                      [&](int32_t x) { return t.home[s.expert[x]] == rank; });
+  };
+  const auto next_replica = [&](int32_t from) {
+    return first_that(team, from, num_replicas,
+                      [&](int32_t i) { return s.replica_rank[i] == rank; });
+  };
+  int32_t home = next_home(0);
+  for (int32_t from = 0; from < num_replicas;) {
+    const int32_t i = next_replica(from);
+    const int32_t x =
+        i == num_replicas
+            ? num_experts
+            : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
+    for (; home < x; home = next_home(home + 1)) of_home(home);
+    if (i < num_replicas) of_replica(x, i);
+    from = i + 1;
+  }
+}
 
-// `main_idx` [E]: index of each expert among its home's mains.
-//
-// Run by a team as the functions of schedule.hpp are: the leader writes the counts.
+// Notes who sends or receives something under the plan, and that nobody is needed as yet.
 template <class Team>
-UEC_STEP void build_worklist(Team team, const Topology& t, const TileMap& tiles, const Schedule& s,
-                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const Worklist& w) {
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
     w.opens[r] = w.involved[r] = w.needs[r] = 0;
@@ -234,13 +253,27 @@ UEC_STEP void build_worklist(Team team, const Topology& t, const TileMap& tiles,
   UEC_ROLLED
   for (int32_t i = team.index(); i < s.first[s.num_experts]; i += team.size())
     team.set(&w.involved[s.replica_rank[i]]);
+}
+
+}  // namespace detail
+
+// `main_idx` [E]: index of each expert among its home's mains.
+//
+// Run by a team as the functions of schedule.hpp are: the leader writes the counts.
+template <class Team>
+UEC_STEP void build_worklist(Team team, const Topology& t, const TileMap& tiles, const Schedule& s,
+                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+  detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, t, tiles, s, rank, w};
-  build.add_experts(main_idx);
+  detail::visit_experts(
+      team, t, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
+      [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
   if (team.leader()) {
     w.num_tasks = build.num_tasks;
     w.num_pieces = build.num_pieces;
     w.num_destinations = build.num_destinations;
     w.num_expected = build.num_expected;
+    w.num_reductions = 0;
   }
   team.sync();
 }

@@ -20,6 +20,8 @@ struct EngineConfig {
   std::vector<int32_t> domain;  // [G]
   bool allow_cross_domain = false;
   std::vector<int64_t> segment_bytes;  // of one expert
+  std::vector<int64_t> grad_bytes;  // [grad segments] of one expert in a slot; none: no gradients
+  std::vector<GradType> grad_type;  // [grad segments] in a slot
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
@@ -47,9 +49,11 @@ struct EngineLayout {
   // `config` and this are borrowed.
   GroupTables tables(const EngineConfig& config) const;
   Capacity capacity(const EngineConfig& config) const;
+  Gradients gradients(const EngineConfig& config) const;
 
   SymmetricLayout symmetric;
   std::vector<int64_t> slot_offset;    // [segments] in symmetric memory
+  std::vector<int64_t> grad_offset;    // [grad segments] of slot gradients in symmetric memory
   std::vector<int64_t> region_offset;  // [segments] in a region of main weights
   int64_t region_bytes = 0;
   std::vector<int32_t> main_idx;   // [E] index among the home's mains

@@ -45,6 +45,14 @@ void stream_blocks_128(char* to, const char* from, int64_t bytes) {
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
 }
 
+// By the widest stores that every such processor has: nothing is loaded, so memory is the limit.
+void zero_blocks(char* to, int64_t bytes) {
+  const __m128i zero = _mm_setzero_si128();
+  for (int64_t i = 0; i < bytes; i += 64)
+    for (int64_t j = 0; j < 64; j += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + j), zero);
+}
+
 using StreamBlocks = void (*)(char*, const char*, int64_t);
 
 StreamBlocks choose() {
@@ -71,6 +79,19 @@ void stream_copy(void* destination, const void* source, int64_t bytes) {
   std::memcpy(to + head + body, from + head + body, bytes - head - body);
 }
 
+void stream_zero(void* destination, int64_t bytes) {
+  char* to = static_cast<char*>(destination);
+  if (bytes < kSmall) {
+    std::memset(to, 0, bytes);
+    return;
+  }
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;
+  std::memset(to, 0, head);
+  const int64_t body = (bytes - head) & ~int64_t{63};
+  zero_blocks(to + head, body);
+  std::memset(to + head + body, 0, bytes - head - body);
+}
+
 void store_fence() { _mm_sfence(); }
 
 #else
@@ -78,6 +99,8 @@ void store_fence() { _mm_sfence(); }
 void stream_copy(void* destination, const void* source, int64_t bytes) {
   std::memcpy(destination, source, bytes);
 }
+
+void stream_zero(void* destination, int64_t bytes) { std::memset(destination, 0, bytes); }
 
 // Ordinary stores are ordered by the release store of the publish itself.
 void store_fence() {}

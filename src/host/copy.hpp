@@ -9,7 +9,11 @@ namespace uec::host {
 // by a later release store: call store_fence() on the same thread before publishing.
 void stream_copy(void* destination, const void* source, int64_t bytes);
 
-// Makes this thread's earlier stream_copy() calls visible before its later stores.
+// Clears bytes likewise.
+void stream_zero(void* destination, int64_t bytes);
+
+// Makes this thread's earlier stream_copy() and stream_zero() calls visible before its later
+// stores.
 void store_fence();
 
 }  // namespace uec::host

@@ -99,13 +99,30 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
   return enter_call(prepared, digest, background, lock);
 }
 
+uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode) {
+  std::unique_lock lock(submit_mutex_);
+  *mode = Mode::kDirect;
+  Prepared* const storage = begin_call(Operation::kReduce, lock);
+  if (storage == nullptr) return submitted_ += 1;
+  Prepared& prepared = *storage;
+  const uint64_t digest = prepare_reduce(Alone{}, tables_, args, prepared.arrays, prepared.schedule,
+                                         &prepared.shape, &prepared.call);
+  const int64_t addresses =
+      static_cast<int64_t>(config_.grad_bytes.size()) * layout_.num_mains[config_.rank];
+  for (int64_t i = 0; i < addresses; ++i)
+    prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+  *mode = prepared.schedule.schedule.mode;
+  return enter_call(prepared, digest, background, lock);
+}
+
 uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background) {
   std::unique_lock lock(submit_mutex_);
   Prepared* const storage = begin_call(Operation::kGather, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   Worklist& work = prepared.call.work;
-  work.num_tasks = work.num_pieces = work.num_destinations = work.num_expected = 0;
+  work.num_tasks = work.num_pieces = work.num_reductions = 0;
+  work.num_destinations = work.num_expected = 0;
   std::fill_n(work.opens, topology_.num_ranks, 0);
   std::fill_n(work.involved, topology_.num_ranks, 1);
   prepared.row = row;

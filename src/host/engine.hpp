@@ -40,6 +40,7 @@ class Engine {
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
   // runs the call; else the caller's, inside wait().
   uint64_t replicate(const ReplicateArgs& args, bool background, Mode* mode);
+  uint64_t reduce(const ReduceArgs& args, bool background, Mode* mode);
   uint64_t gather(const int32_t* row, int32_t* table, bool background);
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
@@ -69,6 +70,8 @@ class Engine {
   void run_next(const std::function<bool()>& interrupted);
   bool execute(Prepared& prepared, const std::function<bool()>& interrupted);
   bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
+  bool move(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
+  bool add(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
   Call bare_call(uint64_t epoch, CallRecord record) const;
   void cancel();
   void report_fault(const Call& call, Report report);

@@ -5,7 +5,9 @@
 #include <chrono>
 
 #include "core/gather.hpp"
+#include "core/reducer.hpp"
 #include "core/worker.hpp"
+#include "host/adder.hpp"
 #include "host/backoff.hpp"
 #include "host/engine.hpp"
 
@@ -61,7 +63,7 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     return done;
   }
 
-  if (call.work.num_pieces > 0) {
+  if (call.work.num_pieces + call.work.num_reductions > 0) {
     worker_failed_.store(false);
     if (!helpers_.empty()) {
       shared_ = &prepared;
@@ -79,6 +81,12 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
 
 bool Engine::work(Prepared& prepared, int32_t worker_idx,
                   const std::function<bool()>& interrupted) {
+  return prepared.operation == Operation::kReduce ? add(prepared, worker_idx, interrupted)
+                                                  : move(prepared, worker_idx, interrupted);
+}
+
+bool Engine::move(Prepared& prepared, int32_t worker_idx,
+                  const std::function<bool()>& interrupted) {
   HostMover mover;
   Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.open(worker_idx),
                                        prepared.state(worker_idx), worker_idx);
@@ -86,6 +94,17 @@ bool Engine::work(Prepared& prepared, int32_t worker_idx,
   while (!done && worker.drain_step() != Step::kFinished) {
   }
   bytes_stored_.fetch_add(mover.bytes_stored());
+  return done;
+}
+
+bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<bool()>& interrupted) {
+  HostAdder adder;
+  Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder, prepared.open(worker_idx),
+                                         prepared.state(worker_idx), worker_idx);
+  const bool done = drive(reducer, prepared, interrupted);
+  while (!done && reducer.drain_step() != Step::kFinished) {
+  }
+  bytes_stored_.fetch_add(adder.bytes_stored());
   return done;
 }
 

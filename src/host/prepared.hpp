@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/prepare.hpp"
+#include "core/prepare_reduce.hpp"
 
 namespace uec::host {
 
@@ -18,14 +18,14 @@ class Prepared {
     CallArrays::cut(base, c, &arrays);
     ScheduleArrays::cut(base + call_bytes, c, &schedule);
     arrays.lend_to(&call);
-    worker_bytes_ = c.num_ranks + c.pieces();
+    worker_bytes_ = c.num_ranks + c.claimed();
     scratch_.resize(worker_bytes_ * num_workers);
   }
 
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
 
-  // Scratch of one worker: [num_ranks] and [num_pieces] bytes.
+  // Scratch of one worker: [num_ranks] and [num_pieces or num_reductions] bytes.
   uint8_t* open(int32_t worker) { return scratch_.data() + worker_bytes_ * worker; }
   uint8_t* state(int32_t worker) { return open(worker) + num_ranks_; }
 

@@ -26,31 +26,31 @@ endfunction()
 
 # ---- a claim ------------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(openings_not_shared PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(openings_not_shared PROGRAM test_team FILE core/claimer.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 
-ultraep_add_core_mutant(chosen_by_each PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(chosen_by_each PROGRAM test_team FILE core/claimer.hpp
   FIND [[    const uint32_t chosen = team_.lowest(best);]]
   REPLACE [[    const uint32_t chosen = best;]])
 
-ultraep_add_core_mutant(claimed_by_each PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(claimed_by_each PROGRAM test_team FILE core/claimer.hpp
   FIND [[    if (best == chosen) {]]
   REPLACE [[    if (true) {]])
 
-ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM test_team FILE core/claimer.hpp
   FIND [[    const int32_t at = team_.from(member, best_at);]]
   REPLACE [[    const int32_t at = team_.share(best_at);]])
 
-ultraep_add_core_mutant(wait_of_each PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(wait_of_each PROGRAM test_team FILE core/claimer.hpp
   FIND [[      waits_with_ = team_.from(member, best_with);]]
   REPLACE [[      waits_with_ = best_with;]])
 
-ultraep_add_core_mutant(fault_of_each PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(fault_of_each PROGRAM test_team FILE core/claimer.hpp
   FIND [[      fault_ = team_.from(member, fault);]]
   REPLACE [[      fault_ = fault;]])
 
-ultraep_add_core_mutant(first_member_blames PROGRAM test_team FILE core/fetcher.hpp
+ultraep_add_core_mutant(first_member_blames PROGRAM test_team FILE core/claimer.hpp
   FIND [[      return outcome(kFault, 0, r);]]
   REPLACE [[      return outcome(kFault, 0, team_.index());]])
 

@@ -128,7 +128,7 @@ ultraep_add_device_mutant(device_peers_unchecked FILE cuda/replicate.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
-ultraep_add_device_mutant(device_members_out_of_step FILE core/fetcher.hpp
+ultraep_add_device_mutant(device_members_out_of_step FILE core/claimer.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 

@@ -73,17 +73,17 @@ mutant(last_arriver_off_by_one core/storer.hpp
   FIND [[    if (team_.share(left) == 0)]]
   REPLACE [[    if (team_.share(left) == 1)]])
 
-mutant(claim_is_not_atomic core/fetcher.hpp
+mutant(claim_is_not_atomic core/claimer.hpp
   FIND [[        best_at = memory_.take(&call_.cursor[id]);]]
   REPLACE [[        memory_.take(&call_.cursor[id]);]])
 
-mutant(hub_claim_is_not_atomic core/fetcher.hpp
+mutant(hub_claim_is_not_atomic core/claimer.hpp
   FIND [[      else if (!memory_.claim(&call_.cursor[id], best_at))
         best_at = -1;]]
   REPLACE [[      else memory_.claim(&call_.cursor[id], best_at);]])
 
-mutant(taken_beyond_the_end core/fetcher.hpp
-  FIND [[    if (at < 0 || at >= piece.end - piece.begin) return]]
+mutant(taken_beyond_the_end core/claimer.hpp
+  FIND [[    if (at < 0 || at >= Pieces::length(call_, id)) return]]
   REPLACE [[    if (at < 0) return]])
 
 mutant(groups_uncounted_before_it_blocks core/storer.hpp
@@ -109,17 +109,17 @@ mutant(opening_shared_by_workers simulation/ranks.cc
 
 # ---- gates -------------------------------------------------------------------------------------
 
-mutant(missing_open core/fetcher.hpp
+mutant(missing_open core/claimer.hpp
   FIND [[    uint64_t seen = 0;
     return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
                       &seen);]]
   REPLACE [[    return Verdict::kArrived;]])
 
-mutant(call_unseen core/fetcher.hpp
+mutant(call_unseen core/claimer.hpp
   FIND [[    if (called != Verdict::kArrived) return called;]]
   REPLACE [[]])
 
-mutant(openings_not_looked_for core/fetcher.hpp
+mutant(openings_not_looked_for core/claimer.hpp
   FIND [[      open_[r] = !call.work.needs[r];]]
   REPLACE [[      open_[r] = 1;]])
 
@@ -132,16 +132,16 @@ mutant(destination_not_needed core/worklist.hpp
   REPLACE [[]])
 
 mutant(home_not_open core/fetcher.hpp
-  FIND [[    if (piece.source == Source::kRemoteMain && !open_[piece.source_rank]) return piece.source_rank;]]
+  FIND [[    if (piece.source == Source::kRemoteMain && !open[piece.source_rank]) return piece.source_rank;]]
   REPLACE [[]])
 
 mutant(destination_not_open core/fetcher.hpp
-  FIND [[      if (!open_[r]) return r;]]
+  FIND [[      if (!open[r]) return r;]]
   REPLACE [[]])
 
 mutant(ready_ignored core/fetcher.hpp
-  FIND [[        verdict = group_ready(piece, piece.begin + at, &why);]]
-  REPLACE [[        verdict = Verdict::kArrived;]])
+  FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
+  REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;]])
 
 mutant(digest_unchecked core/protocol.hpp
   FIND [[  if (seen.word == epoch.record.word) return Verdict::kArrived;
@@ -195,17 +195,30 @@ mutant(epoch_of_32_bits core/protocol.hpp
 
 # The counter-example: a hub piece is taken first, and waited for with home pieces unclaimed.
 mutant(blocked_hub_item_first core/fetcher.hpp
-  FIND [[        verdict = group_ready(piece, piece.begin + at, &why);]]
-  REPLACE [[        verdict = Verdict::kArrived;]])
+  FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
+  REPLACE [[    if (!waits || piece.source != Source::kSlot) return Verdict::kArrived;]])
 mutant(blocked_hub_item_first core/fetcher.hpp
-  FIND [[outcome(kEligible, progress(at, length), shifted(p));]]
-  REPLACE [[outcome(kEligible, piece.source == Source::kSlot ? 0 : 1 + at, shifted(p));]])
+  FIND [[                              Fault* fault) {]]
+  REPLACE [[                              Fault* fault, bool waits = false) {]])
+mutant(blocked_hub_item_first core/fetcher.hpp
+  FIND [[    return progress(at, length(call, p));]]
+  REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
+mutant(blocked_hub_item_first core/fetcher.hpp
+  FIND [[claimer_(call, memory, open, state, worker) {}]]
+  REPLACE [[claimer_(call, memory, open, state, worker), memory_(memory) {}]])
+mutant(blocked_hub_item_first core/fetcher.hpp
+  FIND [[  bool ended_ = false;
+};]]
+  REPLACE [[  bool ended_ = false;
+  Memory& memory_;
+  Fault blocked_ = Fault::kNone;
+};]])
 mutant(blocked_hub_item_first core/fetcher.hpp
   FIND [[    const Piece& piece = call_.work.pieces[item_.piece];
     Stage stage;]]
   REPLACE [[    const Piece& piece = call_.work.pieces[item_.piece];
-    if (piece.source == Source::kSlot &&
-        group_ready(piece, item_.group, &fault_) != Verdict::kArrived)
+    if (TransferPieces::ready(call_, memory_, item_.piece, item_.group - piece.begin, &blocked_,
+                              true) != Verdict::kArrived)
       return Step::kBlocked;
     Stage stage;]])
 
@@ -213,9 +226,9 @@ mutant(withheld_before_an_empty_ring core/storer.hpp
   FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]
   REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
 
-mutant(overtaken_worker_blames_the_peer core/fetcher.hpp
-  FIND [[(involves(call_.work.pieces[p], r) && !all_claimed(p)))]]
-  REPLACE [[involves(call_.work.pieces[p], r))]])
+mutant(overtaken_worker_blames_the_peer core/claimer.hpp
+  FIND [[(Pieces::touches(call_, p, r) && !all_claimed(p)))]]
+  REPLACE [[Pieces::touches(call_, p, r))]])
 
 mutant(ring_overrun core/fetcher.hpp
   FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
@@ -319,11 +332,11 @@ mutant(blames_what_it_waited_for core/failure.hpp
   FIND [[    if (!word.set() || word.told_by() < 0) break;]]
   REPLACE [[    break;]])
 
-mutant(blames_what_it_no_longer_waits_for core/fetcher.hpp
+mutant(blames_what_it_no_longer_waits_for core/claimer.hpp
   FIND [[      closed_ = team_.from(member, best_closed);]]
   REPLACE [[      if (closed_ < 0) closed_ = team_.from(member, best_closed);]])
 
-mutant(names_nobody core/fetcher.hpp
+mutant(names_nobody core/claimer.hpp
   FIND [[      waits_with_ = team_.from(member, best_with);]]
   REPLACE [[]])
 

@@ -1,0 +1,137 @@
+#include "host/add.hpp"
+
+#include <cstring>
+
+// Sanitizers do not see functions with their own target attribute.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define UEC_WIDE_ADDS 1
+#else
+#define UEC_WIDE_ADDS 0
+#endif
+
+namespace uec::host {
+namespace {
+
+// Inlined into functions for one kind of processor each: their compiler knows its vectors.
+// Gradients may lie at any address, so elements are copied out.
+#define UEC_INTO_EACH [[gnu::always_inline]] inline
+
+template <class Bits>
+UEC_INTO_EACH Bits bits_at(const uint8_t* from, int64_t i) {
+  Bits bits;
+  std::memcpy(&bits, from + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
+  return bits;
+}
+
+UEC_INTO_EACH float element(const uint8_t* from, int64_t i, GradType type) {
+  return type == GradType::kFloat32 ? bits_at<float>(from, i)
+                                    : from_bfloat16(bits_at<uint16_t>(from, i));
+}
+
+template <GradType kType, int32_t kSources, bool kMore>
+UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t elements) {
+  const uint8_t* from[kSources];
+  for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
+  // Of equal i alone: `to` may be one of them.
+#pragma GCC ivdep
+  for (int64_t i = 0; i < elements; ++i) {
+    float value = kMore ? to[i] + element(from[0], i, kType) : element(from[0], i, kType);
+#pragma GCC unroll 8
+    for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
+    to[i] = value;
+  }
+}
+
+template <GradType kType, bool kMore>
+UEC_INTO_EACH void sum_n(float* to, int32_t n, const uint8_t* const* sources, int64_t elements) {
+  switch (n) {
+    case 1:
+      return sum<kType, 1, kMore>(to, sources, elements);
+    case 2:
+      return sum<kType, 2, kMore>(to, sources, elements);
+    case 3:
+      return sum<kType, 3, kMore>(to, sources, elements);
+    case 4:
+      return sum<kType, 4, kMore>(to, sources, elements);
+    case 5:
+      return sum<kType, 5, kMore>(to, sources, elements);
+    case 6:
+      return sum<kType, 6, kMore>(to, sources, elements);
+    case 7:
+      return sum<kType, 7, kMore>(to, sources, elements);
+    default:
+      return sum<kType, 8, kMore>(to, sources, elements);
+  }
+}
+
+UEC_INTO_EACH void sum_any(float* to, bool more, int32_t n, const uint8_t* const* sources,
+                           int64_t elements, GradType type) {
+  if (type == GradType::kFloat32)
+    more ? sum_n<GradType::kFloat32, true>(to, n, sources, elements)
+         : sum_n<GradType::kFloat32, false>(to, n, sources, elements);
+  else
+    more ? sum_n<GradType::kBFloat16, true>(to, n, sources, elements)
+         : sum_n<GradType::kBFloat16, false>(to, n, sources, elements);
+}
+
+UEC_INTO_EACH void add_any(uint8_t* main, GradType type, const float* sum, int64_t elements) {
+  if (type == GradType::kFloat32) {
+    for (int64_t i = 0; i < elements; ++i) {
+      const float value = bits_at<float>(main, i) + sum[i];
+      std::memcpy(main + 4 * i, &value, 4);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < elements; ++i) {
+    const uint16_t value = to_bfloat16(from_bfloat16(bits_at<uint16_t>(main, i)) + sum[i]);
+    std::memcpy(main + 2 * i, &value, 2);
+  }
+}
+
+using Sum = void (*)(float*, bool, int32_t, const uint8_t* const*, int64_t, GradType);
+using Add = void (*)(uint8_t*, GradType, const float*, int64_t);
+
+struct Functions {
+  Sum sum;
+  Add add;
+};
+
+#define UEC_FUNCTIONS(name, attributes)                                                          \
+  attributes void sum_##name(float* to, bool more, int32_t n, const uint8_t* const* sources,     \
+                             int64_t elements, GradType type) {                                  \
+    sum_any(to, more, n, sources, elements, type);                                               \
+  }                                                                                              \
+  attributes void add_##name(uint8_t* main, GradType type, const float* sum, int64_t elements) { \
+    add_any(main, type, sum, elements);                                                          \
+  }
+
+UEC_FUNCTIONS(plain, )
+#if UEC_WIDE_ADDS
+UEC_FUNCTIONS(avx2, __attribute__((target("avx2"))))
+UEC_FUNCTIONS(avx512, __attribute__((target("avx512f,avx512bw,avx512vl"))))
+#endif
+
+Functions choose() {
+#if UEC_WIDE_ADDS
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl"))
+    return {sum_avx512, add_avx512};
+  if (__builtin_cpu_supports("avx2")) return {sum_avx2, add_avx2};
+#endif
+  return {sum_plain, add_plain};
+}
+
+const Functions functions = choose();
+
+}  // namespace
+
+void sum_gradients(float* to, bool more, int32_t n, const uint8_t* const* sources, int64_t elements,
+                   GradType type) {
+  functions.sum(to, more, n, sources, elements, type);
+}
+
+void add_gradients(uint8_t* main, GradType type, const float* sum, int64_t elements) {
+  functions.add(main, type, sum, elements);
+}
+
+}  // namespace uec::host

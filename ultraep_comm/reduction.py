@@ -1,0 +1,101 @@
+"""Bringing the gradients of replicas home."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ultraep_comm import _core
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.refusals import check_host_plan
+from ultraep_comm.schedule import MODES
+from ultraep_comm.segments import Weights
+from ultraep_comm.work import Work
+
+if TYPE_CHECKING:
+    from ultraep_comm.group import Group
+
+REDUCE_MODES = ("pull", "direct")
+
+
+def reduce_expert_grads(
+    grads: Weights,
+    plan: Plan,
+    *,
+    group: Group,
+    async_op: bool = False,
+    mode: str = "auto",
+    zero: bool = True,
+) -> Work | None:
+    """Add the gradients of a plan's replicas to the main gradients. Collective.
+
+    Each main gradient of a replicated expert becomes ``main + (r1 + r2 + ... + rn)``: the replicas'
+    slot gradients in ascending rank order, added in fp32, and rounded once to the main gradient's
+    dtype. These bits depend neither on the mode nor on tiles, threads or ranks.
+
+    When it has finished, this rank's main gradients are complete, nobody reads its slot gradients
+    any more, and those of filled slots are zero (unless ``zero=False``). Gradients of empty slots
+    and of experts without replicas are untouched.
+
+    Args:
+        grads: this rank's main gradients, ``{name: tensor [M, *shape] or sequence of M tensors}``
+            for the segments of ``group.slot_grads``, float32 or bfloat16 each, in any memory of the
+            group's device. Not to be used before the call has finished.
+        plan: the one that the slots were filled by; the same on every rank.
+        group: made with ``grads=``.
+        async_op: return a :class:`Work` at once.
+        mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
+            (the home loads every replica), or "auto".
+        zero: clear the slot gradients that were used, for the next microbatch.
+
+    Raises:
+        InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
+            peers fail at once, and the group takes no more calls.
+        GroupClosedError: the group is closed or failed earlier.
+        TransferError: the call failed. Slot gradients and the main gradients of replicated experts
+            are undefined then.
+    """
+    group._check_open("reduce_expert_grads")
+    engine = group._engine
+    if not isinstance(engine, _core.Engine):
+        raise UnsupportedError(
+            f"rank {group.rank}: reduce_expert_grads runs on the host engine only; make the group"
+            " with engine='host'"
+        )
+    try:
+        bound = group._grads.bind(grads)
+        check_host_plan(plan, group)
+        mode_id = _mode_id(mode, group)
+    except Exception as error:
+        group._reject(error)
+        raise
+    try:
+        epoch, chosen = engine.reduce(
+            plan.slot_expert.data_ptr(),
+            0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+            0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+            bound.addresses.buffer_info()[0],
+            bound.types.buffer_info()[0],
+            mode_id,
+            zero,
+            async_op,
+        )
+    except UltraEPError as error:
+        if group._engine.failed_epoch() != 0:
+            group._first_error = group._first_error or error
+        raise
+    work = group._submitted(epoch, (bound, plan), "reduce_expert_grads", MODES[chosen])
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def _mode_id(mode: str, group: Group) -> int:
+    if mode == "auto":
+        return -1
+    if mode not in REDUCE_MODES:
+        raise InvalidArgumentError(
+            f"rank {group.rank}: mode is {mode!r}; expected 'auto' or one of {list(REDUCE_MODES)}"
+        )
+    return MODES.index(mode)
