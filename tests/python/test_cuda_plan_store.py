@@ -78,7 +78,7 @@ def test_saved_plans_are_copies_on_the_device(
         handles.append(group.save(plan))
         for name in ("slot_expert", "slot_quota", "home_quota", "load"):
             tensor = getattr(plan, name)  # in the stream's order, as a graph's replay would
-            emulated.copy(tensor, torch.full_like(tensor, 1))
+            emulated.upload(tensor, torch.full_like(tensor, 1))
     emulated.settle()
     expected = uec.plan_replicas(load, group=groups[0])
     for group, handle in zip(groups, handles, strict=True):
@@ -169,7 +169,7 @@ def test_replays_save_the_plan_that_is_there(
     emulated.settle()
     emulated.begin_capture()
     handles = [group.save(given, layer=3) for group in groups]
-    emulated.copy(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
+    emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
     for work in start(groups, bound, handles):
         work.wait()
     for handle in handles:
@@ -178,7 +178,7 @@ def test_replays_save_the_plan_that_is_there(
     taken = handles[0]._plan.slot_expert.data_ptr()
     for epoch in range(1, 4):
         index = epoch % 3
-        emulated.copy(given.slot_expert, plan_of(index).slot_expert)
+        emulated.upload(given.slot_expert, plan_of(index).slot_expert)
         prepare(groups, weights, epoch)
         emulated.replay(graph)
         emulated.settle()
