@@ -41,10 +41,12 @@ inline bool has_home(const Topology& t, uint64_t home) {
 
 inline ReplicateArgs replicate_args(const Topology& t, uint64_t slot_expert, uint64_t slot_quota,
                                     uint64_t home_quota, uint64_t mains, uint64_t segments,
-                                    int32_t num_segments, int32_t mode, int32_t region) {
+                                    int32_t num_segments, int32_t mode, int32_t region,
+                                    uint64_t tag) {
   return {.slot_expert = at<const int32_t>(slot_expert),
           .plan_digest = digest_quotas(Alone{}, t, at<const int32_t>(slot_quota),
                                        at<const int32_t>(home_quota)),
+          .tag = tag,
           .mains = at<const uint64_t>(mains),
           .segments = at<const int32_t>(segments),
           .num_segments = num_segments,

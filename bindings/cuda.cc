@@ -171,10 +171,10 @@ void bind_cuda(nb::module_& m) {
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
-              bool background, uint64_t stream) {
+              bool background, uint64_t tag, uint64_t stream) {
              const ReplicateArgs args =
                  replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
-                                num_segments, mode, region);
+                                num_segments, mode, region, tag);
              Mode chosen;
              const uint64_t epoch = interruptible([&](auto&& interrupted) {
                return e.replicate(args, background, handle(stream), interrupted, &chosen);
@@ -184,11 +184,12 @@ void bind_cuda(nb::module_& m) {
       .def("replicate_on_device",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t home, uint64_t mains, uint64_t table, uint32_t segments, int32_t mode,
-              int32_t region, bool background, uint64_t stream) {
+              int32_t region, bool background, uint64_t tag, uint64_t stream) {
              const cuda::DeviceReplicateArgs args{.slot_expert = slot_expert,
                                                   .slot_quota = slot_quota,
                                                   .home_quota = home_quota,
                                                   .home = home,
+                                                  .tag = tag,
                                                   .mains = at<const uint64_t>(mains),
                                                   .table = table,
                                                   .segments = segments,

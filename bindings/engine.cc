@@ -91,10 +91,10 @@ void bind_engine(nb::module_& m) {
       .def("replicate",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
-              bool background) {
+              bool background, uint64_t tag) {
              const ReplicateArgs args =
                  replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
-                                num_segments, mode, region);
+                                num_segments, mode, region, tag);
              Mode chosen;
              const nb::gil_scoped_release release;
              const uint64_t epoch = e.replicate(args, background, &chosen);

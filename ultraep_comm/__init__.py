@@ -9,6 +9,7 @@ from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.planning import plan_replicas
 from ultraep_comm.reduction import reduce_expert_grads
 from ultraep_comm.rerouting import reroute, reroute_map
@@ -21,6 +22,7 @@ __all__ = [
     "Group",
     "Plan",
     "PlanCost",
+    "PlanHandle",
     "Segment",
     "Work",
     "errors",

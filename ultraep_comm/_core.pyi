@@ -223,6 +223,7 @@ class Engine:
         mode: int,
         region: int,
         background: bool,
+        tag: int,
     ) -> tuple[int, int]: ...
     def reduce(
         self,
@@ -488,6 +489,7 @@ class CudaEngine:
         mode: int,
         region: int,
         background: bool,
+        tag: int,
         stream: int,
     ) -> tuple[int, int]: ...
     def replicate_on_device(
@@ -502,6 +504,7 @@ class CudaEngine:
         mode: int,
         region: int,
         background: bool,
+        tag: int,
         stream: int,
     ) -> int: ...
     def gather(self, ids: int, count: int, id_bytes: int, load: int, stream: int) -> int: ...

@@ -17,6 +17,7 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.planning import (
     check_device_plan,
     check_ids,
@@ -201,7 +202,7 @@ def _count(topk_ids: torch.Tensor, counts: torch.Tensor, group: Group) -> None:
 
 def replicate_experts(
     weights: Weights | BoundWeights | torch.Tensor,
-    plan: Plan,
+    plan: Plan | PlanHandle,
     *,
     group: Group,
     async_op: bool = False,
@@ -228,7 +229,8 @@ def replicate_experts(
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
             or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
             call has finished.
-        plan: the same on every rank; in a CUDA graph, in memory that every replay reads.
+        plan: the same on every rank, or the handle that ``group.save`` returned for it; in a CUDA
+            graph, in memory that every replay reads.
         group: the group.
         async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
@@ -237,6 +239,7 @@ def replicate_experts(
     Raises:
         InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
             peers fail at once, and the group takes no more calls.
+        PlanHandleError: the handle has ended, or is another group's; peers fail likewise.
         GroupClosedError: the group is closed or failed earlier.
         DeviceError: the CUDA driver refused the call.
         UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
@@ -244,8 +247,14 @@ def replicate_experts(
         TransferError: the call failed.
     """
     if torch.compiler.is_dynamo_compiling():
+        plan, *_ = group._plan_of(plan, "replicate_experts")
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
-    group._check_open("replicate_experts")
+    try:
+        plan, tag, operation = group._plan_of(plan, "replicate_experts")
+    except UltraEPError as error:
+        group._reject(error)
+        raise
+    group._check_open(operation)
     on_device = group._takes(plan)
     if not on_device:  # refused in a capture, which is no reason to fail the peers
         plan = plan_on_host(plan, group)
@@ -277,6 +286,7 @@ def replicate_experts(
                 selection.bits,
                 mode_id,
                 async_op,
+                tag,
             )
         else:
             epoch, chosen_id = group._engine.replicate(
@@ -289,13 +299,14 @@ def replicate_experts(
                 mode_id,
                 bound.region,
                 async_op,
+                tag,
             )
             chosen = MODES[chosen_id]
     except UltraEPError as error:
         if group._engine.failed_epoch() != 0:
             group._first_error = group._first_error or error
         raise
-    work = group._submitted(epoch, (bound, plan), "replicate_experts", chosen)
+    work = group._submitted(epoch, (bound, plan), operation, chosen)
     if async_op:
         return work
     work.wait()

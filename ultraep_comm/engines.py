@@ -38,8 +38,9 @@ class Engine(Protocol):
         mode: int,
         region: int,
         background: bool,
+        tag: int,
     ) -> tuple[int, int]:
-        """Submit a call; return its epoch and its mode."""
+        """Submit a call; return its epoch and its mode. Ranks must agree on ``tag``, 64 bits."""
 
     def wait(self, epoch: int) -> bool:
         """Order what the caller does next behind a call; False: it has failed.
@@ -113,6 +114,7 @@ class DeviceEngine(Engine, Protocol):
         segments: int,
         mode: int,
         background: bool,
+        tag: int,
     ) -> int:
         """Submit a call; return its epoch.
 

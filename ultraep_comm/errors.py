@@ -27,6 +27,40 @@ class InvalidLoadError(InvalidArgumentError):
     """Loads, or routed ids, maps or probabilities: out of range, misshapen, or not the plan's."""
 
 
+class PlanHandleError(UltraEPError, ValueError):
+    """A handle of a saved plan was used after its end, or with another group than its own.
+
+    Attributes:
+        rank: the rank that raises.
+        layer: the handle's layer.
+        microbatch: the handle's microbatch.
+        generation: the handle's number among the plans that its group has saved.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, layer: int, microbatch: int, generation: int
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.layer = layer
+        self.microbatch = microbatch
+        self.generation = generation
+
+
+class GroupBusyError(UltraEPError):
+    """A group that was to be idle has saved plans in use, or calls that have not finished.
+
+    Attributes:
+        rank: the rank that raises.
+        live: layer and microbatch of each saved plan in use; empty: it is a call.
+    """
+
+    def __init__(self, message: str, *, rank: int, live: list[tuple[int, int]]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.live = live
+
+
 class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
 

@@ -28,6 +28,8 @@ from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.gradients import RankGrads
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_store import PlanHandle, PlanStore
+from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
 from ultraep_comm.refusals import refusal_error
 from ultraep_comm.registry import register_group
@@ -145,6 +147,14 @@ class Group:
             rank=rank, segments=dict(grads), num_mains=self.num_mains, device=self.device
         )
         self.name = register_group(self)
+        self._plans = PlanStore(
+            rank=rank,
+            name=self.name,
+            topology=topology,
+            device=device,
+            constants=(self._stages.home, self._stages.domains) if self._stages else (),
+            engine=self._engine,
+        )
         _ = topology.instances_per_rank  # kept there: torch.compile cannot trace how it is found
 
     def _views(
@@ -310,12 +320,89 @@ class Group:
                 f" {[self._names[i] for i in selection]}, or choose with segments="
             )
 
+    # ---- saved plans ----------------------------------------------------------------------
+
+    def save(self, plan: Plan, *, layer: int = 0, microbatch: int | None = None) -> PlanHandle:
+        """Keep a plan for the calls of a layer and microbatch that are still to come. Local.
+
+        The group copies it, in the current stream's order: whoever made the plan may write to its
+        memory. On the device of a CUDA group a save can be captured into a CUDA graph; its memory
+        belongs to the graph, and every replay saves the plan that is there by then. Have the
+        current stream come after reroutes by earlier handles on other streams.
+
+        Args:
+            plan: of this group's shape, on the CPU or on the device of a CUDA group.
+            layer: a number from 0 up.
+            microbatch: likewise; None: how many plans of the layer this group has saved before.
+
+        Raises:
+            InvalidPlanError: the plan is for another group.
+            InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
+            GroupClosedError: the group is closed or failed earlier.
+            UnsupportedError: the current stream is being captured, and no entry is free:
+                :meth:`reserve_plans`.
+        """
+        self._check_running("save")
+        device = self._device
+        if device is not None and isinstance(plan, Plan) and device.holds(plan.slot_expert):
+            check_device_plan(plan, self)
+        else:
+            check_plan_fits(plan, self)
+        return self._plans.save(plan, layer, microbatch)
+
+    def reserve_plans(self, count: int) -> None:
+        """Have memory for so many more saved plans: for a capture, all that it saves. Local.
+
+        Outside of captures :meth:`save` does so by itself. The host engine needs none.
+
+        Raises:
+            UnsupportedError: the current stream is being captured.
+            OutOfSharedMemoryError: there is not enough memory on the device.
+        """
+        self._check_running("reserve_plans")
+        self._plans.reserve(count)
+
+    def _plan_of(self, given: Plan | PlanHandle, operation: str) -> tuple[Plan, int, str]:
+        """Return the plan, what ranks compare besides it, and the operation's name for errors.
+
+        Raises:
+            PlanHandleError: a handle that cannot be used.
+        """
+        if not isinstance(given, PlanHandle):
+            return given, 0, operation
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                f"{operation} was given a PlanHandle in a compiled function, which cannot see"
+                " whether it has ended; give the plan, whose tensors autograd saves"
+            )
+        plan = self._plans.plan_of(given, operation)
+        return (
+            plan,
+            given._tag,
+            f"{operation} of layer {given.layer}, microbatch {given.microbatch}",
+        )
+
+    def assert_idle(self) -> None:
+        """Raise unless every saved plan was reduced or released, and every call has finished.
+
+        For the end of a training step. It waits for nothing.
+
+        Raises:
+            GroupBusyError: as the text says.
+            GroupClosedError: the group is closed or failed earlier.
+        """
+        self._check_running("assert_idle")
+        self._plans.assert_idle()
+
     # ---- life -----------------------------------------------------------------------------
 
     def _check_open(self, operation: str) -> None:
+        self._check_running(operation)
+        self._raise_stage_fault()
+
+    def _check_running(self, operation: str) -> None:
         failed = self._engine.failed_epoch()
         if self._state == "open" and failed == 0:
-            self._raise_stage_fault()
             return
         reason = "is closed" if self._state == "closed" else f"failed in call {failed}"
         error = GroupClosedError(
@@ -352,7 +439,7 @@ class Group:
 
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
         failed = self._engine.failed_epoch()
-        if failed != 0 and failed < epoch:
+        if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
             return GroupClosedError(
                 f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
                 f" call {failed} failed; make a new group"
@@ -378,7 +465,7 @@ class Group:
 
         Not during a capture, in which nothing runs.
         """
-        if self._device is not None and self._device.is_capturing():
+        if self._state == "closed" or (self._device is not None and self._device.is_capturing()):
             return
         self._first_error = self._first_error or error
         self._engine.reject()
@@ -409,11 +496,14 @@ class Group:
             PlanMismatchError: a peer is seen to have made another last call than this rank.
             InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
                 bad values, and no call since then has said so.
+            GroupBusyError: plans were saved that nobody has reduced or released. The group is
+                closed all the same.
         """
         if self._state == "closed":
             return
         self._state = "closed"
         engine = self._engine
+        busy = self._plans.busy_error("the group was closed")
         try:
             engine.synchronize(engine.epoch)
         except BaseException:  # Ctrl-C while a peer keeps us waiting
@@ -422,6 +512,7 @@ class Group:
         finally:
             peer = engine.close()
             self._leave()
+            self._plans.close()
             self._in_flight.clear()
             self._captured.clear()
             self._finalizer.detach()
@@ -439,6 +530,8 @@ class Group:
         if self._stages is not None and not self._aborted:
             self._stages.finish()
             self._stages.raise_fault()
+        if busy is not None and failed == 0 and not self._aborted:
+            raise busy
 
     def __enter__(self) -> Group:
         return self

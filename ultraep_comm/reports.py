@@ -37,8 +37,8 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
         case 1:
             return PlanMismatchError(
                 f"{prefix}disagrees with rank {peer}, which made another call at this point:"
-                " another operation, plan, mode, segment selection or order of calls. Make the same"
-                f" calls with the same plan on every rank{suffix}",
+                " another operation, layer, microbatch, plan, mode, segment selection or order of"
+                f" calls. Make the same calls with the same plan on every rank{suffix}",
                 **places,
             )
         case 2:

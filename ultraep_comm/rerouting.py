@@ -10,6 +10,7 @@ import torch
 from ultraep_comm import _core, tracing
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.planning import check_device_plan, check_ids, check_plan_fits, plan_on_host
 from ultraep_comm.topology import IntArray
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
-def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor:
+def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) -> torch.Tensor:
     """Map routed experts to physical instances, so that each receives its quota. Local.
 
     Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
@@ -33,9 +34,9 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
     Args:
         topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
             padding and stays -1. On the CPU, or on the device of a CUDA group.
-        plan: with quotas and ``[G, E]`` load, on the CPU or on the device. Where one of plan and
-            ids is on the CPU, the other is copied there and the result to where the ids are, which
-            synchronises.
+        plan: or the handle of a saved one; with quotas and ``[G, E]`` load, on the CPU or on the
+            device. Where one of plan and ids is on the CPU, the other is copied there and the
+            result to where the ids are, which synchronises.
         group: the group; its rank is the source.
 
     Returns:
@@ -49,8 +50,10 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
             counted in ``plan.load``.
         UnsupportedError: a stream is being captured, and something has to be copied, or the working
             memory has to grow: the text says which call to make once before the capture.
+        PlanHandleError: the handle has ended, or is another group's.
         DeviceError: the CUDA driver refused a launch.
     """
+    plan, *_ = group._plan_of(plan, "reroute")
     if torch.compiler.is_dynamo_compiling():
         return tracing.reroute(topk_ids, plan, group)
     check_ids(topk_ids, group.rank, group.device)
@@ -65,7 +68,11 @@ def reroute(topk_ids: torch.Tensor, plan: Plan, *, group: Group) -> torch.Tensor
 
 
 def reroute_map(
-    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, *, group: Group
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    plan: Plan | PlanHandle,
+    *,
+    group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what :func:`reroute` does, for a routing map and its probabilities. Local.
 
@@ -76,8 +83,8 @@ def reroute_map(
         routing_map: bool ``[T, E]``, True where a token goes to an expert: as many per expert as
             were counted for ``plan.load``. On the CPU, or on the device of a CUDA group.
         probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
-        plan: with quotas and ``[G, E]`` load, on the CPU or on the device: what :func:`reroute`
-            says of that, and of what is launched, captured and found wrong later, holds here too.
+        plan: a plan or a handle, with quotas and ``[G, E]`` load: what :func:`reroute` says of
+            that, and of what is launched, captured and found wrong later, holds here too.
         group: the group; its rank is the source.
 
     Returns:
@@ -90,8 +97,9 @@ def reroute_map(
         InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
         InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
             ``plan.load``.
-        UnsupportedError, DeviceError: as :func:`reroute`.
+        PlanHandleError, UnsupportedError, DeviceError: as :func:`reroute`.
     """
+    plan, *_ = group._plan_of(plan, "reroute_map")
     if torch.compiler.is_dynamo_compiling():
         return tracing.reroute_map(routing_map, probs, plan, group)
     _check_map(routing_map, group)

@@ -52,6 +52,7 @@ struct GroupTables {
 struct ReplicateArgs {
   const int32_t* slot_expert = nullptr;  // [G][S], validated
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
   const uint64_t* mains = nullptr;       // [segments][M] addresses
   const int32_t* segments = nullptr;     // which segments, ascending
   int32_t num_segments = 0;
@@ -86,6 +87,7 @@ UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const Rep
 
   const bool pull = work.schedule.mode == Mode::kPull;
   uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
+  digest = mix(digest, args.tag);  // plans that are equal may be of different layers
   digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
   digest = digest_ints(team, digest, args.segments, args.num_segments);
   digest = mix(digest, static_cast<uint64_t>(work.schedule.mode));

@@ -101,6 +101,7 @@ struct LaunchArgs {
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
   int64_t counted = 1;  // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
   DeviceCall on_device[kMaxLaunchRanks];
 };
 static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");

@@ -189,7 +189,9 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     *mode = schedule_.schedule.mode;
     *reinterpret_cast<CallHeader*>(block) =
         make_header(call, digest, *mode == Mode::kPull ? regions_[args.region] : 0);
-    return Request{};
+    Request request;
+    request.tag = args.tag;
+    return request;
   };
   return submit(fill, background, stream, interrupted);
 }
@@ -199,6 +201,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   Request request;
+  request.tag = args.tag;
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,

@@ -28,6 +28,7 @@ struct DeviceReplicateArgs {
   Address slot_quota = 0;           // [G][S], or 0
   Address home_quota = 0;           // [E], or 0
   Address home = 0;                 // [E], compared with the group's; 0: known to be equal
+  uint64_t tag = 0;                 // as in ReplicateArgs
   const uint64_t* mains = nullptr;  // [segments][M] addresses, copied now
   Address table = 0;                // the same in device memory, read when the kernel runs
   uint32_t segments = 0;            // bits

@@ -60,7 +60,8 @@ bool poll(Done&& done, const Interrupted& interrupted) {
 
 // Addresses differ from rank to rank; what decides the plan must not.
 bool Request::goes_with(const Request& other) const {
-  return (load.load != 0) == (other.load.load != 0) && (plan != 0) == (other.plan != 0) &&
+  return tag == other.tag && (load.load != 0) == (other.load.load != 0) &&
+         (plan != 0) == (other.plan != 0) &&
          (plan == 0 || plan_args.objective == other.plan_args.objective);
 }
 
@@ -245,6 +246,7 @@ void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
   args.calls = device_block(c.first_rank, call);
   args.call_bytes = call_bytes_;
   args.counted = !is_captured(call);
+  args.tag = e.requests.front().tag;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   launch_kernel(c.kernel, c.num_sms, kNumThreads, shared_bytes(c.capacity, c.tile_bytes), &args,
                 stream);

@@ -33,6 +33,7 @@ inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 
 // What a rank submits: a replication or, if there is somewhere to put it, a load.
 struct Request {
+  uint64_t tag = 0;         // of the plan's handle, the same for all ranks of a launch
   DeviceCall device;        // of a plan on the device; else the host has filled the call's block
   int64_t mains_bytes = 0;  // of a plan on the device: addresses of main weights in the block
   LoadCall load;

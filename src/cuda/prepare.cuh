@@ -22,7 +22,7 @@ UEC_DEVICE void copy_ints(int32_t* to, uint64_t from, int32_t count) {
 }
 
 // By a warp: what prepare_replicate() asks for, from what the group and the call give.
-UEC_APART void gather_tables(const RankState& state, const DeviceCall& device,
+UEC_APART void gather_tables(const RankState& state, const DeviceCall& device, uint64_t tag,
                              PrepareShared& made) {
   const Capacity& c = state.capacity;
   if (Warp::leader()) {
@@ -40,6 +40,7 @@ UEC_APART void gather_tables(const RankState& state, const DeviceCall& device,
     for (int32_t i = 0; i < c.num_segments; ++i)
       if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
     args.slot_expert = made.slot_expert;
+    args.tag = tag;
     args.segments = made.segments;
     args.mode = device.mode;
     args.region = device.regions == 0 ? -1 : device.region;
@@ -99,8 +100,9 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
 }
 
 // By a warp: makes the block's image in shared memory, where `made` is. Returns why not, in `seen`.
-UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, PrepareShared& made) {
-  gather_tables(state, device, made);
+UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, uint64_t tag,
+                            PrepareShared& made) {
+  gather_tables(state, device, tag, made);
   const Wait refusal = find_refusal(device, made);
   if (refusal.seen != 0) return refusal;
   const uint64_t quotas = digest_quotas(Warp{}, made.tables.topology,
@@ -126,12 +128,12 @@ UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, Pr
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
 // `tiles` is their memory.
 template <class Memory, class Mover>
-UEC_DEVICE void make_block(BlockShared& shared, const DeviceCall& device, std::byte* tiles,
-                           std::byte* call_block) {
+UEC_DEVICE void make_block(BlockShared& shared, const DeviceCall& device, uint64_t tag,
+                           std::byte* tiles, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(tiles);
   if (ptx::thread_idx() < ptx::kWarpSize) {
-    const Wait refusal = prepare_call(state, device, made);
+    const Wait refusal = prepare_call(state, device, tag, made);
     if (refusal.seen != 0) {
       Memory memory(shared.block);
       Mover mover(shared.ring, nullptr, shared.block);
@@ -166,10 +168,10 @@ UEC_DEVICE bool await_block(const RankState& state) {
 
 // By all threads. Sets shared.prepared, for the thread that goes on.
 template <class Memory, class Mover>
-UEC_DEVICE void prepare(BlockShared& shared, const DeviceCall& device, std::byte* tiles,
-                        std::byte* call_block) {
+UEC_DEVICE void prepare(BlockShared& shared, const DeviceCall& device, uint64_t tag,
+                        std::byte* tiles, std::byte* call_block) {
   if (shared.first)
-    make_block<Memory, Mover>(shared, device, tiles, call_block);
+    make_block<Memory, Mover>(shared, device, tag, tiles, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state);
 }

@@ -152,7 +152,7 @@ UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
   }
   ptx::sync_block();
   if (device.slot_expert != 0 && shared.enters)
-    prepare<Memory, Mover>(shared, device, shared_memory + tiles_offset(state.capacity),
+    prepare<Memory, Mover>(shared, device, args.tag, shared_memory + tiles_offset(state.capacity),
                            call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = shared.enters;

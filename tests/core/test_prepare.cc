@@ -25,6 +25,7 @@ struct Choice {
   std::vector<int32_t> segments;
   int32_t mode, region;
   uint64_t plan_digest;
+  uint64_t tag = 0;
 };
 
 class Group {
@@ -45,6 +46,7 @@ class Group {
   uint64_t prepare(const Choice& choice) {
     const ReplicateArgs args{.slot_expert = case_.slot_expert.data(),
                              .plan_digest = choice.plan_digest,
+                             .tag = choice.tag,
                              .mains = nullptr,
                              .segments = choice.segments.data(),
                              .num_segments = static_cast<int32_t>(choice.segments.size()),
@@ -111,6 +113,9 @@ class Group {
 void check_digests(Group& group, const Choice& choice, uint64_t digest) {
   Choice other = choice;
   other.plan_digest ^= 1;
+  CHECK(group.prepare(other) != digest);
+  other = choice;
+  other.tag ^= 1;
   CHECK(group.prepare(other) != digest);
   other = choice;
   if (choice.segments.size() > 1) {

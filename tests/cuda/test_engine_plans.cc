@@ -16,6 +16,7 @@ uec::cuda::DeviceReplicateArgs device_args(const Ranks& ranks, int32_t rank) {
   args.slot_quota = 0x6000;
   args.home_quota = 0x7000;
   args.home = 0x8000;
+  args.tag = 0xA1;
   args.mains = ranks.mains.data();
   args.segments = 3;
   args.mode = static_cast<int32_t>(Mode::kDirect);
@@ -34,6 +35,7 @@ void check_plans_on_device() {
   }
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK_EQ(launch.args.counted, 1);
+  CHECK_EQ(launch.args.tag, 0xA1);
   for (int32_t r = 0; r < 3; ++r) {
     const uec::cuda::DeviceCall& call = launch.args.on_device[r];
     CHECK_EQ(call.slot_expert, Address{0x5000} + r);

@@ -31,6 +31,7 @@ PYTHON_ORDER = [
     "planner",
     "costs",
     "plan",
+    "plan_store",
     "tracing",
     "planning",
     "rerouting",

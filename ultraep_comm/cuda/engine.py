@@ -122,6 +122,7 @@ class CudaEngine:
         mode: int,
         region: int,
         background: bool,
+        tag: int,
     ) -> tuple[int, int]:
         """Submit a call, and return its epoch and mode."""
         try:
@@ -135,6 +136,7 @@ class CudaEngine:
                 mode,
                 region,
                 background,
+                tag,
                 self._current_stream(),
             )
         except (_core.DriverError, _core.CaptureError) as error:
@@ -186,6 +188,7 @@ class CudaEngine:
         segments: int,
         mode: int,
         background: bool,
+        tag: int,
     ) -> int:
         """Submit a call whose plan is on the device; ``segments`` has a bit for each.
 
@@ -204,6 +207,7 @@ class CudaEngine:
                 mode,
                 bound.region,
                 background,
+                tag,
                 self._current_stream(),
             )
         except (_core.DriverError, _core.CaptureError) as error:

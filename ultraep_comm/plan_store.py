@@ -1,0 +1,381 @@
+"""Saved plans: several microbatches in flight, each with the plan that its forward pass ran by."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ultraep_comm.errors import (
+    GroupBusyError,
+    InvalidArgumentError,
+    PlanHandleError,
+    UnsupportedError,
+)
+from ultraep_comm.plan import Plan
+from ultraep_comm.registry import find_group
+from ultraep_comm.topology import Topology, as_int
+
+if TYPE_CHECKING:
+    from ultraep_comm.cuda.device import Device
+    from ultraep_comm.engines import Engine
+    from ultraep_comm.group import Group
+
+ALIGNMENT = 4  # int32, of an entry's fields: 16 bytes, as compilers expect it of tensors
+LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # that a tag can tell apart
+NAMED = 4  # live handles that an error lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """Why a handle can be used no more."""
+
+    what: str
+    todo: str
+
+
+_SPENT = _End(
+    what="was reduced already: backward twice on one handle",
+    todo="save the plan once for each backward pass",
+)
+_RELEASED = _End(
+    what="was released", todo="release a handle after its last use, or save the plan again"
+)
+_CLOSED = _End(
+    what="belongs to a group that is closed", todo="make a new group, and save plans in that"
+)
+
+
+class PlanHandle:
+    """A saved plan, for the calls of one layer and microbatch. Made by ``group.save``.
+
+    It stands where those calls take a plan. ``reduce_expert_grads`` is its last use; without one,
+    :meth:`release` ends it, or leaving it as a context manager does. Ranks have to use handles in
+    the same order: calls with handles of different layers or microbatches do not match.
+
+    Attributes:
+        layer: as given to ``save``.
+        microbatch: as given, or the number of plans of this layer that were saved before.
+        generation: counts the plans that the group has saved; never twice the same.
+    """
+
+    def __init__(
+        self,
+        store: PlanStore,
+        plan: Plan,
+        entry: _Entry | None,
+        *,
+        captured: bool,
+        layer: int,
+        microbatch: int,
+        generation: int,
+    ) -> None:
+        self.layer = layer
+        self.microbatch = microbatch
+        self.generation = generation
+        self._store = store
+        self._plan = plan
+        self._entry = entry
+        self._captured = captured
+        self._end: _End | None = None
+
+    @property
+    def group(self) -> Group:
+        """Return the group that saved the plan; GroupClosedError: it lives no more."""
+        return find_group(self._store.name)
+
+    @property
+    def plan(self) -> Plan:
+        """Return the saved plan, in the store's memory: not to be written to, nor kept for longer.
+
+        Raises:
+            PlanHandleError: the handle has ended, or its group is closed.
+        """
+        return self._store.plan_of(self, "PlanHandle.plan")
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the handle can be used."""
+        return self._end is None and not self._store.closed
+
+    def release(self) -> None:
+        """End the handle without a reduction. Harmless if it has ended.
+
+        A handle that was saved in a capture into a CUDA graph keeps its entry for the graph's
+        replays: release it, once more if it has ended, outside of captures when the graph is gone.
+        """
+        self._store.end(self, _RELEASED)
+
+    def _spend(self) -> None:
+        """End the handle: its reduction has been submitted."""
+        self._store.end(self, _SPENT)
+
+    @property
+    def _tag(self) -> int:
+        """Return what ranks compare: never 0, which stands for calls without a handle."""
+        return (self.layer + 1) << 32 | self.microbatch
+
+    def __enter__(self) -> PlanHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PlanHandle cannot be copied or pickled: its group counts its uses")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._store.closed else "live"
+        if self._end is not None:
+            state = "reduced" if self._end is _SPENT else "released"
+        return (
+            f"PlanHandle(layer={self.layer}, microbatch={self.microbatch},"
+            f" generation={self.generation}, group={self._store.name!r}, {state})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Memory on the device for one plan: ``{field: tensor}``."""
+
+    fields: Mapping[str, torch.Tensor]
+
+
+class PlanStore:
+    """The plans that a group keeps, and their handles.
+
+    A plan on the CPU is copied. One on the device goes to an entry of device memory that was there
+    before, in the order of the current stream, so that a save can be captured. An entry is used
+    again when its handle has ended and the calls on the group until then have finished; one that a
+    capture has saved to belongs to the graph.
+
+    Args:
+        rank: for errors.
+        name: the group's.
+        topology: of its plans.
+        device: None: plans are on the CPU.
+        constants: tensors that plans share and nobody writes to: they are not copied.
+        engine: says which calls have finished.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        name: str,
+        topology: Topology,
+        device: Device | None,
+        constants: tuple[torch.Tensor, ...],
+        engine: Engine,
+    ) -> None:
+        self.name = name
+        self.closed = False
+        self._rank = rank
+        self._topology = topology
+        self._device = device
+        self._constants = constants
+        self._engine = engine
+        self._generation = 0
+        self._saved: Counter[int] = Counter()  # plans of a layer so far
+        self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
+        self._free: list[_Entry] = []
+        self._ended: deque[tuple[int, _Entry]] = deque()  # free behind that call
+        self._captured_saves = 0  # since the last that was not captured
+
+    # ---- saving ---------------------------------------------------------------------------
+
+    def save(self, plan: Plan, layer: int, microbatch: int | None) -> PlanHandle:
+        """Keep a plan that has been checked; see ``Group.save``."""
+        layer = self._number(layer, "layer", LAYERS)
+        if microbatch is None:
+            microbatch = self._saved[layer]
+        microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
+        fields = {
+            name: tensor
+            for name, tensor in vars(plan).items()
+            if tensor is not None and not any(tensor is constant for constant in self._constants)
+        }
+        device, entry, captured = self._device, None, False
+        if device is None or not device.holds(plan.slot_expert):
+            copies = {name: tensor.clone() for name, tensor in fields.items()}
+        else:
+            captured = device.is_capturing()
+            entry = self._take_entry(device, captured)
+            copies = {name: entry.fields[name] for name in fields}
+            device.copy_all(list(copies.values()), list(fields.values()))
+        self._generation += 1
+        self._saved[layer] += 1
+        self._live[self._generation] = (layer, microbatch)
+        return PlanHandle(
+            self,
+            replace(plan, **copies),
+            entry,
+            captured=captured,
+            layer=layer,
+            microbatch=microbatch,
+            generation=self._generation,
+        )
+
+    def _number(self, value: int, name: str, limit: int) -> int:
+        number = as_int(value, name)
+        if not 0 <= number < limit:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: save was given {name}={number}; expected [0, {limit})"
+            )
+        return number
+
+    def _take_entry(self, device: Device, captured: bool) -> _Entry:
+        if not captured:
+            self._captured_saves = 0
+            self._collect()
+            return self._free.pop() if self._free else self._make_entry(device)
+        if not self._free:
+            needed = self._captured_saves + 1
+            raise UnsupportedError(
+                f"rank {self._rank}: save needs an entry of the plan store, and none is free after"
+                f" {self._captured_saves} captured saves; none can be had while a CUDA graph is"
+                f" being captured. Call group.reserve_plans({needed}), or more, before the capture:"
+                " one for each plan that it saves"
+            )
+        self._captured_saves += 1
+        return self._free.pop()
+
+    def _collect(self) -> None:
+        """Free the entries whose calls have finished. Not in a capture, which forbids to ask."""
+        while self._ended and self._engine.is_completed(self._ended[0][0]):
+            self._free.append(self._ended.popleft()[1])
+
+    def _make_entry(self, device: Device) -> _Entry:
+        t = self._topology
+        slots, experts = (t.num_ranks, t.slots_per_rank), (t.num_experts,)
+        shapes = {
+            "slot_expert": slots,
+            "home": experts,
+            "slot_quota": slots,
+            "home_quota": experts,
+            "load": (t.num_ranks, t.num_experts),
+            "domains": (t.num_ranks,),
+        }
+        begins, total = {}, 0
+        for name, shape in shapes.items():
+            begins[name] = total
+            total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        memory = device.allocate(4 * total).view(torch.int32)
+        return _Entry(
+            {
+                name: memory[begins[name] :][: math.prod(shape)].view(shape)
+                for name, shape in shapes.items()
+            }
+        )
+
+    def reserve(self, count: int) -> None:
+        """Have so many free entries; see ``Group.reserve_plans``."""
+        count = as_int(count, "count")
+        if self._device is None:
+            return
+        if self._device.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: reserve_plans({count}) in a capture into a CUDA graph; call it"
+                " before"
+            )
+        self._captured_saves = 0
+        self._collect()
+        while len(self._free) < count:
+            self._free.append(self._make_entry(self._device))
+
+    # ---- using ----------------------------------------------------------------------------
+
+    def plan_of(self, handle: PlanHandle, operation: str) -> Plan:
+        """Return the plan of a handle that can be used here.
+
+        Raises:
+            PlanHandleError: it cannot.
+        """
+        if handle._store is not self:
+            raise self._error(
+                handle,
+                operation,
+                _End(
+                    what=f"belongs to group {handle._store.name!r}, not to group {self.name!r}",
+                    todo="use a handle with the group that saved the plan",
+                ),
+            )
+        end = handle._end or (_CLOSED if self.closed else None)
+        if end is not None:
+            raise self._error(handle, operation, end)
+        return handle._plan
+
+    def _error(self, handle: PlanHandle, operation: str, end: _End) -> PlanHandleError:
+        return PlanHandleError(
+            f"rank {self._rank}: {operation} was given the handle of layer {handle.layer},"
+            f" microbatch {handle.microbatch} (generation {handle.generation} of group"
+            f" {handle._store.name!r}), which {end.what}; {end.todo}",
+            rank=self._rank,
+            layer=handle.layer,
+            microbatch=handle.microbatch,
+            generation=handle.generation,
+        )
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def end(self, handle: PlanHandle, end: _End) -> None:
+        """End a handle, if it has not ended, and have its entry used again if that may be."""
+        if handle._end is None:
+            handle._end = end
+            self._live.pop(handle.generation, None)
+        elif not handle._captured:
+            return
+        entry, device = handle._entry, self._device
+        if entry is None or device is None:
+            return
+        if handle._captured and (end is _SPENT or device.is_capturing()):
+            return  # it is the graph's
+        handle._entry = None
+        # Also calls that other handles were used in: what matters is that none of ours is left out.
+        self._ended.append((self._engine.epoch, entry))
+
+    def assert_idle(self) -> None:
+        """Raise GroupBusyError if handles are live or calls have not finished."""
+        error = self.busy_error("assert_idle")
+        if error is not None:
+            raise error
+        epoch = self._engine.epoch
+        if not self._engine.is_completed(epoch):
+            raise GroupBusyError(
+                f"rank {self._rank}: assert_idle before call {epoch} on this group has finished;"
+                " synchronize() with its Work first",
+                rank=self._rank,
+                live=[],
+            )
+
+    def busy_error(self, operation: str) -> GroupBusyError | None:
+        """Return what to raise where no handle may be live; None: none is."""
+        live = list(self._live.values())  # in the order of saving
+        if not live:
+            return None
+        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:NAMED])
+        rest = f"; and {len(live) - NAMED} more" if len(live) > NAMED else ""
+        return GroupBusyError(
+            f"rank {self._rank}: {operation} with {len(live)} saved"
+            f" {'plan' if len(live) == 1 else 'plans'} that nobody has reduced or released:"
+            f" {named}{rest}. Call reduce_expert_grads with every handle, or handle.release()",
+            rank=self._rank,
+            live=live,
+        )
+
+    def close(self) -> None:
+        """End all handles with their group. Plans that somebody holds keep their memory."""
+        self.closed = True
+        self._live.clear()
+        self._free.clear()
+        self._ended.clear()
