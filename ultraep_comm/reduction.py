@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ultraep_comm import _core
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.refusals import check_host_plan
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import Weights
@@ -20,7 +21,7 @@ REDUCE_MODES = ("pull", "direct")
 
 def reduce_expert_grads(
     grads: Weights,
-    plan: Plan,
+    plan: Plan | PlanHandle,
     *,
     group: Group,
     async_op: bool = False,
@@ -41,7 +42,8 @@ def reduce_expert_grads(
         grads: this rank's main gradients, ``{name: tensor [M, *shape] or sequence of M tensors}``
             for the segments of ``group.slot_grads``, float32 or bfloat16 each, in any memory of the
             group's device. Not to be used before the call has finished.
-        plan: the one that the slots were filled by; the same on every rank.
+        plan: the one that the slots were filled by, the same on every rank; or its handle, which
+            this call ends.
         group: made with ``grads=``.
         async_op: return a :class:`Work` at once.
         mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
@@ -51,15 +53,23 @@ def reduce_expert_grads(
     Raises:
         InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
             peers fail at once, and the group takes no more calls.
+        PlanHandleError: the handle has ended (backward twice?), or is another group's; peers fail
+            likewise.
         GroupClosedError: the group is closed or failed earlier.
         TransferError: the call failed. Slot gradients and the main gradients of replicated experts
             are undefined then.
     """
-    group._check_open("reduce_expert_grads")
+    handle = plan
+    try:
+        plan, tag, operation = group._plan_of(plan, "reduce_expert_grads")
+    except UltraEPError as error:
+        group._reject(error)
+        raise
+    group._check_open(operation)
     engine = group._engine
     if not isinstance(engine, _core.Engine):
         raise UnsupportedError(
-            f"rank {group.rank}: reduce_expert_grads runs on the host engine only; make the group"
+            f"rank {group.rank}: {operation} runs on the host engine only; make the group"
             " with engine='host'"
         )
     try:
@@ -79,12 +89,15 @@ def reduce_expert_grads(
             mode_id,
             zero,
             async_op,
+            tag,
         )
     except UltraEPError as error:
         if group._engine.failed_epoch() != 0:
             group._first_error = group._first_error or error
         raise
-    work = group._submitted(epoch, (bound, plan), "reduce_expert_grads", MODES[chosen])
+    work = group._submitted(epoch, (bound, plan), operation, MODES[chosen])
+    if isinstance(handle, PlanHandle):
+        handle._spend()
     if async_op:
         return work
     work.wait()

@@ -10,6 +10,7 @@ namespace uec {
 struct ReduceArgs {
   const int32_t* slot_expert = nullptr;  // [G][S], validated
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
   const uint64_t* mains = nullptr;       // [segments][M] addresses of main gradients
   const GradType* main_type = nullptr;   // [segments] of this rank's main gradients
   int32_t mode = -1;                     // kPull, kDirect, or -1: by cost
@@ -44,6 +45,7 @@ UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const Reduce
   build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
                    call->work);
   uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), args.plan_digest);
+  digest = mix(digest, args.tag);  // plans that are equal may be of different layers
   digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
   return mix(digest, static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero);
 }

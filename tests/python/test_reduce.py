@@ -380,3 +380,53 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     assert error.value.peer == 1
     for group in groups:
         group.close()
+
+
+# ---- saved plans --------------------------------------------------------------------------------
+
+
+def test_a_handle_ends_with_its_reduction() -> None:
+    groups = make_groups(2, num_experts=4)
+    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
+    handles = [group.save(plan, layer=3, microbatch=5) for group in groups]
+    before = [fill_slot_grads(group, 1) for group in groups]
+    mains = [make_mains(group, 1, F32) for group in groups]
+    wanted = [expect(group, plan, main, before) for group, main in zip(groups, mains, strict=True)]
+
+    def call(rank: int) -> BaseException | None:
+        return raised(
+            lambda: uec.reduce_expert_grads(mains[rank], handles[rank], group=groups[rank])
+        )
+
+    assert loopback(2, call) == [None, None]
+    for name in NAMES:
+        assert same_bits(mains[0][name], wanted[0][name])
+    for group in groups:
+        group.assert_idle()
+    again = loopback(2, call)
+    assert isinstance(again[0] or again[1], errors.PlanHandleError)
+    for error in again:
+        assert isinstance(error, errors.PlanHandleError | errors.GroupClosedError)
+        if isinstance(error, errors.PlanHandleError):
+            assert "layer 3, microbatch 5" in str(error)
+            assert "backward twice" in str(error)
+    for group in groups:
+        group.close()
+
+
+def test_layers_reduced_in_another_order_do_not_match() -> None:
+    groups = make_groups(2, num_experts=4)
+    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)  # the same for both layers
+    handles = [[group.save(plan, layer=layer) for layer in (3, 4)] for group in groups]
+    mains = [make_mains(group, 1, F32) for group in groups]
+
+    def call(rank: int) -> BaseException | None:
+        return raised(
+            lambda: uec.reduce_expert_grads(mains[rank], handles[rank][rank], group=groups[rank])
+        )
+
+    for rank, error in enumerate(loopback(2, call)):
+        assert isinstance(error, errors.PlanMismatchError | errors.TransferAbortedError)
+        assert f"rank {rank}: reduce_expert_grads of layer {3 + rank}, microbatch 0" in str(error)
+    for group in groups:
+        group.close()
