@@ -20,6 +20,7 @@ from ultraep_comm.costs import PlanCost
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas
+from ultraep_comm.reduction import reduce_expert_grads
 from ultraep_comm.registry import find_group
 from ultraep_comm.rerouting import reroute, reroute_gradient, reroute_map
 from ultraep_comm.segments import Weights
@@ -254,11 +255,7 @@ def _transfer_of(
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, which of their rows will be filled, and the call."""
     group = find_group(group_name)
-    rest = iter(tensors)
-    weights: Weights = {
-        name: next(rest) if count < 0 else list(itertools.islice(rest, count))
-        for name, count in zip(given, counts, strict=True)
-    }
+    weights = _by_name(tensors, counts, given)
     call = partial(
         replicate_experts,
         tensors[0] if given == [TABLE] else weights,
@@ -269,6 +266,52 @@ def _transfer_of(
     )
     copies = _copies_among(slots, names, group)
     return copies, _filled(slot_expert, group) if copies else [], call
+
+
+def _by_name(tensors: list[Tensor], counts: list[int], given: list[str]) -> Weights:
+    rest = iter(tensors)
+    return {
+        name: next(rest) if count < 0 else list(itertools.islice(rest, count))
+        for name, count in zip(given, counts, strict=True)
+    }
+
+
+@_operator(
+    f"reduce_expert_grads(Tensor(a!)[] grads, int[] counts, str[] given, {_PLAN},"
+    " Tensor(b!)[] slot_grads, Tensor(c!) order, str how, bool zero, str group) -> ()",
+    lambda *_: None,
+)
+def _reduce(
+    grads: list[Tensor],
+    counts: list[int],
+    given: list[str],
+    slot_expert: Tensor,
+    home: Tensor,
+    slot_quota: Tensor | None,
+    home_quota: Tensor | None,
+    slot_grads: list[Tensor],
+    _order: Tensor,
+    mode: str,
+    zero: bool,
+    group_name: str,
+) -> None:
+    group = find_group(group_name)
+    # Slot gradients may be copies, as slots may be; the call reads the group's memory.
+    pairs = zip(slot_grads, group.slot_grads.values(), strict=True)
+    copies = [(copy, own) for copy, own in pairs if copy.data_ptr() != own.data_ptr()]
+    kept = [own.clone() for _, own in copies]
+    for copy, own in copies:
+        own.copy_(copy)
+    reduce_expert_grads(
+        _by_name(grads, counts, given),
+        _plan_of(slot_expert, home, slot_quota, home_quota),
+        group=group,
+        mode=mode,
+        zero=zero,
+    )
+    for (copy, own), before in zip(copies, kept, strict=True):
+        copy.copy_(own)
+        own.copy_(before)
 
 
 # A graph without mutations gives an operator copies of the slots, and may still read those that it

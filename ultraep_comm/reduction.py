@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ultraep_comm import _core
+import torch
+
+from ultraep_comm import _core, tracing_calls
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle
@@ -59,6 +61,9 @@ def reduce_expert_grads(
         TransferError: the call failed. Slot gradients and the main gradients of replicated experts
             are undefined then.
     """
+    if torch.compiler.is_dynamo_compiling():
+        plan, *_ = group._plan_of(plan, "reduce_expert_grads")
+        return tracing_calls.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
     handle = plan
     try:
         plan, tag, operation = group._plan_of(plan, "reduce_expert_grads")

@@ -42,6 +42,7 @@ def replicate_experts(
     async_op: bool,
     mode: str,
     segments: Sequence[str] | None,
+    order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
     given: Weights
@@ -60,7 +61,7 @@ def replicate_experts(
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
-        *(slots, names, ORDER, mode, group.name),
+        *(slots, names, order, mode, group.name),
     )
     if not async_op:
         torch.ops.ultraep_comm.replicate_experts(*arguments)
@@ -68,6 +69,56 @@ def replicate_experts(
     token = torch.ops.ultraep_comm.start_replicate_experts(*arguments)
     held = [*tensors, *(field for field in plan_fields if field is not None)]
     return TracedWork(token, held, plan.slot_expert, slots, names, mode, group.name)
+
+
+def reduce_expert_grads(
+    grads: Weights,
+    plan: Plan,
+    group: Group,
+    async_op: bool,
+    mode: str,
+    zero: bool,
+    order: torch.Tensor = ORDER,
+) -> Work | None:
+    """Trace :func:`ultraep_comm.reduce_expert_grads`; it has finished where it stands."""
+    counts: list[int] = []  # -1: stacked; else so many tensors
+    tensors: list[torch.Tensor] = []
+    for value in grads.values():
+        listed = [value] if isinstance(value, torch.Tensor) else list(value)
+        counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
+        tensors += listed
+    torch.ops.ultraep_comm.reduce_expert_grads(
+        tensors,
+        counts,
+        list(grads),
+        *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota),
+        list(group.slot_grads.values()),
+        order,
+        mode,
+        zero,
+        group.name,
+    )
+    return FinishedWork() if async_op else None
+
+
+class FinishedWork(Work):
+    """A call that has finished in a compiled function, though it was asked for as ``async_op``."""
+
+    def __init__(self) -> None:
+        self.mode = ""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> UltraEPError | None:
+        """Return None."""
+        return None
 
 
 class TracedWork(Work):

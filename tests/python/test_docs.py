@@ -25,6 +25,19 @@ def test_the_example_layer_runs() -> None:
     assert "output equals the layer without replicas" in done.stdout
 
 
+def test_the_training_example_runs(tmp_path: Path) -> None:
+    shown = re.search(r"```python\n(# train\.py: .*?)```", USAGE, re.DOTALL)
+    assert shown is not None
+    script = tmp_path / "train.py"
+    script.write_text(shown[1] + 'print("trained")\n')
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2
+
+
 def test_environment_variables_are_documented() -> None:
     assert env.__doc__ is not None
     for variable in re.findall(r"ULTRAEP_[A-Z_]+", inspect.getsource(env)):

@@ -63,6 +63,10 @@ PYTHON_ORDER = [
     "reduction",
     "ops",
     "",  # the package itself
+    "nn.hooks",
+    "nn.traced",
+    "nn.experts",
+    "nn",
     "bench",
 ]
 

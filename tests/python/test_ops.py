@@ -220,7 +220,12 @@ def test_local_operators(alone: uec.Group) -> None:
 
 def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> None:
     group = uec.new_group(
-        process_group, num_experts=EXPERTS, slots_per_rank=SLOTS, expert=EXPERT, num_sms=1
+        process_group,
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert=EXPERT,
+        grads=torch.float32,
+        num_sms=1,
     )
     with group:
         ids = make_ids(rank, 0, 24)
@@ -239,6 +244,15 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         opcheck(
             OPERATORS.wait_replicate_experts.default,
             (token, tensors, plan.slot_expert, slots, names, ORDER, group.name, False),
+        )
+        grads = [tensor.float() for tensor in tensors]
+        slot_grads = list(group.slot_grads.values())
+        opcheck(
+            OPERATORS.reduce_expert_grads.default,
+            (
+                *(grads, [-1, -1], names, *plan_fields(plan)),
+                *(slot_grads, ORDER, "auto", True, group.name),
+            ),
         )
 
 

@@ -1,0 +1,109 @@
+"""The experts of a layer on one rank, mains and replicas, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.nn import traced
+from ultraep_comm.nn.hooks import (
+    ExpertPass,
+    join_reduction,
+    restore_replicas,
+    start_reduction,
+)
+
+Tensor = torch.Tensor
+Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
+
+
+class ReplicatedExperts(torch.nn.Module):
+    """Runs a function over this rank's main experts and the replicas that a plan brings.
+
+    The forward pass saves the plan and replicates by it; the backward pass restores the replicas,
+    reduces their gradients, and returns complete gradients of the main weights. All of it is
+    collective: every rank runs the same layers and microbatches in the same order. Layers whose
+    experts have the same shape share a group, and so its slots: they run one after the other.
+
+    Without gradients nothing is saved. A graph that is dropped without a backward pass lets its
+    plan go; so does one that torch.utils.checkpoint makes only to compute activations again.
+
+    Attributes:
+        weights: the main weights, a ParameterDict.
+    """
+
+    def __init__(
+        self,
+        group: uec.Group,
+        experts: Experts,
+        weights: Mapping[str, torch.nn.Parameter],
+        *,
+        layer: int = 0,
+        mode: str = "auto",
+        backward_segments: Sequence[str] | None = None,
+    ) -> None:
+        """Make the module.
+
+        Args:
+            group: made with ``grads=`` for those weights that need gradients.
+            experts: ``experts(x, mains, slots, *args) -> y``, differentiable in the three, with
+                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``.
+            weights: ``{name: [M, *shape]}``, for all segments of the group.
+            layer: the layer's number, the same on every rank.
+            mode: of the transfers.
+            backward_segments: those that the backward pass needs; None: all.
+        """
+        super().__init__()
+        if set(weights) != set(group.segments):
+            raise InvalidArgumentError(
+                f"rank {group.rank}: ReplicatedExperts was given weights {sorted(weights)};"
+                f" expected the group's segments, {sorted(group.segments)}"
+            )
+        self.weights = torch.nn.ParameterDict(weights)
+        self.group = group
+        self.experts = experts
+        self.layer = layer
+        self._mode = mode
+        self._segments = backward_segments
+
+    def forward(
+        self, x: Tensor, plan: uec.Plan, *args: Any, microbatch: int | None = None
+    ) -> Tensor:
+        """Run the experts.
+
+        Args:
+            x: the tokens of this rank's instances, in whatever order ``experts`` expects.
+            plan: that they were sent by.
+            args: for ``experts``, such as the number of tokens of each instance.
+            microbatch: as for ``group.save``.
+
+        Returns:
+            What ``experts`` returns.
+        """
+        group, weights = self.group, dict(self.weights.items())
+        if torch.compiler.is_dynamo_compiling():
+            return traced.run_experts(
+                x,
+                plan,
+                args,
+                experts=self.experts,
+                weights=weights,
+                group=group,
+                mode=self._mode,
+                segments=self._segments,
+            )
+        if not torch.is_grad_enabled():
+            uec.replicate_experts(weights, plan, group=group, mode=self._mode)
+            return self.experts(x, weights, dict(group.slots), *args)
+        handle = group.save(plan, layer=self.layer, microbatch=microbatch)
+        run = ExpertPass(handle, weights, mode=self._mode, segments=self._segments)
+        work = uec.replicate_experts(weights, handle, group=group, async_op=True, mode=self._mode)
+        assert work is not None
+        x, mains = join_reduction(x, run, weights)
+        x, mains, slots = start_reduction(x, run, mains, group.slots)
+        work.wait()
+        return restore_replicas(self.experts(x, mains, slots, *args), run, anchor=x)

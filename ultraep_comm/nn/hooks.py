@@ -1,0 +1,298 @@
+"""Identities on a layer's tensors whose backward passes make the layer's calls.
+
+In the order of a forward pass::
+
+    x, mains = join_reduction(x, pass_, mains)                  # on the layer's input
+    x, mains, slots = start_reduction(x, pass_, mains, group.slots)   # on the experts' input
+    y = restore_replicas(experts(x, mains, slots), pass_, anchor=x)   # on the experts' output
+
+A backward pass meets them from the bottom: replica weights come back before the experts need them,
+the gradient reduction starts when the experts are done, and it is joined before the gradient of the
+layer's input leaves. Data decides the order: what a hook returns is what the next one gets.
+
+Without ``mains`` and ``slots`` the hooks pass activations alone, for frameworks whose experts add
+to gradients by themselves; the pass is then given ``main_grads``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.segments import BoundWeights, Weights
+
+Tensor = torch.Tensor
+Tensors = Mapping[str, Tensor]
+Grads = tuple[Tensor | None, ...]
+
+# Whose replicas a backward pass has restored last, by group.
+_restored: weakref.WeakKeyDictionary[uec.Group, uec.PlanHandle] = weakref.WeakKeyDictionary()
+
+
+class ExpertPass:
+    """One forward and backward pass of one layer's experts: what its hooks share.
+
+    It ends its handle: by the reduction or, where nothing is reduced or the graph is dropped, by
+    releasing it.
+
+    Attributes:
+        handle: of the plan that the forward pass runs by.
+        weights: main weights, which replicas are restored from.
+        main_grads: where the experts add the gradients of main weights, and replicas' are added;
+            None: autograd passes them through :func:`start_reduction`.
+    """
+
+    def __init__(
+        self,
+        handle: uec.PlanHandle,
+        weights: Weights | BoundWeights | Tensor,
+        *,
+        main_grads: Weights | None = None,
+        mode: str = "auto",
+        reduce_mode: str = "auto",
+        segments: Sequence[str] | None = None,
+    ) -> None:
+        """Describe a pass.
+
+        Args:
+            handle: its last use is this pass's.
+            weights: as for ``replicate_experts``; their addresses are asked for in the backward.
+            main_grads: ``{name: tensor [M, *shape] or sequence of M}``, as for
+                ``reduce_expert_grads``.
+            mode: of the transfers.
+            reduce_mode: of the reduction.
+            segments: those that the backward pass needs; None: all.
+        """
+        self.handle = handle
+        self.weights = weights
+        self.main_grads = main_grads
+        self.mode = mode
+        self.reduce_mode = reduce_mode
+        self.segments = segments
+        self._restoring: uec.Work | None = None
+        self._reducing: uec.Work | None = None
+        self._has_restored = False
+        weakref.finalize(self, handle.release).atexit = False
+
+    @property
+    def _group(self) -> uec.Group:
+        """Return the group. Graphs hold passes, and errors of groups hold graphs: not the group."""
+        return self.handle.group
+
+    # ---- backward -------------------------------------------------------------------------
+
+    def _prefetch(self, grads: Grads) -> Grads:
+        self._restoring = self._replicate()
+        return grads
+
+    def _restore(self, grads: Grads) -> Grads:
+        work, self._restoring = self._restoring or self._replicate(), None
+        work.wait()
+        return grads[0], None
+
+    def _replicate(self) -> uec.Work:
+        work = uec.replicate_experts(
+            self.weights,
+            self.handle,
+            group=self._group,
+            async_op=True,
+            mode=self.mode,
+            segments=self.segments,
+        )
+        assert work is not None
+        _restored[self._group] = self.handle
+        self._has_restored = True
+        return work
+
+    def _check_slots(self) -> None:
+        last = _restored.get(self._group)
+        if self._has_restored and last is not None and last is not self.handle:
+            raise InvalidArgumentError(
+                f"rank {self._group.rank}: the experts of layer {self.handle.layer}, microbatch"
+                f" {self.handle.microbatch} had the replicas of layer {last.layer}, microbatch"
+                f" {last.microbatch} in their backward pass; layers that share a group have to run"
+                " one after the other: let each one's input depend on the output of the one before"
+            )
+
+    def _start(self, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
+        """Reduce gradients; those of ``mains`` and of the slots named follow that of the input."""
+        self._check_slots()
+        grad_x, *rest = grads
+        if self.main_grads is None and not mains:  # nothing to reduce
+            self.handle.release()
+            return (grad_x,)
+        for name, grad in zip(slots, rest[len(mains) :], strict=True):
+            # Not added: an empty slot's gradient may be of anything, and no reduction clears it.
+            slot_grad = self._group.slot_grads[name]
+            slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
+        own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
+        self._reducing = uec.reduce_expert_grads(
+            dict(zip(mains, own, strict=True)) if self.main_grads is None else self.main_grads,
+            self.handle,
+            group=self._group,
+            async_op=True,
+            mode=self.reduce_mode,
+        )
+        return grad_x, *own, *(None for _ in slots)
+
+    def _join(self, grads: Grads) -> Grads:
+        if self._reducing is None and self.handle.is_live:
+            raise InvalidArgumentError(
+                f"the reduction of layer {self.handle.layer}, microbatch {self.handle.microbatch}"
+                " is to be joined, and has not been started; pass the experts' input, and the main"
+                " weights, through start_reduction behind join_reduction"
+            )
+        work, self._reducing = self._reducing, None
+        if work is not None:
+            work.wait()
+        return grads
+
+
+def _own_gradient(main: Tensor, grad: Tensor | None) -> Tensor:
+    """Return a gradient that nobody else has: a sum for several tensors is often one of them all.
+
+    Also without a gradient: replicas may have some.
+    """
+    if grad is None:
+        return torch.zeros_like(main)
+    return torch.empty_like(main).copy_(grad)  # as the main weights lie
+
+
+# ---- the hooks ----------------------------------------------------------------------------------
+
+
+class _Hook(torch.autograd.Function):
+    """Tensors as they are; ``at_backward`` makes their gradients of those that come."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.at_backward = at_backward
+        ctx.set_materialize_grads(False)
+        return tensors[:num_outputs]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.at_backward(grads)
+
+
+def _hook(at_backward: Callable[[Grads], Grads], num_outputs: int, *tensors: Tensor) -> Any:
+    return _Hook.apply(at_backward, num_outputs, *tensors)  # type: ignore[no-untyped-call]
+
+
+def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = None) -> Tensor:
+    """Return the experts' output; in the backward pass, fill the slots again before the experts.
+
+    Args:
+        y: the experts' output.
+        pass_: of this layer and microbatch.
+        anchor: the experts' input from :func:`start_reduction`: where ``y`` does not depend on it,
+            because no token came, the backward pass takes part in the calls all the same.
+    """
+    tensors = (y, y if anchor is None else anchor)
+    return _hook(pass_._restore, 1, *tensors)[0]  # type: ignore[no-any-return]
+
+
+def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
+    """Return a later tensor of the layer, such as its output; the backward pass starts to restore.
+
+    So that the transfer runs beside the backward pass of what lies between it and the experts, such
+    as the combination of tokens. :func:`restore_replicas` waits for it.
+    """
+    return _hook(pass_._prefetch, 1, y)[0]  # type: ignore[no-any-return]
+
+
+def start_reduction(
+    x: Tensor, pass_: ExpertPass, mains: Tensors | None = None, slots: Tensors | None = None
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the experts' input and weights; their gradients start the reduction.
+
+    Gradients of slots go to ``group.slot_grads``. Those of the main weights are copied, have the
+    replicas' added, and go on to :func:`join_reduction`: take ``mains`` from there, and use them
+    for nothing else.
+
+    Args:
+        x: the experts' input.
+        pass_: of this layer and microbatch.
+        mains: ``{name: [M, *shape]}``; None: the pass has ``main_grads``, and what gives the
+            gradient of ``x`` has added to those, and to ``group.slot_grads``, by then.
+        slots: ``{name: [S, *shape]}``, ``group.slots``.
+
+    Raises:
+        InvalidArgumentError: ``mains`` and ``main_grads``, or none of them; weights whose gradients
+            the group does not reduce, that have no slots, or that do not come from
+            :func:`join_reduction`; or nothing that needs a gradient, with ``main_grads``.
+    """
+    mains, slots = dict(mains or {}), dict(slots or {})
+    group = pass_._group
+    if bool(mains) == (pass_.main_grads is not None):
+        raise InvalidArgumentError(
+            f"rank {group.rank}: start_reduction was given {len(mains)} main weights, and a pass"
+            f" {'without' if pass_.main_grads is None else 'with'} main_grads; expected one of them"
+        )
+    wanted = [name for name, main in mains.items() if main.requires_grad]
+    if wanted and set(wanted) != set(group.slot_grads):
+        raise InvalidArgumentError(
+            f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
+            f" the group reduces, {sorted(group.slot_grads)} (new_group's grads=), or none"
+        )
+    missing = [name for name in wanted if name not in slots]
+    if missing:
+        raise InvalidArgumentError(
+            f"rank {group.rank}: start_reduction was given no slots of {missing}, whose main"
+            " weights need gradients; pass group.slots"
+        )
+    if torch.is_grad_enabled():
+        _check_graph(x, pass_, {name: mains[name] for name in wanted})
+    passed_mains = {name: mains[name] for name in wanted}
+    passed_slots = {name: slot for name, slot in slots.items() if name in wanted}
+    like = {name: main.detach() for name, main in passed_mains.items()}  # not the graph
+    names = list(passed_slots)
+    tensors = (x, *passed_mains.values(), *passed_slots.values())
+    x, *rest = _hook(lambda grads: pass_._start(grads, like, names), len(tensors), *tensors)
+    mains.update(zip(passed_mains, rest, strict=False))
+    slots.update(zip(names, rest[len(passed_mains) :], strict=True))
+    return x, mains, slots
+
+
+def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
+    """Raise InvalidArgumentError where gradients would not pass by, or leave too early."""
+    rank = pass_._group.rank
+    if pass_.main_grads is not None and not x.requires_grad:
+        raise InvalidArgumentError(
+            f"rank {rank}: the experts' input of layer {pass_.handle.layer} needs no gradient, so"
+            " its backward pass would not start the reduction; call x.requires_grad_() first"
+        )
+    for name, main in mains.items():
+        if not isinstance(main.grad_fn, _Hook._backward_cls):
+            raise InvalidArgumentError(
+                f"rank {rank}: main weights {name!r} of layer {pass_.handle.layer} do not come from"
+                " join_reduction, so their gradients would leave before they are complete; pass"
+                " what it returns"
+            )
+
+
+def join_reduction(
+    x: Tensor, pass_: ExpertPass, mains: Tensors | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the layer's input and main weights; their gradients leave behind the reduction.
+
+    Args:
+        x: the layer's input: whatever has the gradient that leaves the layer last.
+        pass_: of this layer and microbatch.
+        mains: the parameters, ``{name: [M, *shape]}``; None: the pass has ``main_grads``.
+    """
+    mains = dict(mains or {})
+    names = [name for name, main in mains.items() if main.requires_grad]
+    tensors = (x, *(mains[name] for name in names))
+    x, *rest = _hook(pass_._join, len(tensors), *tensors)
+    mains.update(zip(names, rest, strict=True))
+    return x, mains

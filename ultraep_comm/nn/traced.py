@@ -1,0 +1,100 @@
+"""The hooks as torch.compile traces them: the plan's tensors are saved by autograd, not a handle.
+
+The calls become operators (``ultraep_comm.ops``), of the graphs of the forward and the backward
+pass. The reduction has finished where it stands, so that nothing is left to join.
+
+Operators of a backward pass write, in name, to the gradient that passes by: so what needs it comes
+behind them, and they stay in the backward pass. The tensor that orders the others will not do: what
+a backward pass writes to must not have been written to since its forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm import tracing_calls
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+
+
+class _Restore(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, how: tuple[Any, ...], y: Tensor, _anchor: Tensor, *saved: Tensor
+    ) -> Tensor:
+        ctx.how = how
+        ctx.save_for_backward(*saved)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        group, mode, segments, names = ctx.how
+        slot_expert, home, *weights = ctx.saved_tensors
+        given = dict(zip(names, weights, strict=True))
+        plan = uec.Plan(slot_expert=slot_expert, home=home)
+        grad = grad.clone()
+        tracing_calls.replicate_experts(given, plan, group, False, mode, segments, order=grad)
+        return None, grad, *(None for _ in range(len(weights) + 3))
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: tuple[Any, ...],
+        slot_expert: Tensor,
+        home: Tensor,
+        x: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.how = how
+        ctx.save_for_backward(slot_expert, home)
+        return tuple(tensor.view_as(tensor) for tensor in (x, *weights))
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple[Any, ...]:
+        group, names = ctx.how
+        slot_expert, home = ctx.saved_tensors
+        own = {name: grads[i].clone() for i, name in enumerate(names)}
+        for i, name in enumerate(names):
+            group.slot_grads[name].copy_(grads[len(names) + i])
+        plan = uec.Plan(slot_expert=slot_expert, home=home)
+        grad_x = grad_x.clone()
+        tracing_calls.reduce_expert_grads(own, plan, group, False, "auto", True, order=grad_x)
+        return None, None, None, grad_x, *own.values(), *(None for _ in names)
+
+
+def run_experts(
+    x: Tensor,
+    plan: uec.Plan,
+    args: Sequence[Any],
+    *,
+    experts: Callable[..., Tensor],
+    weights: Tensors,
+    group: uec.Group,
+    mode: str,
+    segments: Sequence[str] | None,
+) -> Tensor:
+    """Trace what :class:`ReplicatedExperts` does."""
+    slots = dict(group.slots)
+    uec.replicate_experts(weights, plan, group=group, mode=mode)
+    if not torch.is_grad_enabled():
+        return experts(x, weights, slots, *args)
+    names = [name for name in group.slot_grads if weights[name].requires_grad]
+    mains = dict(weights)
+    if names:
+        tensors = (*(mains[name] for name in names), *(slots[name] for name in names))
+        x, *rest = _Start.apply((group, names), plan.slot_expert, plan.home, x, *tensors)  # type: ignore[no-untyped-call]
+        mains.update(zip(names, rest[: len(names)], strict=True))
+        slots.update(zip(names, rest[len(names) :], strict=True))
+    restored = list(weights) if segments is None else list(segments)
+    saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
+    y = experts(x, mains, slots, *args)
+    how = (group, mode, segments, restored)
+    result: Tensor = _Restore.apply(how, y, x, *saved)  # type: ignore[no-untyped-call]
+    return result
