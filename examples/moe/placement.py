@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from experts import Instance
-from reduction import Reduction, reduce_by_sends
 
 import ultraep_comm as uec
 
@@ -99,20 +98,15 @@ class Replicated(AtHome):
         grads: Tensors,
         *,
         group: uec.Group,
-        slot_grads: Tensors,
+        reduce: Callable[..., Any] = uec.reduce_expert_grads,
     ) -> None:
-        self._group, self._weights, self._grads, self._slot_grads = (
-            group,
-            weights,
-            grads,
-            slot_grads,
-        )
+        self._group, self._weights, self._grads, self._reduce = group, weights, grads, reduce
         self.plan = uec.gather_and_plan(topk_ids, group=group)
         self._transfer = self._replicate()
         self.physical_ids = uec.reroute(topk_ids, self.plan, group=group)
-        self.instances = [*_instances(weights, grads), *_instances(group.slots, slot_grads)]
+        self.instances = [*_instances(weights, grads), *_instances(group.slots, group.slot_grads)]
         self.instances_per_rank = group.topology.instances_per_rank
-        self._reduction: Reduction | None = None
+        self._reduction: Any = None
 
     def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Backward: wait until the slots' gradients are home."""
@@ -143,12 +137,9 @@ class Replicated(AtHome):
         self._transfer.wait()
 
     def _start_reducing(self) -> None:
-        self._reduction = reduce_by_sends(
-            self._grads, self._slot_grads, self.plan, group=self._group
-        )
+        self._reduction = self._reduce(self._grads, self.plan, group=self._group, async_op=True)
 
     def _wait_reduced(self) -> None:
-        assert self._reduction is not None
         self._reduction.wait()
 
 

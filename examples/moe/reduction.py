@@ -1,4 +1,4 @@
-"""Gradients of replicas come home by plain sends and adds: the baseline."""
+"""Gradients of replicas come home by plain sends and adds: a baseline for reduce_expert_grads."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ class Reduction:
 
 def reduce_by_sends(
     grads: Tensors,
-    slot_grads: Tensors,
     plan: uec.Plan,
     *,
     group: uec.Group,
+    async_op: bool = False,
     process_group: Any = None,
-) -> Reduction:
-    """Start to add the replicas' gradients to those at home. Collective.
+) -> Reduction | None:
+    """Do what ``uec.reduce_expert_grads`` does, to the same bits. Collective.
 
     Every replica sends its gradients to the home, which receives each apart.
 
     Args:
         grads: ``{name: [M, *shape]}``, this rank's main gradients.
-        slot_grads: ``{name: [S, *shape]}``; not to be touched before ``wait`` has returned.
         plan: the same on every rank.
-        group: whose ranks hold the experts.
+        group: made with ``grads=``.
+        async_op: return a :class:`Reduction` at once; until its ``wait`` has returned, gradients
+            are not to be touched.
         process_group: the ranks of ``group``; None: WORLD.
     """
+    slot_grads = group.slot_grads
     reduction = Reduction()
     operations: list[dist.P2POp] = []
 
@@ -81,7 +83,10 @@ def reduce_by_sends(
                     reduction.sent.append(slot_grads[name][slot])
     if operations:
         reduction.works = dist.batch_isend_irecv(operations)
-    return reduction
+    if async_op:
+        return reduction
+    reduction.wait()
+    return None
 
 
 def _replicas(plan: uec.Plan) -> dict[int, list[tuple[int, int]]]:

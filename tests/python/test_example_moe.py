@@ -155,25 +155,35 @@ def _gradients(kind: int, rank: int, count: int, dtype: torch.dtype) -> dict[str
     }
 
 
-def _reduce(rank: int, process_group: Any, dtype: torch.dtype) -> Any:
+def _reduce(rank: int, process_group: Any, dtype: torch.dtype, by_sends: bool) -> Any:
+    reduce: Any = uec.reduce_expert_grads
+    if by_sends:
+        reduce = partial(reduce_by_sends, process_group=process_group)
     results = []
     with uec.new_group(
-        process_group, num_experts=EXPERTS, slots_per_rank=SLOTS, expert=EXPERT
+        process_group,
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert=EXPERT,
+        grads=torch.float32,
+        engine="host",
     ) as group:
         for plan in _plans(group.num_ranks):
             grads = _gradients(0, rank, group.num_mains, dtype)
-            slots = _gradients(1, rank, SLOTS, torch.float32)
-            reduce_by_sends(grads, slots, plan, group=group, process_group=process_group).wait()
-            results.append((grads, slots))
+            for name, slots in _gradients(1, rank, SLOTS, torch.float32).items():
+                group.slot_grads[name].copy_(slots)
+            reduce(grads, plan, group=group)
+            results.append((grads, {name: g.clone() for name, g in group.slot_grads.items()}))
     return results
 
 
+@pytest.mark.parametrize("by_sends", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reduction_adds_the_sum_of_replicas_bit_for_bit(
-    ranks: RankPool, dtype: torch.dtype
+    ranks: RankPool, dtype: torch.dtype, by_sends: bool
 ) -> None:
     num_ranks = 4
-    results = ranks.run(num_ranks, _reduce, dtype)
+    results = ranks.run(num_ranks, _reduce, dtype, by_sends)
     home = uec.topology.contiguous_home(EXPERTS, num_ranks)
     for p, plan in enumerate(_plans(num_ranks)):
         for rank in range(num_ranks):
@@ -212,13 +222,17 @@ class _WithoutReducing(Replicated):
 def _compare(rank: int, process_group: Any, kind: type[Replicated], layers: int) -> Any:
     shape = Shape(num_layers=layers, hidden=16, inner=16, context=16)
     with uec.new_group(
-        process_group, num_experts=shape.num_experts, slots_per_rank=2, expert=shape.expert()
+        process_group,
+        num_experts=shape.num_experts,
+        slots_per_rank=2,
+        expert=shape.expert(),
+        grads=torch.float32,
+        engine="host",
     ) as group:
-        slot_grads = {name: torch.zeros_like(slots) for name, slots in group.slots.items()}
         model = Model(shape, group.topology.mains(rank).tolist(), 0)
         batches = Batches(rank=rank, num_ranks=8, batch=8, context=16, seed=0)
         trainer = Trainer(model, batches, group, 1e-3)
-        replicated = partial(kind, group=group, slot_grads=slot_grads)
+        replicated = partial(kind, group=group)
         result = compare(trainer, partial(AtHome, group=group), replicated, 1, lambda *_: None)
         return result.outputs, result.grads
 
