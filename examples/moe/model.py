@@ -12,7 +12,8 @@ from placement import AtHome
 from torch import nn
 from torch.nn import functional
 
-Place = Callable[[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]], AtHome]
+# (topk_ids, weights, grads, layer) -> where the experts are for this pass
+Place = Callable[[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor], int], AtHome]
 
 VOCABULARY = 256  # bytes
 
@@ -50,9 +51,11 @@ class Trace:
 class MoELayer(nn.Module):
     """A router and this rank's experts."""
 
-    def __init__(self, shape: Shape, mains: Sequence[int], generator: torch.Generator) -> None:
+    def __init__(
+        self, shape: Shape, layer: int, mains: Sequence[int], generator: torch.Generator
+    ) -> None:
         super().__init__()
-        self.topk = shape.topk
+        self.layer, self.topk = layer, shape.topk
         self.router = _matrix(shape.num_experts, shape.hidden, generator)
         # All ranks draw all experts, and keep their own: the model does not depend on the ranks.
         drawn = [
@@ -76,7 +79,7 @@ class MoELayer(nn.Module):
 
         weights = {name: w.detach() for name, w in self.experts.items()}
         grads = {name: w.grad for name, w in self.experts.items()}
-        placement = place(topk_ids, weights, grads)
+        placement = place(topk_ids, weights, grads, self.layer)
         route = find_route(placement.physical_ids, placement.instances_per_rank)
         rows = dispatch(placement.before_dispatch(tokens), route)
         rows = placement.before_experts(rows)
@@ -119,7 +122,9 @@ class Model(nn.Module):
         self.embedding = _matrix(VOCABULARY, shape.hidden, generator)
         self.positions = _matrix(shape.context, shape.hidden, generator)
         self.attention = nn.ModuleList(Attention(shape, generator) for _ in range(shape.num_layers))
-        self.moe = nn.ModuleList(MoELayer(shape, mains, generator) for _ in range(shape.num_layers))
+        self.moe = nn.ModuleList(
+            MoELayer(shape, layer, mains, generator) for layer in range(shape.num_layers)
+        )
         self.head = _matrix(VOCABULARY, shape.hidden, generator)
 
     def embed(self, text: torch.Tensor) -> torch.Tensor:

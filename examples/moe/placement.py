@@ -60,8 +60,15 @@ class AtHome:
     instances_per_rank: int
 
     def __init__(
-        self, topk_ids: torch.Tensor, weights: Tensors, grads: Tensors, *, group: uec.Group
+        self,
+        topk_ids: torch.Tensor,
+        weights: Tensors,
+        grads: Tensors,
+        layer: int,
+        *,
+        group: uec.Group,
     ) -> None:
+        del layer  # nothing here differs by layer
         topology = group.topology
         instance_of = torch.empty(topology.num_experts, dtype=topk_ids.dtype)
         for rank in range(topology.num_ranks):
@@ -96,14 +103,16 @@ class Replicated(AtHome):
         topk_ids: torch.Tensor,
         weights: Tensors,
         grads: Tensors,
+        layer: int,
         *,
         group: uec.Group,
         reduce: Callable[..., Any] = uec.reduce_expert_grads,
     ) -> None:
         self._group, self._weights, self._grads, self._reduce = group, weights, grads, reduce
-        self.plan = uec.gather_and_plan(topk_ids, group=group)
+        plan = uec.gather_and_plan(topk_ids, group=group)
+        self._handle = group.save(plan, layer=layer)  # the reduction ends it
         self._transfer = self._replicate()
-        self.physical_ids = uec.reroute(topk_ids, self.plan, group=group)
+        self.physical_ids = uec.reroute(topk_ids, self._handle, group=group)
         self.instances = [*_instances(weights, grads), *_instances(group.slots, group.slot_grads)]
         self.instances_per_rank = group.topology.instances_per_rank
         self._reduction: Any = None
@@ -126,7 +135,7 @@ class Replicated(AtHome):
         return in_backward(tokens, self._start_restoring)
 
     def _replicate(self) -> uec.Work:
-        work = uec.replicate_experts(self._weights, self.plan, group=self._group, async_op=True)
+        work = uec.replicate_experts(self._weights, self._handle, group=self._group, async_op=True)
         assert work is not None
         return work
 
@@ -137,7 +146,7 @@ class Replicated(AtHome):
         self._transfer.wait()
 
     def _start_reducing(self) -> None:
-        self._reduction = self._reduce(self._grads, self.plan, group=self._group, async_op=True)
+        self._reduction = self._reduce(self._grads, self._handle, group=self._group, async_op=True)
 
     def _wait_reduced(self) -> None:
         self._reduction.wait()

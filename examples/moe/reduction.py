@@ -21,6 +21,7 @@ class Reduction:
     works: list[dist.Work] = field(default_factory=list)
     sums: list[tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
     sent: list[torch.Tensor] = field(default_factory=list)
+    handle: uec.PlanHandle | None = None
 
     def wait(self) -> None:
         """Wait, add what came to the main gradients, and zero the slot gradients that were sent.
@@ -37,11 +38,13 @@ class Reduction:
             main.copy_(main + total)
         for slot in self.sent:
             slot.zero_()
+        if self.handle is not None:
+            self.handle.release()
 
 
 def reduce_by_sends(
     grads: Tensors,
-    plan: uec.Plan,
+    plan: uec.Plan | uec.PlanHandle,
     *,
     group: uec.Group,
     async_op: bool = False,
@@ -53,7 +56,7 @@ def reduce_by_sends(
 
     Args:
         grads: ``{name: [M, *shape]}``, this rank's main gradients.
-        plan: the same on every rank.
+        plan: the same on every rank; or its handle, which this is the last use of.
         group: made with ``grads=``.
         async_op: return a :class:`Reduction` at once; until its ``wait`` has returned, gradients
             are not to be touched.
@@ -61,6 +64,8 @@ def reduce_by_sends(
     """
     slot_grads = group.slot_grads
     reduction = Reduction()
+    if isinstance(plan, uec.PlanHandle):
+        reduction.handle, plan = plan, plan.plan
     operations: list[dist.P2POp] = []
 
     def add(op: Any, tensor: torch.Tensor, rank: int) -> None:

@@ -53,10 +53,11 @@ def phase(title: str, steps: int, *, shown: bool) -> Iterator[ShowStep]:
 def print_table(title: str, claims: Sequence[Claim]) -> None:
     """Print the closing table."""
     rows = [_cells(claim) for claim in claims]
+    print(f"# {title}", flush=True)
     if not HAS_RICH:
-        print(f"# {title}\n{format_table([HEADER], rows)}", flush=True)
+        print(format_table([HEADER], rows), flush=True)
         return
-    table = rich.table.Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = rich.table.Table(box=None, pad_edge=False)
     for i, name in enumerate(HEADER):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     for row in rows:

@@ -68,9 +68,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="20 steps, 5 of them compared")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the ranks' loads there")
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(steps=20, compare_steps=5)
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps, options.compare_steps = 20, 5
     if under_torchrun():
         options.ranks = int(os.environ["WORLD_SIZE"])
     for name, least in (("slots", 0), ("seed", 0)):
@@ -190,8 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
-            # Ranks are copies of one process that has imported everything: they start faster.
-            get_context("forkserver").set_forkserver_preload(["torch", "ultraep_comm"])
+            # Ranks are copies of one process that has imported everything, also what torch's
+            # optimizers import when they are first used.
+            get_context("forkserver").set_forkserver_preload(
+                ["torch", "torch._dynamo", "ultraep_comm"]
+            )
             start_processes(
                 run_rank, (store, options), nprocs=options.ranks, start_method="forkserver"
             )

@@ -49,6 +49,7 @@ class Trainer:
         tokens_of_all = len(targets) * self._group.num_ranks
         loss = functional.cross_entropy(logits, targets, reduction="sum") / tokens_of_all
         loss.backward()
+        self._group.assert_idle()  # every plan that a layer saved has been used to the end
         total = loss.detach().clone()
         self._add_up([total, *(p.grad for p in self._dense if p.grad is not None)])
         assert tokens.grad is not None

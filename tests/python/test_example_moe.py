@@ -213,7 +213,7 @@ class _WithoutRestoring(Replicated):
 
 class _WithoutReducing(Replicated):
     def _start_reducing(self) -> None:
-        pass
+        self._handle.release()
 
     def _wait_reduced(self) -> None:
         pass
