@@ -79,6 +79,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, value in vars(options).items():
         if type(value) is int and name not in ("slots", "seed") and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if options.top_k < 2:  # a single probability is 1, and has no gradient
+        parser.error(f"--top-k {options.top_k}: expected at least 2, or the router does not learn")
     if options.tokens % options.context:
         parser.error(f"--tokens {options.tokens}: expected a multiple of --context")
     if options.hidden % Shape.heads:
