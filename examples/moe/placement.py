@@ -17,33 +17,21 @@ slots' gradients have to be home before another layer's backward pass adds its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from experts import Instance
 
 import ultraep_comm as uec
+from ultraep_comm.nn import (
+    ExpertPass,
+    join_reduction,
+    prefetch_replicas,
+    restore_replicas,
+    start_reduction,
+)
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-class _InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
-        ctx.action = action
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.action()
-        return gradients[0], None
-
-
-def in_backward(x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
-    """Return ``x``; in the backward pass do ``action`` before its gradient goes on."""
-    result: torch.Tensor = _InBackward.apply(x, action)
-    return result
 
 
 class AtHome:
@@ -106,50 +94,32 @@ class Replicated(AtHome):
         layer: int,
         *,
         group: uec.Group,
-        reduce: Callable[..., Any] = uec.reduce_expert_grads,
     ) -> None:
-        self._group, self._weights, self._grads, self._reduce = group, weights, grads, reduce
         plan = uec.gather_and_plan(topk_ids, group=group)
-        self._handle = group.save(plan, layer=layer)  # the reduction ends it
-        self._transfer = self._replicate()
-        self.physical_ids = uec.reroute(topk_ids, self._handle, group=group)
+        handle = group.save(plan, layer=layer)  # the reduction ends it
+        self._transfer = uec.replicate_experts(weights, handle, group=group, async_op=True)
+        self._pass = ExpertPass(handle, weights, main_grads=grads)
+        self.physical_ids = uec.reroute(topk_ids, handle, group=group)
         self.instances = [*_instances(weights, grads), *_instances(group.slots, group.slot_grads)]
         self.instances_per_rank = group.topology.instances_per_rank
-        self._reduction: Any = None
 
     def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Backward: wait until the slots' gradients are home."""
-        return in_backward(tokens, self._wait_reduced)
+        return join_reduction(tokens, self._pass)[0]
 
     def before_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Forward: wait for the replicas. Backward: send the slots' gradients home."""
+        assert self._transfer is not None
         self._transfer.wait()
-        return in_backward(rows, self._start_reducing)
+        return start_reduction(rows, self._pass)[0]
 
     def after_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Backward: wait until the replicas are here again."""
-        return in_backward(rows, self._wait_restored)
+        return restore_replicas(rows, self._pass)
 
     def after_combine(self, tokens: torch.Tensor) -> torch.Tensor:
         """Backward: replicate again, behind the exchange of the results' gradients."""
-        return in_backward(tokens, self._start_restoring)
-
-    def _replicate(self) -> uec.Work:
-        work = uec.replicate_experts(self._weights, self._handle, group=self._group, async_op=True)
-        assert work is not None
-        return work
-
-    def _start_restoring(self) -> None:
-        self._transfer = self._replicate()
-
-    def _wait_restored(self) -> None:
-        self._transfer.wait()
-
-    def _start_reducing(self) -> None:
-        self._reduction = self._reduce(self._grads, self._handle, group=self._group, async_op=True)
-
-    def _wait_reduced(self) -> None:
-        self._reduction.wait()
+        return prefetch_replicas(tokens, self._pass)
 
 
 def _instances(weights: Tensors, grads: Tensors) -> list[Instance]:

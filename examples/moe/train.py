@@ -29,7 +29,6 @@ from claims import Results
 from model import Model, Place, Shape
 from picture import NO_MATPLOTLIB, can_draw, draw_loads
 from placement import AtHome, Replicated
-from reduction import reduce_by_sends
 from screen import HAS_RICH, NO_RICH, phase, print_table
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from training import Trainer, compare, train
@@ -59,12 +58,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     number("--hidden", default=96, help="width of the model, a multiple of 4")
     number("--inner", default=192, help="width of an expert")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument(
-        "--reduction",
-        choices=("library", "sends"),
-        default="library",
-        help="how gradients of replicas come home: reduce_expert_grads, or plain sends",
-    )
     parser.add_argument("--quick", action="store_true", help="20 steps, 5 of them compared")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the ranks' loads there")
@@ -114,8 +107,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
     ) as group:
         mains = group.topology.mains(rank).tolist()
         plain: Place = partial(AtHome, group=group)
-        reduce = reduce_by_sends if options.reduction == "sends" else uec.reduce_expert_grads
-        replicated: Place = partial(Replicated, group=group, reduce=reduce)
+        replicated: Place = partial(Replicated, group=group)
 
         def trainer(seed: int) -> Trainer:
             batches = Batches(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, fan_out_plan, random_plan
+from ranks import RankPool
 
 import ultraep_comm as uec
 
@@ -25,7 +25,6 @@ from experts import Instance, apply_experts
 from model import Model, Shape
 from picture import draw_loads
 from placement import AtHome, Replicated
-from reduction import reduce_by_sends
 from training import FreeRun, Trainer, compare
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "moe" / "train.py"
@@ -133,90 +132,30 @@ def test_experts_against_autograd() -> None:
         torch.testing.assert_close(instance.w2_grad, before[1][i] + second)
 
 
-# ---- gradients of replicas ---------------------------------------------------------------------
-
-EXPERTS, SLOTS = 13, 2
-EXPERT = {"a": ((3, 5), torch.float32), "b": ((7,), torch.float32)}
-
-
-def _plans(num_ranks: int) -> list[uec.Plan]:
-    return [
-        fan_out_plan(num_ranks, EXPERTS, SLOTS),
-        *(random_plan(seed, num_ranks, EXPERTS, SLOTS) for seed in range(3)),
-        uec.Plan.from_slots(torch.full((num_ranks, SLOTS), -1), num_experts=EXPERTS),
-    ]
-
-
-def _gradients(kind: int, rank: int, count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(kind * 100 + rank)
-    return {
-        name: torch.randn(count, *size, generator=generator).to(dtype)
-        for name, (size, _) in EXPERT.items()
-    }
-
-
-def _reduce(rank: int, process_group: Any, dtype: torch.dtype, by_sends: bool) -> Any:
-    reduce: Any = uec.reduce_expert_grads
-    if by_sends:
-        reduce = partial(reduce_by_sends, process_group=process_group)
-    results = []
-    with uec.new_group(
-        process_group,
-        num_experts=EXPERTS,
-        slots_per_rank=SLOTS,
-        expert=EXPERT,
-        grads=torch.float32,
-        engine="host",
-    ) as group:
-        for plan in _plans(group.num_ranks):
-            grads = _gradients(0, rank, group.num_mains, dtype)
-            for name, slots in _gradients(1, rank, SLOTS, torch.float32).items():
-                group.slot_grads[name].copy_(slots)
-            reduce(grads, plan, group=group)
-            results.append((grads, {name: g.clone() for name, g in group.slot_grads.items()}))
-    return results
-
-
-@pytest.mark.parametrize("by_sends", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reduction_adds_the_sum_of_replicas_bit_for_bit(
-    ranks: RankPool, dtype: torch.dtype, by_sends: bool
-) -> None:
-    num_ranks = 4
-    results = ranks.run(num_ranks, _reduce, dtype, by_sends)
-    home = uec.topology.contiguous_home(EXPERTS, num_ranks)
-    for p, plan in enumerate(_plans(num_ranks)):
-        for rank in range(num_ranks):
-            mains = [e for e in range(EXPERTS) if home[e] == rank]
-            expected = _gradients(0, rank, len(mains), dtype)
-            for name, main in expected.items():
-                for i, expert in enumerate(mains):
-                    total = None
-                    for peer, slot in (plan.slot_expert == expert).nonzero().tolist():
-                        part = _gradients(1, peer, SLOTS, torch.float32)[name][slot]
-                        total = part if total is None else total + part
-                    if total is not None:
-                        main[i] = (main[i].float() + total).to(dtype)
-                assert torch.equal(results[rank][p][0][name], main)
-                left = _gradients(1, rank, SLOTS, torch.float32)[name]
-                left[plan.slot_expert[rank] >= 0] = 0
-                assert torch.equal(results[rank][p][1][name], left)
-
-
 # ---- the steps around dispatch -------------------------------------------------------------------
 
 
 class _WithoutRestoring(Replicated):
-    def _start_restoring(self) -> None:
-        pass  # the experts' backward pass reads what a later call left in the slots
+    """Its experts' backward pass reads what a later call left in the slots."""
+
+    def after_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def after_combine(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
 
 
 class _WithoutReducing(Replicated):
-    def _start_reducing(self) -> None:
-        self._handle.release()
+    """Its slots' gradients stay where they are."""
 
-    def _wait_reduced(self) -> None:
-        pass
+    def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def before_experts(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._transfer is not None
+        self._transfer.wait()
+        rows.register_hook(lambda _: self._pass.handle.release())
+        return rows
 
 
 def _compare(rank: int, process_group: Any, kind: type[Replicated], layers: int) -> Any:
