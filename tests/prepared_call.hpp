@@ -31,16 +31,29 @@ class Block {
   // Notes an array of `count` elements: inside the block, and apart from the others.
   template <class T>
   void add(const T* array, int64_t count) {
-    const auto* const at = reinterpret_cast<const std::byte*>(array);
-    CHECK_EQ(reinterpret_cast<uintptr_t>(at) % alignof(T), 0);
-    CHECK(at >= bytes_.data() + kGuard);
-    CHECK(at + count * sizeof(T) <= bytes_.data() + kGuard + size_);
+    const auto* const at = check_inside(array, count);
     for (const auto& [begin, end] : arrays_)
       CHECK(at + count * sizeof(T) <= begin || end <= at || count == 0);
     arrays_.push_back({at, at + count * sizeof(T)});
   }
 
+  // Notes one that may share its memory with those before it, but not with those that follow.
+  template <class T>
+  void add_again(const T* array, int64_t count) {
+    const auto* const at = check_inside(array, count);
+    arrays_.push_back({at, at + count * sizeof(T)});
+  }
+
  private:
+  template <class T>
+  const std::byte* check_inside(const T* array, int64_t count) const {
+    const auto* const at = reinterpret_cast<const std::byte*>(array);
+    CHECK_EQ(reinterpret_cast<uintptr_t>(at) % alignof(T), 0);
+    CHECK(at >= bytes_.data() + kGuard);
+    CHECK(at + count * sizeof(T) <= bytes_.data() + kGuard + size_);
+    return at;
+  }
+
   int64_t size_;
   std::vector<std::byte> bytes_;
   std::vector<std::pair<const std::byte*, const std::byte*>> arrays_;
@@ -54,17 +67,20 @@ struct Given {
     const uec::Worklist& w = arrays.work;
     call_block.add(w.tasks, tasks);
     call_block.add(w.pieces, c.pieces());
-    call_block.add(w.destinations, replicas + c.slots_per_rank * c.num_ranks);
-    call_block.add(w.expected, replicas + c.slots_per_rank * c.num_ranks);
+    call_block.add_again(w.reductions, c.reductions());
+    call_block.add(w.destinations, 2 * replicas + 1);
+    call_block.add(w.expected, 2 * replicas + 1);
     call_block.add(w.opens, c.num_ranks);
     call_block.add(w.involved, c.num_ranks);
     call_block.add(w.needs, c.num_ranks);
-    call_block.add(arrays.cursor, c.pieces());
-    call_block.add(arrays.remaining, tasks);
-    call_block.add(arrays.segment, c.num_segments);
-    call_block.add(arrays.bytes, c.num_segments);
-    call_block.add(arrays.first_tile, c.num_segments + 1);
-    call_block.add(arrays.mains, int64_t{c.num_segments} * c.num_mains);
+    const int64_t segments = c.tiled_segments();
+    call_block.add(arrays.cursor, c.claimed());
+    call_block.add(arrays.remaining, uec::max64(tasks, c.reductions()));
+    call_block.add(arrays.segment, segments);
+    call_block.add(arrays.bytes, segments);
+    call_block.add(arrays.first_tile, segments + 1);
+    call_block.add(arrays.mains, segments * c.num_mains);
+    call_block.add(arrays.main_type, c.num_grad_segments);
     const uec::Schedule& s = schedule.schedule;
     schedule_block.add(s.expert, experts);
     schedule_block.add(s.first, experts + 1);

@@ -7,7 +7,9 @@
 
 #include "core/digest.hpp"
 #include "core/failure.hpp"
+#include "core/prepare_reduce.hpp"
 #include "plans.hpp"
+#include "prepared_call.hpp"
 #include "worklists.hpp"
 
 namespace sim {
@@ -23,6 +25,7 @@ enum class Ending {
 
 struct CallSpec {
   bool gather = false;
+  bool reduce = false, zero = false;
   uec::Mode mode = uec::Mode::kDirect;
   std::vector<int32_t> plan{};      // slot_expert
   std::vector<int32_t> segments{};  // which are transferred; empty: all
@@ -32,6 +35,8 @@ struct Case {
   std::string name;
   PlanCase group;
   std::vector<int64_t> segment_bytes{};
+  std::vector<int64_t> grad_bytes{};  // of gradients in a slot; none: there are none
+  std::vector<uec::GradType> grad_type{}, main_grad_type{};
   int64_t tile_bytes = 64 << 10;
   int32_t num_workers = 1;
   uint64_t first_epoch = 1;
@@ -44,10 +49,50 @@ struct Case {
   bool opened = false;  // every schedule: only from where all have called, opened and seen it
 };
 
+inline uint64_t digest_of(const CallSpec& s) {
+  uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
+  if (s.reduce) d = uec::mix(d, 2 + s.zero);
+  d = uec::digest_ints(uec::Alone{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
+  return uec::digest_ints(uec::Alone{}, d, s.segments.data(),
+                          static_cast<int64_t>(s.segments.size()));
+}
+
 // One rank's part of one call, with the arrays it borrows.
 struct RankCall {
-  RankCall(const Case& c, const CallSpec& s, int32_t rank, uint64_t epoch, uint64_t digest)
-      : spec(s), record(uec::CallRecord::make(epoch, digest, uec::RecordKind::kCall)) {
+  // `before`: the digest of the calls before.
+  RankCall(const Case& c, const uec::GroupTables& tables, const CallSpec& s, uint64_t epoch,
+           uint64_t before)
+      : spec(s) {
+    if (spec.reduce)
+      digest = uec::mix(before, reduce(c, tables));
+    else
+      digest = uec::mix(before, transfer(c, tables.rank));
+    record = uec::CallRecord::make(epoch, digest, uec::RecordKind::kCall);
+  }
+
+  uint64_t reduce(const Case& c, const uec::GroupTables& tables) {
+    const uec::Capacity capacity{c.group.num_ranks,
+                                 c.group.num_experts,
+                                 c.group.slots_per_rank,
+                                 c.group.num_mains()[tables.rank],
+                                 static_cast<int32_t>(c.segment_bytes.size()),
+                                 static_cast<int32_t>(c.grad_bytes.size())};
+    reduction = std::make_unique<Given>(capacity);
+    const uec::ReduceArgs args{.slot_expert = spec.plan.data(),
+                               .plan_digest = 0,
+                               .mains = nullptr,
+                               .main_type = c.main_grad_type.data(),
+                               .mode = static_cast<int32_t>(spec.mode),
+                               .zero = spec.zero};
+    Given& g = *reduction;
+    const uint64_t own =
+        uec::prepare_reduce(uec::Alone{}, tables, args, g.arrays, g.schedule, &g.shape, &g.call);
+    tiles = g.call.tiles;
+    work = g.call.work;
+    return own;
+  }
+
+  uint64_t transfer(const Case& c, int32_t rank) {
     if (spec.segments.empty())
       for (size_t i = 0; i < c.segment_bytes.size(); ++i)
         spec.segments.push_back(static_cast<int32_t>(i));
@@ -64,21 +109,19 @@ struct RankCall {
     schedule = std::make_unique<ScheduleArrays>(planned, tiles, spec.mode);
     worklist = std::make_unique<WorklistArrays>(planned, tiles, schedule->schedule, rank);
     if (spec.gather) worklist->involved.assign(c.group.num_ranks, 1);
+    work = worklist->list;
+    return digest_of(spec);
   }
 
   CallSpec spec;
+  uint64_t digest = 0;
   uec::CallRecord record;
   std::vector<int64_t> bytes, first_tile;
   uec::TileMap tiles;
+  uec::Worklist work;
   std::unique_ptr<ScheduleArrays> schedule;
   std::unique_ptr<WorklistArrays> worklist;
+  std::unique_ptr<Given> reduction;  // has its arrays
 };
-
-inline uint64_t digest_of(const CallSpec& s) {
-  uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
-  d = uec::digest_ints(uec::Alone{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
-  return uec::digest_ints(uec::Alone{}, d, s.segments.data(),
-                          static_cast<int64_t>(s.segments.size()));
-}
 
 }  // namespace sim

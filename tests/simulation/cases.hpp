@@ -15,8 +15,4 @@ std::vector<Case> exhaustive_cases();
 // Any group, plans, payload, workers, and ending.
 Case draw_case(Random& random);
 
-// Each rank holds the home piece of its own expert and hub pieces of the others', with one worker:
-// ranks that take a hub piece in hand and wait for it never send what the others wait for.
-Case counter_example();
-
 }  // namespace sim

@@ -57,7 +57,7 @@ void Simulation::check_bytes(int32_t rank) {
 bool Simulation::met_mismatch(int32_t rank) const {
   const int32_t call = ranks_[rank].call;
   const RankCall& made = spec(rank, call);
-  const uec::Worklist& w = made.worklist->list;
+  const uec::Worklist& w = made.work;
   const auto differs = [&](int32_t peer) {
     return spec(peer, call).record.word != made.record.word;
   };
@@ -69,7 +69,19 @@ bool Simulation::met_mismatch(int32_t rank) const {
     if (differs(w.expected[i].peer)) return true;
   for (int32_t i = 0; i < w.num_pieces; ++i)
     if (differs(w.pieces[i].source_rank)) return true;
+  for (int32_t i = 0; i < w.num_reductions; ++i)
+    if (differs(w.reductions[i].home)) return true;
   return false;
+}
+
+// Whether a report can be of a wait for such a flag.
+bool Simulation::may_wait_for(int32_t rank, uec::FlagKind flag) const {
+  using uec::FlagKind;
+  if (flag == FlagKind::kCall || flag == FlagKind::kOpen) return true;
+  const CallSpec& made = spec(rank, ranks_[rank].call).spec;
+  if (made.reduce) return flag == FlagKind::kSummed || flag == FlagKind::kConsumed;
+  if (made.gather) return flag == FlagKind::kGathered;
+  return flag == FlagKind::kReady || flag == FlagKind::kDone || flag == FlagKind::kPulled;
 }
 
 void Simulation::check_report(int32_t rank) {
@@ -101,6 +113,8 @@ void Simulation::check_report(int32_t rank) {
       right = rank == case_.culprit ? fault == uec::Fault::kTimeout : told && *clock_ran_out_;
       break;
   }
+  if (fault == uec::Fault::kTimeout) timed_out_ |= 1u << static_cast<int>(report.wait.flag);
+  if (ranks_[rank].began) right &= may_wait_for(rank, report.wait.flag);
   right &= ranks_[rank].phase != Phase::kSettle || report.epoch == calls_[rank].epoch.number;
   if (!right)
     world_->violate(case_.ending == Ending::kSuccess ? Property::kFaulted : Property::kWrongReport,
@@ -119,6 +133,11 @@ void Simulation::check_end() {
     world_->violate(Property::kStuck, "rank %d waits for ever in phase %d of call %d", rank,
                     static_cast<int>(r.phase), r.call);
   }
+  const int32_t culprit = case_.culprit, other = culprit == 0 ? 1 : 0;
+  if (case_.ending == Ending::kDisagrees &&
+      spec(culprit, case_.at_call).record.word == spec(other, case_.at_call).record.word)
+    world_->violate(Property::kMissedFault, "rank %d's call %d differs, and its record does not",
+                    culprit, case_.at_call);
   if (failed && !named)
     world_->violate(Property::kWrongReport, "ranks failed, and none of them knows of a mismatch");
 }

@@ -103,9 +103,8 @@ mutant(opening_seen_without_acquire simulation/world.cc
 
 # An opening that another worker of the rank has seen orders nothing here.
 mutant(opening_shared_by_workers simulation/ranks.cc
-  FIND [[        Worker(call, memories_[agent], movers_[agent], open_ + agent * call.num_ranks,]]
-  REPLACE [[        Worker(call, memories_[agent], movers_[agent],
-               open_ + agent_of(rank, 0) * call.num_ranks,]])
+  FIND [[    uint8_t* const open = open_ + agent * call.num_ranks;]]
+  REPLACE [[    uint8_t* const open = open_ + agent_of(rank, 0) * call.num_ranks;]])
 
 # ---- gates -------------------------------------------------------------------------------------
 
@@ -343,5 +342,176 @@ mutant(names_nobody core/claimer.hpp
 mutant(farewell_hides_a_mismatch core/protocol.hpp
   FIND [[  if (seen.kind() == RecordKind::kClosed && ahead <= 0) return Fault::kClosed;]]
   REPLACE [[  if (seen.kind() == RecordKind::kClosed) return Fault::kClosed;]])
+
+# ---- a reduction: what is read ------------------------------------------------------------------
+
+mutant(sum_read_early core/reducer.hpp
+  FIND [[    if (r.of_hub) {
+      // Rule]]
+  REPLACE [[    if (false) {
+      // Rule]])
+
+mutant(sum_published_when_stored simulation/adder.hpp
+  FIND [[    if (!world_.delivered(agent_, all)) return false;]]
+  REPLACE [[]])
+
+mutant(sources_not_open core/reducer.hpp
+  FIND [[      if (rank != call.rank && !open[rank]) return rank;]]
+  REPLACE [[]])
+
+mutant(source_not_needed core/reduce_worklist.hpp
+  FIND [=[    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);]=]
+  REPLACE [[]])
+
+mutant(summed_before_the_home_opens core/reducer.hpp
+  FIND [[    return r.kind == Reduction::kSum && !open[r.home] ? r.home : -1;]]
+  REPLACE [[    return -1;]])
+
+mutant(home_of_sums_not_needed core/reduce_worklist.hpp
+  FIND [[      if (team.leader()) team.set(&w.needs[home]);]]
+  REPLACE [[]])
+
+mutant(not_opened_for_readers core/reduce_worklist.hpp
+  FIND [[    w.expected[at] = {Expected::kConsumed, peer, expert, slot};
+    team.set(&w.opens[peer]);]]
+  REPLACE [[    w.expected[at] = {Expected::kConsumed, peer, expert, slot};]])
+
+mutant(not_opened_for_sums core/reduce_worklist.hpp
+  FIND [=[        team.set(&w.opens[s.replica_rank[i]]);  // it flags its sums here]=]
+  REPLACE [[]])
+
+mutant(sums_taken_in_any_order core/reducer.hpp
+  FIND [[return piece(call, p).of_hub; }]]
+  REPLACE [[return false; }]])
+
+mutant(first_sum_vouches_for_all core/claimer.hpp
+  FIND [[        if (verdict == Verdict::kArrived && !Pieces::is_flagged(call_, p)) state_[p] = kReady;]]
+  REPLACE [[        if (verdict == Verdict::kArrived) state_[p] = kReady;]])
+
+# ---- a reduction: what is added up --------------------------------------------------------------
+
+mutant(parts_in_another_order core/reducer.hpp
+  FIND [=[return in_slot(from[i], span); };]=]
+  REPLACE [=[return in_slot(from[r.count - 1 - i], span); };]=])
+
+mutant(own_part_left_out core/reducer.hpp
+  FIND [[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count, slot, elements, type);]]
+  REPLACE [=[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count - 1,
+                   [&](int32_t i) { return slot(i + (from[i].rank >= call_.rank)); }, elements,
+                   type);]=])
+
+mutant(a_part_added_twice core/reducer.hpp
+  FIND [[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count, slot, elements, type);]]
+  REPLACE [=[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count + 1,
+                   [&](int32_t i) { return slot(i % r.count); }, elements, type);]=])
+
+mutant(sums_of_slots_in_one_place core/layout.hpp
+  FIND [[{ return sums_base + slot * sums_bytes; }]]
+  REPLACE [[{ return sums_base; }]])
+
+mutant(sums_beyond_their_range core/reducer.hpp
+  FIND [[    const int64_t nth = tile - r.begin * r.group_tiles;]]
+  REPLACE [[    const int64_t nth = tile;]])
+
+mutant(ranges_overlap core/reduce_worklist.hpp
+  FIND [[      add({Reduction::kSum, expert, begin, end, group_tiles(x),]]
+  REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
+
+mutant(mode_left_out_of_the_digest core/prepare_reduce.hpp
+  FIND [[static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero]]
+  REPLACE [[args.zero]])
+
+mutant(zero_left_out_of_the_digest core/prepare_reduce.hpp
+  FIND [[ << 1 | args.zero);]]
+  REPLACE [[ << 1);]])
+
+# ---- a reduction: who has read ------------------------------------------------------------------
+
+mutant(cleared_early core/reducer.hpp
+  FIND [[    for (int32_t i = 0; r.kind == Reduction::kZero && i < r.count; ++i) {]]
+  REPLACE [[    for (int32_t i = 0; false && i < r.count; ++i) {]])
+
+mutant(cleared_before_the_home_has_read core/reduce_worklist.hpp
+  FIND [[           first_reader, num_expected - first_reader});]]
+  REPLACE [[           first_reader + 1, num_expected - first_reader - 1});]])
+
+mutant(cleared_before_the_hubs_have_read core/reduce_worklist.hpp
+  FIND [[           first_reader, num_expected - first_reader});]]
+  REPLACE [[           first_reader, 1});]])
+
+mutant(home_not_expected core/reduce_worklist.hpp
+  FIND [=[    if (end > begin || bounds[1] > bounds[0]) {]=]
+  REPLACE [=[    if (bounds[1] > bounds[0]) {]=])
+
+mutant(other_hubs_not_expected core/reduce_worklist.hpp
+  FIND [=[      const bool reads = hub <= n && hub != own && bounds[hub + 1] > bounds[hub];]=]
+  REPLACE [[      const bool reads = false;]])
+
+mutant(consumed_not_awaited core/call.hpp
+  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
+  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+
+mutant(consumed_before_the_last_group core/reducer.hpp
+  FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
+  REPLACE [[    if (team_.share(left) <= 1) finish_piece(token, r);]])
+
+mutant(consumed_without_the_other_workers core/reducer.hpp
+  FIND [=[      left = memory_.arrive(token, &call_.remaining[piece_], 1);]=]
+  REPLACE [=[      left = --call_.remaining[piece_];]=])
+
+mutant(consumed_in_the_wrong_slot core/reducer.hpp
+  FIND [[call_.layout.consumed(slot.slot, call_.rank),]]
+  REPLACE [[call_.layout.consumed(0, call_.rank),]])
+
+mutant(consumed_of_two_epochs core/reducer.hpp
+  FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
+                        call_.epoch.number);]]
+  REPLACE [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
+                        call_.epoch.number | 1);]])
+mutant(consumed_of_two_epochs core/reducer.hpp
+  FIND [[                     call.layout.call(reader.peer), reader.peer, call.epoch, fault, &seen);]]
+  REPLACE [[                     call.layout.call(reader.peer), reader.peer,
+                     Epoch{call.epoch.number | 1, call.epoch.record}, fault, &seen);]])
+mutant(consumed_of_two_epochs core/call.hpp
+  FIND [[                                       call_.epoch, fault, &seen);]]
+  REPLACE [[                                       Epoch{call_.epoch.number |
+                                                 (e.kind == Expected::kConsumed), call_.epoch.record},
+                                       fault, &seen);]])
+
+# ---- a reduction: progress and failing ----------------------------------------------------------
+
+# The counter-example turned round: a home's piece is taken first, and waited for with sums of its
+# own unclaimed.
+mutant(blocked_home_item_first core/reducer.hpp
+  FIND [[    return static_cast<uint32_t>(piece(call, p).kind) << 8 |]]
+  REPLACE [[    return static_cast<uint32_t>(piece(call, p).kind ^ 1) << 8 |]])
+mutant(blocked_home_item_first core/reducer.hpp
+  FIND [[                              Fault* fault) {]]
+  REPLACE [[                              Fault* fault, bool waits = false) {]])
+mutant(blocked_home_item_first core/reducer.hpp
+  FIND [[    if (r.of_hub) {
+      // Rule]]
+  REPLACE [[    if (r.of_hub && !waits) return Verdict::kArrived;
+    if (r.of_hub) {
+      // Rule]])
+mutant(blocked_home_item_first core/reducer.hpp
+  FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
+  REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,
+                               group_ - call_.work.reductions[piece_].begin, &fault_, true) !=
+        Verdict::kArrived)
+      return Step::kBlocked;
+    do_tile(call_.work.reductions[piece_], tile_++);]=])
+
+mutant(aborts_unread_by_the_home core/reducer.hpp
+  FIND [[      if (aborter_ >= 0) {]]
+  REPLACE [[      if (false) {]])
+
+mutant(aborts_read_before_the_last_part core/reducer.hpp
+  FIND [[      adder_.loads_complete();]]
+  REPLACE [[]])
+
+mutant(reducer_drain_ignores_stores core/reducer.hpp
+  FIND [=[    return adder_.when_delivered([](Delivered) {}) ? Step::kFinished : Step::kAwaitDelivered;]=]
+  REPLACE [[    return Step::kFinished;]])
 
 list(REMOVE_DUPLICATES ULTRAEP_MUTANTS)

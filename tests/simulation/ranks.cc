@@ -33,11 +33,25 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     shape.region_offset.push_back(region);
     region = uec::round_up(region + shape.max_mains * bytes, uec::kSegmentAlign);
   }
+  shape.grad_bytes = case_.grad_bytes;
+  shape.grad_type = case_.grad_type;
+  shape.main_grad_type = case_.main_grad_type;
+  grad_offset_.resize(case_.grad_bytes.size());
+  int64_t grads_end = 0;
+  for (size_t i = 0; i < case_.grad_bytes.size(); ++i) {
+    shape.main_grad_offset.push_back(grads_end);
+    grads_end += shape.max_mains * main_grad_bytes(i);
+  }
+  const uec::Gradients grads{static_cast<int32_t>(case_.grad_bytes.size()), case_.grad_bytes.data(),
+                             case_.grad_type.data(), grad_offset_.data()};
   const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes, uec::kWideFanout + 1);
   shape.max_groups = static_cast<int32_t>(uec::ceil_div(tiles, finest));
   shape.layout = uec::SymmetricLayout::make(g.topology(), shape.max_mains, shape.max_groups,
                                             static_cast<int32_t>(case_.segment_bytes.size()),
-                                            case_.segment_bytes.data(), shape.slot_offset.data());
+                                            case_.segment_bytes.data(), shape.slot_offset.data(),
+                                            grads, case_.tile_bytes, grad_offset_.data());
+  shape.grad_offset = grad_offset_;
+  shape.max_groups = std::max(shape.max_groups, static_cast<int32_t>(shape.layout.max_grad_groups));
   shape.max_messages = num_calls() + 3;
   shape.row_bytes = int64_t{4} * g.num_experts;
 
@@ -50,19 +64,27 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
       for (int32_t m = 0; m < num_mains_[r]; ++m)
         mains_.back().push_back(regions_.back() + shape.region_offset[i] +
                                 m * case_.segment_bytes[i]);
+    main_grads_.emplace_back();
+    for (size_t i = 0; i < case_.grad_bytes.size(); ++i)
+      for (int32_t m = 0; m < num_mains_[r]; ++m)
+        main_grads_.back().push_back(base_of(Space::kMainGrads, r) + shape.main_grad_offset[i] +
+                                     m * main_grad_bytes(i));
+    const uec::GroupTables tables{
+        g.topology(), r, case_.segment_bytes.data(), main_idx_.data(), case_.tile_bytes, {}, grads};
     rank_calls_.emplace_back();
     uint64_t digest = kFirstDigest;
     for (int32_t i = 0; i < num_calls(); ++i) {
       const bool differs =
           case_.ending == Ending::kDisagrees && r == case_.culprit && i == case_.at_call;
       const CallSpec& spec = differs ? case_.other : case_.calls[i];
-      digest = uec::mix(digest, digest_of(spec));
       rank_calls_[r].push_back(
-          std::make_unique<RankCall>(case_, spec, r, case_.first_epoch + i, digest));
+          std::make_unique<RankCall>(case_, tables, spec, case_.first_epoch + i, digest));
       const RankCall& made = *rank_calls_[r].back();
+      const int32_t reductions = made.work.num_reductions;
+      digest = made.digest;
       records[r].push_back(made.record.word);
-      shape.max_pieces = std::max(shape.max_pieces, made.worklist->list.num_pieces);
-      shape.max_tasks = std::max(shape.max_tasks, made.worklist->list.num_tasks);
+      shape.max_pieces = std::max({shape.max_pieces, made.work.num_pieces, reductions});
+      shape.max_tasks = std::max({shape.max_tasks, made.work.num_tasks, reductions});
     }
   }
   shape.max_pieces = max_pieces_ = std::max(shape.max_pieces, 1);
@@ -77,16 +99,19 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   open_ = arena_.array<uint8_t>(agents * g.num_ranks);
   state_ = arena_.array<uint8_t>(agents * max_pieces_);
   worker_objects_ = arena_.array<Worker>(agents);
+  reducers_ = arena_.array<Reducer>(has_grads() ? agents : 0);
   finishes_ = arena_.array<Finish>(g.num_ranks);
   gathers_ = arena_.array<Gather>(g.num_ranks);
   memories_ = arena_.array<SimMemory>(agents);
   movers_ = arena_.array<SimMover>(agents);
+  adders_ = arena_.array<SimAdder>(agents);
   world_ = std::make_unique<World>(shape, arena_);
   world_->records = std::move(records);
   for (int32_t a = 0; a < static_cast<int32_t>(agents); ++a) {
     new (&memories_[a]) SimMemory(*world_, a);
     new (&movers_[a]) SimMover(*world_, a, case_.eager_delivery);
-    worker_states_[a] = {1, 1, 1, 1, 0};
+    new (&adders_[a]) SimAdder(*world_, a);
+    worker_states_[a] = {1, 1, 1, 1, 0, 0};
   }
 
   // The group has made calls before: flags hold what they left, also an epoch that agrees with the
@@ -109,8 +134,14 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
         world_->leave_behind(r, layout.pulled(m, peer), left);
     }
     for (int32_t s = 0; s < g.slots_per_rank; ++s)
-      for (int64_t i = 0; i < shape.max_groups; ++i)
+      for (int64_t i = 0; i < layout.max_groups; ++i)
         world_->leave_behind(r, layout.ready(s, i), left);
+    for (int32_t peer = 0; peer < g.num_ranks && has_grads(); ++peer)
+      for (int32_t s = 0; s < g.slots_per_rank; ++s)
+        world_->leave_behind(r, layout.consumed(s, peer), left);
+    for (int32_t m = 0; m < shape.max_mains && has_grads(); ++m)
+      for (int64_t i = 0; i < layout.max_grad_groups; ++i)
+        world_->leave_behind(r, layout.summed(m, i), left);
     write_mains(r, 0, true);
   }
 }
@@ -122,6 +153,7 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
   Rank& r = ranks_[rank];
   WorkerState& state = worker_states_[agent];
   Worker& worker = worker_objects_[agent];
+  Reducer& reducer = reducers_[agent];
   const int32_t side = fetch ? 0 : 1;
   world_->rang = false;
   // Other workers of a rank that has failed go on until they look.
@@ -130,7 +162,7 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
     world_->wake_agent(agent);
   }
   if (draining(r) && state.noticed) {
-    const Step drained = worker.drain_step();
+    const Step drained = state.reduces ? reducer.drain_step() : worker.drain_step();
     if (drained == Step::kProgress) return;
     sleep(agent, side);
     if (drained != Step::kFinished) return;
@@ -138,8 +170,10 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
     world_->wake_agent(own_thread(rank));
     return;
   }
-  world_->in_store = !fetch;
-  const Step step = fetch ? worker.fetch_step() : worker.store_step();
+  world_->in_store = !fetch || state.reduces;
+  const Step step = state.reduces ? reducer.step()
+                    : fetch       ? worker.fetch_step()
+                                  : worker.store_step();
   world_->in_store = false;
   if (fetch) state.blocked = 0;
   switch (step) {
@@ -149,13 +183,15 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
     case Step::kFailed:
       state.noticed = 1;
       world_->wake_agent(agent);
-      fail(rank, uec::report_step(memories_[agent], calls_[rank], worker.fault(), worker.wait()));
+      fail(rank,
+           uec::report_step(memories_[agent], calls_[rank],
+                            state.reduces ? reducer.fault() : worker.fault(), wait_of(agent)));
       return;
     case Step::kBlocked:
       if (draining(r))
         state.noticed = 1;
       else
-        blocked(agent, worker.wait());
+        blocked(agent, wait_of(agent));
       return;
     case Step::kAwaitDelivered:
     case Step::kIdle:
@@ -163,7 +199,7 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
       if (!fetch) world_->asleep[2 * agent] = 0;  // a stage may have become free
       return;
     case Step::kFinished:
-      if (fetch) {
+      if (fetch && !state.reduces) {
         state.fetched = 1;
         world_->wake_agent(agent);
       } else {
@@ -172,6 +208,10 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
       }
       sleep(agent, side);
   }
+}
+
+uec::Wait Simulation::wait_of(int32_t agent) {
+  return worker_states_[agent].reduces ? reducers_[agent].wait() : worker_objects_[agent].wait();
 }
 
 // Nothing can be done before a flag changes. Every publish wakes its reader, so that the sleeper
@@ -192,7 +232,7 @@ void Simulation::time_out(int32_t agent) {
   const int32_t rank = world_->rank_of(agent);
   Report report;
   report.fault = Fault::kTimeout;
-  report.wait = agent != own_thread(rank)                   ? worker_objects_[agent].wait()
+  report.wait = agent != own_thread(rank)                   ? wait_of(agent)
                 : spec(rank, ranks_[rank].call).spec.gather ? gathers_[rank].wait()
                                                             : finishes_[rank].wait();
   report.all_called = uec::all_called(memories_[agent], calls_[rank]);
@@ -273,11 +313,15 @@ void Simulation::enter(int32_t rank) {
   call.addresses = {bases_.data(),
                     world_->shape.segment_bytes.data(),
                     world_->shape.slot_offset.data(),
-                    mains_[rank].data(),
+                    made.spec.reduce ? main_grads_[rank].data() : mains_[rank].data(),
                     num_mains_[rank],
                     made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
                     world_->shape.region_offset.data()};
-  call.work = made.worklist->list;
+  call.work = made.work;
+  if (made.spec.reduce) {
+    call.grads = made.reduction->call.grads;
+    call.main_type = made.reduction->call.main_type;
+  }
   call.cursor = world_->cursors(rank);
   call.remaining = world_->remaining(rank);
 
@@ -312,20 +356,27 @@ void Simulation::enter(int32_t rank) {
 void Simulation::start_workers(int32_t rank) {
   const int32_t own = own_thread(rank);
   uec::Call& call = calls_[rank];
-  if (spec(rank, ranks_[rank].call).spec.gather) return;
-  for (int32_t s = 0; s < case_.group.slots_per_rank; ++s)
+  const CallSpec& made = spec(rank, ranks_[rank].call).spec;
+  if (made.gather) return;
+  if (made.reduce) write_gradients(rank, ranks_[rank].call);
+  for (int32_t s = 0; s < case_.group.slots_per_rank && !made.reduce; ++s)
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
       world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
   call.reset_counters(uec::Alone{});
   world_->reset_claims(rank);
-  for (int32_t w = 0; w < workers() && call.work.num_pieces > 0; ++w) {
+  const bool moves = call.work.num_pieces + call.work.num_reductions > 0;
+  for (int32_t w = 0; w < workers() && moves; ++w) {
     const int32_t agent = agent_of(rank, w);
     world_->join(agent, own);
     new (&movers_[agent]) SimMover(*world_, agent, case_.eager_delivery);
-    new (&worker_objects_[agent])
-        Worker(call, memories_[agent], movers_[agent], open_ + agent * call.num_ranks,
-               state_ + agent * max_pieces_);
+    uint8_t* const open = open_ + agent * call.num_ranks;
+    uint8_t* const state = state_ + agent * max_pieces_;
+    if (made.reduce)
+      new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], open, state, w);
+    else
+      new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], open, state);
     worker_states_[agent] = {};
+    worker_states_[agent].reduces = made.reduce;
     world_->wake_agent(agent);
   }
 }
@@ -366,7 +417,12 @@ void Simulation::give_back(int32_t rank) {
   if (case_.ending == Ending::kDisagrees && met_mismatch(rank))
     world_->violate(Property::kMissedFault, "rank %d finished call %d, and a partner's differs",
                     rank, r.call);
-  check_bytes(rank);
+  if (spec(rank, r.call).spec.reduce) {
+    check_gradients(rank);
+    spoil_slot_gradients(rank, true);
+  } else {
+    check_bytes(rank);
+  }
   write_mains(rank, r.call + 1, true);
   ++r.call;
   r.phase = Phase::kEnter;
@@ -418,6 +474,7 @@ void Simulation::settle(int32_t rank) {
     world_->violate(Property::kMainsChanged, "rank %d gave up with operations under way", rank);
   world_->freed[rank] = 1;
   write_mains(rank, 0, false);
+  spoil_slot_gradients(rank, false);
   ranks_[rank].phase = Phase::kFailed;
 }
 

@@ -1,16 +1,18 @@
 // The ranks of a case, as programs over a world: what each step of each worker does, what may
 // happen next, and what has to hold.
 //
-// The core's own templates run here: Worker, Gather, Finish, and what failure.hpp decides. A rank's
-// program does what an engine does around them: it starts the workers, waits for them, gives a call
-// back to its caller, and ends a call that has failed.
+// The core's own templates run here: Worker, Reducer, Gather, Finish, and what failure.hpp decides.
+// A rank's program does what an engine does around them: it starts the workers, waits for them,
+// gives a call back to its caller, and ends a call that has failed.
 #pragma once
 
 #include <new>
 #include <vector>
 
 #include "core/gather.hpp"
+#include "core/reducer.hpp"
 #include "core/worker.hpp"
+#include "simulation/adder.hpp"
 #include "simulation/case.hpp"
 #include "simulation/world.hpp"
 
@@ -18,7 +20,7 @@ namespace sim {
 
 struct Transition {
   enum Kind : uint8_t {
-    kFetch,      // of agent
+    kFetch,      // of agent: also a reducer's one side
     kStore,      // of agent
     kProgram,    // of rank: its own thread
     kOperation,  // number in the world's list
@@ -49,6 +51,8 @@ class Simulation {
   const Case& simulated() const { return case_; }
   Property violation() const { return world_->violation; }
   int32_t lead() const;  // calls between the fastest rank and the slowest
+  // What waits that expired were for, in all schedules: a bit for each kind of flag.
+  uint32_t timed_out() const { return timed_out_; }
 
   std::vector<uint8_t> save() const {
     return {arena_.bytes(), arena_.bytes() + world_->live_bytes()};
@@ -60,6 +64,7 @@ class Simulation {
 
  private:
   using Worker = uec::Worker<SimMemory, SimMover>;
+  using Reducer = uec::Reducer<SimMemory, SimAdder>;
   using Finish = uec::Finish<SimMemory>;
   using Gather = uec::Gather<SimMemory, SimMover>;
 
@@ -92,11 +97,17 @@ class Simulation {
     int32_t noticed;          // that its rank has failed
     int32_t drained;
     int32_t blocked;  // its last word was that a peer has to move first
+    int32_t reduces;  // it is a reducer
   };
 
   int32_t workers() const { return case_.num_workers; }
   int32_t agent_of(int32_t rank, int32_t worker) const { return rank * (workers() + 1) + worker; }
   int32_t own_thread(int32_t rank) const { return agent_of(rank, workers()); }
+  bool has_grads() const { return !case_.grad_bytes.empty(); }
+  int64_t main_grad_bytes(size_t segment) const {
+    return case_.grad_bytes[segment] / uec::bytes_of(case_.grad_type[segment]) *
+           uec::bytes_of(case_.main_grad_type[segment]);
+  }
   int32_t num_calls() const { return static_cast<int32_t>(case_.calls.size()); }
   const RankCall& spec(int32_t rank, int32_t call) const { return *rank_calls_[rank][call]; }
   bool working(const Rank& r) const { return r.phase >= Phase::kOpen && r.phase <= Phase::kReturn; }
@@ -112,6 +123,7 @@ class Simulation {
   void step_program(int32_t rank);
   void enter(int32_t rank);
   void start_workers(int32_t rank);
+  uec::Wait wait_of(int32_t agent);
   void wait_for_workers(int32_t rank);
   void step_end(int32_t rank);
   void give_back(int32_t rank);
@@ -126,17 +138,26 @@ class Simulation {
   Content payload(int32_t call, int32_t expert, int32_t tile) const;
   Content poison(int32_t call) const { return {0xDEAD0000u + static_cast<uint64_t>(call), 1}; }
   Content row(int32_t rank, int32_t call) const;
+  Content slot_grad(int32_t call, int32_t expert, int32_t rank, int32_t tile) const;
+  Content main_grad(int32_t call, int32_t expert, int32_t tile) const;
+  Content reduced(const RankCall& made, int32_t call, int32_t expert, int32_t tile) const;
+  void write_gradients(int32_t rank, int32_t call);
+  void spoil_slot_gradients(int32_t rank, bool checked);
+  void check_gradients(int32_t rank);
   void write_mains(int32_t rank, int32_t call, bool checked);
   void check_bytes(int32_t rank);
   void check_report(int32_t rank);
+  bool may_wait_for(int32_t rank, uec::FlagKind flag) const;
   bool met_mismatch(int32_t rank) const;
 
   Case case_;
   std::vector<std::vector<std::unique_ptr<RankCall>>> rank_calls_;  // [rank][call]
   std::vector<int32_t> main_idx_, num_mains_;
+  std::vector<int64_t> grad_offset_;
   std::vector<uint8_t*> bases_;
   std::vector<const uint8_t*> regions_;
-  std::vector<std::vector<const uint8_t*>> mains_;  // [rank][segments * mains]
+  std::vector<std::vector<const uint8_t*>> mains_;       // [rank][segments * mains]
+  std::vector<std::vector<const uint8_t*>> main_grads_;  // [rank][gradients' segments * mains]
   Arena arena_;
   std::unique_ptr<World> world_;
 
@@ -149,11 +170,14 @@ class Simulation {
   uint8_t* open_;           // [agents][ranks]
   uint8_t* state_;          // [agents][max_pieces]
   Worker* worker_objects_;  // [agents]
+  Reducer* reducers_;       // [agents]
   Finish* finishes_;        // [ranks]
   Gather* gathers_;         // [ranks]
   SimMemory* memories_;     // [agents]
   SimMover* movers_;        // [agents]
+  SimAdder* adders_;        // [agents]
   int32_t max_pieces_ = 0;
+  uint32_t timed_out_ = 0;  // not in the arena
 };
 
 }  // namespace sim

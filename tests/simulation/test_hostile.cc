@@ -34,6 +34,7 @@ double seconds_since(Clock::time_point start) {
 struct Totals {
   uint64_t cases = 0, schedules = 0, steps = 0;
   int32_t max_lead = 0;
+  uint32_t timed_out = 0;
   void add(const Outcome& o) {
     ++cases;
     schedules += o.schedules;
@@ -46,6 +47,7 @@ void run_random(const Case& c, uint64_t seed, uint64_t schedules, Totals& totals
   sim::Simulation simulation(c);
   const Outcome outcome = explore_random(simulation, seed, schedules);
   totals.add(outcome);
+  totals.timed_out |= simulation.timed_out();
   if (outcome.property != Property::kNone) fail(c, outcome);
 }
 
@@ -125,4 +127,7 @@ int main(int argc, char** argv) {
     run_random(sim::draw_case(random), seed += 1000, 20, random_cases);
   print("random cases", random_cases, seconds_since(start));
   CHECK(named.max_lead >= 2);
+  // Every kind of wait has expired, and was reported.
+  CHECK_EQ(named.timed_out | random_cases.timed_out,
+           (2 << static_cast<int>(uec::FlagKind::kConsumed)) - 1);
 }

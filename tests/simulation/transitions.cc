@@ -16,11 +16,13 @@ void Simulation::list(std::vector<Transition>& out) {
       const int32_t agent = agent_of(rank, w);
       const WorkerState& state = worker_states_[agent];
       if (working(r)) {
-        if (!state.fetched && !asleep[2 * agent]) out.push_back({Transition::kFetch, agent});
-        if (!state.stored && !asleep[2 * agent + 1]) out.push_back({Transition::kStore, agent});
-      } else if (draining(r) && !state.drained) {
+        if (!(state.reduces ? state.stored : state.fetched) && !asleep[2 * agent])
+          out.push_back({Transition::kFetch, agent});
+        if (!state.stored && !state.reduces && !asleep[2 * agent + 1])
+          out.push_back({Transition::kStore, agent});
+      } else if (draining(r) && !state.drained && !(state.reduces && state.stored)) {
         if (!asleep[2 * agent]) out.push_back({Transition::kFetch, agent});
-        if (!asleep[2 * agent + 1] && !state.noticed && !state.stored)
+        if (!asleep[2 * agent + 1] && !state.noticed && !state.stored && !state.reduces)
           out.push_back({Transition::kStore, agent});
       }
     }
@@ -63,6 +65,7 @@ void Simulation::list(std::vector<Transition>& out) {
 // Independent of everything else are
 // - steps of a rank's own thread that look at no flag: a publish only adds to what may be seen;
 // - a worker that has nothing left to claim: it waits for its bytes, and publishes;
+// - a reducer that has a group in hand: it adds up the rest, waits for it to arrive, and publishes;
 // - flags that reach a rank that has closed.
 // Whether two accesses race is told by clocks, and so is the same in both orders. There are no
 // cycles: every step moves something that never moves back.
@@ -80,12 +83,16 @@ void Simulation::reduce(std::vector<Transition>& possible) const {
     return;
   }
   for (int32_t agent = 0; agent < world_->num_agents(); ++agent) {
-    if (!worker_states_[agent].fetched || worker_states_[agent].stored) continue;
+    const WorkerState& state = worker_states_[agent];
+    const bool holds = state.reduces ? world_->holds_stores(agent) : state.fetched != 0;
+    if (!holds || state.stored) continue;
     std::vector<Transition> own;
     for (const Transition& t : possible)
       if ((t.kind == Transition::kStore && t.index == agent) ||
+          (t.kind == Transition::kFetch && t.index == agent && world_->delivered_all(agent)) ||
           (t.kind == Transition::kOperation && world_->operation(t.index).agent == agent))
         own.push_back(t);
+    if (state.reduces && own.size() > 1) own.resize(1);  // in any order
     if (own.empty()) continue;
     possible = std::move(own);
     return;

@@ -14,8 +14,16 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
   mains_begin_ = s.num_ranks * s.slots_per_rank * num_tiles();
   tables_begin_ = mains_begin_ + s.num_ranks * s.max_mains * num_tiles();
   rows_begin_ = tables_begin_ + s.num_ranks * s.num_ranks;
-  num_cells_ = rows_begin_ + s.num_ranks;
-  flag_at_.assign(s.layout.load_base / 8, -1);
+  slot_grads_begin_ = rows_begin_ + s.num_ranks;
+  grad_tile_begin_.push_back(0);
+  for (const int64_t bytes : s.grad_bytes)
+    grad_tile_begin_.push_back(grad_tile_begin_.back() +
+                               static_cast<int32_t>(uec::ceil_div(bytes, s.tile_bytes)));
+  main_grads_begin_ = slot_grads_begin_ + s.num_ranks * s.slots_per_rank * num_grad_tiles();
+  sums_begin_ = main_grads_begin_ + s.num_ranks * s.max_mains * num_grad_tiles();
+  sums_per_slot_ = static_cast<int32_t>(s.layout.sums_bytes / (2 * s.tile_bytes));
+  num_cells_ = sums_begin_ + s.num_ranks * s.slots_per_rank * sums_per_slot_;
+  flag_at_.assign(s.layout.slots_base / 8, -1);
   flags_per_rank_ = 0;
   const auto number = [this](int64_t offset) { flag_at_[offset / 8] = flags_per_rank_++; };
   for (int32_t r = 0; r < s.num_ranks; ++r) {
@@ -28,6 +36,12 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
   }
   for (int32_t i = 0; i < s.slots_per_rank; ++i)
     for (int64_t g = 0; g < s.layout.max_groups; ++g) number(s.layout.ready(i, g));
+  if (!s.grad_bytes.empty()) {
+    for (int32_t i = 0; i < s.slots_per_rank; ++i)
+      for (int32_t r = 0; r < s.num_ranks; ++r) number(s.layout.consumed(i, r));
+    for (int32_t i = 0; i < s.max_mains; ++i)
+      for (int64_t g = 0; g < s.layout.max_grad_groups; ++g) number(s.layout.summed(i, g));
+  }
   const int32_t num_flags = s.num_ranks * flags_per_rank_;
   initial_.assign(num_flags, 0);
   // A ring of stages and as many held groups, two tiles each, to every rank.
@@ -106,7 +120,7 @@ void World::join(int32_t to, int32_t from) {
 // ---- flags -------------------------------------------------------------------------------------
 
 int32_t World::flag_index(int32_t rank, int64_t offset) {
-  const bool inside = offset >= 0 && offset < shape.layout.load_base;
+  const bool inside = offset >= 0 && offset < shape.layout.slots_base;
   if (!inside || offset % 8 != 0 || flag_at_[offset / 8] < 0) {
     violate(Property::kStray, "no flag of rank %d is at %lld", rank,
             static_cast<long long>(offset));
@@ -248,15 +262,27 @@ void World::reset_claims(int32_t rank) {
 
 // ---- bytes -------------------------------------------------------------------------------------
 
+World::Place World::follow(int32_t agent, const uint8_t* address) {
+  const auto number = reinterpret_cast<uint64_t>(address);
+  const Place at{static_cast<Space>(number >> 44), static_cast<int32_t>(number >> 36 & 0xFF),
+                 static_cast<int64_t>(number & 0xFFFFFFFFF)};
+  const int32_t own = rank_of(agent), call = call_now[own];
+  if (at.rank != own && records[at.rank][call] != records[own][call])
+    violate(Property::kMovedMismatch, "rank %d reaches into rank %d in call %d", own, at.rank,
+            call);
+  return at;
+}
+
+int32_t World::stray(const Place& at, int64_t bytes) {
+  violate(Property::kStray, "%lld bytes at offset %lld of rank %d", static_cast<long long>(bytes),
+          static_cast<long long>(at.offset), at.rank);
+  return -1;
+}
+
 // The cell at an address, or -1: an access to it could not be right.
 int32_t World::locate(int32_t agent, const uint8_t* address, int64_t bytes) {
-  const auto number = reinterpret_cast<uint64_t>(address);
-  const auto space = static_cast<Space>(number >> 44);
-  const auto rank = static_cast<int32_t>(number >> 36 & 0xFF);
-  const auto offset = static_cast<int64_t>(number & 0xFFFFFFFFF);
-  const int32_t own = rank_of(agent), call = call_now[own];
-  if (rank != own && records[rank][call] != records[own][call])
-    violate(Property::kMovedMismatch, "rank %d reaches into rank %d in call %d", own, rank, call);
+  const Place place = follow(agent, address);
+  const auto [space, rank, offset] = place;
   if (space == Space::kRow && offset == 0) return row_cell(rank);
   const int64_t table = offset - shape.layout.load_base;
   if (space == Space::kSymmetric && table >= 0 && table < shape.num_ranks * shape.row_bytes)
@@ -273,34 +299,45 @@ int32_t World::locate(int32_t agent, const uint8_t* address, int64_t bytes) {
     if (at % shape.tile_bytes != 0 || bytes > tile_length(tile)) break;
     return slots ? slot_cell(rank, row, tile) : main_cell(rank, row, tile);
   }
-  violate(Property::kStray, "%lld bytes at offset %lld of rank %d", static_cast<long long>(bytes),
-          static_cast<long long>(offset), rank);
-  return -1;
+  return stray(place, bytes);
 }
 
 const char* World::describe(int32_t cell) {
   static char text[80];
-  const int32_t tiles = num_tiles();
-  const bool slot = cell < mains_begin_;
-  const int32_t row = (slot ? cell : cell - mains_begin_) / tiles;
-  const int32_t per_rank = slot ? shape.slots_per_rank : shape.max_mains;
-  if (cell < tables_begin_)
-    std::snprintf(text, sizeof text, "tile %d of %s %d of rank %d",
-                  (slot ? cell : cell - mains_begin_) % tiles, slot ? "slot" : "main",
+  const auto name = [&](const char* what, int32_t begin, int32_t per_rank, int32_t tiles) {
+    const int32_t row = (cell - begin) / tiles;
+    std::snprintf(text, sizeof text, "tile %d of %s %d of rank %d", (cell - begin) % tiles, what,
                   row % per_rank, row / per_rank);
-  else
+  };
+  const int32_t slots = shape.slots_per_rank, mains = shape.max_mains;
+  if (cell < mains_begin_)
+    name("slot", 0, slots, num_tiles());
+  else if (cell < tables_begin_)
+    name("main", mains_begin_, mains, num_tiles());
+  else if (cell < slot_grads_begin_)
     std::snprintf(text, sizeof text, "load row %d", cell - tables_begin_);
+  else if (cell < main_grads_begin_)
+    name("the gradient in slot", slot_grads_begin_, slots, num_grad_tiles());
+  else if (cell < sums_begin_)
+    name("main gradient", main_grads_begin_, mains, num_grad_tiles());
+  else
+    name("the sums of slot", sums_begin_, slots, sums_per_slot_);
   return text;
+}
+
+// Whether a cell is its caller's again, after a failure. Whoever still loads from there has to find
+// out, and must not use what it got: that is judged by the bytes.
+bool World::was_freed(int32_t cell) const {
+  if (is_main(cell)) return freed[(cell - mains_begin_) / num_tiles() / shape.max_mains] != 0;
+  if (cell < slot_grads_begin_ || cell >= main_grads_begin_) return false;
+  return freed[(cell - slot_grads_begin_) / num_grad_tiles() / shape.slots_per_rank] != 0;
 }
 
 void World::check_read(int32_t cell, const Tick* known, int32_t agent, Tick number) {
   const Access& last = cells_[cell];
   if (known[num_agents_ + last.writer] < last.store) {
-    const bool main = cell >= mains_begin_ && cell < tables_begin_;
-    // After a failure the caller owns its weights again. Whoever still loads them has to find out,
-    // and must not use what it got: that is judged by the bytes.
-    if (main && freed[(cell - mains_begin_) / num_tiles() / shape.max_mains]) return;
-    violate(main ? Property::kMainsChanged : Property::kReadEarly,
+    if (was_freed(cell)) return;
+    violate(is_main(cell) ? Property::kMainsChanged : Property::kReadEarly,
             "agent %d reads %s, and does not know of agent %d's store", agent, describe(cell),
             last.writer);
   }
@@ -309,8 +346,7 @@ void World::check_read(int32_t cell, const Tick* known, int32_t agent, Tick numb
 
 void World::check_write(int32_t cell, const Tick* known) {
   const Access& last = cells_[cell];
-  const bool main = cell >= mains_begin_ && cell < tables_begin_;
-  const Property property = main ? Property::kMainsChanged : Property::kWrittenEarly;
+  const Property property = is_main(cell) ? Property::kMainsChanged : Property::kWrittenEarly;
   if (known[num_agents_ + last.writer] < last.store)
     violate(property, "a store to %s does not come after agent %d's", describe(cell), last.writer);
   const Tick* const reads = reads_ + cell * num_agents_;
@@ -328,16 +364,20 @@ World::Operation& World::begin_operation(int32_t agent, const Operation& op) {
   return operations_[index] = op;
 }
 
-void World::fetch(int32_t agent, uint32_t stage, const uint8_t* source, int64_t bytes) {
-  const int32_t cell = locate(agent, source, bytes);
-  if (cell < 0) return;
+int32_t World::begin_load(int32_t agent) {
   if (!unfenced_[agent]) {
     unfenced_[agent] = 1;
     for (int32_t r = 0; r < shape.num_ranks; ++r)
       past_aborts_[agent * shape.num_ranks + r] =
           visible_[flag_index(rank_of(agent), shape.layout.abort(r))];
   }
-  const auto number = static_cast<int32_t>(++loads_[agent]);
+  return static_cast<int32_t>(++loads_[agent]);
+}
+
+void World::fetch(int32_t agent, uint32_t stage, const uint8_t* source, int64_t bytes) {
+  const int32_t cell = locate(agent, source, bytes);
+  if (cell < 0) return;
+  const int32_t number = begin_load(agent);
   begin_operation(agent, {Operation::kLoading, static_cast<int16_t>(agent), cell, number, stage,
                           bytes, Content{}});
   stage_load_[agent * kStages + stage] = -number;

@@ -61,7 +61,8 @@ inline const char* name_of(Property property) {
 
 using Tick = uint16_t;
 
-// What is in a tile's place: `bytes` bytes of payload `id`.
+// What is in a tile's place: `bytes` bytes of payload `id`. Of gradients, whose types differ from
+// place to place, `bytes` counts elements.
 struct Content {
   uint64_t id = 0;
   int64_t bytes = 0;
@@ -69,7 +70,7 @@ struct Content {
 };
 
 // Addresses are numbers: nothing but the world can follow one.
-enum class Space : uint64_t { kSymmetric = 1, kMains = 2, kRow = 3 };
+enum class Space : uint64_t { kSymmetric = 1, kMains = 2, kRow = 3, kMainGrads = 4 };
 
 inline uint8_t* base_of(Space space, int32_t rank) {
   return reinterpret_cast<uint8_t*>(static_cast<uint64_t>(space) << 44 | static_cast<uint64_t>(rank)
@@ -81,9 +82,12 @@ struct Shape {
   int32_t agents_per_rank;  // workers, and last the rank's own thread
   int64_t tile_bytes;
   std::vector<int64_t> segment_bytes, slot_offset, region_offset;
+  // Of gradients: in slots, and of mains. None: slots hold no gradients.
+  std::vector<int64_t> grad_bytes, grad_offset, main_grad_offset;
+  std::vector<uec::GradType> grad_type, main_grad_type;
   uec::SymmetricLayout layout;
   int32_t max_messages;           // ever published to one flag
-  int32_t max_groups, max_tasks;  // of a rank's worklist
+  int32_t max_groups, max_tasks;  // of a rank's worklist; reductions are tasks and pieces at once
   int32_t max_pieces;
   int64_t row_bytes;
 };
@@ -122,6 +126,15 @@ class World {
     return tables_begin_ + rank * shape.num_ranks + writer;
   }
   int32_t row_cell(int32_t rank) const { return rows_begin_ + rank; }
+  int32_t num_grad_tiles() const { return grad_tile_begin_.back(); }
+  int64_t grad_elements(int32_t tile) const;
+  uec::GradType grad_type(int32_t tile) const { return shape.grad_type[grad_segment(tile)]; }
+  int32_t slot_grad_cell(int32_t rank, int32_t slot, int32_t tile) const {
+    return slot_grads_begin_ + (rank * shape.slots_per_rank + slot) * num_grad_tiles() + tile;
+  }
+  int32_t main_grad_cell(int32_t rank, int32_t main, int32_t tile) const {
+    return main_grads_begin_ + (rank * shape.max_mains + main) * num_grad_tiles() + tile;
+  }
 
   // ---- what an agent does
   uint64_t observe(int32_t agent, int64_t offset);
@@ -143,8 +156,20 @@ class World {
   uint32_t stores_issued(int32_t agent) const { return stores_[agent]; }
   bool delivered(int32_t agent, uint32_t ticket) const;
   void know_delivered(int32_t agent, uint32_t ticket);
+  bool delivered_all(int32_t agent) const { return delivered(agent, stores_[agent]); }
+  // Whether it has not found out yet that all it has stored is delivered.
+  bool holds_stores(int32_t agent) const {
+    return clock(agent)[num_agents_ + agent] < stores_[agent];
+  }
   bool quiet(int32_t rank) const;  // nothing of its agents is under way
   void loads_complete(int32_t agent) { unfenced_[agent] = 0; }
+
+  // Of a reduction. What is read is in the agent's hands at once; what is stored arrives later.
+  Content read_gradient(int32_t agent, const uint8_t* source, int64_t elements, uec::GradType type);
+  void store_gradient(int32_t agent, const uint8_t* destination, Content content,
+                      uec::GradType type);
+  void clear_gradient(int32_t agent, const uint8_t* destination, int64_t bytes);
+  static constexpr uint64_t kCleared = 0xC1EA;
 
   // The rank's own thread, before a call and after it.
   void write_now(int32_t agent, int32_t cell, Content content, bool checked = true);
@@ -187,7 +212,7 @@ class World {
   const Shape shape;
   uint8_t* asleep;  // [agents][2]
   uint8_t* gone;    // [observer][rank]
-  uint8_t* freed;   // [ranks] its caller has its main weights back after a failure
+  uint8_t* freed;   // [ranks] its caller has its memory back after a failure
   // What each rank calls, and which of its calls it is in: bytes move only between equal ones.
   std::vector<std::vector<uint64_t>> records;  // [ranks][calls]
   int32_t* call_now;                           // [ranks]
@@ -210,8 +235,21 @@ class World {
   };
 
   int32_t flag_index(int32_t rank, int64_t offset);
+  struct Place {
+    Space space;
+    int32_t rank;
+    int64_t offset;
+  };
+  Place follow(int32_t agent, const uint8_t* address);
   int32_t locate(int32_t agent, const uint8_t* address, int64_t bytes);
+  int32_t locate_gradient(int32_t agent, const uint8_t* address, int64_t bytes,
+                          const uec::GradType* type);
+  int32_t stray(const Place& at, int64_t bytes);
   const char* describe(int32_t cell);
+  bool is_main(int32_t cell) const { return cell >= mains_begin_ && cell < tables_begin_; }
+  bool was_freed(int32_t cell) const;
+  int32_t grad_segment(int32_t tile) const;
+  int32_t begin_load(int32_t agent);  // returns its number
   Message& message(int32_t i) const {
     return *reinterpret_cast<Message*>(messages_ + i * message_bytes_);
   }
@@ -228,10 +266,13 @@ class World {
   uint64_t hash_ticks(uint64_t h, const Tick* ticks) const;
 
   int32_t num_agents_, ticks_, flags_per_rank_, max_operations_, max_published_, message_bytes_;
-  int32_t mains_begin_, tables_begin_, rows_begin_, num_cells_;
-  std::vector<int32_t> tile_begin_;  // [segments + 1]
-  std::vector<int32_t> flag_at_;     // [words of a rank's flags] its number, or -1
-  std::vector<uint64_t> initial_;    // [flags]
+  int32_t mains_begin_, tables_begin_, rows_begin_;
+  int32_t slot_grads_begin_, main_grads_begin_, sums_begin_, num_cells_;
+  int32_t sums_per_slot_;                 // cells
+  std::vector<int32_t> tile_begin_;       // [segments + 1]
+  std::vector<int32_t> grad_tile_begin_;  // [gradients' segments + 1]
+  std::vector<int32_t> flag_at_;          // [words of a rank's flags] its number, or -1
+  std::vector<uint64_t> initial_;         // [flags]
 
   // A clock is [3][agents]: of each agent, how much of its program, how many of its stores as
   // delivered, and how many of its loads as done are known.
