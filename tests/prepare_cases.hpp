@@ -39,11 +39,15 @@ struct PrepareCase {
   }
 
   uec::GroupTables tables() const {
-    return {plan.topology(), rank, segment_bytes.data(), main_idx.data(), 32 << 10, cost};
+    return {plan.topology(), rank, segment_bytes.data(), main_idx.data(), 32 << 10, cost, {}};
   }
   uec::Capacity capacity() const {
-    return {plan.num_ranks, plan.num_experts, plan.slots_per_rank, plan.num_mains()[rank],
-            static_cast<int32_t>(segment_bytes.size())};
+    return {plan.num_ranks,
+            plan.num_experts,
+            plan.slots_per_rank,
+            plan.num_mains()[rank],
+            static_cast<int32_t>(segment_bytes.size()),
+            0};
   }
 
   // Puts any expert, or what is none, into any slots.

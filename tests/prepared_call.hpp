@@ -155,6 +155,21 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
     CHECK_EQ(a.expected[i].expert, b.expected[i].expert);
     CHECK_EQ(a.expected[i].idx, b.expected[i].idx);
   }
+  CHECK_EQ(a.num_reductions, b.num_reductions);
+  for (int32_t i = 0; i < a.num_reductions; ++i) {
+    const uec::Reduction &left = a.reductions[i], &right = b.reductions[i];
+    CHECK_EQ(left.kind, right.kind);
+    CHECK_EQ(left.expert, right.expert);
+    CHECK_EQ(left.begin, right.begin);
+    CHECK_EQ(left.end, right.end);
+    CHECK_EQ(left.group_tiles, right.group_tiles);
+    CHECK_EQ(left.idx, right.idx);
+    CHECK_EQ(left.home, right.home);
+    CHECK_EQ(left.main_idx, right.main_idx);
+    CHECK_EQ(left.of_hub, right.of_hub);
+    CHECK_EQ(left.first, right.first);
+    CHECK_EQ(left.count, right.count);
+  }
   check_equal(a.opens, b.opens, num_ranks);
   check_equal(a.involved, b.involved, num_ranks);
   check_equal(a.needs, b.needs, num_ranks);

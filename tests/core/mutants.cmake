@@ -346,12 +346,99 @@ ultraep_add_prepare_mutant(tasks_by_each worklist
   REPLACE [[    w.tasks[num_tasks] = task;]])
 
 ultraep_add_prepare_mutant(worklist_not_complete worklist
+  FIND [[    w.num_reductions = 0;
+  }
+  team.sync();]]
+  REPLACE [[    w.num_reductions = 0;
+  }]])
+
+ultraep_add_prepare_mutant(digest_of_each digest
+  FIND [[  return mix(state, team.sum(sum));]]
+  REPLACE [[  return mix(state, sum);]])
+
+# ---- a reduction's schedule and worklist ---------------------------------------------------------
+
+ultraep_add_core_mutant(reductions_by_each PROGRAM test_reduce_teams FILE core/reduce_worklist.hpp
+  FIND [=[    if (team.leader()) w.reductions[num_reductions] = reduction;]=]
+  REPLACE [=[    w.reductions[num_reductions] = reduction;]=])
+
+ultraep_add_core_mutant(sources_in_one_place PROGRAM test_reduce_teams
+  FILE core/reduce_worklist.hpp
+  FIND [[      put_source(num_sources + i - first, i);]]
+  REPLACE [[      put_source(num_sources, i);]])
+
+ultraep_add_core_mutant(sums_in_one_place PROGRAM test_reduce_teams FILE core/reduce_worklist.hpp
+  FIND [=[w.reductions[num_reductions + counted.before]]=]
+  REPLACE [=[w.reductions[num_reductions]]=])
+
+ultraep_add_core_mutant(readers_in_one_place PROGRAM test_reduce_teams
+  FILE core/reduce_worklist.hpp
+  FIND [[put_expected(num_expected + counted.before,]]
+  REPLACE [[put_expected(num_expected,]])
+
+ultraep_add_core_mutant(home_expected_by_each PROGRAM test_reduce_teams
+  FILE core/reduce_worklist.hpp
+  FIND [[      if (team.leader()) put_expected(num_expected, home, expert, slot);]]
+  REPLACE [[      put_expected(num_expected, home, expert, slot);]])
+
+ultraep_add_core_mutant(reductions_not_complete PROGRAM test_reduce_teams
+  FILE core/reduce_worklist.hpp
   FIND [[    w.num_expected = build.num_expected;
   }
   team.sync();]]
   REPLACE [[    w.num_expected = build.num_expected;
   }]])
 
-ultraep_add_prepare_mutant(digest_of_each digest
-  FIND [[  return mix(state, team.sum(sum));]]
-  REPLACE [[  return mix(state, sum);]])
+ultraep_add_core_mutant(loads_not_zero_yet PROGRAM test_reduce_teams FILE core/reduce_schedule.hpp
+  FIND [=[s.egress[r] = 0;
+  team.sync();]=]
+  REPLACE [=[s.egress[r] = 0;]=])
+
+ultraep_add_core_mutant(sums_not_assigned_yet PROGRAM test_reduce_teams
+  FILE core/reduce_schedule.hpp
+  FIND [=[(shared ? 1 : n) * kEgressUnit);
+  }
+  team.sync();]=]
+  REPLACE [=[(shared ? 1 : n) * kEgressUnit);
+  }]=])
+
+ultraep_add_core_mutant(busiest_reader_of_each PROGRAM test_reduce_teams
+  FILE core/reduce_schedule.hpp
+  FIND [[static_cast<int64_t>(highest(team, most));]]
+  REPLACE [[static_cast<int64_t>(most);]])
+
+ultraep_add_core_mutant(sums_counted_by_each PROGRAM test_reduce_teams
+  FILE core/reduce_schedule.hpp
+  FIND [[static_cast<int64_t>(team.sum(added));]]
+  REPLACE [[static_cast<int64_t>(added);]])
+
+ultraep_add_core_mutant(shape_of_sums_by_each PROGRAM test_reduce_teams
+  FILE core/reduce_schedule.hpp
+  FIND [[  if (team.leader()) *shape = own;]]
+  REPLACE [[  *shape = own;]])
+
+ultraep_add_core_mutant(mode_of_sums_by_each PROGRAM test_reduce_teams
+  FILE core/reduce_schedule.hpp
+  FIND [[  if (team.leader()) s.mode = mode;]]
+  REPLACE [[  s.mode = mode;]])
+
+ultraep_add_core_mutant(gradient_tiles_by_each PROGRAM test_reduce_teams
+  FILE core/prepare_reduce.hpp
+  FIND [[  if (team.leader()) {  // members]]
+  REPLACE [[  {  // members]])
+
+# ---- a reducer -----------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(summed_by_each PROGRAM test_reducer_teams FILE core/reducer.hpp
+  FIND [[    if (team_.leader()) {
+      // Pairs with ReductionPieces]]
+  REPLACE [[    {
+      // Pairs with ReductionPieces]])
+
+ultraep_add_core_mutant(sums_left_not_shared PROGRAM test_reducer_teams FILE core/reducer.hpp
+  FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
+  REPLACE [[    if (left == 0) finish_piece(token, r);]])
+
+ultraep_add_core_mutant(consumed_by_each PROGRAM test_reducer_teams FILE core/reducer.hpp
+  FIND [[    for (int32_t i = team_.index(); i < r.count; i += team_.size()) {]]
+  REPLACE [[    for (int32_t i = 0; i < r.count; ++i) {]])

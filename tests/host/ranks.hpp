@@ -44,6 +44,8 @@ inline void wait_ok(uec::host::Engine& engine, uint64_t epoch) {
 
 struct GroupOptions {
   std::vector<int64_t> segment_bytes{100};
+  std::vector<int64_t> grad_bytes{};  // of gradients in a slot; none: there are none
+  std::vector<uec::GradType> grad_type{};
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   double call_timeout = 120, wait_timeout = 120;  // far beyond what a busy machine needs
@@ -62,6 +64,8 @@ class Ranks {
     config.domain = group.domain;
     config.allow_cross_domain = group.allow_cross_domain;
     config.segment_bytes = options.segment_bytes;
+    config.grad_bytes = options.grad_bytes;
+    config.grad_type = options.grad_type;
     config.tile_bytes = options.tile_bytes;
     config.num_workers = options.num_workers;
     config.call_timeout = options.call_timeout;
@@ -89,6 +93,10 @@ class Ranks {
 
   uint8_t* slot(int32_t rank, int32_t slot, size_t segment) {
     return base(rank) + layout().slot_offset[segment] + slot * options_.segment_bytes[segment];
+  }
+
+  uint8_t* slot_grad(int32_t rank, int32_t slot, size_t segment) {
+    return base(rank) + layout().grad_offset[segment] + slot * options_.grad_bytes[segment];
   }
 
   // A rank's own main weights; in order of making, each set is a region on every rank.
