@@ -1,7 +1,7 @@
 # Orderings and wake-ups of the host engine, each broken in a program of its own that must not pass.
 #
 # Not here, because ThreadSanitizer sees no difference: the store fence behind non-temporal stores
-# (a sanitized copy has none), the fence of flags_delivered(), the order of a doorbell's two words.
+# (a sanitized copy has none) and behind clearing, the fence of flags_delivered(), the order of a doorbell's two words.
 # The first two are for the simulated memory; the third is test_doorbell's, on real processors.
 
 # ultraep_add_host_mutant(<name> [HANGS] PROGRAM <test> FILE <path below src/>
@@ -101,6 +101,31 @@ ultraep_add_host_mutant(failed_before_workers_end PROGRAM test_engine_settles FI
   REPLACE [[  report_ = report;
   failed_.store(report_.epoch);
 ]])
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+ultraep_add_host_mutant(sums_in_another_order PROGRAM test_add FILE host/add.cc
+  FIND [=[value += element(from[s], i, kType);]=]
+  REPLACE [=[value += element(from[kSources - s], i, kType);]=])
+
+ultraep_add_host_mutant(sums_of_the_last_pass PROGRAM test_add FILE host/adder.hpp
+  FIND [[        sum_gradients(sums_, first > 0, some,]]
+  REPLACE [[        sum_gradients(sums_, first > 8, some,]])
+
+ultraep_add_host_mutant(reducers_share_scratch PROGRAM test_reduction_races FILE host/execute.cc
+  FIND [[memory_, adder, prepared.open(worker_idx),
+                                         prepared.state(worker_idx), worker_idx);]]
+  REPLACE [[memory_, adder, prepared.open(0),
+                                         prepared.state(0), worker_idx);]])
+
+ultraep_add_host_mutant(reduction_ends_with_its_workers PROGRAM test_reduction_races
+  FILE host/execute.cc
+  FIND [[  return drive(finish, prepared, interrupted);]]
+  REPLACE [[  return prepared.operation == Operation::kReduce || drive(finish, prepared, interrupted);]])
+
+ultraep_add_host_mutant(reducers_not_awaited PROGRAM test_reduction_races FILE host/execute.cc
+  FIND [[(busy = helpers_busy_.load()) != 0;]]
+  REPLACE [[prepared.operation != Operation::kReduce && (busy = helpers_busy_.load()) != 0;]])
 
 # ---- wake-ups ------------------------------------------------------------------------------------
 

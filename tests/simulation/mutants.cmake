@@ -359,26 +359,9 @@ mutant(sources_not_open core/reducer.hpp
   FIND [[      if (rank != call.rank && !open[rank]) return rank;]]
   REPLACE [[]])
 
-mutant(source_not_needed core/reduce_worklist.hpp
-  FIND [=[    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);]=]
-  REPLACE [[]])
-
 mutant(summed_before_the_home_opens core/reducer.hpp
   FIND [[    return r.kind == Reduction::kSum && !open[r.home] ? r.home : -1;]]
   REPLACE [[    return -1;]])
-
-mutant(home_of_sums_not_needed core/reduce_worklist.hpp
-  FIND [[      if (team.leader()) team.set(&w.needs[home]);]]
-  REPLACE [[]])
-
-mutant(not_opened_for_readers core/reduce_worklist.hpp
-  FIND [[    w.expected[at] = {Expected::kConsumed, peer, expert, slot};
-    team.set(&w.opens[peer]);]]
-  REPLACE [[    w.expected[at] = {Expected::kConsumed, peer, expert, slot};]])
-
-mutant(not_opened_for_sums core/reduce_worklist.hpp
-  FIND [=[        team.set(&w.opens[s.replica_rank[i]]);  // it flags its sums here]=]
-  REPLACE [[]])
 
 mutant(sums_taken_in_any_order core/reducer.hpp
   FIND [[return piece(call, p).of_hub; }]]
@@ -439,14 +422,6 @@ mutant(cleared_before_the_hubs_have_read core/reduce_worklist.hpp
   FIND [[           first_reader, num_expected - first_reader});]]
   REPLACE [[           first_reader, 1});]])
 
-mutant(home_not_expected core/reduce_worklist.hpp
-  FIND [=[    if (end > begin || bounds[1] > bounds[0]) {]=]
-  REPLACE [=[    if (bounds[1] > bounds[0]) {]=])
-
-mutant(other_hubs_not_expected core/reduce_worklist.hpp
-  FIND [=[      const bool reads = hub <= n && hub != own && bounds[hub + 1] > bounds[hub];]=]
-  REPLACE [[      const bool reads = false;]])
-
 mutant(consumed_not_awaited core/call.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
@@ -458,10 +433,6 @@ mutant(consumed_before_the_last_group core/reducer.hpp
 mutant(consumed_without_the_other_workers core/reducer.hpp
   FIND [=[      left = memory_.arrive(token, &call_.remaining[piece_], 1);]=]
   REPLACE [=[      left = --call_.remaining[piece_];]=])
-
-mutant(consumed_in_the_wrong_slot core/reducer.hpp
-  FIND [[call_.layout.consumed(slot.slot, call_.rank),]]
-  REPLACE [[call_.layout.consumed(0, call_.rank),]])
 
 mutant(consumed_of_two_epochs core/reducer.hpp
   FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),

@@ -1,0 +1,1 @@
+// For targets that have nothing but precompiled headers.
