@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ultraep_comm.bench import critical_path, device, plan, plan_device, reduce, replicate
+from ultraep_comm.bench import critical_path, device, layer, plan, plan_device, reduce, replicate
 from ultraep_comm.bench.critical_path_settings import add_path_command, make_path_settings
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
+from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
@@ -44,6 +45,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
         return critical_path.run, make_path_settings(options)
     if options.command == "reduce":
         return reduce.run, make_reduce_settings(options)
+    if options.command == "layer":
+        return layer.run, make_layer_settings(options)
     settings = make_settings(options)
     return replicate.run if settings.engine == "host" else device.run, settings
 
@@ -62,4 +65,5 @@ def _parser() -> argparse.ArgumentParser:
     add_reduce_command(commands)
     add_plan_command(commands)
     add_path_command(commands)
+    add_layer_command(commands)
     return parser

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.report import Measurement
-from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.group import Group
 
 # Ranks of one machine start together this long after the last of them was ready: enough for all
@@ -33,6 +32,26 @@ class Transfer(Protocol[Payload_contra]):
 
     def count_wrong(self, payload: Payload_contra, epoch: int) -> int:
         """Return the wrong bytes that this rank sees after :meth:`run`."""
+
+
+class Rounds(Protocol):
+    """Settings that say how often, and what is checked."""
+
+    @property
+    def warmup(self) -> int:
+        """Return the iterations that do not count."""
+
+    @property
+    def iters(self) -> int:
+        """Return those that do."""
+
+    @property
+    def check(self) -> bool:
+        """Return whether every iteration is checked, instead of the last one."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the order."""
 
 
 @runtime_checkable
@@ -55,7 +74,7 @@ class Filled(Protocol[Payload_contra]):
 
 
 def measure(
-    settings: ReplicateSettings,
+    settings: Rounds,
     stage: Filled[Any],
     payload: object,
     transfers: Sequence[Transfer[Any]],
