@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stand_in import StandIn
 from test_bench import SMALL, rows, run
 
 from ultraep_comm import Plan
+from ultraep_comm.bench import device_reduce
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.grad_payload import MAIN, GradPayload, count_different
-from ultraep_comm.bench.reduce_settings import make_reduce_settings
+from ultraep_comm.bench.reduce_settings import ReduceSettings, make_reduce_settings
+from ultraep_comm.bench.traffic import count_reduction_traffic
 
 RECORD_KEYS = {
     *("op", "mode", "ranks", "experts", "slots", "expert_bytes", "replicas"),
@@ -81,7 +84,8 @@ def broken(grads, plan, *, group, **more):
 reductions.reduce_expert_grads = broken
 
 if __name__ == "__main__":
-    from ultraep_comm.bench.cli import main
+    from ultraep_comm.bench import device_reduce
+from ultraep_comm.bench.cli import main
 
     few = ["-b", "64K", "-n", "2", "-w", "0", "--ranks", "2", "--experts", "8"]
     sys.exit(main(["reduce", *few, "--json", "o.json"]))
@@ -147,10 +151,74 @@ def test_what_the_busiest_rank_loads() -> None:
     assert settings.busiest_rank(plan, "pull") == pytest.approx(1 + 2 / 3)
 
 
+# ---- one process for all ranks ----------------------------------------------------------------
+
+
+def device_settings(*arguments: str) -> ReduceSettings:
+    few = ["--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16", "--check"]
+    return make_reduce_settings(_parser().parse_args(["reduce", *few, *arguments]))
+
+
+@pytest.mark.parametrize(
+    "more", [["--grad-dtype", "bfloat16"], ["--no-zero"]], ids=["bf16", "kept"]
+)
+def test_a_sweep_over_sms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "o.json"
+    settings = device_settings("--num-sms", "2,1", "--json", str(path), *more)
+    assert device_reduce.run_on(StandIn(), settings) == 0
+    document = json.loads(path.read_text())
+    records = document["records"]
+    assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in MODES]
+    big = document["baselines"]["big copy"]["moved_gbps"]
+    for record in records:
+        assert record["op"] == "reduce"
+        assert record["wrong_bytes"] == 0
+        moved = record["moved_bytes"] / record["time_us"]["p50"] / 1e3
+        assert record["moved_gbps"] == pytest.approx(moved)
+        assert record["over_big_copy"] == pytest.approx(moved / big)
+        assert record["host_unbound_us"] > 0
+    assert set(document["baselines"]) == {"copy", "big copy"}
+    assert document["fixed_cost"]["empty_plan_us"] > 0
+    assert document["settings"]["zero"] is settings.zero
+    assert "reduce, engine cuda" in capsys.readouterr().out
+
+
+def test_a_wrong_byte_is_found_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one bit of a main gradient changes."""
+    call = device_reduce.ReducingRanks.call
+
+    def broken(self: device_reduce.ReducingRanks, plan: Plan, mode: str) -> None:
+        call(self, plan, mode)
+        self.stages[1].mains["w2"].view(torch.uint8)[0, 9] ^= 1
+
+    monkeypatch.setattr(device_reduce.ReducingRanks, "call", broken)
+    assert device_reduce.run_on(StandIn(), device_settings("--mode", "pull")) == 1
+
+
+def test_traffic_of_a_reduction() -> None:
+    """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
+    plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
+    part = 64 << 10  # a flag group: 3 of them
+    sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10, "zero": True}
+    direct = count_reduction_traffic(plan, "direct", grad_bytes=4, main_bytes=2, **sizes)
+    assert direct.loads.tolist() == [(9 + 1.5) * part, (3 + 1.5) * part, 0, 0]
+    assert direct.stores.tolist() == [(3 + 1.5) * part, (3 + 1.5) * part, 3 * part, 3 * part]
+    assert direct.egress.tolist() == [9 * part, 3 * part, 0, 0]
+    pull = count_reduction_traffic(plan, "pull", grad_bytes=2, main_bytes=4, **sizes)
+    assert pull.loads.tolist() == [(6 + 6) * part, (3 + 3 + 6) * part, 3 * part, 3 * part]
+    assert pull.stores.tolist() == [(3 + 6) * part, (3 + 2 + 6) * part, 5 * part, 5 * part]
+    assert pull.egress.tolist() == [6 * part, (2 + 3) * part, 2 * part, 2 * part]
+    kept = count_reduction_traffic(
+        plan, "direct", grad_bytes=4, main_bytes=4, **{**sizes, "zero": False}
+    )
+    assert kept.stores.tolist() == [3 * part, 3 * part, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--engine", "cuda"], "host engine only"),
         (["--segments", "a=6"], "'a' has 6 bytes"),
         (["--segments", "a=7", "--grad-dtype", "bfloat16"], "multiple of 2"),
         (["--iters", "0"], "--iters is 0"),

@@ -7,14 +7,23 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ultraep_comm.bench import critical_path, device, layer, plan, plan_device, reduce, replicate
+from ultraep_comm.bench import (
+    critical_path,
+    device,
+    device_reduce,
+    layer,
+    plan,
+    plan_device,
+    reduce,
+    replicate,
+)
 from ultraep_comm.bench.critical_path_settings import add_path_command, make_path_settings
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         run, settings = _choose(options)
-    except (InvalidArgumentError, UnsupportedError, OSError) as error:
+    except (InvalidArgumentError, OSError) as error:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -44,7 +53,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
     if options.command == "critical-path":
         return critical_path.run, make_path_settings(options)
     if options.command == "reduce":
-        return reduce.run, make_reduce_settings(options)
+        reducing = make_reduce_settings(options)
+        return reduce.run if reducing.engine == "host" else device_reduce.run, reducing
     if options.command == "layer":
         return layer.run, make_layer_settings(options)
     settings = make_settings(options)

@@ -45,18 +45,27 @@ def run(settings: ReduceSettings) -> int:
 
 
 def _measure(settings: ReduceSettings, group: Group, plan: Plan) -> list[Measurement]:
+    stage = make_stage(settings, group, plan)
+    modes = [Reduction(stage, mode) for mode in settings.modes]
+    transfers: list[Transfer[Any]] = [*modes, GlooReduction(stage), CopyAdd(stage)]
+    return measure(settings, stage, make_payload(settings), transfers)
+
+
+def make_stage(settings: ReduceSettings, group: Group, plan: Plan) -> GradStage:
+    """Allocate main gradients where the group's slots are, and mark what must not change."""
     mains = {
-        name: torch.empty((group.num_mains, count), dtype=settings.main_dtype)
-        for name, count in settings.elements.items()
+        name: torch.empty((group.num_mains, n), dtype=settings.main_dtype, device=group.device)
+        for name, n in settings.elements.items()
     }
-    stage = GradStage(group=group, mains=mains, plan=plan, zero=settings.zero)
-    payload = GradPayload(
+    return GradStage(group=group, mains=mains, plan=plan, zero=settings.zero)
+
+
+def make_payload(settings: ReduceSettings) -> GradPayload:
+    """Return what all gradients of a run are."""
+    return GradPayload(
         settings.seed,
         settings.elements,
         settings.num_experts,
         grad_dtype=settings.grad_dtype,
         main_dtype=settings.main_dtype,
     )
-    modes = [Reduction(stage, mode) for mode in settings.modes]
-    transfers: list[Transfer[Any]] = [*modes, GlooReduction(stage), CopyAdd(stage)]
-    return measure(settings, stage, payload, transfers)

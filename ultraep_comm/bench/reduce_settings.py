@@ -11,7 +11,7 @@ import torch
 
 from ultraep_comm.bench.replicate_settings import add_transfer_arguments, check_transfer
 from ultraep_comm.bench.settings import ReplicateSettings
-from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan import Plan
 from ultraep_comm.reduction import REDUCE_MODES
 
@@ -98,7 +98,6 @@ def make_reduce_settings(options: argparse.Namespace) -> ReduceSettings:
 
     Raises:
         InvalidArgumentError: as its text says.
-        UnsupportedError: another engine than the host's.
         OSError: the trace cannot be read.
     """
     settings = ReduceSettings(
@@ -107,11 +106,6 @@ def make_reduce_settings(options: argparse.Namespace) -> ReduceSettings:
         main_dtype=_DTYPES[options.main_dtype],
         zero=options.zero,
     )
-    if settings.engine != "host":
-        raise UnsupportedError(
-            f"--engine {options.engine}: gradients are reduced by the host engine only; use"
-            " --engine host"
-        )
     item = settings.grad_dtype.itemsize
     for name, size in settings.segments.items():
         if size % item != 0:

@@ -68,10 +68,10 @@ class GradStage:
         replicated = {expert for expert, *_ in self.replicas()}
         for i, expert in enumerate(self.group.topology.mains(me).tolist()):
             for name, rows in self.mains.items() if expert in replicated else ():
-                payload.fill(rows[i], epoch=epoch, expert=expert, rank=MAIN, segment=name)
+                rows[i].copy_(payload.values(epoch=epoch, expert=expert, rank=MAIN, segment=name))
         for expert, _, rank, slot in self.replicas():
             for name, rows in self.group.slot_grads.items() if rank == me else ():
-                payload.fill(rows[slot], epoch=epoch, expert=expert, rank=me, segment=name)
+                rows[slot].copy_(payload.values(epoch=epoch, expert=expert, rank=me, segment=name))
         for own in self.own:
             main = payload.values(epoch=epoch, expert=own.expert, rank=MAIN, segment=own.segment)
             own.data.copy_(main[own.begin : own.begin + own.data.numel()])
@@ -83,20 +83,20 @@ class GradStage:
             ranks = self.ranks_of(expert)
             for name, rows in self.mains.items():
                 if not ranks:
-                    wrong += count_disturbed(rows[i].view(torch.uint8).numpy())
+                    wrong += count_disturbed(rows[i].cpu().view(torch.uint8).numpy())
                     continue
                 wanted = payload.reduced(epoch=epoch, expert=expert, ranks=ranks, segment=name)
-                wrong += count_different(rows[i], wanted)
+                wrong += count_different(rows[i].cpu(), wanted)
         return wrong
 
     def count_wrong_slots(self) -> int:
         """Return bytes that are not zero in slots that were cleared, or not as before in others."""
         wrong = 0
         for slots in self.group.slots.values():
-            wrong += count_disturbed(slots.numpy())
+            wrong += count_disturbed(slots.cpu().numpy())
         for slot, expert in enumerate(self.plan.slot_expert[self.group.rank].tolist()):
             for rows in self.group.slot_grads.values():
-                data = rows[slot].view(torch.uint8).numpy()
+                data = rows[slot].cpu().view(torch.uint8).numpy()
                 if expert < 0:
                     wrong += count_disturbed(data)
                 elif self.zero:
