@@ -84,14 +84,12 @@ def broken(grads, plan, *, group, **more):
 reductions.reduce_expert_grads = broken
 
 if __name__ == "__main__":
-    from ultraep_comm.bench import device_reduce
-from ultraep_comm.bench.cli import main
+    from ultraep_comm.bench.cli import main
 
     few = ["-b", "64K", "-n", "2", "-w", "0", "--ranks", "2", "--experts", "8"]
     sys.exit(main(["reduce", *few, "--json", "o.json"]))
 """
 FAULTS = {
-    # The payload's expert 0 to 3 are at home on rank 0.
     "main": "grads['w2'].view(torch.uint8)[:, 5] ^= 1",
     "not cleared": "group.slot_grads['w13'][filled, 7] = -0.0",
     "empty slot": "group.slot_grads['w13'][~filled, 7] = 1.0",
