@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ultraep_comm.bench.interleaved import measure
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.payload import Payload
-from ultraep_comm.bench.replicate import measure
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.bench.skew import generate_load

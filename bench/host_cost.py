@@ -139,6 +139,7 @@ def make_group(num_ranks: int) -> Group:
         rank=rank,
         topology=topology,
         segments=options.segments,
+        grads=options.grads,
         config=options.config(topology, rank, 30, cost_constants(num_ranks)),
         fabric=LoopbackFabric(LoopbackMemory(num_ranks), rank),
         make_engine=make_engine,

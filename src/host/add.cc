@@ -74,35 +74,68 @@ UEC_INTO_EACH void sum_any(float* to, bool more, int32_t n, const uint8_t* const
          : sum_n<GradType::kBFloat16, false>(to, n, sources, elements);
 }
 
-UEC_INTO_EACH void add_any(uint8_t* main, GradType type, const float* sum, int64_t elements) {
-  if (type == GradType::kFloat32) {
-    for (int64_t i = 0; i < elements; ++i) {
-      const float value = bits_at<float>(main, i) + sum[i];
-      std::memcpy(main + 4 * i, &value, 4);
-    }
-    return;
-  }
+template <GradType kMain, GradType kType, int32_t kSources>
+UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t elements) {
+  const uint8_t* from[kSources];
+  for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
+#pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
-    const uint16_t value = to_bfloat16(from_bfloat16(bits_at<uint16_t>(main, i)) + sum[i]);
-    std::memcpy(main + 2 * i, &value, 2);
+    float value = element(from[0], i, kType);
+#pragma GCC unroll 8
+    for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
+    value = element(main, i, kMain) + value;
+    if constexpr (kMain == GradType::kFloat32) {
+      std::memcpy(main + 4 * i, &value, 4);
+    } else {
+      const uint16_t rounded = to_bfloat16(value);
+      std::memcpy(main + 2 * i, &rounded, 2);
+    }
   }
 }
 
+template <GradType kMain, GradType kType>
+UEC_INTO_EACH void add_n(uint8_t* main, int32_t n, const uint8_t* const* sources,
+                         int64_t elements) {
+  switch (n) {
+    case 1:
+      return add<kMain, kType, 1>(main, sources, elements);
+    case 2:
+      return add<kMain, kType, 2>(main, sources, elements);
+    case 3:
+      return add<kMain, kType, 3>(main, sources, elements);
+    default:
+      return add<kMain, kType, 4>(main, sources, elements);
+  }
+}
+
+UEC_INTO_EACH void add_any(uint8_t* main, GradType main_type, int32_t n,
+                           const uint8_t* const* sources, int64_t elements, GradType type) {
+  if (main_type == GradType::kFloat32)
+    type == GradType::kFloat32
+        ? add_n<GradType::kFloat32, GradType::kFloat32>(main, n, sources, elements)
+        : add_n<GradType::kFloat32, GradType::kBFloat16>(main, n, sources, elements);
+  else
+    type == GradType::kFloat32
+        ? add_n<GradType::kBFloat16, GradType::kFloat32>(main, n, sources, elements)
+        : add_n<GradType::kBFloat16, GradType::kBFloat16>(main, n, sources, elements);
+}
+
 using Sum = void (*)(float*, bool, int32_t, const uint8_t* const*, int64_t, GradType);
-using Add = void (*)(uint8_t*, GradType, const float*, int64_t);
+using Add = void (*)(uint8_t*, GradType, int32_t, const uint8_t* const*, int64_t, GradType);
 
 struct Functions {
   Sum sum;
   Add add;
 };
 
-#define UEC_FUNCTIONS(name, attributes)                                                          \
-  attributes void sum_##name(float* to, bool more, int32_t n, const uint8_t* const* sources,     \
-                             int64_t elements, GradType type) {                                  \
-    sum_any(to, more, n, sources, elements, type);                                               \
-  }                                                                                              \
-  attributes void add_##name(uint8_t* main, GradType type, const float* sum, int64_t elements) { \
-    add_any(main, type, sum, elements);                                                          \
+#define UEC_FUNCTIONS(name, attributes)                                                        \
+  attributes void sum_##name(float* to, bool more, int32_t n, const uint8_t* const* sources,   \
+                             int64_t elements, GradType type) {                                \
+    sum_any(to, more, n, sources, elements, type);                                             \
+  }                                                                                            \
+  attributes void add_##name(uint8_t* main, GradType main_type, int32_t n,                     \
+                             const uint8_t* const* sources, int64_t elements, GradType type) { \
+    add_any(main, main_type, n, sources, elements, type);                                      \
   }
 
 UEC_FUNCTIONS(plain, )
@@ -130,8 +163,9 @@ void sum_gradients(float* to, bool more, int32_t n, const uint8_t* const* source
   functions.sum(to, more, n, sources, elements, type);
 }
 
-void add_gradients(uint8_t* main, GradType type, const float* sum, int64_t elements) {
-  functions.add(main, type, sum, elements);
+void add_gradients(uint8_t* main, GradType main_type, int32_t n, const uint8_t* const* sources,
+                   int64_t elements, GradType type) {
+  functions.add(main, main_type, n, sources, elements, type);
 }
 
 }  // namespace uec::host

@@ -16,18 +16,33 @@ class HostAdder : public DeliveryPolicy {
  public:
   template <class Source>
   void sum(uint8_t* to, int32_t n, Source&& source, int64_t elements, GradType type) {
-    // Complete in a cache before any of it is stored: `to` may be among the sources.
-    in_blocks(n, source, elements, type,
-              [&](int64_t begin, int64_t count) { std::memcpy(to + begin * 4, sums_, count * 4); });
+    if (n <= kMaxSources) {
+      const uint8_t* from[kMaxSources];
+      for (int32_t i = 0; i < n; ++i) from[i] = source(i);
+      sum_gradients(reinterpret_cast<float*>(to), false, n, from, elements, type);
+    } else {
+      // Complete in a cache before any of it is stored: `to` may be among the sources.
+      in_blocks(n, source, elements, type, [&](int64_t begin, int64_t count) {
+        std::memcpy(to + begin * 4, sums_, count * 4);
+      });
+    }
     bytes_stored_ += elements * 4;
   }
 
   template <class Source>
   void add(uint8_t* main, GradType main_type, int32_t n, Source&& source, int64_t elements,
            GradType type) {
-    in_blocks(n, source, elements, type, [&](int64_t begin, int64_t count) {
-      add_gradients(main + begin * bytes_of(main_type), main_type, sums_, count);
-    });
+    if (n <= kMaxAdded) {
+      const uint8_t* from[kMaxAdded];
+      for (int32_t i = 0; i < n; ++i) from[i] = source(i);
+      add_gradients(main, main_type, n, from, elements, type);
+    } else {
+      in_blocks(n, source, elements, type, [&](int64_t begin, int64_t count) {
+        const auto* const sums = reinterpret_cast<const uint8_t*>(sums_);
+        add_gradients(main + begin * bytes_of(main_type), main_type, 1, &sums, count,
+                      GradType::kFloat32);
+      });
+    }
     bytes_stored_ += elements * bytes_of(main_type);
   }
 

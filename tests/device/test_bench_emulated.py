@@ -6,9 +6,10 @@ import pytest
 from stand_in import Emulated, StandIn
 
 from ultraep_comm.bench import critical_path, device, plan_device
-from ultraep_comm.bench.cli import _parser, main, make_settings
+from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.critical_path_settings import make_path_settings
 from ultraep_comm.bench.plan_settings import make_plan_settings
+from ultraep_comm.bench.replicate_settings import make_settings
 
 FEW = ["--engine", "cuda", "-b", "96K", "-n", "1", "-w", "0", "--experts", "8", "--ranks", "3"]
 

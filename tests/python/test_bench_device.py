@@ -16,9 +16,10 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import device, gpu
 from ultraep_comm.bench.arguments import choose_engine
-from ultraep_comm.bench.cli import _parser, main, make_settings
+from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.device_report import ModeRun, sms_needed
 from ultraep_comm.bench.device_transfers import StreamCopies
+from ultraep_comm.bench.replicate_settings import make_settings
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.traffic import Traffic

@@ -131,8 +131,8 @@ def test_every_bit(num_ranks: int, options: dict[str, Any], slot_dtype: torch.dt
 
 
 def test_many_replicas_of_one_expert() -> None:
-    # More parts than one pass adds, and fan-outs with other flag groups.
-    for num_ranks in (9, 18, 27):
+    # As many parts as one pass adds and more, and fan-outs with other flag groups.
+    for num_ranks in (5, 6, 9, 18, 27):
         slots = torch.zeros((num_ranks, 1), dtype=torch.int32)
         slots[0] = 1
         plan = uec.Plan.from_slots(slots, num_experts=num_ranks)

@@ -82,10 +82,10 @@ def run_on(meter: Meter, settings: ReplicateSettings) -> int:
                     times_us=times[m],
                     wrong_bytes=int(wrong[m]),
                     traffic=_traffic(settings, plan, chosen[m]),
-                    host_bound_us=_slowest(
+                    host_bound_us=slowest(
                         ranks.host_us(plan, mode, ranks.bound, HOST_CALLS), loopback
                     ),
-                    host_unbound_us=_slowest(
+                    host_unbound_us=slowest(
                         ranks.host_us(plan, mode, ranks.weights, HOST_CALLS), loopback
                     ),
                 )
@@ -209,7 +209,8 @@ def _traffic(settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
     )
 
 
-def _slowest(value: float, loopback: bool) -> float:
+def slowest(value: float, loopback: bool) -> float:
+    """Return the largest of the ranks' values. Collective, but in loopback."""
     if loopback:
         return value
     found = torch.tensor([value], dtype=torch.float64)
@@ -235,8 +236,8 @@ def _fixed_costs(
     empty = Plan.from_slots(nothing, num_experts=settings.num_experts)
     loopback = ranks.loopback
     empty_us = _median(settings, ranks, empty)
-    bound = _slowest(ranks.host_us(empty, "push", ranks.bound, HOST_CALLS), loopback)
-    unbound = _slowest(ranks.host_us(empty, "push", ranks.weights, HOST_CALLS), loopback)
+    bound = slowest(ranks.host_us(empty, "push", ranks.bound, HOST_CALLS), loopback)
+    unbound = slowest(ranks.host_us(empty, "push", ranks.weights, HOST_CALLS), loopback)
     tile_us = None
     plan = hub_plan(settings.load, settings.slots)
     if plan is not None:
@@ -260,4 +261,4 @@ def _median(settings: ReplicateSettings, ranks: RanksHere, plan: Plan) -> float:
         )
         if i >= 0:
             times.append(took)
-    return _slowest(float(np.median(times)), ranks.loopback)
+    return slowest(float(np.median(times)), ranks.loopback)

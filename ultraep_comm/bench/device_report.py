@@ -34,7 +34,7 @@ class ModeRun:
         times_us: ``[iters]``, on the device, of one call.
         wrong_bytes: over all ranks and all checked iterations.
         traffic: what the call moves.
-        host_bound_us: median time that a call keeps the host, with bound weights.
+        host_bound_us: median time that a call keeps the host, with bound weights; None: not taken.
         host_unbound_us: the same with weights that are checked in every call.
     """
 
@@ -44,7 +44,7 @@ class ModeRun:
     times_us: NDArray[np.float64]
     wrong_bytes: int
     traffic: Traffic
-    host_bound_us: float
+    host_bound_us: float | None
     host_unbound_us: float
 
     @property
@@ -98,13 +98,13 @@ class FixedCosts:
     Attributes:
         empty_us: on the device, with a plan without replicas.
         tile_us: on the device, with one tile through a hub; None: fewer than three ranks.
-        host_bound_us: of the host, for the empty plan and bound weights.
+        host_bound_us: of the host, for the empty plan and bound weights; None: not taken.
         host_unbound_us: the same with weights that are checked in every call.
     """
 
     empty_us: float
     tile_us: float | None
-    host_bound_us: float
+    host_bound_us: float | None
     host_unbound_us: float
 
 
@@ -169,7 +169,7 @@ def make_device_records(settings: ReplicateSettings, found: DeviceRun) -> list[d
     home_load = settings.load.sum(axis=0, dtype=np.int64)
     return [
         {
-            "op": "replicate",
+            "op": settings.op,
             "engine": "cuda",
             "fabric": settings.fabric,
             "mode": m.mode,
@@ -241,6 +241,7 @@ def make_device_document(settings: ReplicateSettings, found: DeviceRun) -> dict[
             "warmup": settings.warmup,
             "check": settings.check,
             "seed": settings.seed,
+            **settings.more,
         },
     }
 
@@ -256,12 +257,13 @@ def format_device_header(settings: ReplicateSettings, found: DeviceRun) -> str:
     memory = format_size(int(device.get("gpu_memory_bytes", 0)))
     smi = [f"{k} {device[k]}" for k in ("driver_version", "clocks_sm", "clocks_mem") if k in device]
     lines = [
-        f"ultraep_comm {describe_machine()['ultraep_comm']}, commit {find_commit()}: replicate,"
-        f" engine cuda, fabric {settings.fabric}",
+        f"ultraep_comm {describe_machine()['ultraep_comm']}, commit {find_commit()}:"
+        f" {settings.op}, engine cuda, fabric {settings.fabric}",
         f"device: {device.get('gpu', 'unknown')}, {memory}, {device.get('gpu_sms', '?')} SMs;"
         f" {', '.join(smi) or 'no nvidia-smi'}",
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {describe_segments(settings.segments)}, tiles of {settings.tile_bytes}",
+        *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
         f"load: {settings.load_source}; imbalance after {plan.imbalance:.3f}",
         f"plan: {plan.num_replicas} replicas, at most {plan.max_exports} exported and"
         f" {plan.max_imports} imported by a rank",
@@ -311,7 +313,7 @@ def format_device_results(settings: ReplicateSettings, found: DeviceRun) -> str:
             f"{_over(m, base, 'big copy', processes):.3f}",
             _show(_speedup(m, base, "copies"), ".2f"),
             _show(_speedup(m, base, "nccl"), ".2f"),
-            f"{m.host_bound_us:.1f}",
+            _show(m.host_bound_us, ".1f"),
             f"{m.host_unbound_us:.1f}",
             str(m.wrong_bytes),
         )
@@ -327,7 +329,8 @@ def format_device_results(settings: ReplicateSettings, found: DeviceRun) -> str:
     lines = [
         format_table([list(_COLUMNS), list(_COLUMNS.values())], rows),
         f"# empty plan {fixed.empty_us:.1f} us, one tile through a hub {tile_us} us;"
-        f" host {fixed.host_bound_us:.1f} us a call, {fixed.host_unbound_us:.1f} us unbound",
+        f" host {_show(fixed.host_bound_us, '.1f')} us a call,"
+        f" {fixed.host_unbound_us:.1f} us unbound",
     ]
     for needed in sms_needed(found.modes):
         goals = ", ".join(

@@ -1,4 +1,4 @@
-"""What a run of the replicate benchmark prints and writes; bench/METRICS.md has the formulas."""
+"""What a run of replicate or reduce prints and writes; bench/METRICS.md has the formulas."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.skew import rank_imbalance
 from ultraep_comm.bench.table import format_table
-from ultraep_comm.options import HOST_TILE_BYTES
 from ultraep_comm.plan import Plan
-from ultraep_comm.schedule import make_schedule, transfer_bound
+from ultraep_comm.schedule import transfer_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,10 @@ def _ratio(ours: Measurement, other: Measurement) -> float:
     return float(np.median(other.times / np.maximum(ours.times, 1)))
 
 
+def _key(baseline: Measurement) -> str:
+    return baseline.mode.replace("+", "_")
+
+
 def _rate(num_bytes: float, time_us: float) -> float:
     return num_bytes / time_us / 1e3 if time_us else 0.0
 
@@ -59,15 +62,18 @@ def _critical_bytes(settings: ReplicateSettings, plan: Plan) -> int:
 def make_records(
     settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]
 ) -> list[dict[str, Any]]:
-    """Return one JSON record for each mode of the library; the last two measured are baselines."""
-    *modes, p2p, memcpy = measured
+    """Return one JSON record for each mode of the library.
+
+    The last two measured are what a user would do, and what the machine can do.
+    """
+    *modes, user, machine = measured
     total = plan.num_replicas * settings.expert_bytes
     records = []
     for m in modes:
         p50 = m.time_us(50)
         records.append(
             {
-                "op": "replicate",
+                "op": settings.op,
                 "mode": m.mode,
                 "ranks": settings.num_ranks,
                 "experts": settings.num_experts,
@@ -80,9 +86,9 @@ def make_records(
                 "algbw_gbps": _rate(total, p50),
                 "critical_gbps": _rate(_critical_bytes(settings, plan), p50),
                 "wrong_bytes": m.wrong_bytes,
-                "over_memcpy": _ratio(m, memcpy),
-                "p2p_time_us": p2p.time_us(50),
-                "speedup_over_p2p": _ratio(m, p2p),
+                f"over_{_key(machine)}": _ratio(m, machine),
+                f"{_key(user)}_time_us": user.time_us(50),
+                f"speedup_over_{_key(user)}": _ratio(m, user),
             }
         )
     return records
@@ -108,6 +114,7 @@ def write_json(
             "warmup": settings.warmup,
             "check": settings.check,
             "seed": settings.seed,
+            **settings.more,
         },
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
@@ -127,9 +134,10 @@ def describe_run(command: str) -> list[str]:
 def format_header(settings: ReplicateSettings, plan: Plan) -> str:
     """Return what a reader must know before the figures."""
     lines = [
-        *describe_run("replicate"),
+        *describe_run(settings.op),
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {describe_segments(settings.segments)}",
+        *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
         f"load: {settings.load_source}; imbalance {_imbalance_before(settings):.3f} before,"
         f" {plan.imbalance:.3f} after",
         _describe_plan(settings, plan),
@@ -161,33 +169,25 @@ _COLUMNS = {
     "algbw": "(GB/s)",
     "critbw": "(GB/s)",
     "model": "/T*",
-    "memcpy": "/time",
-    "p2p": "/time",
+    "machine": "/time",
+    "user": "/time",
     "#wrong": "(B)",
 }
 
 
 def format_results(settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]) -> str:
     """Return the table: a row for each mode, then what they are compared with."""
-    *modes, p2p, memcpy = measured
+    *modes, user, machine = measured
     total = plan.num_replicas * settings.expert_bytes
-    sizes = list(settings.segments.values())
     bound = transfer_bound(plan.slot_expert, home=plan.home)
-    tile_bytes = settings.tile_bytes or HOST_TILE_BYTES
     rows = []
     for m in measured:
         p50, ours = m.time_us(50), m in modes
         relayed = f"{m.mode} ({m.chosen})" if ours and m.chosen != m.mode else m.mode
         model = math.nan
         if ours and bound:
-            schedule = make_schedule(
-                plan.slot_expert,
-                home=plan.home,
-                segment_bytes=sizes,
-                tile_bytes=tile_bytes,
-                mode=m.chosen,
-            )
-            model = max(schedule.max_egress, plan.max_imports) / bound
+            busiest = settings.busiest_rank(plan, m.chosen)
+            model = max(busiest, plan.max_imports) / bound
         rows.append(
             (
                 relayed,
@@ -198,9 +198,11 @@ def format_results(settings: ReplicateSettings, plan: Plan, measured: Sequence[M
                 f"{_rate(total, p50):.2f}",
                 f"{_rate(_critical_bytes(settings, plan), p50):.2f}",
                 "-" if math.isnan(model) else f"{model:.3f}",
-                f"{_ratio(m, memcpy):.2f}" if ours else "-",
-                f"{_ratio(m, p2p):.2f}" if ours else "-",
+                f"{_ratio(m, machine):.2f}" if ours else "-",
+                f"{_ratio(m, user):.2f}" if ours else "-",
                 str(m.wrong_bytes),
             )
         )
-    return format_table([list(_COLUMNS), list(_COLUMNS.values())], rows)
+    names = {"machine": machine.mode, "user": user.mode}
+    titles = [names.get(column, column) for column in _COLUMNS]
+    return format_table([titles, list(_COLUMNS.values())], rows)

@@ -1,15 +1,18 @@
-"""What one run of the replicate benchmark does. Equal on every rank."""
+"""What one run of the replicate benchmark, or one like it, does. Equal on every rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.schedule import MODES
+from ultraep_comm.options import HOST_TILE_BYTES
+from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import MODES, make_schedule
 
 ALL_MODES = (*MODES, "auto")
 
@@ -34,6 +37,8 @@ class ReplicateSettings:
         fabric: "shm", "nvshmem", "torch" or "loopback".
         num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
     """
+
+    op: ClassVar[str] = "replicate"
 
     load: NDArray[np.int32]
     load_source: str
@@ -69,3 +74,19 @@ class ReplicateSettings:
     def expert(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return ``new_group``'s argument."""
         return {name: ((size,), torch.uint8) for name, size in self.segments.items()}
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Return what a header and JSON say of this command alone."""
+        return {}
+
+    def busiest_rank(self, plan: Plan, mode: str) -> float:
+        """Return what the rank that moves most takes over its link in a mode, in experts."""
+        schedule = make_schedule(
+            plan.slot_expert,
+            home=plan.home,
+            segment_bytes=list(self.segments.values()),
+            tile_bytes=self.tile_bytes or HOST_TILE_BYTES,
+            mode=mode,
+        )
+        return schedule.max_egress

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import GROUP_BYTES, GROUP_BYTES_WIDE, WIDE_FANOUT, Schedule
 
 Int64Array = NDArray[np.int64]
@@ -82,6 +83,54 @@ def count_traffic(
             else:
                 stores[hub] += num * size
     return Traffic(loads=loads, stores=stores, egress=egress)
+
+
+def count_reduction_traffic(
+    plan: Plan,
+    mode: str,
+    *,
+    segment_bytes: Sequence[int],
+    tile_bytes: int,
+    grad_bytes: int,
+    main_bytes: int,
+    zero: bool,
+) -> Traffic:
+    """Count what every rank loads and stores in a reduction, and what it loads from others.
+
+    In pull replica i of n > 1 adds up the i-th part of an expert's flag groups, in fp32, and the
+    home loads the sums; else the home loads all. The home loads and stores main gradients, and
+    owners clear their slots. `egress` is turned round: what enters the rank.
+
+    Args:
+        plan: the plan.
+        mode: "pull" or "direct".
+        segment_bytes: bytes of one expert's gradients in a slot, by segment.
+        tile_bytes: the largest tile.
+        grad_bytes, main_bytes: of an element, in slots and of main gradients.
+        zero: whether slots are cleared.
+    """
+    slots = plan.slot_expert.numpy()
+    loads, stores, enters = (np.zeros(len(slots), np.int64) for _ in range(3))
+    size = sum(segment_bytes)
+    for expert in np.unique(slots[slots >= 0]).tolist():
+        ranks, home = (slots == expert).any(axis=1).nonzero()[0], int(plan.home[expert])
+        n = len(ranks)
+        if mode == "pull" and n > 1:
+            offsets = group_offsets(n, segment_bytes, tile_bytes)
+            bounds = offsets[np.arange(n + 1) * (len(offsets) - 1) // n]
+            part = np.diff(bounds)
+            loads[ranks] += n * part
+            enters[ranks] += (n - 1) * part
+            stores[ranks] += part // grad_bytes * 4
+            came = size // grad_bytes * 4
+        else:
+            came = n * size
+        mains = size // grad_bytes * main_bytes
+        loads[home] += came + mains
+        enters[home] += came
+        stores[home] += mains
+        stores[ranks] += size if zero else 0
+    return Traffic(loads=loads, stores=stores, egress=enters)
 
 
 def interpolate_sms(points: ArrayLike, wanted: float) -> float | None:

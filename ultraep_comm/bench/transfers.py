@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,16 +18,13 @@ from ultraep_comm.plan import Plan
 _PAGE = 4096
 
 
-class Transfer(Protocol):
-    """Something that delivers the replicas of a plan, or as many bytes."""
-
-    name: str
-
-    def run(self) -> None:
-        """Do it, on every rank; return when this rank's part is finished."""
-
-    def count_wrong(self, payload: Payload, epoch: int) -> int:
-        """Return the wrong bytes that this rank sees after :meth:`run`."""
+def replicas_of(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
+    """Yield ``(expert, home, rank, slot)`` of a plan, by ascending rank and slot."""
+    home = plan.home.tolist()
+    for rank, row in enumerate(plan.slot_expert.tolist()):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                yield expert, home[expert], rank, slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,7 @@ class Stage:
 
     def replicas(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield ``(expert, home, rank, slot)``, in the same order on every rank."""
-        home = self.plan.home.tolist()
-        for rank, row in enumerate(self.plan.slot_expert.tolist()):
-            for slot, expert in enumerate(row):
-                if expert >= 0:
-                    yield expert, home[expert], rank, slot
+        return replicas_of(self.plan)
 
     def fill(self, payload: Payload, epoch: int) -> None:
         """Give this rank's replicated experts the bytes of a new epoch."""
@@ -186,18 +178,27 @@ class PlainCopy:
 def take_share(
     pieces: list[tuple[int, int, int]], index: int, count: int
 ) -> list[tuple[int, int, int]]:
-    """Return part ``index`` of ``count`` of the pieces ``(target, source, bytes)`` in a line.
+    """Return part ``index`` of ``count`` of the pieces ``(target, source, bytes)`` in a line."""
+    share = []
+    for piece, low, high in cut_line([size for *_, size in pieces], index, count):
+        target, source, _ = pieces[piece]
+        share.append((target + low, source + low, high - low))
+    return share
+
+
+def cut_line(sizes: list[int], index: int, count: int) -> list[tuple[int, int, int]]:
+    """Return part ``index`` of ``count`` of pieces in a line, as ``(piece, begin, end)``.
 
     Cuts lie on multiples of a page, so that no two ranks write to one.
     """
-    total = sum(size for *_, size in pieces)
+    total = sum(sizes)
     first, last = (
         total if i == count else total * i // count // _PAGE * _PAGE for i in (index, index + 1)
     )
     share, start = [], 0
-    for target, source, size in pieces:
+    for piece, size in enumerate(sizes):
         low, high = max(first - start, 0), min(last - start, size)
         if low < high:
-            share.append((target + low, source + low, high - low))
+            share.append((piece, low, high))
         start += size
     return share

@@ -1,0 +1,256 @@
+"""The reduce benchmark on GPUs, as every process runs it. bench/METRICS.md defines figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.device import HOST_CALLS, TILE_BYTES, TIMED_CALLS, slowest
+from ultraep_comm.bench.device_report import (
+    Baselines,
+    DeviceRun,
+    FixedCosts,
+    ModeRun,
+    format_device_header,
+    format_device_results,
+    write_device_json,
+)
+from ultraep_comm.bench.device_transfers import DeviceCopy
+from ultraep_comm.bench.gpu import Gpu, Meter, take_device
+from ultraep_comm.bench.grad_payload import GradPayload
+from ultraep_comm.bench.launch import find_launcher
+from ultraep_comm.bench.reduce import make_payload, make_stage
+from ultraep_comm.bench.reduce_settings import ReduceSettings
+from ultraep_comm.bench.reductions import GradStage
+from ultraep_comm.bench.traffic import count_reduction_traffic
+from ultraep_comm.creation import new_group, new_loopback_groups
+from ultraep_comm.group import Group
+from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
+from ultraep_comm.reduction import reduce_expert_grads
+from ultraep_comm.work import Work
+
+
+def run(settings: ReduceSettings) -> int:
+    """Measure; rank 0 prints. Return the exit code, 1: wrong bytes.
+
+    Raises:
+        UltraEPError: there is no device, a group could not be made, or a reduction failed.
+    """
+    launched = find_launcher()
+    if launched is not None or dist.is_initialized():
+        take_device(launched.local_rank if launched is not None else dist.get_rank())
+    return run_on(Gpu(), settings)
+
+
+def run_on(meter: Meter, settings: ReduceSettings) -> int:
+    """Measure on a device: see :func:`run`."""
+    loopback = settings.fabric == "loopback"
+    settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
+    speaks = loopback or dist.get_rank() == 0
+    here = settings.num_ranks if loopback else 1
+    payload = make_payload(settings)
+    found: DeviceRun | None = None
+    for num_sms in [meter.num_sms(given, here) for given in settings.num_sms or (None,)]:
+        groups = _make_groups(meter, settings, num_sms)
+        plan = plan_replicas(torch.from_numpy(settings.load), group=groups[0])
+        if found is None:
+            found = DeviceRun(plan=plan, device=meter.describe())
+            if speaks:
+                print(format_device_header(settings, found), flush=True)
+        ranks = ReducingRanks(meter, settings, groups, plan)
+        modes = [DeviceReduction(ranks, mode) for mode in settings.modes]
+        share = plan.num_replicas * settings.expert_bytes * here // settings.num_ranks
+        copies = [
+            DeviceCopy(meter, "copy", max(share, 1)),
+            DeviceCopy(meter, "big copy", meter.big_bytes),
+        ]
+        baselines = copies if found.baselines is None else []
+        chosen = [mode.choose() for mode in modes]
+        times, wrong = _measure(settings, ranks, payload, [*modes, *baselines])
+        for m, mode in enumerate(modes):
+            found.modes.append(
+                ModeRun(
+                    mode=mode.name,
+                    chosen=chosen[m],
+                    num_sms=num_sms,
+                    times_us=times[m],
+                    wrong_bytes=int(wrong[m]),
+                    traffic=count_reduction_traffic(
+                        plan,
+                        chosen[m],
+                        segment_bytes=list(settings.segments.values()),
+                        tile_bytes=settings.tile_bytes or TILE_BYTES,
+                        grad_bytes=settings.grad_dtype.itemsize,
+                        main_bytes=settings.main_dtype.itemsize,
+                        zero=settings.zero,
+                    ),
+                    host_bound_us=None,
+                    host_unbound_us=slowest(ranks.host_us(plan, mode.name), loopback),
+                )
+            )
+        if found.baselines is None:
+            found.baselines = Baselines(
+                names=[x.name for x in baselines],
+                times_us=times[len(modes) :],
+                wrong_bytes=wrong[len(modes) :],
+                copied=[x.num_bytes for x in baselines],
+            )
+            empty_us = [ranks.time_us(ranks.line_up, TIMED_CALLS) for _ in range(settings.iters)]
+            found.fixed = FixedCosts(
+                empty_us=slowest(float(np.median(empty_us)), loopback),
+                tile_us=None,
+                host_bound_us=None,
+                host_unbound_us=slowest(ranks.host_us(ranks.nothing, "pull"), loopback),
+            )
+        for group in groups:
+            group.close()
+    assert found is not None
+    if speaks:
+        print(format_device_results(settings, found), flush=True)
+        if settings.json is not None:
+            write_device_json(settings.json, settings, found)
+    return 1 if found.wrong_bytes else 0
+
+
+def _make_groups(meter: Meter, settings: ReduceSettings, num_sms: int) -> list[Group]:
+    """Make the groups of all ranks in this process. Collective."""
+    options: dict[str, Any] = {
+        "num_experts": settings.num_experts,
+        "slots_per_rank": settings.slots,
+        "expert": settings.expert,
+        "grads": settings.grad_dtype,
+        "engine": meter.engine,
+        "tile_bytes": settings.tile_bytes,
+        "num_sms": num_sms,
+    }
+    if settings.fabric == "loopback":
+        return new_loopback_groups(settings.num_ranks, **options)
+    return [new_group(fabric=settings.fabric if meter.engine == "cuda" else "auto", **options)]
+
+
+class ReducingRanks:
+    """The ranks of this process: all of a loopback group, or one."""
+
+    def __init__(
+        self, meter: Meter, settings: ReduceSettings, groups: Sequence[Group], plan: Plan
+    ) -> None:
+        """Allocate main gradients."""
+        self.meter, self.loopback = meter, settings.fabric == "loopback"
+        self.plan, self._zero = plan, settings.zero
+        self.stages: list[GradStage] = [make_stage(settings, group, plan) for group in groups]
+        self.nothing = Plan.from_slots(
+            torch.full((settings.num_ranks, settings.slots), -1, dtype=torch.int32),
+            num_experts=settings.num_experts,
+        )
+
+    def submit(self, plan: Plan, mode: str) -> list[Work]:
+        """Start one call of every rank here."""
+        works = [
+            reduce_expert_grads(
+                s.mains, plan, group=s.group, mode=mode, zero=self._zero, async_op=True
+            )
+            for s in self.stages
+        ]
+        return [work for work in works if work is not None]
+
+    def call(self, plan: Plan, mode: str) -> None:
+        """Enqueue one call of every rank here, behind the current stream and before the rest."""
+        if not self.loopback:
+            (stage,) = self.stages
+            reduce_expert_grads(stage.mains, plan, group=stage.group, mode=mode, zero=self._zero)
+            return
+        for work in self.submit(plan, mode):
+            work.wait()
+
+    def line_up(self) -> None:
+        """Enqueue a call with nothing to reduce."""
+        self.call(self.nothing, "pull")
+
+    def time_us(self, run: Any, calls: int) -> float:
+        """Return the device's time of a call, behind one that lines up the ranks."""
+        self.settle()
+        took = self.meter.time_us(run, calls, len(self.stages), line_up=self.line_up)
+        self.settle()
+        return took
+
+    def settle(self) -> None:
+        """Wait for the device, and for other ranks."""
+        self.meter.settle()
+        if not self.loopback:
+            dist.barrier()
+
+    def host_us(self, plan: Plan, mode: str) -> float:
+        """Return the median time that a call keeps the host, for one rank."""
+        times = []
+        for _ in range(HOST_CALLS):
+            self.meter.settle()
+            start = time.perf_counter_ns()
+            works = self.submit(plan, mode)
+            times.append((time.perf_counter_ns() - start) / 1e3 / len(self.stages))
+            for work in works:
+                work.synchronize()
+        return float(np.median(times))
+
+
+class DeviceReduction:
+    """`reduce_expert_grads` of all ranks here."""
+
+    def __init__(self, ranks: ReducingRanks, mode: str) -> None:
+        """Reduce in ``mode``."""
+        self.name, self._ranks = mode, ranks
+
+    def run(self) -> None:
+        """Reduce the plan's replicas."""
+        self._ranks.call(self._ranks.plan, self.name)
+
+    def choose(self) -> str:
+        """Return the mode that the library takes for this plan. Collective: makes a call."""
+        works = self._ranks.submit(self._ranks.plan, self.name)
+        for work in works:
+            work.synchronize()
+        return works[0].mode
+
+    def count_wrong(self, payload: GradPayload, epoch: int) -> int:
+        """Compare main gradients and slots."""
+        return sum(
+            stage.count_wrong_mains(payload, epoch) + stage.count_wrong_slots()
+            for stage in self._ranks.stages
+        )
+
+
+def _measure(
+    settings: ReduceSettings,
+    ranks: ReducingRanks,
+    payload: GradPayload,
+    transfers: Sequence[Any],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Time reductions of one plan, interleaved; return ``[transfers, iters]`` us, wrong bytes.
+
+    Each is timed once: a second call would add what is left in the slots.
+    """
+    times = np.zeros((len(transfers), settings.iters))
+    wrong = np.zeros(len(transfers), np.int64)
+    shuffle = np.random.default_rng(settings.seed)
+    epoch = 0
+    for i in range(-settings.warmup, settings.iters):
+        for t in shuffle.permutation(len(transfers)):
+            epoch += 1
+            for stage in ranks.stages:
+                stage.fill(payload, epoch)
+            took = ranks.time_us(transfers[t].run, 1)
+            if settings.check or i == settings.iters - 1:
+                wrong[t] += transfers[t].count_wrong(payload, epoch)
+            if i >= 0:
+                times[t, i] = took
+    if not ranks.loopback:
+        dist.all_reduce(torch.from_numpy(times), op=dist.ReduceOp.MAX)
+        dist.all_reduce(torch.from_numpy(wrong))
+    return times, wrong
