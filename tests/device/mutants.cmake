@@ -102,7 +102,7 @@ ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/ptx
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/call.cuh
   FIND [[  fill_nearby(shared.nearby);
   ptx::sync_block();]]
   REPLACE [[  fill_nearby(shared.nearby);]])
@@ -111,20 +111,20 @@ ultraep_add_device_mutant(device_tables_without_bound FILE cuda/nearby.cuh
   FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/call.cuh
   FIND [[  state.entered = 0;
 ]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/call.cuh
   FIND [[        state.epoch = block.call.epoch.number;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/call.cuh
   FIND [[== ptx::num_blocks_x() - 1;]]
   REPLACE [[>= 0;]])
 
-ultraep_add_device_mutant(device_peers_unchecked FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_peers_unchecked FILE cuda/call.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
@@ -142,7 +142,7 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/wait.cuh
   FIND [[    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/call.cuh
   FIND [[  if (!is_cancelled(block)) return true;]]
   REPLACE [[  if (true) return true;]])
 
@@ -165,8 +165,8 @@ ultraep_add_device_mutant(device_far_tiles_reused_too_early FILE cuda/mover.cuh
   FIND [[        if (ring_.far_stages % kNumFarStages == 0) far::quiet();  // all of them are free again]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.cuh
-  FIND [[  if constexpr (kFar) far::quiet();
+ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/call.cuh
+  FIND [[  if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();]]
   REPLACE [[  ptx::sync_block();]])
@@ -191,7 +191,7 @@ ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/prepare.cuh
   REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
 
 ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/prepare.cuh
-  FIND [[      reject(shared.block, memory, mover, refusal);]]
+  FIND [[      reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/prepare.cuh
@@ -206,7 +206,7 @@ ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/prepare.cuh
   }
   ptx::sync_warp();]])
 
-ultraep_add_device_mutant(device_replay_counted FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_replay_counted FILE cuda/call.cuh
   FIND [[        state.last_call += counted;]]
   REPLACE [[        state.last_call += 1;]])
 
@@ -389,8 +389,8 @@ ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/load_count
   REPLACE [[    *sums.bad_id = bad_id_word(static_cast<uint64_t>(position));]])
 
 ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/wait.cuh
-  FIND [[  announce_absence(block.call, memory, mover, record.word);]]
-  REPLACE [[  announce_absence(block.call, memory, mover, 0);]])
+  FIND [[  announce_absence(block.call, memory, herald, record.word);]]
+  REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
   FIND [[  ptx::sync_block();]]

@@ -137,6 +137,8 @@ T load_global(const T* at) {
   return *at;
 }
 
+inline float add(float a, float b) { return a + b; }
+
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   const emulation::Mbarrier fresh{0, arrivals, arrivals, 0};
   std::memcpy(barrier, &fresh, 8);
