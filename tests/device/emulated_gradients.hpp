@@ -154,7 +154,7 @@ class EmulatedGradients : public EmulatedGroup {
     }
   }
   [[noreturn]] void wrong(const char* what, int32_t r, const Key& key) const {
-    std::fprintf(stderr, "call %llu: rank %d, segment %d, %d: %s\n",
+    std::fprintf(stderr, "%s:%d: call %llu: rank %d, segment %d, %d: %s\n", __FILE__, __LINE__,
                  static_cast<unsigned long long>(call_), r, key.first, key.second, what);
     std::_Exit(1);
   }

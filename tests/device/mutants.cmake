@@ -297,6 +297,58 @@ ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
     clear_rows(args, first_of_block, width);]]
   REPLACE [[  if (!is_good) {]])
 
+# ---- the reduction -------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM test_reduce
+  FILE cuda/adder.cuh
+  FIND [[    ptx::sync_warp();
+    then(delivered());]]
+  REPLACE [[    then(delivered());]])
+
+ultraep_add_device_mutant(reduce_sum_not_released PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[  std::atomic_ref(*at).store(value, std::memory_order_release);
+}
+inline void fence_system]]
+  REPLACE [[  std::atomic_ref(*at).store(value, std::memory_order_relaxed);
+}
+inline void fence_system]])
+
+ultraep_add_device_mutant(reduce_sum_not_acquired PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[  emulation::observed();
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
+  REPLACE [[  emulation::observed();
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
+
+ultraep_add_device_mutant(reduce_arrivals_relaxed PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[fetch_add(value, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(reduce_loaded_before_summed PROGRAM test_reduce FILE core/reducer.hpp
+  FIND [[    if (r.of_hub) {
+      // Rule]]
+  REPLACE [[    if (false) {
+      // Rule]])
+
+ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce FILE core/reducer.hpp
+  FIND [[i = 0; r.kind == Reduction::kZero && i < r.count; ++i)]]
+  REPLACE [[i = 0; false && i < r.count; ++i)]])
+
+ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce FILE core/call.hpp
+  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
+  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+
+ultraep_add_device_mutant(reduce_addition_replaced_under_lanes PROGRAM test_reduce
+  FILE cuda/adder.cuh
+  FIND [[    ptx::sync_warp();  // all have done with the addition before]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reduce_any_address_is_aligned PROGRAM test_reduce FILE cuda/adder.cuh
+  FIND [[aligned ? elements / row : 0]]
+  REPLACE [[true ? elements / row : 0]])
+
 # ---- the load ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(load_arrivals_relaxed PROGRAM test_load

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from rank_grads import RankGrads
 from ranks import fan_out_plan, random_plan
+from reference.reduce_oracle import same_bits
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -40,55 +42,6 @@ def groups_of(emulated: EmulatedDevice) -> Iterator[Any]:
     for group in made:
         group.abort()
         group.close()
-
-
-class Grads:
-    """Gradients of all ranks: of the mains, and what their slots are filled with."""
-
-    def __init__(self, groups: list[uec.Group], mains: dict[str, torch.dtype]) -> None:
-        self.groups = groups
-        self.mains = [
-            {n: torch.empty((g.num_mains, *s.shape), dtype=mains[n]) for n, s in EXPERT.items()}
-            for g in groups
-        ]
-        self.before: list[dict[str, torch.Tensor]] = []
-        self.slots: list[dict[str, torch.Tensor]] = []
-
-    def fill(self, seed: int) -> None:
-        """Give all of them new values."""
-        draw = torch.Generator().manual_seed(seed)
-        given: list[list[dict[str, torch.Tensor]]] = []
-        for all_ranks in (self.mains, [group.slot_grads for group in self.groups]):
-            for own in all_ranks:
-                for tensor in own.values():
-                    scale = 2.0 ** torch.randint(-20, 20, tensor.shape, generator=draw)
-                    tensor.copy_(torch.randn(tensor.shape, generator=draw) * scale)
-            given.append([{n: t.clone() for n, t in own.items()} for own in all_ranks])
-        self.before, self.slots = given
-
-    def check(self, plan: uec.Plan, zero: bool = True) -> None:
-        """Compare every bit with main + (r1 + ... + rn)."""
-        home = self.groups[0].topology.home.tolist()
-        rows = plan.slot_expert.tolist()
-        for expert, rank in enumerate(home):
-            index = home[:expert].count(rank)
-            held = [(r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert]
-            for name, main in self.mains[rank].items():
-                expected = self.before[rank][name][index]
-                if held:
-                    sums = [self.slots[r][name][s].float() for r, s in held]
-                    total = sums[0]
-                    for one in sums[1:]:
-                        total = total + one
-                    expected = (expected.float() + total).to(main.dtype)
-                assert torch.equal(main[index], expected), (name, expert, held)
-        for group, row, before in zip(self.groups, rows, self.slots, strict=True):
-            for name, slots in group.slot_grads.items():
-                for s, expert in enumerate(row):
-                    if expert < 0:
-                        assert torch.equal(slots[s], before[name][s])
-                    elif zero:
-                        assert not slots[s].any()
 
 
 def start(groups: list[uec.Group], grads: Any, plan: uec.Plan, **options: Any) -> list[uec.Work]:
@@ -130,21 +83,18 @@ def test_both_engines_add_the_same_bits(
             seed += 1
             found = []
             for i, groups in enumerate(engines):
-                grads = Grads(groups, mains)
-                grads.fill(seed)
+                grads = RankGrads(groups, mains)
                 given = plan if i or seed % 2 else on_device(emulated, plan)
-                for work in start(groups, grads.mains, given, mode=mode):
-                    work.synchronize()
-                grads.check(plan)
+                grads.reduce(given, seed, mode=mode)
                 found.append(grads.mains)
             for here, there in zip(*found, strict=True):
-                assert all(torch.equal(here[name], there[name]) for name in here)
+                assert all(same_bits(here[name], there[name]) for name in here)
 
 
 def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any) -> None:
     """From plans here and there, zeroing or not, between transfers: the slots are used again."""
     groups = groups_of(3, 7, 2)
-    grads = Grads(groups, MAINS)
+    grads = RankGrads(groups, MAINS)
     weights = [
         {n: torch.ones((g.num_mains, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
         for g in groups
@@ -171,13 +121,13 @@ def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any)
 
 def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) -> None:
     groups = groups_of(3, 7, 2)
-    grads = Grads(groups, MAINS)
+    grads = RankGrads(groups, MAINS)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     plan = fan_out_plan(3, 7, 2)
     held = on_device(emulated, plan)
     emulated.settle()
     emulated.begin_capture()
-    for work in start(groups, bound, held):
+    for work in grads.start(held, bound):
         work.wait()
     graph = emulated.end_capture()
     for seed in range(4):
@@ -185,7 +135,7 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
         plan = random_plan(seed, 3, 7, 2)
         held.slot_expert.copy_(plan.slot_expert)
         if seed == 2:  # calls of both kinds take turns
-            for work in start(groups, bound, plan):
+            for work in grads.start(plan, bound):
                 work.synchronize()
         else:
             emulated.replay(graph)
@@ -196,7 +146,7 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
 def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) -> None:
     groups = groups_of(2, 4, 1)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
-    grads = Grads(groups, MAINS)
+    grads = RankGrads(groups, MAINS)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     held = on_device(emulated, plan)
     emulated.settle()
@@ -207,7 +157,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
         start(groups[:1], grads.mains, held)
     emulated.end_capture()
     grads.fill(1)
-    for work in start(groups, grads.mains, held):  # none of it has hurt the group
+    for work in grads.start(held):  # none of it has hurt the group
         work.synchronize()
     grads.check(plan)
 
@@ -219,7 +169,7 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
 
     def fails(what: str, grads: Any, **options: Any) -> None:
         groups = groups_of(2, 4, 1)
-        mains = Grads(groups, MAINS).mains
+        mains = RankGrads(groups, MAINS).mains
         (work,) = start(groups[1:], mains, plan)
         with pytest.raises(errors.InvalidGradientsError, match=what):
             start(groups[:1], [grads(mains[0])], plan, **options)
@@ -234,7 +184,7 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
 
 def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups_of: Any) -> None:
     groups = groups_of(2, 4, 1)
-    grads = Grads(groups, MAINS)
+    grads = RankGrads(groups, MAINS)
     legal = uec.Plan.from_slots([[2], [0]], num_experts=4)
     illegal = on_device(emulated, legal)
     illegal.slot_expert[0, 0] = 1
@@ -245,7 +195,7 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
         works[1].synchronize()
 
     groups = groups_of(2, 4, 1)
-    grads = Grads(groups, MAINS)
+    grads = RankGrads(groups, MAINS)
     works = start(groups[:1], grads.mains, legal) + start(
         groups[1:], grads.mains, legal, zero=False
     )
@@ -258,7 +208,7 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
 
     groups = groups_of(2, 4, 1)
     weights = {n: torch.zeros((2, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
-    (reduction,) = start(groups[:1], Grads(groups, MAINS).mains, legal)
+    (reduction,) = start(groups[:1], RankGrads(groups, MAINS).mains, legal)
     transfer = uec.replicate_experts(weights, legal, group=groups[1], async_op=True)
     assert transfer is not None
     with pytest.raises(errors.PlanMismatchError):
