@@ -98,15 +98,17 @@ UEC_APART void add_rows(WarpShared& own, int32_t rows) {
   constexpr int32_t kToBytes = kNumbers * static_cast<int32_t>(bytes_of(kTo));
   constexpr int32_t kToLoads = kToBytes > kQuad ? kToBytes / kQuad : 1;
   constexpr int32_t kOfLoad = kNumbers / kToLoads;  // numbers of `to` that a load has
+  // Wide numbers in `to` take registers that another load would need.
+  constexpr int32_t kTogether = kToLoads == 1 ? kAddsInFlight : kAddsInFlight - 1;
   const int32_t n = own.addition.n, loads = n + (own.addition.adds != 0 ? kToLoads : 0);
   float sum[kNumbers];
   RowCursor at{0, Warp::index()};
 #pragma unroll 1
-  for (int32_t left = rows * loads; left > 0; left -= kAddsInFlight) {
-    uint4 quads[kAddsInFlight];
+  for (int32_t left = rows * loads; left > 0; left -= kTogether) {
+    uint4 quads[kTogether];
     RowCursor next = at;
 #pragma unroll
-    for (int32_t i = 0; i < kAddsInFlight; ++i) {
+    for (int32_t i = 0; i < kTogether; ++i) {
       if (i >= left) break;
       if (next.load < n)
         quads[i] =
@@ -116,7 +118,7 @@ UEC_APART void add_rows(WarpShared& own, int32_t rows) {
       next.advance(loads);
     }
 #pragma unroll
-    for (int32_t i = 0; i < kAddsInFlight; ++i) {
+    for (int32_t i = 0; i < kTogether; ++i) {
       if (i >= left) break;
       if (at.load == 0) {
         widen<kFrom>(quads[i], sum);

