@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/digest.hpp"
-#include "core/prepare.hpp"
+#include "core/prepare_reduce.hpp"
 #include "core/validate.hpp"
 
 namespace uec::python {
@@ -52,6 +52,19 @@ inline ReplicateArgs replicate_args(const Topology& t, uint64_t slot_expert, uin
           .num_segments = num_segments,
           .mode = mode,
           .region = region};
+}
+
+inline ReduceArgs reduce_args(const Topology& t, uint64_t slot_expert, uint64_t slot_quota,
+                              uint64_t home_quota, uint64_t mains, uint64_t main_types,
+                              int32_t mode, bool zero, uint64_t tag) {
+  return {.slot_expert = at<const int32_t>(slot_expert),
+          .plan_digest = digest_quotas(Alone{}, t, at<const int32_t>(slot_quota),
+                                       at<const int32_t>(home_quota)),
+          .tag = tag,
+          .mains = at<const uint64_t>(mains),
+          .main_type = at<const GradType>(main_types),
+          .mode = mode,
+          .zero = zero};
 }
 
 template <class Engine>

@@ -88,6 +88,10 @@ void bind_cuda(nb::module_& m) {
   m.def("cuda_shared_bytes", [](const EngineConfig& config) {
     return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
   });
+  m.def("cuda_reduce_shared_bytes", [](const EngineConfig& config, int32_t num_warps) {
+    return cuda::reduce_shared_bytes(largest_capacity(config), num_warps);
+  });
+  m.attr("CUDA_REDUCE_WARPS") = cuda::kReduceWarps;
   m.def("cuda_load_shared_bytes", &cuda::load_shared_bytes);
   m.def("cuda_load_plan_shared_bytes",
         [](int32_t num_ranks, int32_t num_experts, int32_t slots_per_rank, int32_t num_warps) {
@@ -114,17 +118,19 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
-             uint64_t kernel, uint64_t notice, uint64_t load, uint64_t load_plan,
-             int32_t plan_warps, int32_t warp_size, int32_t first_rank, int32_t num_ranks,
-             int32_t num_sms, const EngineConfig& config) {
+             uint64_t kernel, uint64_t reduce, uint64_t notice, uint64_t load, uint64_t load_plan,
+             int32_t plan_warps, int32_t reduce_warps, int32_t warp_size, int32_t first_rank,
+             int32_t num_ranks, int32_t num_sms, const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
                                       handle(stream),
                                       handle(kernel),
+                                      handle(reduce),
                                       handle(notice),
                                       handle(load),
                                       handle(load_plan),
                                       plan_warps,
+                                      reduce_warps,
                                       warp_size,
                                       first_rank,
                                       num_ranks,
@@ -135,9 +141,9 @@ void bind_cuda(nb::module_& m) {
                                       nullptr,
                                       config.call_timeout};
           },
-          nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "notice"_a, "load"_a,
-          "load_plan"_a, "plan_warps"_a, "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a,
-          "config"_a)
+          nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "kernel"_a, "reduce"_a, "notice"_a,
+          "load"_a, "load_plan"_a, "plan_warps"_a, "reduce_warps"_a, "warp_size"_a, "first_rank"_a,
+          "num_ranks"_a, "num_sms"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
 
@@ -197,6 +203,36 @@ void bind_cuda(nb::module_& m) {
                                                   .region = region};
              return interruptible([&](auto&& interrupted) {
                return e.replicate_on_device(args, background, handle(stream), interrupted);
+             });
+           })
+      .def("reduce",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t mains, uint64_t main_types, int32_t mode, bool zero, bool background,
+              uint64_t tag, uint64_t stream) {
+             const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
+                                                 mains, main_types, mode, zero, tag);
+             Mode chosen;
+             const uint64_t epoch = interruptible([&](auto&& interrupted) {
+               return e.reduce(args, background, handle(stream), interrupted, &chosen);
+             });
+             return std::make_pair(epoch, static_cast<int>(chosen));
+           })
+      .def("reduce_on_device",
+           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
+              uint64_t home, uint64_t mains, uint64_t table, uint32_t main_types, int32_t mode,
+              bool zero, bool background, uint64_t tag, uint64_t stream) {
+             const cuda::DeviceReduceArgs args{.slot_expert = slot_expert,
+                                               .slot_quota = slot_quota,
+                                               .home_quota = home_quota,
+                                               .home = home,
+                                               .tag = tag,
+                                               .mains = at<const uint64_t>(mains),
+                                               .table = table,
+                                               .main_types = main_types,
+                                               .mode = mode,
+                                               .zero = zero};
+             return interruptible([&](auto&& interrupted) {
+               return e.reduce_on_device(args, background, handle(stream), interrupted);
              });
            })
       .def("gather",

@@ -104,15 +104,8 @@ void bind_engine(nb::module_& m) {
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t mains, uint64_t main_types, int32_t mode, bool zero, bool background,
               uint64_t tag) {
-             const ReduceArgs args = {
-                 .slot_expert = at<const int32_t>(slot_expert),
-                 .plan_digest = digest_quotas(Alone{}, e.topology(), at<const int32_t>(slot_quota),
-                                              at<const int32_t>(home_quota)),
-                 .tag = tag,
-                 .mains = at<const uint64_t>(mains),
-                 .main_type = at<const GradType>(main_types),
-                 .mode = mode,
-                 .zero = zero};
+             const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
+                                                 mains, main_types, mode, zero, tag);
              Mode chosen;
              const nb::gil_scoped_release release;
              const uint64_t epoch = e.reduce(args, background, &chosen);

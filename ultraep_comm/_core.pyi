@@ -263,6 +263,7 @@ def cuda_layout() -> list[int]:
 CUDA_MAX_DEVICE_SEGMENTS: int  # of a call whose plan is on the device
 CUDA_MAX_LAUNCH_RANKS: int
 CUDA_MAX_PLAN_WARPS: int
+CUDA_REDUCE_WARPS: int  # of a block that adds gradients
 CUDA_CAPTURED: int  # a bit that marks the numbers of captured calls
 
 def cuda_tile_sizes() -> list[int]:
@@ -270,6 +271,9 @@ def cuda_tile_sizes() -> list[int]:
 
 def cuda_shared_bytes(config: EngineConfig) -> int:
     """Return the shared memory of a block, for any rank of the group."""
+
+def cuda_reduce_shared_bytes(config: EngineConfig, num_warps: int) -> int:
+    """Return the same of a block that adds gradients."""
 
 def cuda_load_shared_bytes(num_ranks: int, num_experts: int) -> int:
     """Return the shared memory of a block of the load kernels."""
@@ -317,10 +321,12 @@ class CudaLauncherConfig:
         context: int,
         stream: int,
         kernel: int,
+        reduce: int,
         notice: int,
         load: int,
         load_plan: int,
         plan_warps: int,
+        reduce_warps: int,
         warp_size: int,
         first_rank: int,
         num_ranks: int,
@@ -504,6 +510,34 @@ class CudaEngine:
         segments: int,
         mode: int,
         region: int,
+        background: bool,
+        tag: int,
+        stream: int,
+    ) -> int: ...
+    def reduce(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        main_types: int,
+        mode: int,
+        zero: bool,
+        background: bool,
+        tag: int,
+        stream: int,
+    ) -> tuple[int, int]: ...
+    def reduce_on_device(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        home: int,
+        mains: int,
+        table: int,
+        main_types: int,
+        mode: int,
+        zero: bool,
         background: bool,
         tag: int,
         stream: int,

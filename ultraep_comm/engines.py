@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ultraep_comm import _core
+from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.plan import Plan
 from ultraep_comm.planner import Costs
 from ultraep_comm.segments import BoundWeights
@@ -41,6 +42,20 @@ class Engine(Protocol):
         tag: int,
     ) -> tuple[int, int]:
         """Submit a call; return its epoch and its mode. Ranks must agree on ``tag``, 64 bits."""
+
+    def reduce(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        main_types: int,
+        mode: int,
+        zero: bool,
+        background: bool,
+        tag: int,
+    ) -> tuple[int, int]:
+        """Submit a reduction of gradients; return its epoch and its mode."""
 
     def wait(self, epoch: int) -> bool:
         """Order what the caller does next behind a call; False: it has failed.
@@ -120,3 +135,15 @@ class DeviceEngine(Engine, Protocol):
 
         ``home`` is compared with the group's, unless it is 0; ``segments`` has a bit for each.
         """
+
+    def reduce_on_device(
+        self,
+        plan: Plan,
+        home: int,
+        bound: BoundGrads,
+        mode: int,
+        zero: bool,
+        background: bool,
+        tag: int,
+    ) -> int:
+        """Submit a reduction; return its epoch. ``home`` as above."""

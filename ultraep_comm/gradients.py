@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from ultraep_comm.cuda.weights import WeightTables
 from ultraep_comm.errors import InvalidArgumentError, InvalidGradientsError
 from ultraep_comm.segments import Addresses, Giver, Segment, Weights, bind_weights
 
@@ -44,19 +45,26 @@ def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Se
     return {name: replace(s, dtype=grads[name]) for name, s in segments.items() if name in grads}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BoundGrads:
-    """Main gradients that have been checked.
+    """Main gradients checked once, with their addresses. Made by ``Group.bind_grads``.
+
+    The addresses are frozen: bind again after gradients have moved.
 
     Attributes:
         addresses: ``[num_grad_segments, M]`` in a row.
         types: ``[num_grad_segments]`` int32, indices into GRAD_DTYPES.
         grads: as they were given; keeps the memory alive.
+        owner: identifies the group that bound them.
+        table: the addresses on the device of a CUDA group, int64 ``[num_grad_segments, M]``; None:
+            they are on the CPU alone.
     """
 
     addresses: Addresses
     types: array[int]
-    grads: Weights
+    grads: Weights = field(repr=False)
+    owner: object = field(repr=False)
+    table: torch.Tensor | None = field(default=None, repr=False)
 
 
 class RankGrads:
@@ -67,22 +75,36 @@ class RankGrads:
         segments: of the slot gradients, by name; none: slots hold no gradients.
         num_mains: M.
         device: where gradients are.
+        tables: addresses on the device of a CUDA group; None: the host engine's.
     """
 
     def __init__(
-        self, *, rank: int, segments: Mapping[str, Segment], num_mains: int, device: torch.device
+        self,
+        *,
+        rank: int,
+        segments: Mapping[str, Segment],
+        num_mains: int,
+        device: torch.device,
+        tables: WeightTables | None,
     ) -> None:
         self._segments = segments
         self._num_mains = num_mains
+        self._tables = tables
         self._giver = Giver(rank, device, "grads", InvalidGradientsError)
 
-    def bind(self, grads: Weights) -> BoundGrads:
+    def bind(self, grads: Weights | BoundGrads) -> BoundGrads:
         """Check main gradients and take their addresses.
 
         Raises:
             InvalidGradientsError: as the text says.
         """
         rank = self._giver.rank
+        if isinstance(grads, BoundGrads):
+            if grads.owner is not self:
+                raise InvalidGradientsError(
+                    f"rank {rank}: the bound gradients are of another group; bind them on this one"
+                )
+            return grads
         if not self._segments:
             raise InvalidGradientsError(
                 f"rank {rank}: the slots of this group hold no gradients; make the group with"
@@ -107,8 +129,22 @@ class RankGrads:
                     f"rank {rank}: rows of grads[{name!r}] share memory; expected a gradient of"
                     " its own for each expert"
                 )
+            size = given[name].dtype.itemsize
+            odd = [at for at in own if at % size] if self._tables is not None else []
+            if odd:
+                raise InvalidGradientsError(
+                    f"rank {rank}: a row of grads[{name!r}] begins at the address {odd[0]:#x};"
+                    f" expected a multiple of {size} on a device"
+                )
         types = array("i", [GRAD_DTYPES.index(s.dtype) for s in given.values()])
-        return BoundGrads(addresses, types, grads)
+        return BoundGrads(addresses=addresses, types=types, grads=grads, owner=self)
+
+    def bind_for_good(self, grads: Weights | BoundGrads) -> BoundGrads:
+        """Do the same, with addresses on the device too, where there is one."""
+        bound = self.bind(grads)
+        if self._tables is None or bound.table is not None:
+            return bound
+        return replace(bound, table=self._tables.frozen(bound.addresses))
 
     def _dtype_of(self, grads: Weights, name: str, segment: Segment) -> torch.dtype:
         """Return the dtype of a main gradient: of the first one, where there are several."""

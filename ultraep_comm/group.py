@@ -25,7 +25,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
-from ultraep_comm.gradients import RankGrads
+from ultraep_comm.gradients import BoundGrads, RankGrads
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle, PlanStore
@@ -144,7 +144,11 @@ class Group:
         slot_grads = self._views(self._region.local, offsets, count, grads)
         self.slot_grads = {name: _with_own_storage(view) for name, view in slot_grads.items()}
         self._grads = RankGrads(
-            rank=rank, segments=dict(grads), num_mains=self.num_mains, device=self.device
+            rank=rank,
+            segments=dict(grads),
+            num_mains=self.num_mains,
+            device=self.device,
+            tables=WeightTables(device, len(grads), self.num_mains) if device else None,
         )
         self.name = register_group(self)
         self._plans = PlanStore(
@@ -196,6 +200,20 @@ class Group:
             InvalidWeightsError: as the text says.
         """
         return self._weights.bind_for_good(weights)
+
+    def bind_grads(self, grads: Weights | BoundGrads) -> BoundGrads:
+        """Check main gradients and take their addresses, once for repeated reductions.
+
+        On a CUDA group the addresses go to the device too, and the host waits for that; what was
+        bound before a capture into a CUDA graph can be used in it.
+
+        Args:
+            grads: as for :func:`reduce_expert_grads`.
+
+        Raises:
+            InvalidGradientsError: as the text says.
+        """
+        return self._grads.bind_for_good(grads)
 
     @property
     def weight_table(self) -> torch.Tensor:

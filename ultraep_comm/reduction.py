@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ultraep_comm import _core, tracing_calls
-from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm import tracing_calls
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle
+from ultraep_comm.planning import check_device_plan, plan_on_host
 from ultraep_comm.refusals import check_host_plan
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import Weights
@@ -22,7 +24,7 @@ REDUCE_MODES = ("pull", "direct")
 
 
 def reduce_expert_grads(
-    grads: Weights,
+    grads: Weights | BoundGrads,
     plan: Plan | PlanHandle,
     *,
     group: Group,
@@ -40,14 +42,19 @@ def reduce_expert_grads(
     any more, and those of filled slots are zero (unless ``zero=False``). Gradients of empty slots
     and of experts without replicas are untouched.
 
+    On the CUDA engine the call belongs to a stream, its plan may stay on the device, and it can be
+    captured into a CUDA graph, as :func:`replicate_experts` says; its gradients are bound before,
+    with ``group.bind_grads``.
+
     Args:
         grads: this rank's main gradients, ``{name: tensor [M, *shape] or sequence of M tensors}``
             for the segments of ``group.slot_grads``, float32 or bfloat16 each, in any memory of the
-            group's device. Not to be used before the call has finished.
+            group's device; or what ``group.bind_grads`` returned. Not to be used before the call
+            has finished.
         plan: the one that the slots were filled by, the same on every rank; or its handle, which
-            this call ends.
+            this call ends; in a CUDA graph, in memory that every replay reads.
         group: made with ``grads=``.
-        async_op: return a :class:`Work` at once.
+        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
         mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
             (the home loads every replica), or "auto".
         zero: clear the slot gradients that were used, for the next microbatch.
@@ -58,12 +65,16 @@ def reduce_expert_grads(
         PlanHandleError: the handle has ended (backward twice?), or is another group's; peers fail
             likewise.
         GroupClosedError: the group is closed or failed earlier.
+        DeviceError: the CUDA driver refused the call.
+        UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
+            the addresses of the gradients are on the CPU.
         TransferError: the call failed. Slot gradients and the main gradients of replicated experts
             are undefined then.
     """
     if torch.compiler.is_dynamo_compiling():
         plan, *_ = group._plan_of(plan, "reduce_expert_grads")
-        return tracing_calls.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
+        given = grads.grads if isinstance(grads, BoundGrads) else grads
+        return tracing_calls.reduce_expert_grads(given, plan, group, async_op, mode, zero)
     handle = plan
     try:
         plan, tag, operation = group._plan_of(plan, "reduce_expert_grads")
@@ -71,36 +82,45 @@ def reduce_expert_grads(
         group._reject(error)
         raise
     group._check_open(operation)
-    engine = group._engine
-    if not isinstance(engine, _core.Engine):
-        raise UnsupportedError(
-            f"rank {group.rank}: {operation} runs on the host engine only; make the group"
-            " with engine='host'"
-        )
+    on_device = group._takes(plan)
+    if not on_device:  # refused in a capture, which is no reason to fail the peers
+        plan = plan_on_host(plan, group)
     try:
         bound = group._grads.bind(grads)
-        check_host_plan(plan, group)
+        if on_device:
+            check_device_plan(plan, group)
+        else:
+            check_host_plan(plan, group)
         mode_id = _mode_id(mode, group)
     except Exception as error:
         group._reject(error)
         raise
     try:
-        epoch, chosen = engine.reduce(
-            plan.slot_expert.data_ptr(),
-            0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
-            0 if plan.home_quota is None else plan.home_quota.data_ptr(),
-            bound.addresses.buffer_info()[0],
-            bound.types.buffer_info()[0],
-            mode_id,
-            zero,
-            async_op,
-            tag,
-        )
+        if on_device:
+            chosen = mode
+            own = group._stages is not None and plan.home is group._stages.home
+            home = 0 if own else plan.home.data_ptr()
+            epoch = group._device_engine.reduce_on_device(
+                plan, home, bound, mode_id, zero, async_op, tag
+            )
+        else:
+            epoch, chosen_id = group._engine.reduce(
+                plan.slot_expert.data_ptr(),
+                0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+                0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+                bound.addresses.buffer_info()[0],
+                bound.types.buffer_info()[0],
+                mode_id,
+                zero,
+                async_op,
+                tag,
+            )
+            chosen = MODES[chosen_id]
     except UltraEPError as error:
         if group._engine.failed_epoch() != 0:
             group._first_error = group._first_error or error
         raise
-    work = group._submitted(epoch, (bound, plan), operation, MODES[chosen])
+    work = group._submitted(epoch, (bound, plan), operation, chosen)
     if isinstance(handle, PlanHandle):
         handle._spend()
     if async_op:

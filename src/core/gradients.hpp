@@ -16,6 +16,10 @@ enum class GradType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 UEC_HD constexpr int64_t bytes_of(GradType type) { return type == GradType::kFloat32 ? 4 : 2; }
 
+UEC_HD constexpr int64_t elements_of(int64_t bytes, GradType type) {
+  return type == GradType::kFloat32 ? bytes / 4 : bytes / 2;
+}
+
 UEC_HD inline float from_bfloat16(uint16_t bits) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
 }

@@ -41,7 +41,7 @@ struct ReductionBuilder {
     return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
   }
 
-  UEC_HD void add_home(int32_t x, int32_t main_idx) {
+  UEC_STEP void add_home(int32_t x, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x);
     const Reduction all = {Reduction::kAdd, s.expert[x], bounds[0], bounds[1],
@@ -79,7 +79,7 @@ struct ReductionBuilder {
   }
 
   // The replica at index `self` is this rank's.
-  UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) {
+  UEC_STEP void add_replica(int32_t x, int32_t self, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];

@@ -154,10 +154,10 @@ class Reducer {
     return step;
   }
 
-  UEC_HD void do_tile(const Reduction& r, int32_t tile) {
+  UEC_STEP void do_tile(const Reduction& r, int32_t tile) {
     const TileSpan span = call_.tiles.span(tile);
     const GradType type = call_.grads.type[span.segment];
-    const int64_t elements = span.bytes / bytes_of(type);
+    const int64_t elements = elements_of(span.bytes, type);
     const Destination* const from = call_.work.destinations + r.first;
     const auto slot = [&](int32_t i) { return in_slot(from[i], span); };
     switch (r.kind) {
@@ -201,7 +201,7 @@ class Reducer {
 
   UEC_HD uint8_t* in_main(const Reduction& r, const TileSpan& span, GradType type) const {
     const Addresses& a = call_.addresses;
-    const int64_t element = span.offset / bytes_of(call_.grads.type[span.segment]);
+    const int64_t element = elements_of(span.offset, call_.grads.type[span.segment]);
     // A transfer only reads what it is given; these are written to.
     auto* const main = const_cast<uint8_t*>(a.mains[span.segment * a.num_mains + r.main_idx]);
     return main + element * bytes_of(type);

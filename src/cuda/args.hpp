@@ -28,6 +28,7 @@ struct CallHeader {
   int32_t num_expected = 0;
   int32_t num_segments = 0;
   int32_t tile_bytes = 0;
+  int32_t num_reductions = 0;
 };
 
 // A rank's word to its host, and back: in host memory that the device sees.
@@ -63,6 +64,9 @@ struct RankState {
   uint64_t status = 0;         // of Status
   uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
   uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
+  uint64_t grad_bytes = 0;     // [grad segments] int64, of one expert in a slot
+  uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
+  uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
@@ -86,16 +90,20 @@ struct DeviceCall {
   uint64_t slot_quota = 0;   // [G, S] int32, or 0
   uint64_t home_quota = 0;   // [E] int32, or 0
   uint64_t home = 0;         // [E] int32, to be the group's; 0: it is
-  uint64_t mains = 0;        // [segments of the group][mains of the rank] addresses of main weights
-  uint64_t regions = 0;      // [G] addresses of the region that these fill, or 0: no pull
-  uint32_t segments = 0;     // bit i: transfers segment i
-  int16_t mode = -1;         // a Mode, or -1: by cost
+  // [segments of the group][mains of the rank] addresses of main weights; of a reduction:
+  // [grad segments][mains of the rank] of main gradients.
+  uint64_t mains = 0;
+  uint64_t regions = 0;  // [G] addresses of the region that these fill, or 0: no pull
+  // Bit i: transfers segment i; of a reduction: the GradType of main gradients of segment i.
+  uint32_t segments = 0;
+  int8_t mode = -1;  // a Mode, or -1: by cost
+  int8_t zero = 0;   // of a reduction: slot gradients are cleared
   int16_t region = -1;
 };
 inline constexpr int32_t kMaxDeviceSegments = 32;
 
-// Arguments of the replicate kernel. Rank i of this launch is blockIdx.y = i. Nothing here changes
-// from one replay of a captured graph to the next.
+// Arguments of the replicate and the reduce kernel. Rank i of this launch is blockIdx.y = i.
+// Nothing here changes from one replay of a captured graph to the next.
 struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
@@ -159,7 +167,8 @@ struct PlanArgs {
   int32_t allow_cross_domain = 0;
 };
 
-// Of a call that prepare_replicate() has filled. `regions`: of main weights (pull), else 0.
+// Of a call that prepare_replicate() or prepare_reduce() has filled. `regions`: of main weights
+// (pull), else 0.
 UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t regions) {
   CallHeader header;
   header.digest = digest;
@@ -170,6 +179,7 @@ UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t
   header.num_expected = call.work.num_expected;
   header.num_segments = call.tiles.num_segments;
   header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+  header.num_reductions = call.work.num_reductions;
   return header;
 }
 
@@ -223,6 +233,7 @@ inline constexpr int32_t kLayout[] = {
     sizeof(CallHeader),
     offsetof(CallHeader, num_tasks),
     offsetof(CallHeader, tile_bytes),
+    offsetof(CallHeader, num_reductions),
     sizeof(Status),
     offsetof(Status, report),
     sizeof(RankState),
@@ -233,12 +244,14 @@ inline constexpr int32_t kLayout[] = {
     offsetof(LaunchArgs, on_device),
     sizeof(DeviceCall),
     offsetof(DeviceCall, segments),
+    offsetof(DeviceCall, zero),
     offsetof(RankState, layout),
     offsetof(RankState, bases),
     sizeof(Task),
     offsetof(RankState, epoch),
     offsetof(RankState, entered),
     sizeof(Piece),
+    sizeof(Reduction),
     offsetof(RankState, report),
     sizeof(Destination),
     sizeof(Expected),
@@ -253,6 +266,7 @@ inline constexpr int32_t kLayout[] = {
     sizeof(LoadPlanArgs),
     offsetof(LoadPlanArgs, plans),
     offsetof(Status, bad_position),
+    offsetof(RankState, grad_bytes),
     offsetof(RankState, counts),
     offsetof(RankState, bad_id),
     offsetof(PlanArgs, objective),

@@ -1,8 +1,9 @@
-// What a block of the replicate kernel keeps in shared memory; the host asks for as much.
+// What a block of the replicate or the reduce kernel keeps in shared memory; the host asks for as
+// much.
 #pragma once
 
 #include "core/call.hpp"
-#include "core/prepare.hpp"
+#include "core/prepare_reduce.hpp"
 #include "core/ring.hpp"
 #include "cuda/args.hpp"
 #include "cuda/config.hpp"
@@ -21,7 +22,7 @@ struct BlockCall {
   RankState* state;
   uint8_t* own;  // this rank's symmetric memory
   int32_t stop;  // a warp of this block has seen the failure
-  Clock clock;   // of the fetch side, and then of the end
+  Clock clock;   // of the first warp, and of the end
 };
 
 // The stages' barriers and descriptions.
@@ -40,27 +41,31 @@ struct Nearby {
     uint32_t* to;
     int32_t words;
   };
-  Table tables[12];
+  Table tables[14];
   int32_t num_tables;
 };
 // Enough for 64 ranks and a hundred replicas; what does not fit stays where it is.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
-// Behind it lie the scratch of the fetch side, the copies and the tiles.
-struct BlockShared {
+// A block's part in a call, whatever that does.
+struct CallShared {
   BlockCall block;
-  Ring ring;
   Nearby nearby;
-  HeldGroup held[kMaxHeld];
   int32_t first;     // this block began first: it announces the call
   int32_t enters;    // the rank has not failed before
   int32_t prepared;  // and the call's block is there
-  int32_t active;    // and has something to move
+  int32_t active;    // and has something to do
   int32_t last;      // this block leaves last
 };
 
-// What making the call's block takes; in the memory of the tiles, which are not in use by then. Its
-// arrays and an image of the block lie behind it.
+// Of the replicate kernel. Behind it lie the scratch of the fetch side, the copies and the tiles.
+struct BlockShared : CallShared {
+  Ring ring;
+  HeldGroup held[kMaxHeld];
+};
+
+// What making the call's block takes; in memory that is not in use by then. Its arrays and an image
+// of the block lie behind it.
 struct PrepareShared {
   GroupTables tables;
   Call call;
@@ -68,7 +73,9 @@ struct PrepareShared {
   ScheduleArrays schedule;
   PlanShape shape;
   ReplicateArgs args;
+  ReduceArgs reduce;
   int32_t segments[kMaxDeviceSegments];
+  GradType main_type[kMaxDeviceSegments];
   int32_t* home;         // [E]
   int32_t* domain;       // [G]
   int32_t* main_idx;     // [E]
@@ -92,6 +99,11 @@ struct PrepareShared {
   }
 };
 
+UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
+  PrepareShared made;
+  return static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+}
+
 inline constexpr int64_t kTileAlign = 128;
 
 UEC_HD inline int64_t nearby_offset(const Capacity& c) {
@@ -103,9 +115,46 @@ UEC_HD inline int64_t tiles_offset(const Capacity& c) {
 
 // Bytes of dynamic shared memory that a launch asks for.
 UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
-  PrepareShared made;
-  const int64_t prepare = static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
-  return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare);
+  return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare_bytes(c));
+}
+
+// A tile that a warp adds up: `n` runs of gradients and, with `adds`, what is there.
+struct Addition {
+  uint8_t* to;
+  int32_t n;
+  int32_t adds;
+};
+
+// What a warp of the reduce kernel has to itself. Behind it lie arrays: `open` and `state` are its
+// Claimer's.
+struct WarpShared {
+  Clock clock;
+  uint64_t bytes_stored;
+  Addition addition;
+
+  UEC_HD const uint8_t** sources() {  // [num_ranks] where the present tile's gradients are
+    return reinterpret_cast<const uint8_t**>(this + 1);
+  }
+  UEC_HD uint8_t* open(const Capacity& c) {  // [num_ranks]
+    return reinterpret_cast<uint8_t*>(sources() + c.num_ranks);
+  }
+  UEC_HD uint8_t* state(const Capacity& c) { return open(c) + c.num_ranks; }  // [reductions]
+
+  UEC_HD static int64_t bytes(const Capacity& c) {
+    const int64_t of_rank = sizeof(uint8_t*) + 1;
+    return round_up(
+        static_cast<int64_t>(sizeof(WarpShared)) + of_rank * c.num_ranks + c.reductions(), 8);
+  }
+};
+
+// Of the reduce kernel. Behind it lie the copies and what each warp has.
+struct ReduceShared : CallShared {};
+
+inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
+inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
+
+UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c, int32_t num_warps) {
+  return kReduceScratch + max64(num_warps * WarpShared::bytes(c), prepare_bytes(c));
 }
 
 }  // namespace uec::cuda

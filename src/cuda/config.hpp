@@ -37,6 +37,11 @@ inline constexpr int32_t kLoadThreads = 512;
 inline constexpr int32_t kIdsPerLoadThread = 8;
 inline constexpr int32_t kQuadsAtOnce = 4;
 
+// The reduction: warps of a block, each of which adds up groups of its own, and 16 bytes that a
+// lane of them has under way at a time. See adder.cuh.
+inline constexpr int32_t kReduceWarps = 16;
+inline constexpr int32_t kAddsInFlight = 8;
+
 inline constexpr int32_t kMaxLoadBlocks = 16;   // of a rank
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 

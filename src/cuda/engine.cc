@@ -19,6 +19,11 @@ uint64_t address_of(Address base, const std::byte* begin, const T* at) {
   return base + static_cast<uint64_t>(reinterpret_cast<const std::byte*>(at) - begin);
 }
 
+void copy_addresses(const uint64_t* from, int64_t count, const CallArrays& to) {
+  std::transform(from, from + count, to.mains,
+                 [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
+}
+
 }  // namespace
 
 int64_t Engine::staging_bytes(int32_t num_sms, int64_t tile_bytes) {
@@ -62,6 +67,9 @@ void Engine::write_state() {
   copy(config_.segment_bytes, tables.segment_bytes);
   copy(layout_.slot_offset, tables.slot_offset);
   copy(layout_.region_offset, tables.region_offset);
+  copy(config_.grad_bytes, tables.grad_bytes);
+  copy(layout_.grad_offset, tables.grad_offset);
+  copy(config_.grad_type, tables.grad_type);
   copy(peers_.pes, tables.pes);
   copy(peers_.far, tables.far);
   copy(config_.home, tables.home);
@@ -81,6 +89,9 @@ void Engine::write_state() {
   state.segment_bytes = address_of(at, begin, tables.segment_bytes);
   state.slot_offset = address_of(at, begin, tables.slot_offset);
   state.region_offset = address_of(at, begin, tables.region_offset);
+  state.grad_bytes = address_of(at, begin, tables.grad_bytes);
+  state.grad_offset = address_of(at, begin, tables.grad_offset);
+  state.grad_type = address_of(at, begin, tables.grad_type);
   state.home = address_of(at, begin, tables.home);
   state.domain = address_of(at, begin, tables.domain);
   state.main_idx = address_of(at, begin, tables.main_idx);
@@ -166,8 +177,11 @@ std::pair<int64_t, int64_t> Engine::bad_id() const {
   return {status().bad_position, status().bad_id};
 }
 
-uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
-                           const Interrupted& interrupted, Mode* mode) {
+template <class Prepare>
+uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
+                                  const uint64_t* mains, int64_t num_mains, int32_t region,
+                                  bool background, Handle stream, const Interrupted& interrupted,
+                                  Mode* mode) {
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
@@ -181,16 +195,55 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
     CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
     Call call;
     arrays.lend_to(&call);
-    const uint64_t digest =
-        prepare_replicate(Alone{}, tables_, args, arrays, schedule_, &shape_, &call);
+    const uint64_t digest = prepare(arrays, &call);
     call.reset_counters(Alone{});
-    std::transform(args.mains, args.mains + num_addresses(), arrays.mains,
-                   [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
+    copy_addresses(mains, num_mains, arrays);
     *mode = schedule_.schedule.mode;
+    const bool reads_region = operation == Operation::kReplicate && *mode == Mode::kPull;
     *reinterpret_cast<CallHeader*>(block) =
-        make_header(call, digest, *mode == Mode::kPull ? regions_[args.region] : 0);
+        make_header(call, digest, reads_region ? regions_[region] : 0);
     Request request;
-    request.tag = args.tag;
+    request.operation = operation;
+    request.tag = tag;
+    return request;
+  };
+  return submit(fill, background, stream, interrupted);
+}
+
+uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
+                           const Interrupted& interrupted, Mode* mode) {
+  const auto prepare = [&](const CallArrays& arrays, Call* call) {
+    return prepare_replicate(Alone{}, tables_, args, arrays, schedule_, &shape_, call);
+  };
+  return submit_from_host(Operation::kReplicate, args.tag, prepare, args.mains, num_addresses(),
+                          args.region, background, stream, interrupted, mode);
+}
+
+uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
+                        const Interrupted& interrupted, Mode* mode) {
+  const auto prepare = [&](const CallArrays& arrays, Call* call) {
+    return prepare_reduce(Alone{}, tables_, args, arrays, schedule_, &shape_, call);
+  };
+  return submit_from_host(Operation::kReduce, args.tag, prepare, args.mains, num_grad_addresses(),
+                          -1, background, stream, interrupted, mode);
+}
+
+uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* mains,
+                                    int64_t num_mains, bool background, Handle stream,
+                                    const Interrupted& interrupted) {
+  if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
+    if (request.device.mains == 0 && num_mains > 0) throw CaptureError(missing);
+    return submit_captured(capture, request, background, stream);
+  }
+  const auto fill = [&](uint64_t epoch) {
+    if (mains == nullptr) return request;
+    std::byte* const block = launcher_->block(config_.rank, epoch);
+    CallArrays arrays;
+    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
+    copy_addresses(mains, num_mains, arrays);
+    request.device.mains =
+        address_of(launcher_->device_block(config_.rank, epoch), block, arrays.mains);
+    request.mains_bytes = num_mains * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
   return submit(fill, background, stream, interrupted);
@@ -209,29 +262,37 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .mains = args.table,
                     .regions = args.region < 0 ? 0 : regions_[args.region],
                     .segments = args.segments,
-                    .mode = static_cast<int16_t>(args.mode),
+                    .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
-  if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
-    if (args.table == 0 && num_addresses() > 0)
-      throw CaptureError(
-          "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
-          " on the device; bind them with group.bind() before the capture and pass what it returns,"
-          " or pass group.weight_table");
-    return submit_captured(capture, request, background, stream);
-  }
-  const auto fill = [&](uint64_t epoch) {
-    if (args.mains == nullptr) return request;
-    std::byte* const block = launcher_->block(config_.rank, epoch);
-    CallArrays arrays;
-    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
-    std::transform(args.mains, args.mains + num_addresses(), arrays.mains,
-                   [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
-    request.device.mains =
-        address_of(launcher_->device_block(config_.rank, epoch), block, arrays.mains);
-    request.mains_bytes = num_addresses() * static_cast<int64_t>(sizeof(uint64_t));
-    return request;
-  };
-  return submit(fill, background, stream, interrupted);
+  return submit_from_device(
+      request,
+      "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
+      " on the device; bind them with group.bind() before the capture and pass what it returns,"
+      " or pass group.weight_table",
+      args.mains, num_addresses(), background, stream, interrupted);
+}
+
+uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background, Handle stream,
+                                  const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  Request request;
+  request.operation = Operation::kReduce;
+  request.tag = args.tag;
+  request.device = {.slot_expert = args.slot_expert,
+                    .slot_quota = args.slot_quota,
+                    .home_quota = args.home_quota,
+                    .home = args.home,
+                    .mains = args.table,
+                    .segments = args.main_types,
+                    .mode = static_cast<int8_t>(args.mode),
+                    .zero = static_cast<int8_t>(args.zero)};
+  return submit_from_device(
+      request,
+      "the stream is being captured into a CUDA graph, and the addresses of the gradients are not"
+      " on the device; bind them with group.bind_grads() before the capture and pass what it"
+      " returns",
+      args.mains, num_grad_addresses(), background, stream, interrupted);
 }
 
 void Engine::fail_here() {

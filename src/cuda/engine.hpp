@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/prepare_reduce.hpp"
 #include "core/validate.hpp"
 #include "cuda/launcher.hpp"
 #include "host/config.hpp"
@@ -34,6 +35,20 @@ struct DeviceReplicateArgs {
   uint32_t segments = 0;            // bits
   int32_t mode = -1;                // a Mode, or -1: by cost
   int32_t region = -1;              // pull: which region the main weights lie in
+};
+
+// The same for a reduction.
+struct DeviceReduceArgs {
+  Address slot_expert = 0;
+  Address slot_quota = 0;
+  Address home_quota = 0;
+  Address home = 0;
+  uint64_t tag = 0;
+  const uint64_t* mains = nullptr;  // [grad segments][M] addresses of main gradients, copied now
+  Address table = 0;
+  uint32_t main_types = 0;  // bit i: the GradType of main gradients of segment i
+  int32_t mode = -1;        // kPull, kDirect, or -1: by cost
+  bool zero = true;         // slot gradients are cleared
 };
 
 class Engine {
@@ -63,6 +78,12 @@ class Engine {
   // the number has the mark kCaptured, and the weights have to be in a table.
   uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
                                const Interrupted& interrupted);
+
+  // Adds the slots' gradients to the main ones. As the two above.
+  uint64_t reduce(const ReduceArgs& args, bool background, Handle stream,
+                  const Interrupted& interrupted, Mode* mode);
+  uint64_t reduce_on_device(const DeviceReduceArgs& args, bool background, Handle stream,
+                            const Interrupted& interrupted);
 
   // Counts ids on the device and exchanges the counts. Captured calls as above. With `plan`, the
   // address of a PlanOutput, it also plans them, in the same launch.
@@ -94,6 +115,17 @@ class Engine {
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
   uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
+  // A plan on the host: `prepare(arrays, call)` fills the arrays of the call's block and returns
+  // what the call adds to the digest; `mains` are `num_mains` addresses.
+  template <class Prepare>
+  uint64_t submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
+                            const uint64_t* mains, int64_t num_mains, int32_t region,
+                            bool background, Handle stream, const Interrupted& interrupted,
+                            Mode* mode);
+  // One on the device; the addresses are in `mains` if the request has no table of them.
+  uint64_t submit_from_device(Request request, const char* missing, const uint64_t* mains,
+                              int64_t num_mains, bool background, Handle stream,
+                              const Interrupted& interrupted);
   uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
                            Handle stream);
   bool succeeded(uint64_t epoch) const;
@@ -101,6 +133,9 @@ class Engine {
   void fail_here();                // the driver refused a call
   int64_t num_addresses() const {  // of main weights
     return int64_t{capacity_.num_segments} * capacity_.num_mains;
+  }
+  int64_t num_grad_addresses() const {  // of main gradients
+    return int64_t{capacity_.num_grad_segments} * capacity_.num_mains;
   }
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();

@@ -6,6 +6,7 @@
 #include "cuda/load_plan.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/plan.cuh"
+#include "cuda/reduce.cuh"
 #include "cuda/replicate.cuh"
 #include "cuda/reroute.cuh"
 #include "cuda/reroute_map.cuh"
@@ -44,17 +45,21 @@ UEC_KERNEL(104) void ultraep_replicate_32768_far(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<32768, true>(args, shared_memory);
 }
 
+// Blocks of any number of warps up to kReduceWarps.
+UEC_KERNEL(64) void ultraep_reduce(UEC_ARGS(LaunchArgs) args) {
+  uec::cuda::reduce(args, shared_memory);
+}
+
 // blockIdx.y: the rank of this launch. One warp.
 UEC_KERNEL(UEC_REGISTERS)
 void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
   __shared__ uec::cuda::BlockCall block;
-  __shared__ uec::cuda::Ring ring;
   auto& state = reinterpret_cast<uec::cuda::RankState*>(states)[blockIdx.y];
   const auto what = static_cast<uec::cuda::Notice>(notice);
   if (state.far == 0)
-    uec::cuda::notify<false>(state, what, block, ring);
+    uec::cuda::notify<false>(state, what, block);
   else
-    uec::cuda::notify<true>(state, what, block, ring);
+    uec::cuda::notify<true>(state, what, block);
 }
 
 // From ids to the table of loads.

@@ -60,8 +60,8 @@ bool poll(Done&& done, const Interrupted& interrupted) {
 
 // Addresses differ from rank to rank; what decides the plan must not.
 bool Request::goes_with(const Request& other) const {
-  return tag == other.tag && (load.load != 0) == (other.load.load != 0) &&
-         (plan != 0) == (other.plan != 0) &&
+  return operation == other.operation && tag == other.tag &&
+         (load.load != 0) == (other.load.load != 0) && (plan != 0) == (other.plan != 0) &&
          (plan == 0 || plan_args.objective == other.plan_args.objective);
 }
 
@@ -218,7 +218,7 @@ void Launcher::launch(uint64_t call, Handle stream) {
   if (e.requests.front().load.load != 0)
     launch_load(e, call, stream);
   else
-    launch_replicate(e, call, stream);
+    launch_transfer(e, call, stream);
   require(driver, driver.cuEventRecord(e.done, stream), "cuEventRecord");
   e.call = number(call);
   ++counts_.kernels;
@@ -238,7 +238,8 @@ void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_thre
           "cuLaunchKernel");
 }
 
-void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
+// A replication, or a reduction.
+void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   copy_blocks(e, call, stream);
   LaunchArgs args;
@@ -248,6 +249,9 @@ void Launcher::launch_replicate(const Entry& e, uint64_t call, Handle stream) {
   args.counted = !is_captured(call);
   args.tag = e.requests.front().tag;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
+  if (e.requests.front().operation == Operation::kReduce)
+    return launch_kernel(c.reduce, c.num_sms, c.reduce_warps * c.warp_size,
+                         reduce_shared_bytes(c.capacity, c.reduce_warps), &args, stream);
   launch_kernel(c.kernel, c.num_sms, kNumThreads, shared_bytes(c.capacity, c.tile_bytes), &args,
                 stream);
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/failure.hpp"
+#include "core/prepare.hpp"
 #include "cuda/args.hpp"
 #include "cuda/driver.hpp"
 
@@ -31,11 +32,13 @@ using Interrupted = std::function<bool()>;
 // Marks the numbers of captured calls.
 inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 
-// What a rank submits: a replication or, if there is somewhere to put it, a load.
+// What a rank submits: a replication, a reduction or, if there is somewhere to put it, a load.
 struct Request {
-  uint64_t tag = 0;         // of the plan's handle, the same for all ranks of a launch
-  DeviceCall device;        // of a plan on the device; else the host has filled the call's block
-  int64_t mains_bytes = 0;  // of a plan on the device: addresses of main weights in the block
+  Operation operation = Operation::kReplicate;  // of what is not a load
+  uint64_t tag = 0;   // of the plan's handle, the same for all ranks of a launch
+  DeviceCall device;  // of a plan on the device; else the host has filled the call's block
+  // Of a plan on the device: addresses of main weights, or of their gradients, in the block.
+  int64_t mains_bytes = 0;
   LoadCall load;
   // Of a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
   Address plan = 0;
@@ -51,11 +54,13 @@ struct LauncherConfig {
   Handle context = nullptr;
   Handle stream = nullptr;  // the group's own
   Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
+  Handle reduce = nullptr;  // ultraep_reduce; null: slots hold no gradients
   Handle notice = nullptr;  // ultraep_replicate_notice
   Handle load = nullptr;    // ultraep_load[_far]
   // ultraep_load_plan; null: the group is too large for it, or has far peers.
   Handle load_plan = nullptr;
-  int32_t plan_warps = 0;  // of a block that plans
+  int32_t plan_warps = 0;    // of a block that plans
+  int32_t reduce_warps = 0;  // of one that adds gradients
   int32_t warp_size = 32;
   int32_t first_rank = 0;  // of the ranks that share the launches
   int32_t num_ranks = 1;
@@ -156,7 +161,7 @@ class Launcher {
   void destroy(const Line& line) const;
   void enter(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
   void launch(uint64_t call, Handle stream);
-  void launch_replicate(const Entry& entry, uint64_t call, Handle stream);
+  void launch_transfer(const Entry& entry, uint64_t call, Handle stream);
   void launch_load(const Entry& entry, uint64_t call, Handle stream);
   void launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
                      void* args, Handle stream);

@@ -63,8 +63,8 @@ UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
 }
 
 // This rank's own ids are bad: nothing of it goes to any table, and the peers hear of it at once.
-template <class Memory, class Mover>
-UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, Mover& mover, const LoadCall& ids) {
+template <class Memory>
+UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) {
   const RankState& state = *block.state;
   if (Warp::leader()) {  // before the report, which settle() publishes
     auto* const status = reinterpret_cast<Status*>(state.status);
@@ -74,7 +74,7 @@ UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, Mover& mover, const L
   }
   Wait wait;
   wait.peer = state.rank;
-  reject(block, memory, mover, wait);
+  reject(block, memory, wait);
 }
 
 // By one warp. True: the table has every rank's row, for all that come after this warp.
@@ -86,18 +86,18 @@ UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, const Loa
   LoadMover<kFar> mover(shared.ring, reinterpret_cast<uint8_t*>(part.row), block);
   if (has_failed(block)) return false;  // in an earlier call: the peers have heard of that
   if (state.bad_id != 0) {
-    reject_ids(block, memory, mover, ids);
+    reject_ids(block, memory, ids);
     return false;
   }
   const Report early =
       check_peers(memory, block.call.layout, block.call.epoch, CallRecord{state.last_record});
   if (early.fault != Fault::kNone) {
-    fail(block, memory, mover, early.fault, early.aborter, early.wait);
+    fail(block, memory, early.fault, early.aborter, early.wait);
     return false;
   }
   announce_call(block.call, memory, mover);
   Gather gather(block.call, memory, mover, nullptr, state.capacity.num_experts, part.sent);
-  if (drive(gather, block, memory, mover)) return true;
+  if (drive(gather, block, block.clock, memory)) return true;
   while (gather.drain_step() != Step::kFinished) ptx::pause();
   return false;
 }
@@ -137,13 +137,12 @@ UEC_DEVICE void clear_table(const RankState& state, uint64_t load) {
 // By one warp. The next launch finds everything as this one did, but for the call that it comes
 // after.
 template <bool kFar>
-UEC_ROLE void finish_load(LoadShared& shared, const LoadBlock& part, bool done, bool counted) {
+UEC_ROLE void finish_load(LoadShared& shared, bool done, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   if (!done) {
     DeviceMemory<kFar> memory(block);
-    LoadMover<kFar> mover(shared.ring, reinterpret_cast<uint8_t*>(part.row), block);
-    if (!has_failed(block)) fail(block, memory, mover, Fault::kCancelled, -1, Wait{});
+    if (!has_failed(block)) fail(block, memory, Fault::kCancelled, -1, Wait{});
     ptx::sync_warp();
     if (!Warp::share(state.settled)) settle(block, memory);
   }
@@ -199,7 +198,7 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
     copy_table(state, own.load);
   else  // whoever plans it does nothing
     clear_table(state, own.load);
-  if (warp == 0) finish_load<kFar>(shared, part, done, args.counted != 0);
+  if (warp == 0) finish_load<kFar>(shared, done, args.counted != 0);
   return done ? LoadEnd::kGathered : LoadEnd::kFailed;
 }
 

@@ -16,6 +16,13 @@ UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
   return reinterpret_cast<const int32_t*>(state.pes)[rank];
 }
 
+// What its slots hold of gradients.
+UEC_DEVICE Gradients grads_of(const RankState& state) {
+  return {state.capacity.num_grad_segments, reinterpret_cast<const int64_t*>(state.grad_bytes),
+          reinterpret_cast<const GradType*>(state.grad_type),
+          reinterpret_cast<const int64_t*>(state.grad_offset)};
+}
+
 // What a rank's calls have in common: enough to tell peers that there is none.
 UEC_DEVICE Call begin_call(const RankState& state) {
   Call call;
@@ -28,11 +35,23 @@ UEC_DEVICE Call begin_call(const RankState& state) {
   return call;
 }
 
-// kFar: some peers are reached by puts and signals only.
-template <bool kFar>
+// A Mover for those who publish and move nothing.
+class DeviceHerald : public DeliveryPolicy {
+ public:
+  template <class F>
+  UEC_DEVICE bool when_delivered(uint32_t, bool, F&& then) const {
+    ptx::sync_warp();
+    then(delivered());
+    return true;
+  }
+};
+
+// kFarPeers: some peers are reached by puts and signals only.
+template <bool kFarPeers>
 class DeviceMemory {
  public:
   using Team = Warp;
+  static constexpr bool kFar = kFarPeers;
 
   UEC_DEVICE explicit DeviceMemory(const BlockCall& block) : block_(block) {}
 

@@ -28,6 +28,25 @@ class NearbyTables {
     keep(call.addresses.region_offset, segments);
     keep(call.addresses.mains, segments * capacity.num_mains);
     if (call.addresses.regions != nullptr) keep(call.addresses.regions, call.num_ranks);
+    keep_work(call);
+  }
+
+  // The same for a reduction, which looks at no slots of weights.
+  UEC_DEVICE void replace_reduction(Call& call, const Capacity& capacity) {
+    const int32_t segments = call.grads.num_segments;
+    keep(call.addresses.bases, call.num_ranks);
+    keep(call.addresses.mains, int64_t{segments} * capacity.num_mains);
+    keep(call.grads.bytes, segments);
+    keep(call.grads.type, segments);
+    keep(call.grads.offset, segments);
+    keep(call.main_type, segments);
+    keep_work(call);
+    keep(call.work.reductions, call.work.num_reductions);
+    keep(call.work.expected, call.work.num_expected);
+  }
+
+ private:
+  UEC_DEVICE void keep_work(Call& call) {
     keep(call.tiles.bytes, call.tiles.num_segments);
     keep(call.tiles.first_tile, call.tiles.num_segments + 1);
     keep(call.tiles.segment, call.tiles.num_segments);
@@ -36,7 +55,6 @@ class NearbyTables {
     keep(call.work.destinations, call.work.num_destinations);
   }
 
- private:
   template <class T>
   UEC_DEVICE void keep(T*& table, int64_t count) {
     static_assert(sizeof(T) % sizeof(uint32_t) == 0);

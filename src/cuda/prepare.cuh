@@ -6,7 +6,7 @@
 
 #include "core/call.hpp"
 #include "core/failure.hpp"
-#include "core/prepare.hpp"
+#include "core/prepare_reduce.hpp"
 #include "core/validate.hpp"
 #include "cuda/block.hpp"
 #include "cuda/memory.cuh"
@@ -21,7 +21,8 @@ UEC_DEVICE void copy_ints(int32_t* to, uint64_t from, int32_t count) {
   for (int32_t i = Warp::index(); i < count; i += Warp::size()) to[i] = values[i];
 }
 
-// By a warp: what prepare_replicate() asks for, from what the group and the call give.
+// By a warp: what prepare_replicate() and prepare_reduce() ask for, from what the group and the
+// call give.
 UEC_APART void gather_tables(const RankState& state, const DeviceCall& device, uint64_t tag,
                              PrepareShared& made) {
   const Capacity& c = state.capacity;
@@ -36,6 +37,7 @@ UEC_APART void gather_tables(const RankState& state, const DeviceCall& device, u
     tables.main_idx = made.main_idx;
     tables.tile_bytes = state.tile_bytes;
     tables.cost = state.cost;
+    tables.grads = grads_of(state);
     ReplicateArgs& args = made.args;
     for (int32_t i = 0; i < c.num_segments; ++i)
       if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
@@ -44,6 +46,14 @@ UEC_APART void gather_tables(const RankState& state, const DeviceCall& device, u
     args.segments = made.segments;
     args.mode = device.mode;
     args.region = device.regions == 0 ? -1 : device.region;
+    ReduceArgs& reduce = made.reduce;
+    for (int32_t i = 0; i < c.num_grad_segments; ++i)
+      made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
+    reduce.slot_expert = made.slot_expert;
+    reduce.tag = tag;
+    reduce.main_type = made.main_type;
+    reduce.mode = device.mode;
+    reduce.zero = device.zero != 0;
   }
   Warp::sync();
   copy_ints(made.home, state.home, c.num_experts);
@@ -100,6 +110,7 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
 }
 
 // By a warp: makes the block's image in shared memory, where `made` is. Returns why not, in `seen`.
+template <Operation kOperation>
 UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, uint64_t tag,
                             PrepareShared& made) {
   gather_tables(state, device, tag, made);
@@ -108,17 +119,24 @@ UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, ui
   const uint64_t quotas = digest_quotas(Warp{}, made.tables.topology,
                                         reinterpret_cast<const int32_t*>(device.slot_quota),
                                         reinterpret_cast<const int32_t*>(device.home_quota));
-  if (Warp::leader()) made.args.plan_digest = quotas;
+  if (Warp::leader()) made.args.plan_digest = made.reduce.plan_digest = quotas;
   Warp::sync();
-  const uint64_t digest = prepare_replicate(Warp{}, made.tables, made.args, made.arrays,
-                                            made.schedule, &made.shape, &made.call);
+  const Capacity& capacity = state.capacity;
+  constexpr bool kReduces = kOperation == Operation::kReduce;
+  uint64_t digest;
+  if constexpr (kReduces)
+    digest = prepare_reduce(Warp{}, made.tables, made.reduce, made.arrays, made.schedule,
+                            &made.shape, &made.call);
+  else
+    digest = prepare_replicate(Warp{}, made.tables, made.args, made.arrays, made.schedule,
+                               &made.shape, &made.call);
   if (Warp::leader()) {
-    const bool pull = made.schedule.schedule.mode == Mode::kPull;
+    const bool pull = !kReduces && made.schedule.schedule.mode == Mode::kPull;
     new (made.image) CallHeader(make_header(made.call, digest, pull ? device.regions : 0));
   }
-  const Capacity& capacity = state.capacity;
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
-  for (int32_t i = Warp::index(); i < capacity.num_segments * capacity.num_mains; i += Warp::size())
+  const int32_t segments = kReduces ? capacity.num_grad_segments : capacity.num_segments;
+  for (int32_t i = Warp::index(); i < segments * capacity.num_mains; i += Warp::size())
     made.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
   made.call.reset_counters(Warp{});
   Warp::sync();
@@ -126,18 +144,17 @@ UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, ui
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
-// `tiles` is their memory.
-template <class Memory, class Mover>
-UEC_DEVICE void make_block(BlockShared& shared, const DeviceCall& device, uint64_t tag,
-                           std::byte* tiles, std::byte* call_block) {
+// `spare` is shared memory that is free.
+template <class Memory, Operation kOperation>
+UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_t tag,
+                           std::byte* spare, std::byte* call_block) {
   RankState& state = *shared.block.state;
-  auto& made = *reinterpret_cast<PrepareShared*>(tiles);
+  auto& made = *reinterpret_cast<PrepareShared*>(spare);
   if (ptx::thread_idx() < ptx::kWarpSize) {
-    const Wait refusal = prepare_call(state, device, tag, made);
+    const Wait refusal = prepare_call<kOperation>(state, device, tag, made);
     if (refusal.seen != 0) {
       Memory memory(shared.block);
-      Mover mover(shared.ring, nullptr, shared.block);
-      reject(shared.block, memory, mover, refusal);
+      reject(shared.block, memory, refusal);
     }
     if (Warp::leader()) shared.prepared = refusal.seen == 0;
   }
@@ -148,7 +165,7 @@ UEC_DEVICE void make_block(BlockShared& shared, const DeviceCall& device, uint64
   for (int64_t i = ptx::thread_idx(); i < call_block_bytes(state.capacity) / 8;
        i += ptx::num_threads())
     to[i] = image[i];
-  // Bulk loads, in the async proxy, will put tiles where the image was.
+  // Bulk loads, in the async proxy, may put tiles where the image was.
   ptx::fence_proxy_async_shared();
   ptx::sync_block();
   // Release: pairs with await_block() of the rank's other blocks, which read the call's block then.
@@ -167,11 +184,11 @@ UEC_DEVICE bool await_block(const RankState& state) {
 }
 
 // By all threads. Sets shared.prepared, for the thread that goes on.
-template <class Memory, class Mover>
-UEC_DEVICE void prepare(BlockShared& shared, const DeviceCall& device, uint64_t tag,
-                        std::byte* tiles, std::byte* call_block) {
+template <class Memory, Operation kOperation>
+UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t tag,
+                        std::byte* spare, std::byte* call_block) {
   if (shared.first)
-    make_block<Memory, Mover>(shared, device, tag, tiles, call_block);
+    make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state);
 }

@@ -182,6 +182,15 @@ UEC_DEVICE uint8_t load_global(const uint8_t* at) {
   return static_cast<uint8_t>(v);
 }
 
+// ---- numbers ------------------------------------------------------------------------------------
+
+// To nearest, subnormals as they are; never made one with a product.
+UEC_DEVICE float add(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+
 // ---- mbarriers in shared memory -----------------------------------------------------------------
 
 UEC_DEVICE uint32_t shared_address(const void* at) {

@@ -10,6 +10,9 @@ struct Tables {
   int64_t* segment_bytes;  // [segments]
   int64_t* slot_offset;    // [segments]
   int64_t* region_offset;  // [segments]
+  int64_t* grad_bytes;     // [grad segments]
+  int64_t* grad_offset;    // [grad segments]
+  GradType* grad_type;     // [grad segments]
   int32_t* pes;            // [G]
   int32_t* home;           // [E]
   int32_t* domain;         // [G]
@@ -24,6 +27,9 @@ struct Tables {
     tables->segment_bytes = cutter.take<int64_t>(c.num_segments);
     tables->slot_offset = cutter.take<int64_t>(c.num_segments);
     tables->region_offset = cutter.take<int64_t>(c.num_segments);
+    tables->grad_bytes = cutter.take<int64_t>(c.num_grad_segments);
+    tables->grad_offset = cutter.take<int64_t>(c.num_grad_segments);
+    tables->grad_type = cutter.take<GradType>(c.num_grad_segments);
     tables->pes = cutter.take<int32_t>(c.num_ranks);
     tables->home = cutter.take<int32_t>(c.num_experts);
     tables->domain = cutter.take<int32_t>(c.num_ranks);

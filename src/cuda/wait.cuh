@@ -4,6 +4,7 @@
 #include "core/call.hpp"
 #include "core/failure.hpp"
 #include "cuda/block.hpp"
+#include "cuda/memory.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/warp.cuh"
 
@@ -26,9 +27,9 @@ UEC_DEVICE bool is_cancelled(const BlockCall& block) {
 
 // The first failure of a rank keeps its report and tells its peers at once; other blocks stop at
 // their next look. Called by a whole warp. `waited_ns`: for a wait that has expired.
-template <class Memory, class Mover>
-UEC_DEVICE void fail(BlockCall& block, Memory& memory, Mover& mover, Fault fault, int32_t aborter,
-                     const Wait& wait, uint64_t waited_ns = 0) {
+template <class Memory>
+UEC_DEVICE void fail(BlockCall& block, Memory& memory, Fault fault, int32_t aborter,
+                     const Wait& wait, uint64_t waited_ns = 0, bool all_called = false) {
   Report& report = block.state->report;
   bool first = false;
   if (Warp::leader()) {
@@ -39,23 +40,25 @@ UEC_DEVICE void fail(BlockCall& block, Memory& memory, Mover& mover, Fault fault
       report.wait = wait;
       report.aborter = aborter;
       report.seconds = static_cast<double>(waited_ns) * 1e-9;
-      report.all_called = block.clock.called != 0;
+      report.all_called = all_called;
     }
   }
   if (!Warp::share(first)) return;
-  announce_abort(block.call, memory, mover, abort_word(block.call, report));
+  DeviceHerald herald;
+  announce_abort(block.call, memory, herald, abort_word(block.call, report));
   while (!memory.flags_delivered()) {
   }
 }
 
 // This rank's own input is bad. Takes an epoch, as every call does; `wait` says what is wrong. By a
 // whole warp.
-template <class Memory, class Mover>
-UEC_DEVICE void reject(BlockCall& block, Memory& memory, Mover& mover, const Wait& wait) {
+template <class Memory>
+UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   const CallRecord record =
       CallRecord::make(block.call.epoch.number, block.state->digest, RecordKind::kRejected);
-  announce_absence(block.call, memory, mover, record.word);
-  fail(block, memory, mover, Fault::kRejected, -1, wait);
+  DeviceHerald herald;
+  announce_absence(block.call, memory, herald, record.word);
+  fail(block, memory, Fault::kRejected, -1, wait);
 }
 
 inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond,
@@ -63,11 +66,10 @@ inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memo
 
 // Nanoseconds that the present wait has lasted, once that is too long; else 0.
 template <class Memory>
-UEC_DEVICE uint64_t expired(BlockCall& block, Memory& memory) {
-  const bool all = Warp::share(block.clock.called) != 0 || all_called(memory, block.call);
+UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
+  const bool all = Warp::share(clock.called) != 0 || all_called(memory, block.call);
   uint64_t waited = 0;
   if (Warp::leader()) {
-    Clock& clock = block.clock;
     const uint64_t now = ptx::nanoseconds();
     if (!clock.waiting) clock.since = now;
     if (all && !clock.called) clock.called_since = now;
@@ -80,10 +82,10 @@ UEC_DEVICE uint64_t expired(BlockCall& block, Memory& memory) {
   return Warp::share(waited);
 }
 
-// Runs steps to their end. Every wait is bounded: by an abort, a cancellation, or the clock.
-template <class Steps, class Memory, class Mover>
-UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Memory& memory, Mover& mover) {
-  if (Warp::leader()) block.clock = {};
+// Runs steps to their end. Every wait is bounded: by an abort, a cancellation, or the warp's clock.
+template <class Steps, class Memory>
+UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memory) {
+  if (Warp::leader()) clock = {};
   Fault fault = Fault::kNone;
   int32_t aborter = -1;
   uint64_t waited = 0;
@@ -95,17 +97,18 @@ UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Memory& memory, Mover& mov
       aborter = find_teller(memory, block.call, &fault);
       break;
     }
-    if (step != Step::kBlocked && Warp::leader()) block.clock.waiting = 0;
+    if (step != Step::kBlocked && Warp::leader()) clock.waiting = 0;
     if (step != Step::kProgress) ptx::pause();
     if (i % kStepsPerLook != 0) continue;
     if (has_failed(block)) return false;
     if (step != Step::kBlocked) continue;
     aborter = find_teller(memory, block.call, &fault);
     if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;
-    waited = expired(block, memory);
+    waited = expired(block, clock, memory);
     if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;
   }
-  fail(block, memory, mover, fault, aborter, steps.wait(), waited);
+  const bool all_called = Warp::share(clock.called) != 0;
+  fail(block, memory, fault, aborter, steps.wait(), waited, all_called);
   return false;
 }
 

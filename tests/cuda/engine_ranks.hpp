@@ -40,6 +40,8 @@ inline EngineConfig make_config(const PlanCase& group, double call_timeout = 60)
   c.home = group.home;
   c.domain = group.domain;
   c.segment_bytes = {100'000, 70};
+  c.grad_bytes = {200'000, 140};
+  c.grad_type = {uec::GradType::kFloat32, uec::GradType::kBFloat16};
   c.tile_bytes = 16 << 10;
   c.call_timeout = call_timeout;
   c.wait_timeout = 2.5;
@@ -59,10 +61,12 @@ class Ranks {
                      kContext,
                      recorder::kOwnStream,
                      recorder::kKernel,
+                     recorder::kReduce,
                      recorder::kNotice,
                      recorder::kLoad,
                      recorder::kLoadPlan,
                      2,
+                     8,
                      32,
                      first,
                      num_ranks,

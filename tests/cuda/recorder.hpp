@@ -23,6 +23,7 @@ using uec::cuda::Result;
 
 inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
+inline const Handle kReduce = reinterpret_cast<Handle>(0xA5);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
 inline const Handle kLoad = reinterpret_cast<Handle>(0xA3);
 inline const Handle kLoadPlan = reinterpret_cast<Handle>(0xA4);
@@ -30,7 +31,7 @@ inline const Handle kLoadPlan = reinterpret_cast<Handle>(0xA4);
 struct Launch {
   Handle kernel = nullptr, stream = nullptr;
   unsigned grid[3] = {}, block[3] = {}, shared_bytes = 0;
-  uec::cuda::LaunchArgs args;  // of the replicate kernel
+  uec::cuda::LaunchArgs args;  // of the replicate or the reduce kernel
   uec::cuda::LoadArgs load;    // of the load kernel
   Address states = 0;          // of the notice kernel
   int64_t notice = -1;
@@ -148,7 +149,7 @@ inline Driver make_driver() {
       launch.notice = *static_cast<int64_t*>(arguments[1]);
     } else if (kernel == kLoad) {
       launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
-    } else if (kernel == kKernel) {
+    } else if (kernel == kKernel || kernel == kReduce) {
       launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
     }
     {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine_ranks.hpp"
+#include "host/prepared.hpp"
 
 namespace {
 
@@ -169,9 +170,102 @@ void check_captured_without_mains() {
   recorder::state().capturing = 0;
 }
 
+// Reductions have their own kernel. What the host prepares of one is what the host engine would,
+// and of plans on the device addresses and types travel.
+void check_reductions() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  const uec::GradType types[] = {uec::GradType::kBFloat16, uec::GradType::kFloat32};
+  uec::ReduceArgs args;
+  args.slot_expert = plan.slot_expert.data();
+  args.mains = ranks.mains.data();
+  args.main_type = types;
+  args.mode = static_cast<int32_t>(Mode::kPull);
+  for (int32_t r = 0; r < 2; ++r) {
+    Mode mode = Mode::kPush;
+    CHECK_EQ(ranks.engines[r]->reduce(args, false, kUserStream, {}, &mode), 1);
+    CHECK(mode == Mode::kPull);
+  }
+  CHECK(recorder::state().launches.empty());
+  uec::cuda::DeviceReduceArgs device;
+  device.slot_expert = 0x5000;
+  device.home = 0x8000;
+  device.mains = ranks.mains.data();
+  device.main_types = 1;
+  device.zero = false;
+  CHECK_EQ(ranks.engines[2]->reduce_on_device(device, false, kUserStream, {}), 1);
+  const recorder::Launch launch = recorder::state().launches.back();
+  CHECK(launch.kernel == recorder::kReduce);
+  CHECK_EQ(launch.grid[0], kNumSms);
+  CHECK_EQ(launch.grid[1], 3);
+  CHECK_EQ(launch.block[0], 8 * 32);
+  CHECK_EQ(launch.shared_bytes, uec::cuda::reduce_shared_bytes(ranks.capacity(), 8));
+  for (int32_t r = 0; r < 2; ++r) {
+    EngineConfig config = ranks.config;
+    config.rank = r;
+    const EngineLayout layout(config);
+    const uec::Capacity capacity = layout.capacity(config);
+    uec::host::Prepared expected(capacity, 1);
+    const uint64_t digest =
+        uec::prepare_reduce(uec::Alone{}, layout.tables(config), args, expected.arrays,
+                            expected.schedule, &expected.shape, &expected.call);
+    auto* const block =
+        reinterpret_cast<std::byte*>(launch.args.calls + r * launch.args.call_bytes);
+    const auto& header = *reinterpret_cast<const CallHeader*>(block);
+    const uec::Worklist& work = expected.call.work;
+    CHECK(header.digest == digest);
+    CHECK_EQ(header.regions, 0);
+    CHECK_EQ(header.num_pieces, 0);
+    CHECK(work.num_reductions > 0);
+    CHECK_EQ(header.num_reductions, work.num_reductions);
+    CHECK_EQ(header.num_expected, work.num_expected);
+    uec::CallArrays found;
+    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &found);
+    CHECK(std::equal(types, types + 2, found.main_type));
+    for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
+      CHECK(reinterpret_cast<uint64_t>(found.mains[i]) == ranks.mains[i]);
+    for (int32_t i = 0; i < work.num_reductions; ++i) {
+      const uec::Reduction &a = found.work.reductions[i], &b = work.reductions[i];
+      CHECK(a.kind == b.kind && a.begin == b.begin && a.end == b.end && a.first == b.first);
+      CHECK_EQ(found.remaining[i], b.end - b.begin);
+    }
+    const RankState& state = ranks.state(r);
+    for (int32_t i = 0; i < 2; ++i) {
+      CHECK_EQ(reinterpret_cast<const int64_t*>(state.grad_bytes)[i], config.grad_bytes[i]);
+      CHECK_EQ(reinterpret_cast<const int64_t*>(state.grad_offset)[i], layout.grad_offset[i]);
+      CHECK(reinterpret_cast<const uec::GradType*>(state.grad_type)[i] == config.grad_type[i]);
+    }
+  }
+  const uec::cuda::DeviceCall& call = launch.args.on_device[2];
+  CHECK_EQ(call.slot_expert, 0x5000);
+  CHECK_EQ(call.segments, 1u);
+  CHECK_EQ(call.mode, -1);
+  CHECK_EQ(call.zero, 0);
+  const int32_t count = 2 * EngineLayout(ranks.config).num_mains[2];
+  CHECK(std::equal(ranks.mains.begin(), ranks.mains.begin() + count,
+                   reinterpret_cast<const uint64_t*>(call.mains)));
+}
+
+// Ranks of a launch that make different calls: none of them is launched.
+void check_operations_agree() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 3);
+  uec::cuda::DeviceReduceArgs device;
+  device.slot_expert = 0x5000;
+  device.mains = ranks.mains.data();
+  ranks.call(0, plan, false);
+  ranks.call(1, plan, false);
+  ranks.engines[2]->reduce_on_device(device, false, kUserStream, {});
+  CHECK(recorder::state().launches.empty());
+  for (int32_t r = 0; r < 3; ++r) CHECK_EQ(ranks.engines[r]->failed_epoch(), 1);
+  CHECK(ranks.engines[0]->report().fault == uec::Fault::kMismatch);
+}
+
 }  // namespace
 
 int main() {
+  check_reductions();
+  check_operations_agree();
   check_plans_on_device();
   check_captured();
   check_captured_without_mains();

@@ -57,6 +57,8 @@ struct Options {
   bool far = false;  // ranks of different domains have no load/store access
   double call_timeout = 60, wait_timeout = 60;
   Plans plans = Plans::kOnHost;
+  std::vector<int64_t> grad_bytes{};  // of slot gradients
+  std::vector<uec::GradType> grad_type{};
 };
 
 class EmulatedGroup {
@@ -81,6 +83,8 @@ class EmulatedGroup {
       config.domain = group.domain;
       config.allow_cross_domain = group.allow_cross_domain;
       config.segment_bytes = options.segment_bytes;
+      config.grad_bytes = options.grad_bytes;
+      config.grad_type = options.grad_type;
       config.tile_bytes = kTile;
       configs_.push_back(config);
       pes_.push_back(r);
@@ -108,6 +112,8 @@ class EmulatedGroup {
     for (int32_t r = 0; r < ranks; ++r) network.bases.push_back(memory_[r]->data());
     for (int32_t r = 0; r < ranks; ++r) init_state(r);
   }
+
+  virtual ~EmulatedGroup() = default;
 
   uint8_t* slot(int32_t rank, int32_t segment, int32_t slot) {
     return memory_[rank]->data() + layouts_[0].slot_offset[segment] +
@@ -158,21 +164,20 @@ class EmulatedGroup {
     for (int32_t r = 0; r < group_.num_ranks; ++r)
       ranks.emplace_back([this, num_blocks, r] {
         launch_ranks(num_blocks, r, 1);
-        if (statuses_[r].failed_call == 0) check_slots(r);
+        if (statuses_[r].failed_call == 0) check_rank(r);
       });
     for (std::thread& rank : ranks) rank.join();
   }
 
   void notify(int32_t rank, Notice notice) {
     emulation::launch(
-        1, 1, sizeof(uec::cuda::BlockCall) + sizeof(uec::cuda::Ring),
+        1, 1, sizeof(uec::cuda::BlockCall),
         [&](std::byte* memory) {
           auto& block = *reinterpret_cast<uec::cuda::BlockCall*>(memory);
-          auto& ring = *reinterpret_cast<uec::cuda::Ring*>(memory + sizeof block);
           if (options_.far)
-            uec::cuda::notify<true>(states_[rank], notice, block, ring);
+            uec::cuda::notify<true>(states_[rank], notice, block);
           else
-            uec::cuda::notify<false>(states_[rank], notice, block, ring);
+            uec::cuda::notify<false>(states_[rank], notice, block);
         },
         1);
   }
@@ -197,7 +202,7 @@ class EmulatedGroup {
 
   void check_success() {
     check_states();
-    for (int32_t r = 0; r < group_.num_ranks; ++r) check_slots(r);
+    for (int32_t r = 0; r < group_.num_ranks; ++r) check_rank(r);
   }
 
   void check_states() {
@@ -209,7 +214,22 @@ class EmulatedGroup {
     }
   }
 
- private:
+ protected:
+  // What a rank has once its call has succeeded.
+  virtual void check_rank(int32_t r) { check_slots(r); }
+
+  virtual void run(const uec::cuda::LaunchArgs& args, int32_t num_blocks, int32_t num_ranks) {
+    int64_t shared = 0;
+    for (const RankState& state : states_)
+      shared = std::max(shared, uec::cuda::shared_bytes(state.capacity, kTile));
+    emulation::launch(num_blocks, num_ranks, shared, [&](std::byte* memory) {
+      if (options_.far)
+        uec::cuda::replicate<kTile, true>(args, memory);
+      else
+        uec::cuda::replicate<kTile, false>(args, memory);
+    });
+  }
+
   static constexpr int32_t kMaxBlocks = 4;
   static constexpr uint8_t kPoison = 0xEE;
 
@@ -221,15 +241,7 @@ class EmulatedGroup {
     args.call_bytes = call_bytes_;
     args.counted = counted;
     std::copy_n(device_.begin() + first, count, args.on_device);
-    int64_t shared = 0;
-    for (const RankState& state : states_)
-      shared = std::max(shared, uec::cuda::shared_bytes(state.capacity, kTile));
-    emulation::launch(num_blocks, count, shared, [&](std::byte* memory) {
-      if (options_.far)
-        uec::cuda::replicate<kTile, true>(args, memory);
-      else
-        uec::cuda::replicate<kTile, false>(args, memory);
-    });
+    run(args, num_blocks, count);
   }
 
   int32_t num_segments() const { return static_cast<int32_t>(options_.segment_bytes.size()); }
@@ -253,6 +265,9 @@ class EmulatedGroup {
     state.segment_bytes = reinterpret_cast<uint64_t>(configs_[r].segment_bytes.data());
     state.slot_offset = reinterpret_cast<uint64_t>(layouts_[r].slot_offset.data());
     state.region_offset = reinterpret_cast<uint64_t>(layouts_[r].region_offset.data());
+    state.grad_bytes = reinterpret_cast<uint64_t>(configs_[r].grad_bytes.data());
+    state.grad_type = reinterpret_cast<uint64_t>(configs_[r].grad_type.data());
+    state.grad_offset = reinterpret_cast<uint64_t>(layouts_[r].grad_offset.data());
     state.home = reinterpret_cast<uint64_t>(configs_[r].home.data());
     state.domain = reinterpret_cast<uint64_t>(configs_[r].domain.data());
     state.main_idx = reinterpret_cast<uint64_t>(layouts_[r].main_idx.data());

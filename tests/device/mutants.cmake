@@ -102,7 +102,7 @@ ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/ptx
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/call.cuh
   FIND [[  fill_nearby(shared.nearby);
   ptx::sync_block();]]
   REPLACE [[  fill_nearby(shared.nearby);]])
@@ -111,20 +111,20 @@ ultraep_add_device_mutant(device_tables_without_bound FILE cuda/nearby.cuh
   FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/call.cuh
   FIND [[  state.entered = 0;
 ]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/call.cuh
   FIND [[        state.epoch = block.call.epoch.number;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/call.cuh
   FIND [[== ptx::num_blocks_x() - 1;]]
   REPLACE [[>= 0;]])
 
-ultraep_add_device_mutant(device_peers_unchecked FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_peers_unchecked FILE cuda/call.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
@@ -142,7 +142,7 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/wait.cuh
   FIND [[    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/call.cuh
   FIND [[  if (!is_cancelled(block)) return true;]]
   REPLACE [[  if (true) return true;]])
 
@@ -165,8 +165,8 @@ ultraep_add_device_mutant(device_far_tiles_reused_too_early FILE cuda/mover.cuh
   FIND [[        if (ring_.far_stages % kNumFarStages == 0) far::quiet();  // all of them are free again]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/replicate.cuh
-  FIND [[  if constexpr (kFar) far::quiet();
+ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/call.cuh
+  FIND [[  if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();]]
   REPLACE [[  ptx::sync_block();]])
@@ -191,7 +191,7 @@ ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/prepare.cuh
   REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
 
 ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/prepare.cuh
-  FIND [[      reject(shared.block, memory, mover, refusal);]]
+  FIND [[      reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/prepare.cuh
@@ -206,7 +206,7 @@ ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/prepare.cuh
   }
   ptx::sync_warp();]])
 
-ultraep_add_device_mutant(device_replay_counted FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_replay_counted FILE cuda/call.cuh
   FIND [[        state.last_call += counted;]]
   REPLACE [[        state.last_call += 1;]])
 
@@ -296,6 +296,58 @@ ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
   FIND [[  if (!is_good) {
     clear_rows(args, first_of_block, width);]]
   REPLACE [[  if (!is_good) {]])
+
+# ---- the reduction -------------------------------------------------------------------------------
+
+ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM test_reduce
+  FILE cuda/adder.cuh
+  FIND [[    ptx::sync_warp();
+    then(delivered());]]
+  REPLACE [[    then(delivered());]])
+
+ultraep_add_device_mutant(reduce_sum_not_released PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[  std::atomic_ref(*at).store(value, std::memory_order_release);
+}
+inline void fence_system]]
+  REPLACE [[  std::atomic_ref(*at).store(value, std::memory_order_relaxed);
+}
+inline void fence_system]])
+
+ultraep_add_device_mutant(reduce_sum_not_acquired PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[  emulation::observed();
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
+  REPLACE [[  emulation::observed();
+  return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
+
+ultraep_add_device_mutant(reduce_arrivals_relaxed PROGRAM test_reduce
+  FILE device/emulation/cuda/ptx.cuh
+  FIND [[fetch_add(value, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
+
+ultraep_add_device_mutant(reduce_loaded_before_summed PROGRAM test_reduce FILE core/reducer.hpp
+  FIND [[    if (r.of_hub) {
+      // Rule]]
+  REPLACE [[    if (false) {
+      // Rule]])
+
+ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce FILE core/reducer.hpp
+  FIND [[i = 0; r.kind == Reduction::kZero && i < r.count; ++i)]]
+  REPLACE [[i = 0; false && i < r.count; ++i)]])
+
+ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce FILE core/call.hpp
+  FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
+  REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
+
+ultraep_add_device_mutant(reduce_addition_replaced_under_lanes PROGRAM test_reduce
+  FILE cuda/adder.cuh
+  FIND [[    ptx::sync_warp();  // all have done with the addition before]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(reduce_any_address_is_aligned PROGRAM test_reduce FILE cuda/adder.cuh
+  FIND [[aligned ? elements / row : 0]]
+  REPLACE [[true ? elements / row : 0]])
 
 # ---- the load ------------------------------------------------------------------------------------
 
@@ -389,8 +441,8 @@ ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/load_count
   REPLACE [[    *sums.bad_id = bad_id_word(static_cast<uint64_t>(position));]])
 
 ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/wait.cuh
-  FIND [[  announce_absence(block.call, memory, mover, record.word);]]
-  REPLACE [[  announce_absence(block.call, memory, mover, 0);]])
+  FIND [[  announce_absence(block.call, memory, herald, record.word);]]
+  REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
   FIND [[  ptx::sync_block();]]

@@ -11,7 +11,8 @@ import sys
 
 import torch
 from loopback_ranks import Ranks
-from ranks import loopback
+from rank_grads import RankGrads
+from ranks import loopback, random_plan
 
 import ultraep_comm as uec
 
@@ -94,6 +95,31 @@ def run_on_device(engine: str) -> int:
     return calls
 
 
+def run_reductions(engine: str) -> int:
+    """Return the number of reductions; each has been compared bit by bit."""
+    calls = 0
+    expert = {"w": uec.Segment((65, 128), torch.bfloat16), "b": uec.Segment((7,), torch.float32)}
+    for dtype in (torch.float32, torch.bfloat16):
+        groups = uec.new_loopback_groups(
+            4,
+            num_experts=6,
+            slots_per_rank=2,
+            expert=expert,
+            grads={"w": dtype, "b": torch.float32},
+            engine=engine,
+            num_sms=2,
+            timeout=300,
+        )
+        grads = RankGrads(groups, dict.fromkeys(expert, dtype))
+        for mode in ("pull", "direct"):
+            for seed in range(2):
+                grads.reduce(random_plan(seed, 4, 6, 2), seed, mode=mode)
+                calls += 1
+        for group in groups:
+            group.close()
+    return calls
+
+
 def read_out_of_bounds() -> None:
     """Sum more bytes than were allocated."""
     from ultraep_comm.cuda.device import find_device
@@ -107,5 +133,5 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["out-of-bounds"]:
         read_out_of_bounds()
     else:
-        calls = run(sys.argv[1]) + run_on_device(sys.argv[1])
+        calls = run(sys.argv[1]) + run_on_device(sys.argv[1]) + run_reductions(sys.argv[1])
         print(f"{calls} calls, every byte right")

@@ -20,6 +20,7 @@ from cubin_files import (
 DEFAULT_ARCHS = [90, 100]
 BUDGET = json.loads((Path(__file__).parent / "budget.json").read_text())
 TRANSFERS = [f"ultraep_replicate_{tile}{far}" for tile in (16384, 32768) for far in ("", "_far")]
+REDUCTION = "ultraep_reduce"
 LOADS = ["ultraep_load", "ultraep_load_far", "ultraep_load_plan"]
 PLANS = {"ultraep_plan", "ultraep_load_plan"}
 REROUTES = [f"ultraep_reroute_{form}" for form in ("int32", "int64", "map")]
@@ -61,9 +62,12 @@ OF_MADE_BLOCKS = {
     "acquire at device scope": [r"LDG?\.E\.64\.STRONG\.GPU", r"CCTL\.IVALL"],
     "acquire and release by an arrival": BETWEEN_BLOCKS["acquire and release by an arrival"],
 }
-NEARBY = 12
+NEARBY = 16
 # Bytes of a thread's stack, for the registers that functions save which make a block.
 MAKING_STACK = 384
+# The same for those that add up gradients, and a warp's worker.
+REDUCING_STACK = 512
+ADDS_IN_FLIGHT = 8
 
 pytestmark = pytest.mark.timeout(600)  # the first test builds
 
@@ -120,10 +124,11 @@ def test_cubin_exports_the_kernels_and_what_nvshmem_asks_for(cubin: Path) -> Non
         assert exported.get(name) == "STT_OBJECT", name
     # A linked cubin has functions of NVSHMEM too; what a host can launch is what nvlink lists.
     kernels = set(resources(cubin))
-    assert {*TRANSFERS, *LOADS, *PLANS, *REROUTES, "ultraep_reroute_shares"} <= kernels
+    assert {*TRANSFERS, REDUCTION, *LOADS, *PLANS, *REROUTES, "ultraep_reroute_shares"} <= kernels
     for kernel in kernels:
         assert exported[kernel] == "STT_FUNC"
-        assert re.search("load|plan|replicate|reroute", kernel)  # so that a profile can be filtered
+        # So that a profile can be filtered.
+        assert re.search("load|plan|reduce|replicate|reroute", kernel)
 
 
 def test_resources_are_within_the_budget(cubin: Path) -> None:
@@ -147,7 +152,8 @@ def test_budget_allows_64_registers_and_a_stack_only_for_calls() -> None:
         calls_nvshmem = kernel.endswith("_far") or kernel == "ultraep_replicate_notice"
         assert allowed["registers"] <= (104 if kernel.endswith("_far") else 64), kernel
         if not calls_nvshmem:
-            assert allowed["stack"] <= (MAKING_STACK if kernel in TRANSFERS else 0), kernel
+            most = dict.fromkeys(TRANSFERS, MAKING_STACK) | {REDUCTION: REDUCING_STACK}
+            assert allowed["stack"] <= most.get(kernel, 0), kernel
 
 
 def test_no_kernel_has_a_stack_of_its_own(cubin: Path) -> None:
@@ -205,9 +211,39 @@ def test_reroutes_have_the_instructions_that_order_their_blocks(
     assert absent(code[arch][kernel], BETWEEN_BLOCKS) == set()
 
 
-@pytest.mark.parametrize("kernel", TRANSFERS)
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
-def test_transfers_order_the_making_of_a_block(
+def test_reductions_observe_publish_and_arrive(
+    code: dict[int, dict[str, list[str]]], arch: int
+) -> None:
+    (worker,) = (body for name, body in code[arch].items() if "ReduceWorker" in name)
+    wanted = {name: INSTRUCTIONS[name] for name in INSTRUCTIONS if "at system scope" in name}
+    arrival = "acquire and release by an arrival"
+    assert absent(worker, wanted | {arrival: BETWEEN_BLOCKS[arrival]}) == set()
+
+
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_gradients_are_loaded_coherently_and_added_alone(
+    code: dict[int, dict[str, list[str]]], arch: int
+) -> None:
+    adding = {n: body for n, body in code[arch].items() if re.search("add_rows|add_numbers", n)}
+    assert len(adding) == 5
+    for name, body in adding.items():
+        loads = [line for line in body if re.search(r"\bLDG?\.E", line)]
+        assert loads, name
+        assert not [line for line in loads if "CONSTANT" in line], name  # through another cache
+        adds = [i for i, line in enumerate(body) if re.search(r"\bFADD", line)]
+        assert adds, name
+        assert not [line for line in body if re.search(r"FTZ|\bFFMA", line)], name
+        if "add_rows" in name:  # all of a batch are under way before any is added
+            wide = [i for i, line in enumerate(body) if re.search(r"\bLDG?\.E\.128", line)]
+            # From bfloat16 to float32 one less: the sums take more registers.
+            wanted = ADDS_IN_FLIGHT - ("GradTypeE1ELS3_0E" in name)
+            assert len([i for i in wide if i < adds[0]]) >= wanted, name
+
+
+@pytest.mark.parametrize("kernel", [*TRANSFERS, REDUCTION])
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_calls_order_the_making_of_a_block(
     code: dict[int, dict[str, list[str]]], arch: int, kernel: str
 ) -> None:
     instructions = code[arch][kernel]

@@ -12,6 +12,7 @@ from ultraep_comm import _core
 from ultraep_comm.cuda.device import Device
 from ultraep_comm.cuda.kernels import GroupKernels
 from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.plan import Plan
 from ultraep_comm.planner import Costs
 from ultraep_comm.segments import BoundWeights
@@ -54,10 +55,12 @@ class SharedLauncher:
             context=device.context,
             stream=stream,
             kernel=kernels.replicate,
+            reduce=kernels.reduce,
             notice=kernels.notice,
             load=kernels.load,
             load_plan=kernels.load_plan,
             plan_warps=kernels.plan_warps,
+            reduce_warps=kernels.reduce_warps,
             warp_size=device.warp_size,
             first_rank=first_rank,
             num_ranks=num_ranks,
@@ -142,6 +145,35 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
+    def reduce(
+        self,
+        slot_expert: int,
+        slot_quota: int,
+        home_quota: int,
+        mains: int,
+        main_types: int,
+        mode: int,
+        zero: bool,
+        background: bool,
+        tag: int,
+    ) -> tuple[int, int]:
+        """Submit a reduction, and return its epoch and mode."""
+        try:
+            return self._engine.reduce(
+                slot_expert,
+                slot_quota,
+                home_quota,
+                mains,
+                main_types,
+                mode,
+                zero,
+                background,
+                tag,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
     def gather(self, ids: torch.Tensor, load: torch.Tensor) -> int:
         """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
         try:
@@ -206,6 +238,35 @@ class CudaEngine:
                 segments,
                 mode,
                 bound.region,
+                background,
+                tag,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def reduce_on_device(
+        self,
+        plan: Plan,
+        home: int,
+        bound: BoundGrads,
+        mode: int,
+        zero: bool,
+        background: bool,
+        tag: int,
+    ) -> int:
+        """Submit a reduction whose plan is on the device; returns as replicate_on_device()."""
+        try:
+            return self._engine.reduce_on_device(
+                plan.slot_expert.data_ptr(),
+                0 if plan.slot_quota is None else plan.slot_quota.data_ptr(),
+                0 if plan.home_quota is None else plan.home_quota.data_ptr(),
+                home,
+                bound.addresses.buffer_info()[0] if bound.table is None else 0,
+                0 if bound.table is None else bound.table.data_ptr(),
+                sum(kind << i for i, kind in enumerate(bound.types)),
+                mode,
+                zero,
                 background,
                 tag,
                 self._current_stream(),

@@ -13,6 +13,7 @@ from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 DEFAULT_NUM_SMS = 32
 PLAN_WARPS = 8  # at most: each makes probes of its own. A guess, to be measured
 NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
+REDUCE = "ultraep_reduce"
 
 
 def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
@@ -44,18 +45,28 @@ class GroupKernels:
     load: int
     load_plan: int  # 0: the group is too large for it, or has far peers
     plan_warps: int
+    reduce: int = 0  # 0: slots hold no gradients
+    reduce_warps: int = 0
 
     @classmethod
     def of(
-        cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool
+        cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool, adds: bool
     ) -> GroupKernels:
-        """Look them up; with ``far``, those that reach peers by puts and signals."""
+        """Look them up; with ``far``, those that reach peers by puts and signals.
+
+        Raises:
+            UnsupportedError: the group is too large for the kernel that adds gradients.
+        """
         num_ranks, num_experts = len(config.domain), config.num_experts
 
         def plan_bytes(warps: int) -> int:
             slots = config.slots_per_rank
             return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
 
+        def reduce_bytes(warps: int) -> int:
+            return _core.cuda_reduce_shared_bytes(config, warps)
+
+        reduce_warps = choose_reduce_warps(reduce_bytes, device) if adds else 0
         plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
         name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
@@ -70,6 +81,8 @@ class GroupKernels:
             if plan_warps
             else 0,
             plan_warps=plan_warps,
+            reduce=kernels.handle(REDUCE, reduce_bytes(reduce_warps)) if adds else 0,
+            reduce_warps=reduce_warps,
         )
 
 
@@ -79,6 +92,21 @@ def choose_plan_warps(
     """Return the warps of a block that plans: as many as fit in shared memory; 0: none does."""
     most = PLAN_WARPS if most is None else most
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
+
+
+def choose_reduce_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
+    """Return the warps of a block that adds gradients: as many as fit in shared memory.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    warps = choose_plan_warps(shared_bytes, device, _core.CUDA_REDUCE_WARPS)
+    if warps == 0:
+        raise UnsupportedError(
+            f"a block that adds gradients needs {shared_bytes(1)} bytes of shared memory, this"
+            f" device has {device.max_shared_bytes}; use a group of fewer ranks and slots_per_rank"
+        )
+    return warps
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:

@@ -149,6 +149,12 @@ def make_nvshmem_group(
         else:
             topology = topology.with_domains(find_domains(reaches))
         crosses = topology.allow_cross_domain and not all(map(all, reaches))
+        if crosses and options.grads:
+            raise UnsupportedError(
+                f"rank {meeting.rank}: allow_cross_domain=True with grads=, and some ranks of this"
+                " group reach each other by puts only: the gradients of replicas are loaded by"
+                " their peers. Keep replicas inside domains, or make the group without grads="
+            )
         far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
         fabric.can_pull = not crosses
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
@@ -224,9 +230,10 @@ def _make_one(
     device, _, kernels = found
 
     def make_engine(config: _core.EngineConfig) -> CudaEngine:
+        adds = bool(options.grads)
         shared = SharedLauncher(
             device,
-            GroupKernels.of(device, kernels, config, far=bool(peers.far)),
+            GroupKernels.of(device, kernels, config, far=bool(peers.far), adds=adds),
             config,
             first_rank=meeting.rank,
             num_ranks=1,
@@ -311,7 +318,7 @@ def make_loopback_groups(
         config.tile_bytes = tile_bytes
     shared = SharedLauncher(
         device,
-        GroupKernels.of(device, kernels, configs[0], far=False),
+        GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
         configs[0],
         first_rank=0,
         num_ranks=num_ranks,

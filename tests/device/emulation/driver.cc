@@ -1,11 +1,13 @@
 // The driver's functions over the emulated device, as a library for the Python tests. Kernels are
 // those of src/cuda themselves.
+#include <algorithm>
 #include <iterator>
 #include <string>
 
 #include "cuda/load_plan.cuh"
 #include "cuda/notice.cuh"
 #include "cuda/plan.cuh"
+#include "cuda/reduce.cuh"
 #include "cuda/replicate.cuh"
 #include "cuda/reroute.cuh"
 #include "cuda/reroute_map.cuh"
@@ -40,6 +42,16 @@ Work replicate(void** arguments, const Grid& grid) {
   };
 }
 
+// As many warps as are asked for, but no more than a test has threads for.
+Work reduce(void** arguments, const Grid& grid) {
+  return [grid, args = argument<uec::cuda::LaunchArgs>(arguments)] {
+    emulation::launch(
+        grid.blocks, grid.ranks, grid.shared_bytes,
+        [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
+        std::min(grid.threads / emulation::kLanes, 3));
+  };
+}
+
 Work load(void** arguments, const Grid& grid) {
   return [grid, args = argument<uec::cuda::LoadArgs>(arguments)] {
     emulation::launch(grid.blocks, grid.ranks, grid.shared_bytes,
@@ -57,15 +69,14 @@ Work load_plan(void** arguments, const Grid& grid) {
 }
 
 Work notify(void** arguments, const Grid&) {
-  using uec::cuda::BlockCall, uec::cuda::Ring;
+  using uec::cuda::BlockCall;
   auto* const state = reinterpret_cast<uec::cuda::RankState*>(argument<uint64_t>(arguments));
   const auto notice = argument<uec::cuda::Notice>(arguments, 1);
   return [=] {
     emulation::launch(
-        1, 1, sizeof(BlockCall) + sizeof(Ring),
+        1, 1, sizeof(BlockCall),
         [&](std::byte* memory) {
-          uec::cuda::notify<false>(*state, notice, *reinterpret_cast<BlockCall*>(memory),
-                                   *reinterpret_cast<Ring*>(memory + sizeof(BlockCall)));
+          uec::cuda::notify<false>(*state, notice, *reinterpret_cast<BlockCall*>(memory));
         },
         1);
   };
@@ -91,6 +102,7 @@ struct Kernel {
 const Kernel kKernels[] = {
     {"ultraep_replicate_16384", replicate<16384>},
     {"ultraep_replicate_32768", replicate<32768>},
+    {"ultraep_reduce", reduce},
     {"ultraep_replicate_notice", notify},
     {"ultraep_load", load},
     {"ultraep_load_plan", load_plan},

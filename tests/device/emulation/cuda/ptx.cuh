@@ -134,8 +134,12 @@ inline void store_shared_relaxed(int32_t* at, int32_t value) {
 
 template <class T>
 T load_global(const T* at) {
+  if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0)
+    emulation::violate("a load from an address that is no multiple of its size");
   return *at;
 }
+
+inline float add(float a, float b) { return a + b; }
 
 inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   const emulation::Mbarrier fresh{0, arrivals, arrivals, 0};

@@ -1,0 +1,216 @@
+// Gradient reductions of a loopback group on the emulated device, and a check of every number
+// against main + (r1 + r2 + ... + rn).
+#pragma once
+
+#include <bit>
+#include <map>
+#include <utility>
+
+#include "core/prepare_reduce.hpp"
+#include "cuda/reduce.cuh"
+#include "device/emulated_group.hpp"
+
+namespace device_tests {
+
+using uec::GradType;
+
+struct Reducing {
+  int32_t mode = -1;  // a Mode, or -1: by cost
+  bool zero = true;
+};
+
+class EmulatedGradients : public EmulatedGroup {
+ public:
+  // `skew`: elements that main gradients begin behind an aligned address.
+  EmulatedGradients(const PlanCase& group, const Options& options,
+                    const std::vector<GradType>& main_type, int64_t skew)
+      : EmulatedGroup(group, options), main_type_(main_type), skew_(skew) {
+    for (int32_t r = 0; r < group.num_ranks; ++r) {
+      addresses_.emplace_back();
+      for (int32_t i = 0; i < num_grads(); ++i)
+        for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m) {
+          const int64_t size = uec::bytes_of(main_type[i]);
+          buffers_.push_back(std::make_unique<Buffer>(elements(i) * size, skew * size));
+          addresses_[r].push_back(buffers_.back()->data());
+        }
+      addresses_[r].push_back(nullptr);  // there is an address to give
+    }
+  }
+
+  // Gives every rank its next call: fresh gradients everywhere.
+  void prepare_sums(const Reducing& how) {
+    begin_call();
+    how_ = how;
+    for (int32_t r = 0; r < group_.num_ranks; ++r) {
+      fill_rank(r);
+      prepare_sum(r, how, group_.slot_expert);
+    }
+    for (int32_t r = 0; r < group_.num_ranks; ++r) expect(r);
+  }
+
+  // One rank calls differently.
+  void disagree_on_sums(int32_t rank, const Reducing& how) {
+    prepare_sum(rank, how, group_.slot_expert);
+  }
+
+  bool reduces = true;  // false: launches are transfers
+  int32_t num_warps = 2;
+
+ private:
+  using Key = std::pair<int32_t, int32_t>;  // of a segment and a slot or main
+
+  int32_t num_grads() const { return static_cast<int32_t>(options_.grad_bytes.size()); }
+  int64_t elements(int32_t i) const {
+    return uec::elements_of(options_.grad_bytes[i], options_.grad_type[i]);
+  }
+  uint8_t* grad(int32_t rank, int32_t i, int32_t slot) {
+    return memory_[rank]->data() + layouts_[0].grad_offset[i] + slot * options_.grad_bytes[i];
+  }
+  uint8_t* main_grad(int32_t rank, int32_t i, int32_t m) {
+    return addresses_[rank][i * layouts_[0].num_mains[rank] + m];
+  }
+
+  static float get(const uint8_t* from, int64_t at, GradType type) {
+    if (type == GradType::kFloat32) {
+      float value;
+      std::memcpy(&value, from + 4 * at, 4);
+      return value;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, from + 2 * at, 2);
+    return uec::from_bfloat16(bits);
+  }
+  static void put(uint8_t* to, int64_t at, GradType type, float value) {
+    if (type == GradType::kFloat32) {
+      std::memcpy(to + 4 * at, &value, 4);
+    } else {
+      const uint16_t bits = uec::to_bfloat16(value);
+      std::memcpy(to + 2 * at, &bits, 2);
+    }
+  }
+
+  // Numbers of all sizes whose sums depend on their order, zeros of both signs, subnormal ones.
+  void fill(uint8_t* to, int32_t i, GradType type, uint32_t seed) {
+    std::minstd_rand random(seed * 977 + static_cast<uint32_t>(call_) * 31 + 1);
+    for (int64_t at = 0; at < elements(i); ++at) {
+      const auto draw = static_cast<uint32_t>(random() << 8 ^ random());
+      uint32_t bits = (draw & 0x807FFFFF) | (110 + draw % 30) << 23;
+      if (draw % 16 == 0) bits &= 0x80000000;
+      if (draw % 16 == 1) bits &= 0x807FFFFF;
+      put(to, at, type, std::bit_cast<float>(bits));
+    }
+  }
+
+  void fill_rank(int32_t r) {
+    for (int32_t i = 0; i < num_grads(); ++i) {
+      for (int32_t s = 0; s < group_.slots_per_rank; ++s)
+        fill(grad(r, i, s), i, options_.grad_type[i], 1000 * r + 10 * s + i);
+      for (int32_t m = 0; m < layouts_[r].num_mains[r]; ++m)
+        fill(main_grad(r, i, m), i, main_type_[i], 100000 + 1000 * r + 10 * m + i);
+    }
+    empty_[r].clear();
+    for (int32_t i = 0; i < num_grads(); ++i)
+      for (int32_t s = 0; s < group_.slots_per_rank; ++s)
+        empty_[r][{i, s}].assign(grad(r, i, s), grad(r, i, s) + options_.grad_bytes[i]);
+  }
+
+  void expect(int32_t r) {
+    expected_[r].clear();
+    for (int32_t e = 0; e < group_.num_experts; ++e) {
+      if (group_.home[e] != r) continue;
+      const int32_t m = layouts_[0].main_idx[e];
+      for (int32_t i = 0; i < num_grads(); ++i) {
+        std::vector<uint8_t>& out = expected_[r][{i, m}];
+        const uint8_t* const main = main_grad(r, i, m);
+        out.assign(main, main + elements(i) * uec::bytes_of(main_type_[i]));
+        std::vector<const uint8_t*> replicas;
+        for (int32_t at = 0; at < static_cast<int32_t>(group_.slot_expert.size()); ++at)
+          if (group_.slot_expert[at] == e)
+            replicas.push_back(grad(at / group_.slots_per_rank, i, at % group_.slots_per_rank));
+        if (replicas.empty()) continue;
+        for (int64_t at = 0; at < elements(i); ++at) {
+          float sum = get(replicas[0], at, options_.grad_type[i]);
+          for (size_t k = 1; k < replicas.size(); ++k)
+            sum += get(replicas[k], at, options_.grad_type[i]);
+          put(out.data(), at, main_type_[i], get(main, at, main_type_[i]) + sum);
+        }
+      }
+    }
+  }
+
+  void check_rank(int32_t r) override {
+    if (!reduces) return EmulatedGroup::check_rank(r);
+    for (const auto& [key, bytes] : expected_[r])
+      if (std::memcmp(main_grad(r, key.first, key.second), bytes.data(), bytes.size()) != 0)
+        wrong("main gradient", r, key);
+    for (const auto& [key, bytes] : empty_[r]) {
+      uint8_t* const at = grad(r, key.first, key.second);
+      const bool filled = group_.slot_expert[r * group_.slots_per_rank + key.second] >= 0;
+      if (filled && how_.zero &&
+          std::any_of(at, at + bytes.size(), [](uint8_t b) { return b != 0; }))
+        wrong("slot that is not zero", r, key);
+      if (!filled && std::memcmp(at, bytes.data(), bytes.size()) != 0) wrong("empty slot", r, key);
+      std::memset(at, 0x7F, bytes.size());  // they are this rank's own again
+    }
+  }
+  [[noreturn]] void wrong(const char* what, int32_t r, const Key& key) const {
+    std::fprintf(stderr, "%s:%d: call %llu: rank %d, segment %d, %d: %s\n", __FILE__, __LINE__,
+                 static_cast<unsigned long long>(call_), r, key.first, key.second, what);
+    std::_Exit(1);
+  }
+
+  void run(const uec::cuda::LaunchArgs& args, int32_t num_blocks, int32_t num_ranks) override {
+    if (!reduces) return EmulatedGroup::run(args, num_blocks, num_ranks);
+    int64_t shared = 0;
+    for (const RankState& state : states_)
+      shared = std::max(shared, uec::cuda::reduce_shared_bytes(state.capacity, num_warps));
+    emulation::launch(
+        num_blocks, num_ranks, shared, [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
+        num_warps);
+  }
+
+  void prepare_sum(int32_t r, const Reducing& how, const std::vector<int32_t>& slot_expert) {
+    device_[r] = {};
+    if (options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1)) {
+      plans_[r] = slot_expert;
+      uec::cuda::DeviceCall& call = device_[r];
+      call.slot_expert = reinterpret_cast<uint64_t>(plans_[r].data());
+      call.home = reinterpret_cast<uint64_t>(group_.home.data());
+      call.mains = reinterpret_cast<uint64_t>(addresses_[r].data());
+      call.mode = static_cast<int8_t>(how.mode);
+      call.zero = how.zero;
+      for (int32_t i = 0; i < num_grads(); ++i)
+        call.segments |= static_cast<uint32_t>(main_type_[i]) << i;
+      return;
+    }
+    const uec::Capacity& capacity = states_[r].capacity;
+    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
+    uec::CallArrays arrays;
+    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
+    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule_) / 8);
+    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule_);
+    uec::Call call;
+    arrays.lend_to(&call);
+    uec::ReduceArgs args;
+    args.slot_expert = slot_expert.data();
+    args.main_type = main_type_.data();
+    args.mode = how.mode;
+    args.zero = how.zero;
+    uec::PlanShape shape;
+    const uint64_t digest = uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args,
+                                                arrays, schedule_, &shape, &call);
+    call.reset_counters(uec::Alone{});
+    std::copy(addresses_[r].begin(), addresses_[r].end() - 1, arrays.mains);
+    new (block) uec::cuda::CallHeader(uec::cuda::make_header(call, digest, 0));
+  }
+
+  std::vector<GradType> main_type_;
+  int64_t skew_;
+  Reducing how_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  std::vector<std::vector<uint8_t*>> addresses_;                     // [ranks][segments][mains]
+  std::map<int32_t, std::map<Key, std::vector<uint8_t>>> expected_;  // of ranks, by main
+  std::map<int32_t, std::map<Key, std::vector<uint8_t>>> empty_;     // of ranks, by slot
+};
+
+}  // namespace device_tests

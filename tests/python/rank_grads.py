@@ -1,0 +1,81 @@
+"""Gradients of all ranks of a loopback group: filled, reduced, and every bit compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from reference.reduce_oracle import reduced, same_bits
+
+import ultraep_comm as uec
+
+
+class RankGrads:
+    """Main gradients in ``mains``, of the dtypes given by segment; slots are the groups' own."""
+
+    def __init__(self, groups: Sequence[uec.Group], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.groups = groups
+        self.mains = [
+            {
+                name: torch.empty(
+                    (group.num_mains, *slots.shape[1:]), dtype=dtypes[name], device=group.device
+                )
+                for name, slots in group.slot_grads.items()
+            }
+            for group in groups
+        ]
+        self._before: list[list[dict[str, torch.Tensor]]] = []
+
+    def fill(self, seed: int) -> None:
+        """Give all of them values of very different sizes: every order of adding rounds its way."""
+        draw = torch.Generator().manual_seed(seed)
+        for own in self._all():
+            for tensor in own.values():
+                exponent = torch.randint(-20, 20, tensor.shape, generator=draw)
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) * 2.0**exponent)
+        self.remember()
+
+    def remember(self) -> None:
+        """Take what there is for what the next call begins with."""
+        given = [{name: t.detach().cpu().clone() for name, t in own.items()} for own in self._all()]
+        self._before = [given[: len(self.groups)], given[len(self.groups) :]]
+
+    def _all(self) -> list[dict[str, torch.Tensor]]:
+        return [*self.mains, *(group.slot_grads for group in self.groups)]
+
+    def check(self, plan: uec.Plan, *, zero: bool = True) -> None:
+        """Compare with main + (r1 + ... + rn), and slots with what the call leaves of them."""
+        mains, slots = self._before
+        rows = plan.slot_expert.tolist()
+        for group, own, before in zip(self.groups, self.mains, mains, strict=True):
+            for index, expert in enumerate(group.topology.mains(group.rank).tolist()):
+                held = [
+                    (r, s) for r, row in enumerate(rows) for s, e in enumerate(row) if e == expert
+                ]
+                for name, main in own.items():
+                    wanted = reduced(before[name][index], [slots[r][name][s] for r, s in held])
+                    assert same_bits(main[index].cpu(), wanted), (name, expert, held)
+        for group, row, before in zip(self.groups, rows, slots, strict=True):
+            for name, tensor in group.slot_grads.items():
+                for s, expert in enumerate(row):
+                    if expert < 0:
+                        assert same_bits(tensor[s].cpu(), before[name][s])
+                    elif zero:
+                        assert not tensor[s].any()
+
+    def start(self, plan: uec.Plan, given: Sequence[Any] = (), **options: Any) -> list[uec.Work]:
+        """Make every rank's call; with ``given`` in place of ``mains``."""
+        works = []
+        for group, own in zip(self.groups, given or self.mains, strict=True):
+            work = uec.reduce_expert_grads(own, plan, group=group, async_op=True, **options)
+            assert work is not None
+            works.append(work)
+        return works
+
+    def reduce(self, plan: uec.Plan, seed: int, **options: Any) -> None:
+        """Fill, call, wait and compare."""
+        self.fill(seed)
+        for work in self.start(plan, **options):
+            work.synchronize()
+        self.check(plan.cpu(), zero=options.get("zero", True))
