@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from stand_in import Emulated, StandIn
 
-from ultraep_comm.bench import critical_path, device, plan_device
+from ultraep_comm.bench import critical_path, device, device_reduce, plan_device
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.critical_path_settings import make_path_settings
 from ultraep_comm.bench.plan_settings import make_plan_settings
+from ultraep_comm.bench.reduce_settings import make_reduce_settings
 from ultraep_comm.bench.replicate_settings import make_settings
 
 FEW = ["--engine", "cuda", "-b", "96K", "-n", "1", "-w", "0", "--experts", "8", "--ranks", "3"]
@@ -22,6 +23,16 @@ def test_every_byte_is_right(engine: str, capsys: pytest.CaptureFixture[str]) ->
         settings = make_settings(_parser().parse_args(["replicate", *FEW, "--check"]))
         assert device.run_on(meter, settings) == 0
     assert capsys.readouterr().out.count("#wrong") == 1
+
+
+def test_every_sum_is_right(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if engine == "cuda":
+        assert main(["reduce", *FEW, "--num-sms", "2,4", "--check"]) == 0
+    else:
+        meter = StandIn() if engine == "host" else Emulated()
+        settings = make_reduce_settings(_parser().parse_args(["reduce", *FEW, "--check"]))
+        assert device_reduce.run_on(meter, settings) == 0
+    assert "big copy" in capsys.readouterr().out
 
 
 def test_the_critical_path_is_right(streams: str, capsys: pytest.CaptureFixture[str]) -> None:

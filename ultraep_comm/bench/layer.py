@@ -140,11 +140,13 @@ class LayerStage:
         grads = {name: torch.zeros_like(base) for name, base in self._base.items()}
         for expert in np.unique(ids.numpy()).tolist():
             weights = {n: self.weights_of(n, expert).requires_grad_() for n in self._base}
-            gate, up = (tokens @ weights["w13"].T).chunk(2, dim=1)
+            shares = (self.probs * (ids == expert)).sum(1)
+            rows = (ids == expert).any(1).nonzero().squeeze(1)
+            gate, up = (tokens[rows] @ weights["w13"].T).chunk(2, dim=1)
             made = (torch.nn.functional.silu(gate) * up) @ weights["w2"].T
-            made = made * (self.probs * (ids == expert)).sum(1, keepdim=True)
-            made.backward(self.out_grad)
-            total += made.detach()
+            made = made * shares[rows].unsqueeze(1)
+            made.backward(self.out_grad[rows])
+            total.index_add_(0, rows, made.detach())
             for name, w in weights.items():
                 assert w.grad is not None
                 grads[name][expert] = w.grad
