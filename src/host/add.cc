@@ -28,6 +28,14 @@ UEC_INTO_EACH float element(const uint8_t* from, int64_t i, GradType type) {
                                     : from_bfloat16(bits_at<uint16_t>(from, i));
 }
 
+// Adds elements i of the sources behind the first, in their order.
+template <GradType kType, int32_t kSources>
+UEC_INTO_EACH float and_the_others(float value, const uint8_t* const* from, int64_t i) {
+#pragma GCC unroll 8
+  for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
+  return value;
+}
+
 template <GradType kType, int32_t kSources, bool kMore>
 UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t elements) {
   const uint8_t* from[kSources];
@@ -35,10 +43,8 @@ UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t element
   // Of equal i alone: `to` may be one of them.
 #pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
-    float value = kMore ? to[i] + element(from[0], i, kType) : element(from[0], i, kType);
-#pragma GCC unroll 8
-    for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
-    to[i] = value;
+    const float first = element(from[0], i, kType);
+    to[i] = and_the_others<kType, kSources>(kMore ? to[i] + first : first, from, i);
   }
 }
 
@@ -80,10 +86,9 @@ UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t ele
   for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
 #pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
-    float value = element(from[0], i, kType);
-#pragma GCC unroll 8
-    for (int32_t s = 1; s < kSources; ++s) value += element(from[s], i, kType);
-    value = element(main, i, kMain) + value;
+    const float first = element(from[0], i, kType);
+    const float sum = and_the_others<kType, kSources>(first, from, i);
+    const float value = element(main, i, kMain) + sum;
     if constexpr (kMain == GradType::kFloat32) {
       std::memcpy(main + 4 * i, &value, 4);
     } else {
