@@ -427,6 +427,14 @@ def _far_groups(rank: int, process_group: Any) -> Any:
         assert device.holds(load) == (given is here)
     assert uec.gather_and_plan(ids, group=apart).load is not None
     apart.close()
+    with pytest.raises(errors.UnsupportedError, match="the gradients of replicas are loaded by"):
+        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True, grads=torch.float32)
+    apart = _with_nvshmem(process_group, device, runtime, grads=torch.float32)
+    inside = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1], [-1, -1]], num_experts=E)
+    mains = {n: torch.zeros(apart.num_mains, *s.shape[1:]) for n, s in apart.slot_grads.items()}
+    uec.reduce_expert_grads(mains, inside, group=apart)
+    assert device.launches()[-1] == "ultraep_reduce"
+    apart.close()
     group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
     with pytest.raises(errors.UnsupportedError, match="push"):
         group.empty_weights()
