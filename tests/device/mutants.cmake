@@ -258,7 +258,7 @@ ultraep_add_device_mutant(reroute_fault_not_reset PROGRAM test_reroute FILE cuda
   FIND [[  state.fault = 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(reroute_left_not_reset PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+ultraep_add_device_mutant(reroute_left_not_reset HANGS PROGRAM test_reroute FILE cuda/reroute_runs.cuh
   FIND [[  state.left = 0;]]
   REPLACE [[]])
 
