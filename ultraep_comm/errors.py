@@ -15,7 +15,7 @@ class InvalidWeightsError(InvalidArgumentError):
     """Weights do not match the group's expert: name, count, shape, dtype, device or layout."""
 
 
-class InvalidGradientsError(UltraEPError, ValueError):
+class InvalidGradientsError(InvalidArgumentError):
     """Gradients do not match the group's slot gradients, or slots hold none."""
 
 
