@@ -31,9 +31,12 @@ float element(const uint8_t* from, int64_t i, GradType type) {
 }
 
 struct Sources {
-  Sources(int32_t n, int64_t elements, GradType of_type, Random& random) : type(of_type) {
+  // At any address, but for the one that takes the sum.
+  Sources(int32_t n, int64_t elements, GradType of_type, Random& random, int32_t aligned = -1)
+      : type(of_type) {
     for (int32_t s = 0; s < n; ++s) {
-      skew.push_back(draw(random, 0, 1) * static_cast<int32_t>(draw(random, 0, 5)));
+      const auto any = static_cast<int32_t>(draw(random, 0, 1) * draw(random, 0, 5));
+      skew.push_back(s == aligned ? any / 4 * 4 : any);
       bytes.emplace_back(elements * 4 + 8);
       for (int64_t i = 0; i < elements; ++i) {
         const uint32_t bits = draw_bits(random);
@@ -59,7 +62,8 @@ struct Sources {
 };
 
 void check(int32_t n, int64_t elements, GradType type, Random& random) {
-  Sources sources(n, elements, type, random);
+  const auto own = static_cast<int32_t>(draw(random, 0, n - 1));
+  Sources sources(n, elements, type, random, own);
   std::vector<uint8_t> right(elements * 4), to(elements * 4 + 12, 0xEE);
   for (int64_t i = 0; i < elements; ++i) {
     const float sum = sources.sum(i);
@@ -88,7 +92,6 @@ void check(int32_t n, int64_t elements, GradType type, Random& random) {
   }
 
   if (type == GradType::kFloat32) {  // in place of any source
-    const int32_t own = draw(random, 0, n - 1);
     adder.sum(sources.at(own), n, source, elements, type);
     CHECK(std::memcmp(sources.at(own), right.data(), right.size()) == 0);
   }
