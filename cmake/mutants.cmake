@@ -9,10 +9,6 @@
 # CMakeLists.txt, and only where they differ from what is there.
 #
 # Text with "]]" in it goes into [=[ ]=].
-if(POLICY CMP0174)
-  cmake_policy(SET CMP0174 NEW)  # REPLACE may be empty
-endif()
-
 function(ultraep_mutate out_include_dir)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;FILE;FIND;REPLACE" "")
   set(here "ultraep_mutate(NAME ${arg_NAME} FILE ${arg_FILE})")

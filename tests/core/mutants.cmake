@@ -3,18 +3,7 @@
 # ultraep_add_core_mutant(<name> PROGRAM <test> FILE <path below src/> FIND [[...]] REPLACE [[...]])
 #
 # PROGRAM is the name of a test in this folder.
-if(POLICY CMP0174)
-  cmake_policy(SET CMP0174 NEW)  # REPLACE may be empty
-endif()
 find_package(Threads REQUIRED)
-
-# The standard headers are what takes the most time to compile, and are the same in all.
-add_library(mutants_core_pch OBJECT EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/cmake/empty.cc)
-target_link_libraries(mutants_core_pch PRIVATE ultraep_core Threads::Threads)
-target_compile_options(mutants_core_pch PRIVATE -O1 -g0 -w)
-target_compile_definitions(mutants_core_pch PRIVATE UEC_WATCHDOG_SECONDS=50)
-target_precompile_headers(mutants_core_pch PRIVATE <algorithm> <array> <atomic> <chrono>
-  <condition_variable> <cstdio> <cstring> <memory> <mutex> <random> <set> <string> <thread> <vector>)
 
 function(ultraep_add_core_mutant name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PROGRAM;FILE;FIND;REPLACE" "")
@@ -25,9 +14,9 @@ function(ultraep_add_core_mutant name)
   target_include_directories(${target} BEFORE PRIVATE ${overlay})
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   target_link_libraries(${target} PRIVATE ultraep_core Threads::Threads)
-  target_compile_options(${target} PRIVATE -O1 -g0 -w)
+  target_compile_options(${target} PRIVATE ${mutant_options})
   target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=50)
-  target_precompile_headers(${target} REUSE_FROM mutants_core_pch)
+  target_precompile_headers(${target} REUSE_FROM mutants_std)
   add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
   set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)

@@ -2,9 +2,6 @@
 #
 #   mutant(<name> <file> FIND [[...]] REPLACE [[...]])   and more of the same name add up
 set(ULTRAEP_MUTANTS "")
-if(POLICY CMP0174)
-  cmake_policy(SET CMP0174 NEW)  # REPLACE may be empty
-endif()
 function(mutant name file)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "FIND;REPLACE" "")
   ultraep_mutate(overlay NAME ${name} FILE ${file} FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")

@@ -61,6 +61,7 @@ struct Warp {
   // bulk stores.
   std::atomic<uint32_t> unfenced_observations{0}, unfenced_deliveries{0};
   std::atomic<int32_t> far_pending{0};  // puts and signals under way
+  std::atomic<int32_t> far_awaited{0};  // lanes that wait for all of them
 };
 
 struct Block {
@@ -240,20 +241,26 @@ struct Network {
   }
 };
 
-// A slow one is overtaken by others.
+// A slow one is overtaken by all that need not come behind it: it arrives when its warp waits for it,
+// or late.
 inline void submit_far(bool slow, std::function<void()> operation) {
   Warp* const warp = self.warp;
   warp->far_pending.fetch_add(1, std::memory_order_relaxed);
   CopyEngine& network = slow ? CopyEngine::slow_network() : CopyEngine::network();
   network.submit([=] {
-    if (slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
+    const auto late = std::chrono::steady_clock::now() + std::chrono::milliseconds(10);
+    while (slow && warp->far_awaited.load(std::memory_order_relaxed) == 0 &&
+           std::chrono::steady_clock::now() < late)
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
     operation();
     warp->far_pending.fetch_sub(1, std::memory_order_release);
   });
 }
 
 inline void far_quiet() {
+  self.warp->far_awaited.fetch_add(1, std::memory_order_relaxed);
   while (self.warp->far_pending.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+  self.warp->far_awaited.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // ---- launches -----------------------------------------------------------------------------------
