@@ -57,11 +57,12 @@ class Barrier {
 struct Warp {
   Barrier barrier{kLanes};
   uint32_t values[kLanes] = {};
-  // Lanes without a proxy fence since a lane observed something, or since they waited for their
-  // bulk stores.
-  std::atomic<uint32_t> unfenced_observations{0}, unfenced_deliveries{0};
-  std::atomic<int32_t> far_pending{0};  // puts and signals under way
-  std::atomic<int32_t> far_awaited{0};  // lanes that wait for all of them
+  // Lanes without a proxy fence since they waited for their bulk stores.
+  std::atomic<uint32_t> unfenced_deliveries{0};
+  std::atomic<uint32_t> observations{0};  // of all lanes so far
+  std::atomic<int32_t> far_pending{0};    // puts and signals under way
+  std::atomic<int32_t> far_awaited{0};    // lanes that wait for all of them
+  std::atomic<int32_t> far_fast{0};       // quick ones so far
 };
 
 struct Block {
@@ -84,6 +85,8 @@ struct Thread {
   Warp* warp = nullptr;
   std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
   uint32_t dice = 1;
+  uint32_t observed = 0,
+           fenced = 0;  // observations that it knows of, and those behind a proxy fence
 };
 
 inline thread_local Thread self;
@@ -91,13 +94,17 @@ inline thread_local Thread self;
 inline int32_t lane() { return self.thread % kLanes; }
 inline uint32_t lane_bit() { return 1u << lane(); }
 
-// What one lane has observed, others go by after the next shuffle.
+// What one lane has observed, others may go by once they have met: they know of it then.
 inline void observed() {
-  self.warp->unfenced_observations.store((1u << kLanes) - 1, std::memory_order_relaxed);
+  self.observed = self.warp->observations.fetch_add(1, std::memory_order_relaxed) + 1;
 }
+inline void meet() {
+  self.warp->barrier.wait();
+  self.observed = self.warp->observations.load(std::memory_order_relaxed);
+}
+inline void fence_observations() { self.fenced = self.observed; }
 inline void require_fence(const char* what) {
-  if ((self.warp->unfenced_observations.load(std::memory_order_relaxed) & lane_bit()) != 0)
-    violate(what);
+  if (self.fenced != self.observed) violate(what);
 }
 
 // ---- mbarriers: phase | expected | pending arrivals | bytes still to come -----------------------
@@ -241,17 +248,21 @@ struct Network {
   }
 };
 
-// A slow one is overtaken by all that need not come behind it: it arrives when its warp waits for it,
-// or late.
+// A slow one arrives when its warp waits for it, or late. A quick one that need not come behind it
+// has been there for long by then.
 inline void submit_far(bool slow, std::function<void()> operation) {
   Warp* const warp = self.warp;
   warp->far_pending.fetch_add(1, std::memory_order_relaxed);
+  const int32_t ahead = warp->far_fast.fetch_add(slow ? 0 : 1, std::memory_order_relaxed);
   CopyEngine& network = slow ? CopyEngine::slow_network() : CopyEngine::network();
   network.submit([=] {
-    const auto late = std::chrono::steady_clock::now() + std::chrono::milliseconds(10);
+    using std::chrono::steady_clock;
+    const auto late = steady_clock::now() + std::chrono::milliseconds(10);
     while (slow && warp->far_awaited.load(std::memory_order_relaxed) == 0 &&
-           std::chrono::steady_clock::now() < late)
+           steady_clock::now() < late)
       std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (slow && warp->far_fast.load(std::memory_order_relaxed) != ahead)
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
     operation();
     warp->far_pending.fetch_sub(1, std::memory_order_release);
   });

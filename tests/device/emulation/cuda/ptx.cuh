@@ -32,7 +32,7 @@ inline int32_t block_x() { return self.block_x; }
 inline int32_t block_y() { return self.block_y; }
 inline int32_t num_blocks_x() { return self.num_blocks_x; }
 
-inline void sync_warp() { self.warp->barrier.wait(); }
+inline void sync_warp() { emulation::meet(); }
 inline void sync_block() { self.block->barrier.wait(); }
 inline uint32_t shuffle(uint32_t value, int32_t lane) {
   self.warp->values[emulation::lane()] = value;
@@ -166,7 +166,7 @@ inline bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
 }
 
 inline void fence_proxy_async_global() {
-  self.warp->unfenced_observations.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
+  emulation::fence_observations();
   self.warp->unfenced_deliveries.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
 }
 inline void fence_proxy_async_shared() {}
