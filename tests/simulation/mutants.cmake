@@ -353,7 +353,7 @@ mutant(sum_published_when_stored simulation/adder.hpp
   REPLACE [[]])
 
 mutant(sources_not_open core/reducer.hpp
-  FIND [[      if (rank != call.rank && !open[rank]) return rank;]]
+  FIND [[      if (!open[rank]) return rank;]]
   REPLACE [[]])
 
 mutant(summed_before_the_home_opens core/reducer.hpp
