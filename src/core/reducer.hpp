@@ -222,7 +222,7 @@ class Reducer {
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
-    if (r.kind == Reduction::kZero) return;
+    if (r.kind == Reduction::kZero) return;  // no peer waits for it
     if (r.kind == Reduction::kAdd) {
       // A rank that failed may change its slots once its abort is delivered, under a hub's loads or
       // ours. They are complete before we look, so if no abort is seen here, what was added is

@@ -33,6 +33,8 @@ int64_t draw_elements(Random& random) {
 void check_random(uint32_t seed, Plans plans) {
   Random random(seed);
   PlanCase group = make_group(draw(random, 2, 4), draw(random, 2, 7), draw(random, 1, 3));
+  if (draw(random, 0, 2) == 0)
+    for (int32_t& home : group.home) home = draw(random, 0, group.num_ranks - 1);
   Options options;
   options.segment_bytes = {64};
   options.plans = plans;
