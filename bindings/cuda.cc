@@ -6,6 +6,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 
 #include "bind.hpp"
 #include "calls.hpp"
@@ -58,6 +59,15 @@ Capacity largest_capacity(const EngineConfig& config) {
   Capacity capacity = layout.capacity(config);
   capacity.num_mains = layout.max_mains;
   return capacity;
+}
+
+// The epoch of a call and the mode that it has chosen: submit(interrupted, &mode).
+template <class Submit>
+std::pair<uint64_t, int> with_mode(Submit&& submit) {
+  Mode chosen;
+  const uint64_t epoch =
+      interruptible([&](auto&& interrupted) { return submit(interrupted, &chosen); });
+  return {epoch, static_cast<int>(chosen)};
 }
 
 // Fills `bases` [num_ranks] on the device; see kernels.cu.
@@ -181,11 +191,9 @@ void bind_cuda(nb::module_& m) {
              const ReplicateArgs args =
                  replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
                                 num_segments, mode, region, tag);
-             Mode chosen;
-             const uint64_t epoch = interruptible([&](auto&& interrupted) {
-               return e.replicate(args, background, handle(stream), interrupted, &chosen);
+             return with_mode([&](auto&& interrupted, Mode* chosen) {
+               return e.replicate(args, background, handle(stream), interrupted, chosen);
              });
-             return std::make_pair(epoch, static_cast<int>(chosen));
            })
       .def("replicate_on_device",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
@@ -211,11 +219,9 @@ void bind_cuda(nb::module_& m) {
               uint64_t tag, uint64_t stream) {
              const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
                                                  mains, main_types, mode, zero, tag);
-             Mode chosen;
-             const uint64_t epoch = interruptible([&](auto&& interrupted) {
-               return e.reduce(args, background, handle(stream), interrupted, &chosen);
+             return with_mode([&](auto&& interrupted, Mode* chosen) {
+               return e.reduce(args, background, handle(stream), interrupted, chosen);
              });
-             return std::make_pair(epoch, static_cast<int>(chosen));
            })
       .def("reduce_on_device",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,

@@ -39,8 +39,8 @@ def reduce_expert_grads(
     dtype. These bits depend neither on the mode nor on tiles, threads or ranks.
 
     When it has finished, this rank's main gradients are complete, nobody reads its slot gradients
-    any more, and those of filled slots are zero (unless ``zero=False``). Gradients of empty slots
-    and of experts without replicas are untouched.
+    any more, and those of filled slots are zero (with ``zero=False`` undefined: sums are made in
+    their place). Gradients of empty slots and of experts without replicas are untouched.
 
     On the CUDA engine the call belongs to a stream, its plan may stay on the device, and it can be
     captured into a CUDA graph, as :func:`replicate_experts` says; its gradients are bound before,
@@ -57,7 +57,8 @@ def reduce_expert_grads(
         async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
         mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
             (the home loads every replica), or "auto".
-        zero: clear the slot gradients that were used, for the next microbatch.
+        zero: clear the slot gradients that were used, for the next microbatch. False: whoever
+            uses those slots next overwrites their gradients.
 
     Raises:
         InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its

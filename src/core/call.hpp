@@ -22,8 +22,7 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
 // Publishes `open` to the ranks that will write to this one's slots or read them or its main
 // weights, once its own earlier work is done: the caller has finished with the slots, their
 // gradients and the main weights are final, and this rank's reads of its slots in the previous call
-// are complete. Pairs with
-// Claimer::judge_open().
+// are complete. Pairs with Claimer::judge_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](Delivered token) {
@@ -47,7 +46,8 @@ UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uin
 
 // Tells every rank that it can reach not to wait for this one. The call returns only once
 // memory.flags_delivered(): from then on no peer can miss the abort, so the caller may change what
-// peers were reading. Pairs with the look at the aborts in Storer::finish_task().
+// peers were reading. Pairs with the looks at the aborts in Storer::finish_task() and
+// Reducer::finish_piece().
 template <class Memory, class Mover>
 UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, AbortWord word) {
   mover.when_delivered(0, true, [&](Delivered token) {
@@ -59,7 +59,8 @@ UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, Abort
 }
 
 // Everything that others owe this rank. Runs when its own workers have finished; then the slots
-// are complete, nobody reads its main weights, and its own sends are delivered and published.
+// are complete, nobody reads its main weights or its slots' gradients, and its own sends are
+// delivered and published.
 template <class Memory>
 class Finish {
  public:

@@ -1,6 +1,6 @@
 // Where everything lies in a rank's symmetric memory: the one table of offsets.
 //
-// Every flag has one writer in any epoch and lives at the rank that waits for it. `call`, `open`
+// Every flag has one writer in any epoch and lives at the rank that waits for it. `call`, `open`,
 // `done` and `consumed` entries are padded so that two writers never share a cache line.
 #pragma once
 

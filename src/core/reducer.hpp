@@ -8,7 +8,7 @@
 // An Adder, made for one worker, provides to its team
 //   void sum(uint8_t* to, n, source, elements, type)
 //                                   stores source(0) + ... + source(n - 1), in this order, in fp32.
-//                                   source(i): the address of n tiles of gradients, all of `type`;
+//                                   source(i): where the i-th addend is, `elements` of `type`;
 //                                   `to` may be one of them, if that is fp32
 //   void add(uint8_t* main, main_type, n, source, elements, type)
 //                                   main + (source(0) + ... + source(n - 1)), rounded once
@@ -47,7 +47,7 @@ struct ReductionPieces {
     if (r.kind == Reduction::kZero) return -1;
     for (int32_t i = 0; i < r.count; ++i) {
       const int32_t rank = call.work.destinations[r.first + i].rank;
-      if (rank != call.rank && !open[rank]) return rank;
+      if (!open[rank]) return rank;
     }
     // The flags of its sums may be another hub's until the home is in this call.
     return r.kind == Reduction::kSum && !open[r.home] ? r.home : -1;
@@ -222,11 +222,11 @@ class Reducer {
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
-    if (r.kind == Reduction::kZero) return;
+    if (r.kind == Reduction::kZero) return;  // no peer waits for it
     if (r.kind == Reduction::kAdd) {
       // A rank that failed may change its slots once its abort is delivered, under a hub's loads or
       // ours. They are complete before we look, so if no abort is seen here, what was added is
-      // good.
+      // good. Hubs need not look: their sums go to the home alone, and it looks after it has them.
       adder_.loads_complete();
       aborter_ = find_abort(memory_, call_.layout, call_.epoch);
       if (aborter_ >= 0) {

@@ -4,7 +4,7 @@
 // their tiles into a ring of stages; the store side (storer.hpp) stores them to all destinations
 // and publishes what has been delivered. Both are non-blocking steps: a host thread alternates them
 // (worker.hpp), a device drives each from a warp of its own, the tests interleave those of all
-// ranks.
+// ranks. A worker of a gradient reduction has one side, and no ring (reducer.hpp).
 #pragma once
 
 #include "core/gradients.hpp"

@@ -41,7 +41,7 @@ struct Nearby {
     uint32_t* to;
     int32_t words;
   };
-  Table tables[14];
+  Table tables[12];  // as many as NearbyTables keeps
   int32_t num_tables;
 };
 // Enough for 64 ranks and a hundred replicas; what does not fit stays where it is.

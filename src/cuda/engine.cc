@@ -149,13 +149,17 @@ uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
   return epoch;
 }
 
+CaptureError Engine::refusal(const std::string& why) const {
+  return CaptureError("rank " + std::to_string(config_.rank) + ": " + why);
+}
+
 uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool background,
                                  Handle stream) {
-  if (is_over()) throw CaptureError("the group has failed");
+  if (is_over()) throw refusal("the group has failed; close it and make a new one");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream, background);
   } catch (const DriverError& error) {  // nothing has run: the group is as it was
-    throw CaptureError(std::string("the capture into a CUDA graph failed: ") + error.what());
+    throw refusal(std::string("the capture into a CUDA graph failed: ") + error.what());
   }
 }
 
@@ -186,7 +190,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
   if (capture_of(launcher_->config().driver, stream) != 0)
-    throw CaptureError(
+    throw refusal(
         "the stream is being captured into a CUDA graph, and the plan is on the CPU: a replay would"
         " repeat it; plan from a load on the device");
   const auto fill = [&](uint64_t epoch) {
@@ -232,7 +236,7 @@ uint64_t Engine::submit_from_device(Request request, const char* missing, const 
                                     int64_t num_mains, bool background, Handle stream,
                                     const Interrupted& interrupted) {
   if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
-    if (request.device.mains == 0 && num_mains > 0) throw CaptureError(missing);
+    if (request.device.mains == 0 && num_mains > 0) throw refusal(missing);
     return submit_captured(capture, request, background, stream);
   }
   const auto fill = [&](uint64_t epoch) {

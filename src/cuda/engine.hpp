@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -128,6 +129,7 @@ class Engine {
                               const Interrupted& interrupted);
   uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
                            Handle stream);
+  CaptureError refusal(const std::string& why) const;  // of a call that is being captured
   bool succeeded(uint64_t epoch) const;
   bool is_over() const;            // takes no more calls
   void fail_here();                // the driver refused a call

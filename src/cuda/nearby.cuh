@@ -28,7 +28,10 @@ class NearbyTables {
     keep(call.addresses.region_offset, segments);
     keep(call.addresses.mains, segments * capacity.num_mains);
     if (call.addresses.regions != nullptr) keep(call.addresses.regions, call.num_ranks);
-    keep_work(call);
+    keep_tiles(call);
+    keep(call.work.tasks, call.work.num_tasks);
+    keep(call.work.pieces, call.work.num_pieces);
+    keep(call.work.destinations, call.work.num_destinations);
   }
 
   // The same for a reduction, which looks at no slots of weights.
@@ -40,19 +43,17 @@ class NearbyTables {
     keep(call.grads.type, segments);
     keep(call.grads.offset, segments);
     keep(call.main_type, segments);
-    keep_work(call);
+    keep_tiles(call);
+    keep(call.work.destinations, call.work.num_destinations);
     keep(call.work.reductions, call.work.num_reductions);
     keep(call.work.expected, call.work.num_expected);
   }
 
  private:
-  UEC_DEVICE void keep_work(Call& call) {
+  UEC_DEVICE void keep_tiles(Call& call) {
     keep(call.tiles.bytes, call.tiles.num_segments);
     keep(call.tiles.first_tile, call.tiles.num_segments + 1);
     keep(call.tiles.segment, call.tiles.num_segments);
-    keep(call.work.tasks, call.work.num_tasks);
-    keep(call.work.pieces, call.work.num_pieces);
-    keep(call.work.destinations, call.work.num_destinations);
   }
 
   template <class T>

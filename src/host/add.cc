@@ -15,6 +15,7 @@ namespace {
 // Inlined into functions for one kind of processor each: their compiler knows its vectors.
 // Gradients may lie at any address, so elements are copied out.
 #define UEC_INTO_EACH [[gnu::always_inline]] inline
+#define UEC_INLINED __attribute__((always_inline))  // of a lambda
 
 template <class Bits>
 UEC_INTO_EACH Bits bits_at(const uint8_t* from, int64_t i) {
@@ -48,38 +49,6 @@ UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t element
   }
 }
 
-template <GradType kType, bool kMore>
-UEC_INTO_EACH void sum_n(float* to, int32_t n, const uint8_t* const* sources, int64_t elements) {
-  switch (n) {
-    case 1:
-      return sum<kType, 1, kMore>(to, sources, elements);
-    case 2:
-      return sum<kType, 2, kMore>(to, sources, elements);
-    case 3:
-      return sum<kType, 3, kMore>(to, sources, elements);
-    case 4:
-      return sum<kType, 4, kMore>(to, sources, elements);
-    case 5:
-      return sum<kType, 5, kMore>(to, sources, elements);
-    case 6:
-      return sum<kType, 6, kMore>(to, sources, elements);
-    case 7:
-      return sum<kType, 7, kMore>(to, sources, elements);
-    default:
-      return sum<kType, 8, kMore>(to, sources, elements);
-  }
-}
-
-UEC_INTO_EACH void sum_any(float* to, bool more, int32_t n, const uint8_t* const* sources,
-                           int64_t elements, GradType type) {
-  if (type == GradType::kFloat32)
-    more ? sum_n<GradType::kFloat32, true>(to, n, sources, elements)
-         : sum_n<GradType::kFloat32, false>(to, n, sources, elements);
-  else
-    more ? sum_n<GradType::kBFloat16, true>(to, n, sources, elements)
-         : sum_n<GradType::kBFloat16, false>(to, n, sources, elements);
-}
-
 template <GradType kMain, GradType kType, int32_t kSources>
 UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t elements) {
   const uint8_t* from[kSources];
@@ -98,31 +67,42 @@ UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t ele
   }
 }
 
-template <GradType kMain, GradType kType>
-UEC_INTO_EACH void add_n(uint8_t* main, int32_t n, const uint8_t* const* sources,
-                         int64_t elements) {
-  switch (n) {
-    case 1:
-      return add<kMain, kType, 1>(main, sources, elements);
-    case 2:
-      return add<kMain, kType, 2>(main, sources, elements);
-    case 3:
-      return add<kMain, kType, 3>(main, sources, elements);
-    default:
-      return add<kMain, kType, 4>(main, sources, elements);
-  }
+// What is known when a pass begins, as constants of its loop: calls of.operator()<type>(), and
+// of.operator()<n>() for n of 1 to kMost.
+template <class Of>
+UEC_INTO_EACH void with_type(GradType type, const Of& of) {
+  if (type == GradType::kFloat32)
+    of.template operator()<GradType::kFloat32>();
+  else
+    of.template operator()<GradType::kBFloat16>();
+}
+
+template <int32_t kMost, class Of>
+UEC_INTO_EACH void with_count(int32_t n, const Of& of) {
+  if constexpr (kMost > 1)
+    if (n < kMost) return with_count<kMost - 1>(n, of);
+  of.template operator()<kMost>();
+}
+
+UEC_INTO_EACH void sum_any(float* to, bool more, int32_t n, const uint8_t* const* sources,
+                           int64_t elements, GradType type) {
+  with_type(type, [&]<GradType kType>() UEC_INLINED {
+    with_count<kMaxSources>(n, [&]<int32_t kSources>() UEC_INLINED {
+      more ? sum<kType, kSources, true>(to, sources, elements)
+           : sum<kType, kSources, false>(to, sources, elements);
+    });
+  });
 }
 
 UEC_INTO_EACH void add_any(uint8_t* main, GradType main_type, int32_t n,
                            const uint8_t* const* sources, int64_t elements, GradType type) {
-  if (main_type == GradType::kFloat32)
-    type == GradType::kFloat32
-        ? add_n<GradType::kFloat32, GradType::kFloat32>(main, n, sources, elements)
-        : add_n<GradType::kFloat32, GradType::kBFloat16>(main, n, sources, elements);
-  else
-    type == GradType::kFloat32
-        ? add_n<GradType::kBFloat16, GradType::kFloat32>(main, n, sources, elements)
-        : add_n<GradType::kBFloat16, GradType::kBFloat16>(main, n, sources, elements);
+  with_type(main_type, [&]<GradType kMain>() UEC_INLINED {
+    with_type(type, [&]<GradType kType>() UEC_INLINED {
+      with_count<kMaxAdded>(n, [&]<int32_t kSources>() UEC_INLINED {
+        add<kMain, kType, kSources>(main, sources, elements);
+      });
+    });
+  });
 }
 
 using Sum = void (*)(float*, bool, int32_t, const uint8_t* const*, int64_t, GradType);

@@ -415,3 +415,7 @@ ultraep_add_core_mutant(sums_left_not_shared PROGRAM test_reducer FILE core/redu
 ultraep_add_core_mutant(consumed_by_each PROGRAM test_reducer FILE core/reducer.hpp
   FIND [[    for (int32_t i = team_.index(); i < r.count; i += team_.size()) {]]
   REPLACE [[    for (int32_t i = 0; i < r.count; ++i) {]])
+
+ultraep_add_core_mutant(gradients_of_32_bits PROGRAM test_reduce_large FILE core/reducer.hpp
+  FIND [=[           at.slot * g.bytes[span.segment] + span.offset;]=]
+  REPLACE [=[           static_cast<uint32_t>(at.slot * g.bytes[span.segment] + span.offset);]=])

@@ -13,6 +13,7 @@
 #include "core/call.hpp"
 #include "core/layout.hpp"
 #include "core/reducer.hpp"
+#include "numbers.hpp"
 #include "reduce_cases.hpp"
 
 namespace reducing {
@@ -62,25 +63,6 @@ class PlainMemory {
   int32_t rank_;
 };
 
-inline float load(const uint8_t* from, int64_t i, GradType type) {
-  if (type == GradType::kFloat32) {
-    float value;
-    std::memcpy(&value, from + 4 * i, 4);
-    return value;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, from + 2 * i, 2);
-  return uec::from_bfloat16(bits);
-}
-
-inline void store(uint8_t* to, int64_t i, GradType type, float value) {
-  const uint16_t bits = uec::to_bfloat16(value);
-  if (type == GradType::kFloat32)
-    std::memcpy(to + 4 * i, &value, 4);
-  else
-    std::memcpy(to + 2 * i, &bits, 2);
-}
-
 // Members of a team take elements in turn.
 template <class Team>
 class PlainAdder : public uec::DeliveryPolicy {
@@ -88,13 +70,13 @@ class PlainAdder : public uec::DeliveryPolicy {
   template <class Source>
   void sum(uint8_t* to, int32_t n, Source&& source, int64_t elements, GradType type) {
     for (int64_t i = team_.index(); i < elements; i += team_.size())
-      store(to, i, GradType::kFloat32, sum_at(n, source, i, type));
+      put_number(to, i, GradType::kFloat32, sum_at(n, source, i, type));
   }
   template <class Source>
   void add(uint8_t* main, GradType main_type, int32_t n, Source&& source, int64_t elements,
            GradType type) {
     for (int64_t i = team_.index(); i < elements; i += team_.size())
-      store(main, i, main_type, load(main, i, main_type) + sum_at(n, source, i, type));
+      put_number(main, i, main_type, number_at(main, i, main_type) + sum_at(n, source, i, type));
   }
   void zero(uint8_t* to, int64_t bytes) {
     for (int64_t i = team_.index(); i < bytes; i += team_.size()) to[i] = 0;
@@ -114,8 +96,8 @@ class PlainAdder : public uec::DeliveryPolicy {
  private:
   template <class Source>
   static float sum_at(int32_t n, Source&& source, int64_t i, GradType type) {
-    float value = load(source(0), i, type);
-    for (int32_t s = 1; s < n; ++s) value += load(source(s), i, type);
+    float value = number_at(source(0), i, type);
+    for (int32_t s = 1; s < n; ++s) value += number_at(source(s), i, type);
     return value;
   }
 
@@ -192,11 +174,12 @@ class Reduced {
     for (int32_t i = 0; i < c_.num_segments(); ++i) {
       for (int32_t s = 0; s < c_.plan.slots_per_rank; ++s)
         for (int64_t at = 0; at < elements(i); ++at)
-          store(slot(rank, s, i), at, c_.grad_type[i], draw_value());
+          put_number(slot(rank, s, i), at, c_.grad_type[i], draw_value());
       const int32_t num_mains = c_.plan.num_mains()[rank];
       for (int32_t m = 0; m < num_mains; ++m)
         for (int64_t at = 0; at < elements(i); ++at)
-          store(ranks_[rank]->mains[i * num_mains + m].data(), at, c_.main_type[i], draw_value());
+          put_number(ranks_[rank]->mains[i * num_mains + m].data(), at, c_.main_type[i],
+                     draw_value());
     }
   }
 
@@ -278,18 +261,18 @@ class Reduced {
           bool any = false;
           for (int32_t s = 0; s < c_.plan.num_ranks * num_slots; ++s) {
             if (c_.plan.slot_expert[s] != e) continue;
-            const float part =
-                load(slot_in(slots_before[s / num_slots], s % num_slots, i), at, c_.grad_type[i]);
+            const float part = number_at(slot_in(slots_before[s / num_slots], s % num_slots, i), at,
+                                         c_.grad_type[i]);
             sum = any ? sum + part : part;
             any = true;
           }
           if (!any) break;
-          const float value = load(right.data(), at, c_.main_type[i]) + sum;
-          store(right.data(), at, c_.main_type[i], value);
+          const float value = number_at(right.data(), at, c_.main_type[i]) + sum;
+          put_number(right.data(), at, c_.main_type[i], value);
           if (std::isnan(value)) {  // of many bits
-            const float found = load(ranks_[rank]->mains[main].data(), at, c_.main_type[i]);
+            const float found = number_at(ranks_[rank]->mains[main].data(), at, c_.main_type[i]);
             CHECK(std::isnan(found));
-            store(right.data(), at, c_.main_type[i], found);
+            put_number(right.data(), at, c_.main_type[i], found);
           }
         }
         CHECK(ranks_[rank]->mains[main] == right);

@@ -9,6 +9,7 @@
 #include "core/prepare_reduce.hpp"
 #include "cuda/reduce.cuh"
 #include "device/emulated_group.hpp"
+#include "numbers.hpp"
 
 namespace device_tests {
 
@@ -70,25 +71,6 @@ class EmulatedGradients : public EmulatedGroup {
     return addresses_[rank][i * layouts_[0].num_mains[rank] + m];
   }
 
-  static float get(const uint8_t* from, int64_t at, GradType type) {
-    if (type == GradType::kFloat32) {
-      float value;
-      std::memcpy(&value, from + 4 * at, 4);
-      return value;
-    }
-    uint16_t bits;
-    std::memcpy(&bits, from + 2 * at, 2);
-    return uec::from_bfloat16(bits);
-  }
-  static void put(uint8_t* to, int64_t at, GradType type, float value) {
-    if (type == GradType::kFloat32) {
-      std::memcpy(to + 4 * at, &value, 4);
-    } else {
-      const uint16_t bits = uec::to_bfloat16(value);
-      std::memcpy(to + 2 * at, &bits, 2);
-    }
-  }
-
   // Numbers of all sizes whose sums depend on their order, zeros of both signs, subnormal ones.
   void fill(uint8_t* to, int32_t i, GradType type, uint32_t seed) {
     std::minstd_rand random(seed * 977 + static_cast<uint32_t>(call_) * 31 + 1);
@@ -97,7 +79,7 @@ class EmulatedGradients : public EmulatedGroup {
       uint32_t bits = (draw & 0x807FFFFF) | (110 + draw % 30) << 23;
       if (draw % 16 == 0) bits &= 0x80000000;
       if (draw % 16 == 1) bits &= 0x807FFFFF;
-      put(to, at, type, std::bit_cast<float>(bits));
+      put_number(to, at, type, std::bit_cast<float>(bits));
     }
   }
 
@@ -129,10 +111,10 @@ class EmulatedGradients : public EmulatedGroup {
             replicas.push_back(grad(at / group_.slots_per_rank, i, at % group_.slots_per_rank));
         if (replicas.empty()) continue;
         for (int64_t at = 0; at < elements(i); ++at) {
-          float sum = get(replicas[0], at, options_.grad_type[i]);
+          float sum = number_at(replicas[0], at, options_.grad_type[i]);
           for (size_t k = 1; k < replicas.size(); ++k)
-            sum += get(replicas[k], at, options_.grad_type[i]);
-          put(out.data(), at, main_type_[i], get(main, at, main_type_[i]) + sum);
+            sum += number_at(replicas[k], at, options_.grad_type[i]);
+          put_number(out.data(), at, main_type_[i], number_at(main, at, main_type_[i]) + sum);
         }
       }
     }
@@ -171,7 +153,7 @@ class EmulatedGradients : public EmulatedGroup {
 
   void prepare_sum(int32_t r, const Reducing& how, const std::vector<int32_t>& slot_expert) {
     device_[r] = {};
-    if (options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1)) {
+    if (plan_is_on_device(r)) {
       plans_[r] = slot_expert;
       uec::cuda::DeviceCall& call = device_[r];
       call.slot_expert = reinterpret_cast<uint64_t>(plans_[r].data());
@@ -183,25 +165,15 @@ class EmulatedGradients : public EmulatedGroup {
         call.segments |= static_cast<uint32_t>(main_type_[i]) << i;
       return;
     }
-    const uec::Capacity& capacity = states_[r].capacity;
-    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
-    uec::CallArrays arrays;
-    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
-    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule_) / 8);
-    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule_);
-    uec::Call call;
-    arrays.lend_to(&call);
     uec::ReduceArgs args;
     args.slot_expert = slot_expert.data();
     args.main_type = main_type_.data();
     args.mode = how.mode;
     args.zero = how.zero;
-    uec::PlanShape shape;
-    const uint64_t digest = uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args,
-                                                arrays, schedule_, &shape, &call);
-    call.reset_counters(uec::Alone{});
-    std::copy(addresses_[r].begin(), addresses_[r].end() - 1, arrays.mains);
-    new (block) uec::cuda::CallHeader(uec::cuda::make_header(call, digest, 0));
+    const auto prepare = [&](auto&&... out) {
+      return uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+    };
+    std::copy(addresses_[r].begin(), addresses_[r].end() - 1, make_block(r, prepare, 0).mains);
   }
 
   std::vector<GradType> main_type_;

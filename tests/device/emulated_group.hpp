@@ -283,30 +283,42 @@ class EmulatedGroup {
 
   void prepare_rank(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
     device_[r] = {};
-    if (options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1))
-      return lend_plan(r, mode, slot_expert);
-    const uec::Capacity& capacity = states_[r].capacity;
-    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
-    uec::CallArrays arrays;
-    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
-    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule_) / 8);
-    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule_);
-    uec::Call call;
-    arrays.lend_to(&call);
+    if (plan_is_on_device(r)) return lend_plan(r, mode, slot_expert);
     uec::ReplicateArgs args;
     args.slot_expert = slot_expert.data();
     args.segments = selected_.data();
     args.num_segments = static_cast<int32_t>(selected_.size());
     args.mode = static_cast<int32_t>(mode);
     args.region = mode == Mode::kPull ? 0 : -1;
+    const auto prepare = [&](auto&&... out) {
+      return uec::prepare_replicate(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
+    };
+    const uint64_t regions =
+        mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0;
+    write_mains(r, mode, make_block(r, prepare, regions).mains);
+  }
+
+  bool plan_is_on_device(int32_t r) const {
+    return options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1);
+  }
+
+  // A rank's block, as the host's half makes it, but for the addresses of its mains.
+  template <class Prepare>
+  uec::CallArrays make_block(int32_t r, const Prepare& prepare, uint64_t regions) {
+    const uec::Capacity& capacity = states_[r].capacity;
+    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
+    uec::CallArrays arrays;
+    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
+    uec::ScheduleArrays schedule;
+    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule) / 8);
+    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule);
+    uec::Call call;
+    arrays.lend_to(&call);
     uec::PlanShape shape;
-    const uec::GroupTables tables = layouts_[r].tables(configs_[r]);
-    const uint64_t digest =
-        uec::prepare_replicate(uec::Alone{}, tables, args, arrays, schedule_, &shape, &call);
+    const uint64_t digest = prepare(arrays, schedule, &shape, &call);
     call.reset_counters(uec::Alone{});
-    new (block) uec::cuda::CallHeader(uec::cuda::make_header(
-        call, digest, mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0));
-    write_mains(r, mode, arrays.mains);
+    new (block) uec::cuda::CallHeader(uec::cuda::make_header(call, digest, regions));
+    return arrays;
   }
 
   // What the host's half leaves to the device: the plan, and where the main weights are.
@@ -366,7 +378,6 @@ class EmulatedGroup {
   std::vector<uint8_t*> bases_;
   std::vector<uint8_t> far_;
   std::vector<int32_t> pes_;
-  uec::ScheduleArrays schedule_;
   int64_t call_bytes_ = 0;
   std::vector<int32_t> selected_;
   uint64_t call_ = 0;

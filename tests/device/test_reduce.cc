@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "device/emulated_gradients.hpp"
+#include "device/failures.hpp"
 #include "host/watchdog.hpp"
 
 namespace {
@@ -32,6 +33,8 @@ int64_t draw_elements(Random& random) {
 void check_random(uint32_t seed, Plans plans) {
   Random random(seed);
   PlanCase group = make_group(draw(random, 2, 4), draw(random, 2, 7), draw(random, 1, 3));
+  if (draw(random, 0, 2) == 0)
+    for (int32_t& home : group.home) home = draw(random, 0, group.num_ranks - 1);
   Options options;
   options.segment_bytes = {64};
   options.plans = plans;
@@ -73,14 +76,6 @@ void check_fanout() {
   }
 }
 
-// Rank 0 is home of expert 0, which rank 1 and rank 2 hold.
-PlanCase three_ranks() {
-  PlanCase group = make_group(3, 3, 1);
-  CHECK(group.place(0, 1));
-  CHECK(group.place(0, 2));
-  return group;
-}
-
 Options small(double seconds = 0.2) {
   Options options;
   options.segment_bytes = {8 * kTile + 48};
@@ -94,6 +89,27 @@ EmulatedGradients make_small(double seconds = 0.2, Plans plans = Plans::kOnHost)
   Options options = small(seconds);
   options.plans = plans;
   return {three_ranks(), options, {GradType::kFloat32}, 0};
+}
+
+// More segments than a block has room for copies of their tables, some of a few numbers.
+void check_many_segments() {
+  PlanCase group = make_group(3, 6, 2);
+  for (const auto& [expert, rank] : {std::pair{0, 1}, {0, 2}, {5, 0}, {2, 2}})
+    CHECK(group.place(expert, rank));
+  Options options;
+  options.segment_bytes = {64};
+  std::vector<GradType> main_type;
+  for (int32_t i = 0; i < 300; ++i) {
+    options.grad_type.push_back(kTypes[i / 2 % 2]);
+    options.grad_bytes.push_back((i % 7 + 1) * 4);
+    main_type.push_back(kTypes[i % 2]);
+  }
+  EmulatedGradients ranks(group, options, main_type, 0);
+  for (const int32_t mode : {kPull, kDirect}) {
+    ranks.prepare_sums({mode, true});
+    ranks.launch(2);
+    ranks.check_success();
+  }
 }
 
 // Transfers and reductions take turns.
@@ -111,20 +127,10 @@ void check_turns() {
   }
 }
 
-// A rank is never launched: the others' waits expire, they name it, and the group is poisoned.
 void check_timeout(int32_t mode) {
   auto ranks = make_small();
   ranks.prepare_sums({mode, true});
-  ranks.launch(2, 2);
-  for (const int32_t r : {0, 1}) {
-    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
-    const uec::Report& report = ranks.status(r).report;
-    CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
-    CHECK_EQ(report.root, 2);
-  }
-  ranks.launch(2);  // at once: nothing is waited for, or added
-  CHECK(ranks.status(2).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
+  launch_without_the_last(ranks);
 }
 
 // A rank clears its slots and others do not: it makes another call.
@@ -132,30 +138,13 @@ void check_mismatch() {
   auto ranks = make_small();
   ranks.prepare_sums({kPull, true});
   ranks.disagree_on_sums(2, {kPull, false});
-  ranks.launch(1);
-  int mismatches = 0;
-  for (int32_t r = 0; r < 3; ++r) {
-    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
-    const Fault fault = ranks.status(r).report.fault;
-    CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
-    mismatches += fault == Fault::kMismatch;
-  }
-  CHECK(mismatches > 0);
+  launch_mismatch(ranks, 1);
 }
 
-// The host ends the waits of one rank, while another never comes.
 void check_cancel() {
   auto ranks = make_small(60);
   ranks.prepare_sums({kPull, true});
-  std::thread host([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    std::atomic_ref(ranks.status(0).cancelled).store(1);
-  });
-  ranks.launch(2, 2);
-  host.join();
-  CHECK(ranks.status(0).report.fault == Fault::kCancelled);
-  CHECK(ranks.status(1).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.status(1).report.root, 0);
+  launch_and_cancel(ranks);
 }
 
 // A rank that has closed its group, one that has rejected its input, and a plan that a device
@@ -189,6 +178,7 @@ int main() {
   for (int seed = 0; seed < cases; ++seed)
     check_random(static_cast<uint32_t>(seed), kPlans[seed % 3]);
   check_fanout();
+  check_many_segments();
   check_turns();
   for (const int32_t mode : kModes) check_timeout(mode);
   check_mismatch();

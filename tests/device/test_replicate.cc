@@ -1,7 +1,7 @@
 // The replicate kernel on the emulated device: every byte, in every mode, and how it fails.
 #include <cstdio>
 
-#include "device/emulated_group.hpp"
+#include "device/failures.hpp"
 #include "host/watchdog.hpp"
 
 namespace {
@@ -72,14 +72,6 @@ void check_many_segments() {
   ranks.check_success();
 }
 
-// Rank 0 is home of expert 0, which rank 1 and rank 2 hold.
-PlanCase three_ranks() {
-  PlanCase group = make_group(3, 3, 1);
-  CHECK(group.place(0, 1));
-  CHECK(group.place(0, 2));
-  return group;
-}
-
 // By default with patience for a busy machine.
 Options small(double timeout = 5) {
   Options options;
@@ -88,25 +80,13 @@ Options small(double timeout = 5) {
   return options;
 }
 
-// A rank is never launched: the others' waits expire, they name it, and the group is poisoned.
 void check_timeout(Mode mode) {
   EmulatedGroup ranks(three_ranks(), small(0.2));
   ranks.prepare(mode, {0});
-  ranks.launch(2, 2);
-  for (const int32_t r : {0, 1}) {
-    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
-    const uec::Report& report = ranks.status(r).report;
-    CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
-    CHECK_EQ(report.root, 2);
-    CHECK_EQ(report.epoch, uint64_t{1});
-  }
-  ranks.launch(2);  // at once: nothing is waited for, or moved
-  CHECK_EQ(ranks.status(2).failed_call, uint64_t{1});
-  CHECK(ranks.status(2).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
+  launch_without_the_last(ranks);
 }
 
-// A plan differs on one rank: some rank says so, and nobody succeeds.
+// A plan differs on one rank.
 void check_mismatch(Mode mode) {
   EmulatedGroup ranks(three_ranks(), small());
   ranks.prepare(mode, {0});
@@ -114,15 +94,7 @@ void check_mismatch(Mode mode) {
   other.clear();
   CHECK(other.place(1, 2));
   ranks.disagree(2, mode, other.slot_expert);
-  ranks.launch(2);
-  int mismatches = 0;
-  for (int32_t r = 0; r < 3; ++r) {
-    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
-    const Fault fault = ranks.status(r).report.fault;
-    CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
-    mismatches += fault == Fault::kMismatch;
-  }
-  CHECK(mismatches > 0);
+  launch_mismatch(ranks, 2);
 }
 
 // A rank makes another call that concerns nobody else. All succeed, and learn of it at the next
@@ -145,21 +117,11 @@ void check_late_mismatch() {
   CHECK_EQ(ranks.status(2).failed_call, uint64_t{2});
 }
 
-// The host ends the waits of one rank, while another never comes.
 void check_cancel() {
   const Options options = small(60);
   EmulatedGroup ranks(three_ranks(), options);
   ranks.prepare(Mode::kPush, {0});
-  std::thread host([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    std::atomic_ref(ranks.status(0).cancelled).store(1);
-  });
-  ranks.launch(2, 2);
-  host.join();
-  CHECK(ranks.status(0).report.fault == Fault::kCancelled);
-  CHECK_EQ(ranks.status(0).report.root, 0);
-  CHECK(ranks.status(1).report.fault == Fault::kAborted);
-  CHECK_EQ(ranks.status(1).report.root, 0);
+  launch_and_cancel(ranks);
 }
 
 // Before the call begins, also if it would never have had to wait.

@@ -7,6 +7,7 @@
 #include "check.hpp"
 #include "core/digest.hpp"
 #include "host/ranks.hpp"
+#include "numbers.hpp"
 
 // One reduction as every rank makes it.
 struct ReductionCase {
@@ -111,18 +112,10 @@ class GradientRanks {
   std::vector<std::vector<std::vector<uint8_t>>> mains;  // [ranks][segments * mains]
 
  private:
-  static void store(uint8_t* to, int64_t i, uec::GradType type, float value) {
-    const uint16_t bits = uec::to_bfloat16(value);
-    if (type == uec::GradType::kFloat32)
-      std::memcpy(to + 4 * i, &value, 4);
-    else
-      std::memcpy(to + 2 * i, &bits, 2);
-  }
-
   void write(uint8_t* to, size_t segment, uec::GradType type, uint64_t seed, int32_t expert,
              int32_t replica) const {
     for (int64_t i = 0; i < elements(segment); ++i)
-      store(to, i, type, value(seed, expert, replica, segment, i, type));
+      put_number(to, i, type, value(seed, expert, replica, segment, i, type));
   }
 
   void check_main(int32_t expert, size_t segment, const ReductionCase& call) {
@@ -142,7 +135,7 @@ class GradientRanks {
         for (size_t r = 1; r < replicas.size(); ++r) parts += part(replicas[r]);
         sum += parts;
       }
-      store(right.data(), i, held, sum);
+      put_number(right.data(), i, held, sum);
     }
     CHECK(std::memcmp(main(expert, segment), right.data(), right.size()) == 0);
   }

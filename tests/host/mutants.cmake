@@ -1,8 +1,9 @@
 # Orderings and wake-ups of the host engine, each broken in a program of its own that must not pass.
 #
 # Not here, because ThreadSanitizer sees no difference: the store fence behind non-temporal stores
-# (a sanitized copy has none) and behind clearing, the fence of flags_delivered(), the order of a doorbell's two words.
-# The first two are for the simulated memory; the third is test_doorbell's, on real processors.
+# (sanitized copying and clearing have none), the fence of flags_delivered(), the order of a
+# doorbell's two words. The first two are for the simulated memory; the third is test_doorbell's, on
+# real processors.
 
 # ultraep_add_host_mutant(<name> [HANGS] PROGRAM <test> FILE <path below src/>
 #                         FIND [[...]] REPLACE [[...]])

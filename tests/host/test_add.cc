@@ -5,6 +5,7 @@
 
 #include "check.hpp"
 #include "host/adder.hpp"
+#include "numbers.hpp"
 #include "plans.hpp"
 
 namespace {
@@ -16,18 +17,6 @@ uint32_t draw_bits(Random& random) {  // of any number that is none of not-a-num
     const auto bits = static_cast<uint32_t>(random());
     if ((bits & 0x7F800000) < 0x7D000000) return bits;
   }
-}
-
-float element(const uint8_t* from, int64_t i, GradType type) {
-  uint32_t bits = 0;
-  if (type == GradType::kFloat32) {
-    std::memcpy(&bits, from + 4 * i, 4);
-  } else {
-    uint16_t half;
-    std::memcpy(&half, from + 2 * i, 2);
-    bits = uint32_t{half} << 16;
-  }
-  return __builtin_bit_cast(float, bits);
 }
 
 struct Sources {
@@ -50,9 +39,9 @@ struct Sources {
   }
   uint8_t* at(int32_t s) { return bytes[s].data() + skew[s]; }
   float sum(int64_t i) {
-    float value = element(at(0), i, type);
+    float value = number_at(at(0), i, type);
     for (size_t s = 1; s < bytes.size(); ++s)
-      value += element(at(static_cast<int32_t>(s)), i, type);
+      value += number_at(at(static_cast<int32_t>(s)), i, type);
     return value;
   }
 
@@ -80,12 +69,8 @@ void check(int32_t n, int64_t elements, GradType type, Random& random) {
     Sources main(1, elements, main_type, random);
     std::vector<uint8_t> added(elements * bytes_of(main_type));
     for (int64_t i = 0; i < elements; ++i) {
-      const float value = element(main.at(0), i, main_type) + sources.sum(i);
-      const uint16_t half = uec::to_bfloat16(value);
-      if (main_type == GradType::kFloat32)
-        std::memcpy(added.data() + 4 * i, &value, 4);
-      else
-        std::memcpy(added.data() + 2 * i, &half, 2);
+      const float value = number_at(main.at(0), i, main_type) + sources.sum(i);
+      put_number(added.data(), i, main_type, value);
     }
     adder.add(main.at(0), main_type, n, source, elements, type);
     CHECK(std::memcmp(main.at(0), added.data(), added.size()) == 0);

@@ -353,7 +353,7 @@ mutant(sum_published_when_stored simulation/adder.hpp
   REPLACE [[]])
 
 mutant(sources_not_open core/reducer.hpp
-  FIND [[      if (rank != call.rank && !open[rank]) return rank;]]
+  FIND [[      if (!open[rank]) return rank;]]
   REPLACE [[]])
 
 mutant(summed_before_the_home_opens core/reducer.hpp
@@ -446,7 +446,24 @@ mutant(consumed_of_two_epochs core/call.hpp
                                                  (e.kind == Expected::kConsumed), call_.epoch.record},
                                        fault, &seen);]])
 
+# The caller has its slots back, and they are not yet cleared.
+mutant(finished_before_slots_are_cleared core/reducer.hpp
+  FIND [[      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))]]
+  REPLACE [[      if (call_.work.reductions[piece_].kind == Reduction::kZero) {
+        piece_ = -1;
+        return Step::kProgress;
+      }
+      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))]])
+
 # ---- a reduction: progress and failing ----------------------------------------------------------
+
+mutant(source_that_disagrees_unnoticed core/reducer.hpp
+  FIND [[      if (call.work.destinations[r.first + i].rank == rank) return true;]]
+  REPLACE [[      if (false) return true;]])
+
+mutant(home_that_disagrees_unnoticed core/reducer.hpp
+  FIND [[    return r.kind == Reduction::kSum && r.home == rank;]]
+  REPLACE [[    return false;]])
 
 # The counter-example turned round: a home's piece is taken first, and waited for with sums of its
 # own unclaimed.

@@ -1,0 +1,63 @@
+// Calls of a group of three that cannot succeed, whatever they do.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "device/emulated_group.hpp"
+
+namespace device_tests {
+
+// Rank 0 is home of expert 0, which rank 1 and rank 2 hold.
+inline PlanCase three_ranks() {
+  PlanCase group = make_group(3, 3, 1);
+  CHECK(group.place(0, 1));
+  CHECK(group.place(0, 2));
+  return group;
+}
+
+// Rank 2 is not launched: the others' waits expire, they name it, and the group is poisoned.
+inline void launch_without_the_last(EmulatedGroup& ranks) {
+  ranks.launch(2, 2);
+  for (const int32_t r : {0, 1}) {
+    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
+    const uec::Report& report = ranks.status(r).report;
+    CHECK(report.fault == Fault::kTimeout || report.fault == Fault::kAborted);
+    CHECK_EQ(report.root, 2);
+    CHECK_EQ(report.epoch, uint64_t{1});
+  }
+  ranks.launch(2);  // at once: nothing is waited for, moved or added
+  CHECK_EQ(ranks.status(2).failed_call, uint64_t{1});
+  CHECK(ranks.status(2).report.fault == Fault::kAborted);
+  CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
+}
+
+// One rank has been given another call: some rank says so, and nobody succeeds.
+inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks) {
+  ranks.launch(num_blocks);
+  int mismatches = 0;
+  for (int32_t r = 0; r < 3; ++r) {
+    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
+    const Fault fault = ranks.status(r).report.fault;
+    CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
+    mismatches += fault == Fault::kMismatch;
+  }
+  CHECK(mismatches > 0);
+}
+
+// The host ends the waits of rank 0, while rank 2 never comes.
+inline void launch_and_cancel(EmulatedGroup& ranks) {
+  std::thread host([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    std::atomic_ref(ranks.status(0).cancelled).store(1);
+  });
+  ranks.launch(2, 2);
+  host.join();
+  CHECK(ranks.status(0).report.fault == Fault::kCancelled);
+  CHECK_EQ(ranks.status(0).report.root, 0);
+  CHECK(ranks.status(1).report.fault == Fault::kAborted);
+  CHECK_EQ(ranks.status(1).report.root, 0);
+}
+
+}  // namespace device_tests
