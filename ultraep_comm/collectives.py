@@ -249,6 +249,7 @@ def replicate_experts(
     if torch.compiler.is_dynamo_compiling():
         plan, *_ = group._plan_of(plan, "replicate_experts")
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
+    given = plan
     try:
         plan, tag, operation = group._plan_of(plan, "replicate_experts")
     except UltraEPError as error:
@@ -306,6 +307,7 @@ def replicate_experts(
         if group._engine.failed_epoch() != 0:
             group._first_error = group._first_error or error
         raise
+    group._filled_by = given
     work = group._submitted(epoch, (bound, plan), operation, chosen)
     if async_op:
         return work

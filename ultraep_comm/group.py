@@ -121,6 +121,7 @@ class Group:
         self._memory = [self._region]
         self._selections: dict[tuple[str, ...] | None, Selection] = {}
         self._in_flight: Held = deque()
+        self._filled_by: Plan | PlanHandle | None = None  # of the last transfer
         self._captured: list[tuple[object, ...]] = []
         self._state = "open"
         self._aborted = False

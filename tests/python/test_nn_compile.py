@@ -103,6 +103,20 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
 
 
 @pytest.mark.usefixtures("_one_thread")
+def test_weights_that_the_group_does_not_reduce_are_refused(models: Callable[..., Model]) -> None:
+    """Also by a trace: gradients without the replicas' would be incomplete."""
+    model = models(12, num_ranks=1, num_experts=2, num_layers=1)
+    (module,) = model.modules[0]
+    module.experts = dense_experts
+    arguments = (model.inputs[0, 0], model.plans[0, 0], model.instances[0, 0, 0])
+    module.weights["w2"].requires_grad_(False)
+    run = torch.compile(lambda: module(*arguments), fullgraph=True, backend="aot_eager")
+    for call in (lambda: module(*arguments), run):
+        with pytest.raises(Exception, match=r"main weights \['w1'\] need gradients; expected all"):
+            call()
+
+
+@pytest.mark.usefixtures("_one_thread")
 def test_compiled_microbatches_in_flight_are_refused(models: Callable[..., Model]) -> None:
     """The slots that the first graph saved for its backward pass belong to the second by then."""
     model = models(12, num_ranks=1, num_experts=2, num_layers=1)

@@ -51,7 +51,8 @@ class ReplicatedExperts(torch.nn.Module):
         Args:
             group: made with ``grads=`` for those weights that need gradients.
             experts: ``experts(x, mains, slots, *args) -> y``, differentiable in the three, with
-                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``.
+                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``, both
+                in the order of the group's segments.
             weights: ``{name: [M, *shape]}``, for all segments of the group.
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
@@ -84,7 +85,8 @@ class ReplicatedExperts(torch.nn.Module):
         Returns:
             What ``experts`` returns.
         """
-        group, weights = self.group, dict(self.weights.items())
+        group = self.group
+        weights = {name: self.weights[name] for name in group.segments}  # as slots are ordered
         if torch.compiler.is_dynamo_compiling():
             return traced.run_experts(
                 x,
