@@ -343,7 +343,8 @@ class Group:
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.
 
-        For the end of a training step. It waits for nothing.
+        For the end of a training step. It waits for nothing: on a CUDA group, synchronize the
+        device before.
 
         Raises:
             GroupBusyError: as the text says.

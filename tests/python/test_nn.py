@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +21,6 @@ from ultraep_comm.nn import hooks
 
 ONE_AFTER_THE_OTHER: Order = [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2)]
 ONE_F_ONE_B: Order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
-
-
-@pytest.fixture
-def models() -> Iterator[Callable[..., Model]]:
-    made: list[Model] = []
-
-    def make(seed: int, **options: Any) -> Model:
-        made.append(Model(seed, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        for group in model.groups:
-            group.abort()
-            group.close()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -21,21 +21,6 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def models() -> Iterator[Callable[..., Model]]:
-    made: list[Model] = []
-
-    def make(seed: int, **options: Any) -> Model:
-        made.append(Model(seed, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        for group in model.groups:
-            group.abort()
-            group.close()
-
-
 def dense_experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
     """The same experts, each for all tokens: shapes do not depend on values."""
     y, num_mains = x, len(mains["w1"])
