@@ -153,11 +153,14 @@ class ExpertPass:
 
     def _join(self, grads: Grads) -> Grads:
         if self._reducing is None and self.handle.is_live:
-            raise InvalidArgumentError(
-                f"the reduction of layer {self.handle.layer}, microbatch {self.handle.microbatch}"
-                " is to be joined, and has not been started; pass the experts' input, and the main"
-                " weights, through start_reduction behind join_reduction"
+            error = InvalidArgumentError(
+                f"rank {self._group.rank}: the reduction of layer {self.handle.layer}, microbatch"
+                f" {self.handle.microbatch} is to be joined, and has not been started; pass the"
+                " experts' input, and the main weights, through start_reduction behind"
+                " join_reduction"
             )
+            self._group._reject(error)
+            raise error
         work, self._reducing = self._reducing, None
         if work is not None:
             work.wait()
@@ -232,9 +235,14 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
             because no token came, the backward pass takes part in the calls all the same.
 
     Raises:
-        InvalidArgumentError: another transfer has filled the slots since this pass's; peers fail
-            likewise.
+        InvalidArgumentError: ``y`` is no tensor; or another transfer has filled the slots since
+            this pass's, and peers fail likewise.
     """
+    if not isinstance(y, Tensor):
+        raise InvalidArgumentError(
+            f"rank {pass_._group.rank}: the output of the experts of layer {pass_.handle.layer} is"
+            f" a {type(y).__name__}; expected one tensor: hand the rest on beside the hooks"
+        )
     if torch.is_grad_enabled():
         pass_._check_slots("forward")
     tensors = (y, y if anchor is None else anchor)
