@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent / "python"))
 from cpp_build import CppBuild
 from emulated_device import EmulatedDevice
+from nn_model import Model
 from ranks import RankPool
 
 from ultraep_comm.cuda import device as device_module
@@ -39,6 +41,22 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def models() -> Iterator[Callable[..., Model]]:
+    """What makes models of a seed, whose groups it closes in the end."""
+    made: list[Model] = []
+
+    def make(seed: int, **options: Any) -> Model:
+        made.append(Model(seed, **options))
+        return made[-1]
+
+    yield make
+    for model in made:
+        for group in model.groups:
+            group.abort()
+            group.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,10 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.loads import REJECTED, LoadExchange, check_rows
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_calls import check_plan, open_call, reject_call
 from ultraep_comm.plan_store import PlanHandle
-from ultraep_comm.planning import (
-    check_device_plan,
-    check_ids,
-    plan_objective,
-    plan_on_host,
-    plan_replicas,
-)
-from ultraep_comm.refusals import bad_id_error, check_host_plan
+from ultraep_comm.planning import check_ids, plan_objective, plan_replicas
+from ultraep_comm.refusals import bad_id_error
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import BoundWeights, Weights
 
@@ -118,8 +113,7 @@ def gather_and_plan(
     try:
         epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
     except UltraEPError as error:
-        if group._engine.failed_epoch() != 0:
-            group._first_error = group._first_error or error
+        group._not_submitted(error)
         raise
     group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()
     return plan
@@ -151,8 +145,7 @@ def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> t
     try:
         epoch = group._device_engine.gather(ids, load)
     except UltraEPError as error:
-        if group._engine.failed_epoch() != 0:
-            group._first_error = group._first_error or error
+        group._not_submitted(error)
         raise
     work = group._submitted(epoch, (ids, load), "gather_load", "")
     if device.holds(topk_ids):
@@ -249,23 +242,13 @@ def replicate_experts(
     if torch.compiler.is_dynamo_compiling():
         plan, *_ = group._plan_of(plan, "replicate_experts")
         return tracing_calls.replicate_experts(weights, plan, group, async_op, mode, segments)
+    given = plan
+    plan, tag, operation, on_device = open_call(given, "replicate_experts", group)
     try:
-        plan, tag, operation = group._plan_of(plan, "replicate_experts")
-    except UltraEPError as error:
-        group._reject(error)
-        raise
-    group._check_open(operation)
-    on_device = group._takes(plan)
-    if not on_device:  # refused in a capture, which is no reason to fail the peers
-        plan = plan_on_host(plan, group)
-    try:
-        selection = group._selection(segments)
-        if on_device:
-            check_device_plan(plan, group)
-        else:
-            check_host_plan(plan, group)
+        selection = group._selections.find(segments)
+        check_plan(plan, on_device, group)
         bound = group._weights.bind(weights)
-        group._require(bound, selection)
+        group._selections.require(bound, selection)
         if not (on_device or bound.addresses or group.num_mains == 0):
             raise InvalidWeightsError(
                 f"rank {group.rank}: group.weight_table goes with a plan on the device, and this"
@@ -273,7 +256,7 @@ def replicate_experts(
             )
         mode_id = _mode_id(mode, bound, group)
     except Exception as error:
-        group._reject(error)
+        reject_call(error, tag, operation, group)
         raise
     try:
         if on_device:
@@ -303,9 +286,9 @@ def replicate_experts(
             )
             chosen = MODES[chosen_id]
     except UltraEPError as error:
-        if group._engine.failed_epoch() != 0:
-            group._first_error = group._first_error or error
+        group._not_submitted(error)
         raise
+    group._filled_by = given
     work = group._submitted(epoch, (bound, plan), operation, chosen)
     if async_op:
         return work

@@ -122,12 +122,14 @@ class RankGrads:
             for name, segment in self._segments.items()
         }
         addresses, _ = bind_weights(grads, given, self._num_mains, self._giver)
+        seen: set[int] = set()
         for i, name in enumerate(given):
             own = addresses[i * self._num_mains : (i + 1) * self._num_mains]
-            if len(set(own)) != len(own):
+            seen.update(own)
+            if len(seen) != (i + 1) * self._num_mains:
                 raise InvalidGradientsError(
-                    f"rank {rank}: rows of grads[{name!r}] share memory; expected a gradient of"
-                    " its own for each expert"
+                    f"rank {rank}: rows of grads[{name!r}] share memory, with each other or with"
+                    " another segment's; expected a gradient of its own for each expert"
                 )
             size = given[name].dtype.itemsize
             odd = [at for at in own if at % size] if self._tables is not None else []

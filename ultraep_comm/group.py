@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, cast
 
-import numpy as np
 import torch
 
 from ultraep_comm import _core
@@ -18,8 +16,6 @@ from ultraep_comm.cuda.weights import WeightTables
 from ultraep_comm.engines import DeviceEngine, Engine
 from ultraep_comm.errors import (
     GroupClosedError,
-    InvalidArgumentError,
-    InvalidWeightsError,
     PlanMismatchError,
     UltraEPError,
     UnsupportedError,
@@ -31,25 +27,16 @@ from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle, PlanStore
 from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
-from ultraep_comm.refusals import refusal_error
+from ultraep_comm.refusals import name_call, refusal_error
 from ultraep_comm.registry import register_group
 from ultraep_comm.reports import error_from
 from ultraep_comm.segments import BoundWeights, Segment, Weights
+from ultraep_comm.selections import Selections
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
 
 if TYPE_CHECKING:
     from ultraep_comm.cuda.stages import CudaStages
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Segments to transfer: their indices, int32 ascending, where those are, and as bits."""
-
-    indices: np.ndarray
-    address: int
-    count: int
-    bits: int
 
 
 Held = deque[tuple[int, tuple[object, ...]]]
@@ -119,8 +106,9 @@ class Group:
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
         self._memory = [self._region]
-        self._selections: dict[tuple[str, ...] | None, Selection] = {}
+        self._selections = Selections(rank, self._names)
         self._in_flight: Held = deque()
+        self._filled_by: Plan | PlanHandle | None = None  # of the last transfer
         self._captured: list[tuple[object, ...]] = []
         self._state = "open"
         self._aborted = False
@@ -290,54 +278,6 @@ class Group:
         assert self._device is not None
         return cast(DeviceEngine, self._engine)
 
-    def _takes(self, plan: Plan) -> bool:
-        """Return whether a plan is in the device's memory, for its kernels to read."""
-        return (
-            self._device is not None
-            and isinstance(plan, Plan)
-            and self._device.holds(plan.slot_expert)
-            and len(self._names) <= _core.CUDA_MAX_DEVICE_SEGMENTS
-            and self.topology.slots_per_rank > 0  # no slots have no address
-        )
-
-    def _selection(self, segments: Sequence[str] | None) -> Selection:
-        """Return the segments to transfer."""
-        if segments is not None and (
-            isinstance(segments, str)
-            or not isinstance(segments, Sequence)
-            or not all(isinstance(s, str) for s in segments)
-        ):
-            raise InvalidArgumentError(
-                f"rank {self.rank}: segments is {segments!r}; expected a sequence of names"
-            )
-        key = None if segments is None else tuple(segments)
-        found = self._selections.get(key)
-        if found is not None:
-            return found
-        names = self._names if key is None else key
-        unknown = [name for name in names if name not in self.segments]
-        if unknown or not names or len(set(names)) != len(names):
-            raise InvalidArgumentError(
-                f"rank {self.rank}: segments={key} is not a selection of {list(self._names)};"
-                " expected known names, each once, at least one"
-            )
-        indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
-        bits = sum(1 << int(i) for i in indices)
-        chosen = Selection(indices, indices.ctypes.data, len(indices), bits)
-        self._selections[key] = chosen
-        return chosen
-
-    def _require(self, bound: BoundWeights, chosen: Selection) -> None:
-        if len(bound.names) == len(self._names):
-            return
-        selection = chosen.indices
-        missing = [self._names[i] for i in selection if self._names[i] not in bound.names]
-        if missing:
-            raise InvalidWeightsError(
-                f"rank {self.rank}: weights lack segment {missing[0]!r}; expected"
-                f" {[self._names[i] for i in selection]}, or choose with segments="
-            )
-
     # ---- saved plans ----------------------------------------------------------------------
 
     def save(self, plan: Plan, *, layer: int = 0, microbatch: int | None = None) -> PlanHandle:
@@ -403,7 +343,8 @@ class Group:
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.
 
-        For the end of a training step. It waits for nothing.
+        For the end of a training step. It waits for nothing: on a CUDA group, synchronize the
+        device before.
 
         Raises:
             GroupBusyError: as the text says.
@@ -467,9 +408,16 @@ class Group:
         if self._device is not None:
             bad_id = self._device_engine.bad_id()
             error = refusal_error(report, bad_id, self.rank, self.topology, self._names)
+            if error is not None:
+                name_call(error, operation)
         error = error or error_from(report, self.rank, operation)
         self._first_error = self._first_error or error
         return error
+
+    def _not_submitted(self, error: UltraEPError) -> None:
+        """Remember why an engine did not take a call, if that was the group's end."""
+        if self._engine.failed_epoch() != 0:
+            self._first_error = self._first_error or error
 
     def _fail(self, error: Exception) -> None:
         """End a group whose ranks may no longer be at the same call."""

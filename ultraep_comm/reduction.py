@@ -10,9 +10,8 @@ from ultraep_comm import tracing_calls
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.plan import Plan
+from ultraep_comm.plan_calls import check_plan, open_call, reject_call
 from ultraep_comm.plan_store import PlanHandle
-from ultraep_comm.planning import check_device_plan, plan_on_host
-from ultraep_comm.refusals import check_host_plan
 from ultraep_comm.schedule import MODES
 from ultraep_comm.segments import Weights
 from ultraep_comm.work import Work
@@ -74,27 +73,16 @@ def reduce_expert_grads(
     """
     if torch.compiler.is_dynamo_compiling():
         plan, *_ = group._plan_of(plan, "reduce_expert_grads")
-        given = grads.grads if isinstance(grads, BoundGrads) else grads
-        return tracing_calls.reduce_expert_grads(given, plan, group, async_op, mode, zero)
-    handle = plan
-    try:
-        plan, tag, operation = group._plan_of(plan, "reduce_expert_grads")
-    except UltraEPError as error:
-        group._reject(error)
-        raise
-    group._check_open(operation)
-    on_device = group._takes(plan)
-    if not on_device:  # refused in a capture, which is no reason to fail the peers
-        plan = plan_on_host(plan, group)
+        grads = grads.grads if isinstance(grads, BoundGrads) else grads
+        return tracing_calls.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
+    given = plan
+    plan, tag, operation, on_device = open_call(given, "reduce_expert_grads", group)
     try:
         bound = group._grads.bind(grads)
-        if on_device:
-            check_device_plan(plan, group)
-        else:
-            check_host_plan(plan, group)
+        check_plan(plan, on_device, group)
         mode_id = _mode_id(mode, group)
     except Exception as error:
-        group._reject(error)
+        reject_call(error, tag, operation, group)
         raise
     try:
         if on_device:
@@ -118,12 +106,11 @@ def reduce_expert_grads(
             )
             chosen = MODES[chosen_id]
     except UltraEPError as error:
-        if group._engine.failed_epoch() != 0:
-            group._first_error = group._first_error or error
+        group._not_submitted(error)
         raise
     work = group._submitted(epoch, (bound, plan), operation, chosen)
-    if isinstance(handle, PlanHandle):
-        handle._spend()
+    if isinstance(given, PlanHandle):
+        given._spend()
     if async_op:
         return work
     work.wait()

@@ -40,6 +40,12 @@ def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> Inva
     )
 
 
+def name_call(error: Exception, operation: str) -> None:
+    """Add to an error's text which call it is of."""
+    if isinstance(error, UltraEPError) and error.args:
+        error.args = (f"{error.args[0]} (in {operation})", *error.args[1:])
+
+
 def placement_error(
     rank: int, fault: int, place: tuple[int, int], expert: int, num_experts: int
 ) -> InvalidPlanError:

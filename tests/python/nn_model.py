@@ -46,6 +46,7 @@ class Model:
         num_microbatches: int = 3,
         dtype: torch.dtype = torch.float32,
         num_tokens: int = T,
+        engine: str = "host",
     ) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         self.num_ranks, self.num_experts = num_ranks, num_experts
@@ -55,6 +56,7 @@ class Model:
             slots_per_rank=S,
             expert={"w1": ((H, H), dtype), "w2": ((H, H), dtype), "scale": ((1,), dtype)},
             grads={"w1": torch.float32, "w2": torch.float32},
+            engine=engine,
             timeout=120.0,  # the first rank to call waits while others compile
         )
         self.home = torch.from_numpy(self.groups[0].topology.home)

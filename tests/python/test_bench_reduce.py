@@ -90,7 +90,7 @@ if __name__ == "__main__":
     sys.exit(main(["reduce", *few, "--json", "o.json"]))
 """
 FAULTS = {
-    "main": "grads['w2'].view(torch.uint8)[:, 5] ^= 1",
+    "main": "grads.grads['w2'].view(torch.uint8)[:, 5] ^= 1",
     "not cleared": "group.slot_grads['w13'][filled, 7] = -0.0",
     "empty slot": "group.slot_grads['w13'][~filled, 7] = 1.0",
     "weight": "group.slots['w2'][:, 3] = 1",
@@ -176,6 +176,7 @@ def test_a_sweep_over_sms(
         moved = record["moved_bytes"] / record["time_us"]["p50"] / 1e3
         assert record["moved_gbps"] == pytest.approx(moved)
         assert record["over_big_copy"] == pytest.approx(moved / big)
+        assert record["host_bound_us"] > 0
         assert record["host_unbound_us"] > 0
     assert set(document["baselines"]) == {"copy", "big copy"}
     assert document["fixed_cost"]["empty_plan_us"] > 0

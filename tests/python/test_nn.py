@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,21 +21,6 @@ from ultraep_comm.nn import hooks
 
 ONE_AFTER_THE_OTHER: Order = [("F", 0), ("B", 0), ("F", 1), ("B", 1), ("F", 2), ("B", 2)]
 ONE_F_ONE_B: Order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
-
-
-@pytest.fixture
-def models() -> Iterator[Callable[..., Model]]:
-    made: list[Model] = []
-
-    def make(seed: int, **options: Any) -> Model:
-        made.append(Model(seed, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        for group in model.groups:
-            group.abort()
-            group.close()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -141,6 +128,61 @@ def test_frozen_experts_have_no_reduction(models: Callable[..., Model]) -> None:
     assert [b - a for a, b in zip(calls, after, strict=True)] == [4] * 3  # two there, two back
 
 
+def test_outputs_can_be_added_to_in_place(models: Callable[..., Model]) -> None:
+    """Residuals are, and the outputs of shared experts."""
+    model = models(16, num_ranks=2, num_layers=1)
+
+    def train(rank: int, in_place: bool) -> list[torch.Tensor]:
+        module, x = model.modules[rank][0], model.inputs[rank, 0].clone().requires_grad_()
+        y = module(x, model.plans[0, 0], model.instances[rank, 0, 0])
+        if in_place:
+            y += x
+        else:
+            y = y + x
+        model.loss(y).backward()
+        found = [y, x.grad, *(module.weights[name].grad for name in ("w1", "w2"))]
+        module.zero_grad()
+        return found
+
+    expected = loopback(2, lambda rank: train(rank, in_place=False))
+    for a, b in zip(loopback(2, lambda rank: train(rank, True)), expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_gradients_are_copied_once(
+    models: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``parameter.grad`` is the memory that the reduction added to."""
+    model = models(16, num_ranks=2, num_layers=1, num_microbatches=1)
+    made: list[int] = []
+    own_gradient = hooks._own_gradient
+
+    def remember(*args: Any) -> torch.Tensor:
+        own = own_gradient(*args)
+        made.append(own.data_ptr())
+        return own
+
+    monkeypatch.setattr(hooks, "_own_gradient", remember)
+    model.train([("F", 0), ("B", 0)])
+    for (module,) in model.modules:
+        for name in ("w1", "w2"):
+            assert module.weights[name].grad.data_ptr() in made
+
+
+def test_mains_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:
+    """So that the experts may zip them. A ParameterDict made of a dict sorts it."""
+    model = models(16, num_ranks=1, num_experts=2, num_layers=1)
+    orders = []
+
+    def seen(x: torch.Tensor, mains: Any, slots: Any, instance: Any) -> torch.Tensor:
+        orders.append((list(mains), list(slots)))
+        return experts(x, mains, slots, instance)
+
+    model.modules[0][0].experts = seen
+    model.train([("F", 0), ("B", 0)])
+    assert orders == [(["w1", "w2", "scale"], ["w1", "w2", "scale"])]
+
+
 # ---- what goes wrong ----------------------------------------------------------------------------
 
 
@@ -244,29 +286,90 @@ def test_a_reduction_that_was_not_started_is_missed(models: Callable[..., Model]
     run = unn.ExpertPass(group.save(model.plans[0, 0], layer=9), model.modules[0][0].weights)
     x = torch.ones(1, requires_grad=True)
     y, _ = unn.join_reduction(x, run)
-    with pytest.raises(errors.InvalidArgumentError, match="layer 9, microbatch 0 is to be joined"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"rank 0: .* layer 9, microbatch 0 is to"
+    ):
         y.sum().backward()
     run.handle.release()
 
 
 def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
     """Two layers on one group's slots whose backward passes have run into each other."""
-    model = models(8, num_ranks=1, num_experts=2)
-    group = model.groups[0]
-    x = torch.ones(1, requires_grad=True)
-    runs, outputs = [], []
-    for layer in range(2):
-        weights = dict(model.modules[0][layer].weights.items())
-        runs.append(unn.ExpertPass(group.save(model.plans[layer, 0], layer=layer), weights))
-        joined, weights = unn.join_reduction(x, runs[layer], weights)
-        started, *_ = unn.start_reduction(joined, runs[layer], weights, group.slots)
-        outputs.append((started, unn.restore_replicas(started * 2, runs[layer])))
-    (grad,) = torch.autograd.grad(outputs[0][1].sum(), outputs[0][0])  # restored
-    torch.autograd.grad(outputs[1][1].sum(), outputs[1][0])
-    with pytest.raises(errors.InvalidArgumentError, match=r"layer 0, microbatch 0 .* of layer 1"):
-        outputs[0][0].backward(grad)
-    for run in runs:
+    model = models(8, num_ranks=2)
+    assert model.plans[0, 0].num_replicas > 0
+
+    def train(rank: int) -> BaseException | None:
+        group = model.groups[rank]
+        x = torch.ones(1, requires_grad=True)
+        runs, outputs = [], []
+        for layer in range(2):
+            weights = dict(model.modules[rank][layer].weights.items())
+            runs.append(unn.ExpertPass(group.save(model.plans[layer, 0], layer=layer), weights))
+            joined, weights = unn.join_reduction(x, runs[layer], weights)
+            started, *_ = unn.start_reduction(joined, runs[layer], weights, group.slots)
+            outputs.append((started, unn.restore_replicas(started * 2, runs[layer])))
+        (grad,) = torch.autograd.grad(outputs[0][1].sum(), outputs[0][0])  # restored
+        torch.autograd.grad(outputs[1][1].sum(), outputs[1][0])
+        error = raised(lambda: outputs[0][0].backward(grad))
+        for run in runs:
+            run.handle.release()
+        return error
+
+    for error in loopback(2, train):
+        assert isinstance(error, errors.InvalidArgumentError)
+        assert re.search(r"layer 0, microbatch 0 .* of layer 1", str(error))
+
+
+def passed(
+    model: Model, rank: int, mb: int, *, transfer: bool = True
+) -> tuple[unn.ExpertPass, torch.Tensor, torch.Tensor]:
+    """A forward pass of a rank's only layer, by the hooks; its input and output."""
+    group, module = model.groups[rank], model.modules[rank][0]
+    weights = dict(module.weights.items())
+    run = unn.ExpertPass(group.save(model.plans[0, mb], microbatch=mb), weights)
+    if transfer:
+        uec.replicate_experts(weights, run.handle, group=group)
+    x = model.inputs[rank, mb].clone().requires_grad_()
+    joined, mains = unn.join_reduction(x, run, weights)
+    started, mains, slots = unn.start_reduction(joined, run, mains, group.slots)
+    y = experts(started, mains, slots, model.instances[rank, 0, mb])
+    return run, x, unn.restore_replicas(y, run, anchor=started)
+
+
+def test_a_transfer_before_the_experts_backward_is_noticed(models: Callable[..., Model]) -> None:
+    """A schedule that runs a forward pass between a prefetch and the experts' backward."""
+    model = models(8, num_ranks=2, num_layers=1)
+    assert not torch.equal(model.plans[0, 0].slot_expert, model.plans[0, 1].slot_expert)
+
+    def train(rank: int) -> BaseException | None:
+        run, _, y = passed(model, rank, 0)
+        later = unn.prefetch_replicas(y * 1.0, run)
+        (grad,) = torch.autograd.grad(model.loss(later), y)
+        weights = run.weights
+        with torch.no_grad():
+            uec.replicate_experts(weights, model.plans[0, 1], group=model.groups[rank])
+        error = raised(lambda: y.backward(grad))
         run.handle.release()
+        return error
+
+    for rank, error in enumerate(loopback(2, train)):
+        if not isinstance(error, errors.PeerRejectedError):
+            assert isinstance(error, errors.InvalidArgumentError)
+            assert f"rank {rank}: the experts of layer 0, microbatch 0 had" in str(error)
+            assert "the replicas of another plan in their backward pass" in str(error)
+
+
+def test_experts_without_their_own_transfer_are_noticed(models: Callable[..., Model]) -> None:
+    model = models(8, num_ranks=2, num_layers=1)
+
+    def train(rank: int) -> BaseException | None:
+        passed(model, rank, 0)
+        return raised(lambda: passed(model, rank, 1, transfer=False))
+
+    for error in loopback(2, train):
+        assert isinstance(error, errors.InvalidArgumentError)
+        text = r"microbatch 1 had the replicas of layer 0, microbatch 0 in their forward pass"
+        assert re.search(text, str(error))
 
 
 def test_start_takes_main_weights_or_main_grads(models: Callable[..., Model]) -> None:
@@ -284,6 +387,8 @@ def test_start_takes_main_weights_or_main_grads(models: Callable[..., Model]) ->
     fused = unn.ExpertPass(handle, weights, main_grads=weights)
     with pytest.raises(errors.InvalidArgumentError, match="layer 0 needs no gradient"):
         unn.start_reduction(x.detach(), fused)
+    with pytest.raises(errors.InvalidArgumentError, match="experts of layer 0 is a tuple"):
+        unn.restore_replicas((x, None), run)  # type: ignore[arg-type]
     weights["w2"].requires_grad_(False)
     with pytest.raises(errors.InvalidArgumentError, match=r"\['w1'\] need gradients; expected all"):
         unn.start_reduction(x, unn.ExpertPass(handle, weights), weights, group.slots)
@@ -347,6 +452,41 @@ def test_hooks_on_activations_alone(models: Callable[..., Model], prefetch: bool
                 assert module.weights[name].grad is None
                 module.weights[name].grad = total
     assert model.error(found, [0, 1, 2]) < 1e-5
+
+
+def test_hooks_of_parameters_may_wait_for_the_reduction(models: Callable[..., Model]) -> None:
+    """Of parameters that went through join_reduction, though experts add to ``main_grads``."""
+    model = models(9, num_ranks=2, num_layers=1, num_microbatches=1)
+    joined: list[bool] = []
+
+    class Signalling(FusedExperts):
+        """Returns a gradient that nobody reads, for the hooks of a parameter to be called."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            return FusedExperts.forward(ctx, *args[:-1])
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return *FusedExperts.backward(ctx, grad), torch.zeros_like(ctx.held[0]["w1"])
+
+    def run(module: Any, x: torch.Tensor, plan: uec.Plan, instance: torch.Tensor) -> torch.Tensor:
+        group, weights = module.group, dict(module.weights.items())
+        sums = {n: torch.zeros_like(weights[n]) for n in group.slot_grads}
+        one = unn.ExpertPass(group.save(plan), weights, main_grads=sums)
+        waiting = weakref.ref(one)  # the parameter keeps its hook, and `one` the parameter
+        weights["w1"].register_post_accumulate_grad_hook(
+            lambda _: joined.append(not waiting().handle.is_live and waiting()._reducing is None)
+        )
+        uec.replicate_experts(weights, one.handle, group=group)
+        x, mains = unn.join_reduction(x, one, weights)
+        x, _, _ = unn.start_reduction(x, one)
+        held = (weights, dict(group.slots), (sums, group.slot_grads), instance)
+        y = Signalling.apply(x, *held, mains["w1"])  # type: ignore[no-untyped-call]
+        return unn.restore_replicas(y, one, anchor=x)
+
+    model.train([("F", 0), ("B", 0)], run)
+    assert joined == [True, True]
 
 
 def test_gradients_that_others_hold_too_are_left_alone(models: Callable[..., Model]) -> None:

@@ -21,21 +21,6 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def models() -> Iterator[Callable[..., Model]]:
-    made: list[Model] = []
-
-    def make(seed: int, **options: Any) -> Model:
-        made.append(Model(seed, **options))
-        return made[-1]
-
-    yield make
-    for model in made:
-        for group in model.groups:
-            group.abort()
-            group.close()
-
-
 def dense_experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
     """The same experts, each for all tokens: shapes do not depend on values."""
     y, num_mains = x, len(mains["w1"])
@@ -100,6 +85,20 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
     for rank in range(2):
         for a, b in zip(got[rank], eager[rank], strict=True):
             assert torch.allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_weights_that_the_group_does_not_reduce_are_refused(models: Callable[..., Model]) -> None:
+    """Also by a trace: gradients without the replicas' would be incomplete."""
+    model = models(12, num_ranks=1, num_experts=2, num_layers=1)
+    (module,) = model.modules[0]
+    module.experts = dense_experts
+    arguments = (model.inputs[0, 0], model.plans[0, 0], model.instances[0, 0, 0])
+    module.weights["w2"].requires_grad_(False)
+    run = torch.compile(lambda: module(*arguments), fullgraph=True, backend="aot_eager")
+    for call in (lambda: module(*arguments), run):
+        with pytest.raises(Exception, match=r"main weights \['w1'\] need gradients; expected all"):
+            call()
 
 
 @pytest.mark.usefixtures("_one_thread")

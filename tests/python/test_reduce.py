@@ -267,6 +267,7 @@ def _bad_grads(name: str, w: torch.Tensor) -> Any:
         "no mapping": w,
         "strides": {"w": torch.zeros(2, 5, 5)[:, :, :4]},
         "shared rows": {"w": torch.zeros(1, 5, 4).expand(2, 5, 4)},
+        "a row twice": {"w": [w[0], w[0]]},
         "two dtypes": {"w": [w[0], w[1].bfloat16()]},
     }[name]
 
@@ -281,6 +282,7 @@ GRAD_FAULTS = {
     "no mapping": "grads is a Tensor",
     "strides": "strides",
     "shared rows": "share memory",
+    "a row twice": "share memory",
     "two dtypes": "torch.bfloat16",
 }
 
@@ -306,6 +308,15 @@ def test_bad_gradients_are_refused_and_peers_do_not_wait(fault: str) -> None:
     assert (groups[1].slot_grads["w"] == 2).all()
     for group in groups:
         group.close()
+
+
+def test_segments_with_one_gradient() -> None:
+    segment = ((5, 4), F32)
+    (group,) = make_groups(1, num_experts=2, expert={"gate": segment, "up": segment}, grads=F32)
+    grads = torch.zeros(2, 5, 4)
+    with pytest.raises(errors.InvalidGradientsError, match=r"rows of grads\['up'\] share memory"):
+        group.bind_grads({"gate": grads, "up": grads})
+    group.close()
 
 
 def test_slots_without_gradients() -> None:
@@ -411,6 +422,29 @@ def test_a_handle_ends_with_its_reduction() -> None:
             assert "layer 3, microbatch 5" in str(error)
             assert "backward twice" in str(error)
     for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("operation", ["reduce_expert_grads", "replicate_experts"])
+def test_bad_input_names_the_saved_plan(operation: str) -> None:
+    groups = make_groups(2, num_experts=4)
+    plan = uec.Plan.from_slots([[2, -1], [0, -1]], num_experts=4)
+    handles = [group.save(plan, layer=3, microbatch=5) for group in groups]
+
+    def call(rank: int) -> BaseException | None:
+        tensors = make_mains(groups[rank], 1, F32)
+        tensors = {name: tensor.to(torch.int16) for name, tensor in tensors.items()}
+        made = getattr(uec, operation)
+        return raised(lambda: made(tensors, handles[rank], group=groups[rank]))
+
+    found = loopback(2, call)
+    assert any(isinstance(error, errors.InvalidArgumentError) for error in found)
+    for rank, error in enumerate(found):
+        if isinstance(error, errors.InvalidArgumentError):
+            assert str(error).startswith(f"rank {rank}: ")
+            assert str(error).endswith(f" (in {operation} of layer 3, microbatch 5)")
+    for handle, group in zip(handles, groups, strict=True):
+        handle.release()
         group.close()
 
 

@@ -20,8 +20,7 @@ from ultraep_comm.bench.critical_path_report import (
 )
 from ultraep_comm.bench.critical_path_settings import PathSettings
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
-from ultraep_comm.bench.gpu import Gpu, Meter, take_device
-from ultraep_comm.bench.launch import find_launcher
+from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.routed_ids import draw_ids
@@ -37,10 +36,7 @@ def run(settings: PathSettings) -> int:
     Raises:
         UltraEPError: there is no device, a group could not be made, or a call failed.
     """
-    launched = find_launcher()
-    if launched is not None or dist.is_initialized():
-        take_device(launched.local_rank if launched is not None else dist.get_rank())
-    return run_on(Gpu(), settings)
+    return run_on(own_gpu(), settings)
 
 
 def run_on(meter: Meter, settings: PathSettings) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ultraep_comm.bench.device_report import (
     format_device_results,
     write_device_json,
 )
+from ultraep_comm.bench.device_rounds import measure_rounds, slowest
 from ultraep_comm.bench.device_transfers import (
     DeviceCopy,
     DeviceMode,
@@ -27,8 +28,7 @@ from ultraep_comm.bench.device_transfers import (
     RanksHere,
     StreamCopies,
 )
-from ultraep_comm.bench.gpu import Gpu, Meter, take_device
-from ultraep_comm.bench.launch import find_launcher
+from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.traffic import Traffic, count_traffic
@@ -47,10 +47,7 @@ def run(settings: ReplicateSettings) -> int:
     Raises:
         UltraEPError: there is no device, a group could not be made, or a transfer failed.
     """
-    launched = find_launcher()
-    if launched is not None or dist.is_initialized():
-        take_device(launched.local_rank if launched is not None else dist.get_rank())
-    return run_on(Gpu(), settings)
+    return run_on(own_gpu(), settings)
 
 
 def run_on(meter: Meter, settings: ReplicateSettings) -> int:
@@ -170,29 +167,26 @@ def _measure(
     transfers: Sequence[DeviceTransfer],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Time transfers of one plan, interleaved; return ``[transfers, iters]`` us, wrong bytes."""
-    times = np.zeros((len(transfers), settings.iters))
-    wrong = np.zeros(len(transfers), np.int64)
-    shuffle = np.random.default_rng(settings.seed)
-    epoch = 0
-    for i in range(-settings.warmup, settings.iters):
-        for t in shuffle.permutation(len(transfers)):
-            epoch += 1
-            ranks.fill(plan, payload, epoch)
-            ranks.meter.settle()
-            if not ranks.loopback:
-                dist.barrier()
-            took = ranks.meter.time_us(transfers[t].run, TIMED_CALLS, len(ranks.groups))
-            ranks.meter.settle()
-            if not ranks.loopback:
-                dist.barrier()  # nobody fills what another one still copies from
-            if settings.check or i == settings.iters - 1:
-                wrong[t] += transfers[t].count_wrong(payload, epoch)
-            if i >= 0:
-                times[t, i] = took
-    if not ranks.loopback:
-        dist.all_reduce(torch.from_numpy(times), op=dist.ReduceOp.MAX)
-        dist.all_reduce(torch.from_numpy(wrong))
-    return times, wrong
+
+    def settle() -> None:
+        ranks.meter.settle()
+        if not ranks.loopback:
+            dist.barrier()  # nobody fills what another one still copies from
+
+    def time_us(run: Callable[[], None]) -> float:
+        settle()
+        took = ranks.meter.time_us(run, TIMED_CALLS, len(ranks.groups))
+        settle()
+        return took
+
+    return measure_rounds(
+        settings,
+        transfers,
+        payload,
+        fill=lambda epoch: ranks.fill(plan, payload, epoch),
+        time_us=time_us,
+        loopback=ranks.loopback,
+    )
 
 
 def _traffic(settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
@@ -207,15 +201,6 @@ def _traffic(settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
     return count_traffic(
         schedule, num_ranks=settings.num_ranks, segment_bytes=sizes, tile_bytes=tile_bytes
     )
-
-
-def slowest(value: float, loopback: bool) -> float:
-    """Return the largest of the ranks' values. Collective, but in loopback."""
-    if loopback:
-        return value
-    found = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
 
 
 def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:

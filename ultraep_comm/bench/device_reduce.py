@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from ultraep_comm.bench.device import HOST_CALLS, TILE_BYTES, TIMED_CALLS, slowest
+from ultraep_comm.bench.device import HOST_CALLS, TILE_BYTES, TIMED_CALLS
 from ultraep_comm.bench.device_report import (
     Baselines,
     DeviceRun,
@@ -22,10 +22,10 @@ from ultraep_comm.bench.device_report import (
     format_device_results,
     write_device_json,
 )
+from ultraep_comm.bench.device_rounds import measure_rounds, slowest
 from ultraep_comm.bench.device_transfers import DeviceCopy
-from ultraep_comm.bench.gpu import Gpu, Meter, take_device
+from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.grad_payload import GradPayload
-from ultraep_comm.bench.launch import find_launcher
 from ultraep_comm.bench.reduce import make_payload, make_stage
 from ultraep_comm.bench.reduce_settings import ReduceSettings
 from ultraep_comm.bench.reductions import GradStage
@@ -44,10 +44,7 @@ def run(settings: ReduceSettings) -> int:
     Raises:
         UltraEPError: there is no device, a group could not be made, or a reduction failed.
     """
-    launched = find_launcher()
-    if launched is not None or dist.is_initialized():
-        take_device(launched.local_rank if launched is not None else dist.get_rank())
-    return run_on(Gpu(), settings)
+    return run_on(own_gpu(), settings)
 
 
 def run_on(meter: Meter, settings: ReduceSettings) -> int:
@@ -74,7 +71,14 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
         ]
         baselines = copies if found.baselines is None else []
         chosen = [mode.choose() for mode in modes]
-        times, wrong = _measure(settings, ranks, payload, [*modes, *baselines])
+        times, wrong = measure_rounds(
+            settings,
+            [*modes, *baselines],
+            payload,
+            fill=partial(ranks.fill, payload),
+            time_us=partial(ranks.time_us, calls=1),  # a second would add what is left in slots
+            loopback=loopback,
+        )
         for m, mode in enumerate(modes):
             found.modes.append(
                 ModeRun(
@@ -92,8 +96,8 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
                         main_bytes=settings.main_dtype.itemsize,
                         zero=settings.zero,
                     ),
-                    host_bound_us=None,
-                    host_unbound_us=slowest(ranks.host_us(plan, mode.name), loopback),
+                    host_bound_us=slowest(ranks.host_us(plan, mode.name), loopback),
+                    host_unbound_us=slowest(ranks.host_us(plan, mode.name, bound=False), loopback),
                 )
             )
         if found.baselines is None:
@@ -107,8 +111,10 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
             found.fixed = FixedCosts(
                 empty_us=slowest(float(np.median(empty_us)), loopback),
                 tile_us=None,
-                host_bound_us=None,
-                host_unbound_us=slowest(ranks.host_us(ranks.nothing, "pull"), loopback),
+                host_bound_us=slowest(ranks.host_us(ranks.nothing, "pull"), loopback),
+                host_unbound_us=slowest(
+                    ranks.host_us(ranks.nothing, "pull", bound=False), loopback
+                ),
             )
         for group in groups:
             group.close()
@@ -151,11 +157,21 @@ class ReducingRanks:
             num_experts=settings.num_experts,
         )
 
-    def submit(self, plan: Plan, mode: str) -> list[Work]:
-        """Start one call of every rank here."""
+    def fill(self, payload: GradPayload, epoch: int) -> None:
+        """Give the gradients of every rank here a new epoch's values."""
+        for stage in self.stages:
+            stage.fill(payload, epoch)
+
+    def submit(self, plan: Plan, mode: str, *, bound: bool = True) -> list[Work]:
+        """Start one call of every rank here, with gradients bound before or in the call."""
         works = [
             reduce_expert_grads(
-                s.mains, plan, group=s.group, mode=mode, zero=self._zero, async_op=True
+                s.bound if bound else s.mains,
+                plan,
+                group=s.group,
+                mode=mode,
+                zero=self._zero,
+                async_op=True,
             )
             for s in self.stages
         ]
@@ -165,7 +181,7 @@ class ReducingRanks:
         """Enqueue one call of every rank here, behind the current stream and before the rest."""
         if not self.loopback:
             (stage,) = self.stages
-            reduce_expert_grads(stage.mains, plan, group=stage.group, mode=mode, zero=self._zero)
+            reduce_expert_grads(stage.bound, plan, group=stage.group, mode=mode, zero=self._zero)
             return
         for work in self.submit(plan, mode):
             work.wait()
@@ -187,13 +203,13 @@ class ReducingRanks:
         if not self.loopback:
             dist.barrier()
 
-    def host_us(self, plan: Plan, mode: str) -> float:
+    def host_us(self, plan: Plan, mode: str, *, bound: bool = True) -> float:
         """Return the median time that a call keeps the host, for one rank."""
         times = []
         for _ in range(HOST_CALLS):
             self.meter.settle()
             start = time.perf_counter_ns()
-            works = self.submit(plan, mode)
+            works = self.submit(plan, mode, bound=bound)
             times.append((time.perf_counter_ns() - start) / 1e3 / len(self.stages))
             for work in works:
                 work.synchronize()
@@ -224,33 +240,3 @@ class DeviceReduction:
             stage.count_wrong_mains(payload, epoch) + stage.count_wrong_slots()
             for stage in self._ranks.stages
         )
-
-
-def _measure(
-    settings: ReduceSettings,
-    ranks: ReducingRanks,
-    payload: GradPayload,
-    transfers: Sequence[Any],
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Time reductions of one plan, interleaved; return ``[transfers, iters]`` us, wrong bytes.
-
-    Each is timed once: a second call would add what is left in the slots.
-    """
-    times = np.zeros((len(transfers), settings.iters))
-    wrong = np.zeros(len(transfers), np.int64)
-    shuffle = np.random.default_rng(settings.seed)
-    epoch = 0
-    for i in range(-settings.warmup, settings.iters):
-        for t in shuffle.permutation(len(transfers)):
-            epoch += 1
-            for stage in ranks.stages:
-                stage.fill(payload, epoch)
-            took = ranks.time_us(transfers[t].run, 1)
-            if settings.check or i == settings.iters - 1:
-                wrong[t] += transfers[t].count_wrong(payload, epoch)
-            if i >= 0:
-                times[t, i] = took
-    if not ranks.loopback:
-        dist.all_reduce(torch.from_numpy(times), op=dist.ReduceOp.MAX)
-        dist.all_reduce(torch.from_numpy(wrong))
-    return times, wrong

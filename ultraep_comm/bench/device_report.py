@@ -34,8 +34,8 @@ class ModeRun:
         times_us: ``[iters]``, on the device, of one call.
         wrong_bytes: over all ranks and all checked iterations.
         traffic: what the call moves.
-        host_bound_us: median time that a call keeps the host, with bound weights; None: not taken.
-        host_unbound_us: the same with weights that are checked in every call.
+        host_bound_us: median time that a call keeps the host, with bound weights or gradients.
+        host_unbound_us: the same with ones that are checked in every call.
     """
 
     mode: str
@@ -44,7 +44,7 @@ class ModeRun:
     times_us: NDArray[np.float64]
     wrong_bytes: int
     traffic: Traffic
-    host_bound_us: float | None
+    host_bound_us: float
     host_unbound_us: float
 
     @property
@@ -98,13 +98,13 @@ class FixedCosts:
     Attributes:
         empty_us: on the device, with a plan without replicas.
         tile_us: on the device, with one tile through a hub; None: fewer than three ranks.
-        host_bound_us: of the host, for the empty plan and bound weights; None: not taken.
-        host_unbound_us: the same with weights that are checked in every call.
+        host_bound_us: of the host, for the empty plan and bound weights or gradients.
+        host_unbound_us: the same with ones that are checked in every call.
     """
 
     empty_us: float
     tile_us: float | None
-    host_bound_us: float | None
+    host_bound_us: float
     host_unbound_us: float
 
 
@@ -313,7 +313,7 @@ def format_device_results(settings: ReplicateSettings, found: DeviceRun) -> str:
             f"{_over(m, base, 'big copy', processes):.3f}",
             _show(_speedup(m, base, "copies"), ".2f"),
             _show(_speedup(m, base, "nccl"), ".2f"),
-            _show(m.host_bound_us, ".1f"),
+            f"{m.host_bound_us:.1f}",
             f"{m.host_unbound_us:.1f}",
             str(m.wrong_bytes),
         )
@@ -329,8 +329,7 @@ def format_device_results(settings: ReplicateSettings, found: DeviceRun) -> str:
     lines = [
         format_table([list(_COLUMNS), list(_COLUMNS.values())], rows),
         f"# empty plan {fixed.empty_us:.1f} us, one tile through a hub {tile_us} us;"
-        f" host {_show(fixed.host_bound_us, '.1f')} us a call,"
-        f" {fixed.host_unbound_us:.1f} us unbound",
+        f" host {fixed.host_bound_us:.1f} us a call, {fixed.host_unbound_us:.1f} us unbound",
     ]
     for needed in sms_needed(found.modes):
         goals = ", ".join(

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from ultraep_comm.bench.launch import find_launcher
 from ultraep_comm.cuda.device import Device, find_device
 from ultraep_comm.cuda.kernels import choose_num_sms
 from ultraep_comm.errors import UnsupportedError
@@ -195,7 +197,20 @@ def is_usable() -> bool:
     return True
 
 
-def take_device(local_rank: int) -> None:
+def own_gpu() -> Gpu:
+    """Return this process's GPU, by its number on its machine or, without a launcher, its rank.
+
+    Raises:
+        UnsupportedError: there is none.
+        InvalidArgumentError: as :func:`find_launcher`.
+    """
+    launched = find_launcher()
+    if launched is not None or dist.is_initialized():
+        _take_device(launched.local_rank if launched is not None else dist.get_rank())
+    return Gpu()
+
+
+def _take_device(local_rank: int) -> None:
     """Make the rank's GPU torch's current device: the machine's GPUs are dealt out in turn."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())

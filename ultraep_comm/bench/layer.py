@@ -81,6 +81,7 @@ class LayerStage:
         self.mains = group.topology.mains(group.rank).tolist()
         self.weights = group.empty_weights()
         self.grads = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        self.bound, self.bound_grads = group.bind(self.weights), group.bind_grads(self.grads)
         own = torch.Generator().manual_seed(settings.seed * 1000 + group.rank)
         shape = (settings.tokens, settings.hidden)
         self.tokens = torch.randn(shape, generator=own)
@@ -190,7 +191,7 @@ class Layer:
             marks = [time.perf_counter_ns()]
             plan = plan_replicas(gather_load(ids, group=group), group=group)
             marks.append(time.perf_counter_ns())
-            work = replicate_experts(stage.weights, plan, group=group, async_op=True)
+            work = replicate_experts(stage.bound, plan, group=group, async_op=True)
             marks.append(time.perf_counter_ns())
             physical_ids = reroute(ids, plan, group=group)
             marks.append(time.perf_counter_ns())
@@ -212,7 +213,7 @@ class Layer:
         )
         if plan is not None:
             start = time.perf_counter_ns()
-            reduce_expert_grads(stage.grads, plan, group=group)
+            reduce_expert_grads(stage.bound_grads, plan, group=group)
             spent[-1] = time.perf_counter_ns() - start
         self._plan = plan
         replicas = 0 if plan is None else plan.num_replicas

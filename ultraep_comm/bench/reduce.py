@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ultraep_comm.bench.grad_payload import GradPayload
 from ultraep_comm.bench.interleaved import Transfer, measure
+from ultraep_comm.bench.one_plan import run_one_plan
 from ultraep_comm.bench.reduce_settings import ReduceSettings
 from ultraep_comm.bench.reductions import CopyAdd, GlooReduction, GradStage, Reduction
-from ultraep_comm.bench.report import Measurement, format_header, format_results, write_json
-from ultraep_comm.creation import new_group
+from ultraep_comm.bench.report import Measurement
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_replicas
 
 
 def run(settings: ReduceSettings) -> int:
@@ -23,25 +23,7 @@ def run(settings: ReduceSettings) -> int:
     Raises:
         UltraEPError: the group could not be made, or a reduction failed.
     """
-    torch.set_num_threads(1)
-    with new_group(
-        num_experts=settings.num_experts,
-        slots_per_rank=settings.slots,
-        expert=settings.expert,
-        grads=settings.grad_dtype,
-        tile_bytes=settings.tile_bytes,
-        num_sms=settings.num_sms[0] if settings.num_sms else None,
-        engine=settings.engine,
-    ) as group:
-        plan = plan_replicas(torch.from_numpy(settings.load), group=group)
-        if group.rank == 0:
-            print(format_header(settings, plan), flush=True)
-        measured = _measure(settings, group, plan)
-        if group.rank == 0:
-            print(format_results(settings, plan, measured), flush=True)
-            if settings.json is not None:
-                write_json(settings.json, settings, plan, measured)
-    return 1 if any(m.wrong_bytes for m in measured) else 0
+    return run_one_plan(settings, partial(_measure, settings), grads=settings.grad_dtype)
 
 
 def _measure(settings: ReduceSettings, group: Group, plan: Plan) -> list[Measurement]:
@@ -52,12 +34,13 @@ def _measure(settings: ReduceSettings, group: Group, plan: Plan) -> list[Measure
 
 
 def make_stage(settings: ReduceSettings, group: Group, plan: Plan) -> GradStage:
-    """Allocate main gradients where the group's slots are, and mark what must not change."""
+    """Allocate and bind main gradients where slots are, and mark what must not change."""
     mains = {
         name: torch.empty((group.num_mains, n), dtype=settings.main_dtype, device=group.device)
         for name, n in settings.elements.items()
     }
-    return GradStage(group=group, mains=mains, plan=plan, zero=settings.zero)
+    bound = group.bind_grads(mains)
+    return GradStage(group=group, mains=mains, bound=bound, plan=plan, zero=settings.zero)
 
 
 def make_payload(settings: ReduceSettings) -> GradPayload:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ultraep_comm.bench.grad_payload import MAIN, GradPayload, count_different
 from ultraep_comm.bench.payload import SENTINEL, count_disturbed
 from ultraep_comm.bench.transfers import cut_line, replicas_of
+from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.reduction import reduce_expert_grads
@@ -37,6 +38,7 @@ class GradStage:
     Attributes:
         group: the group; weights in its slots, and gradients in empty ones, are full of SENTINEL.
         mains: this rank's main gradients ``{name: [M, elements]}``, full of SENTINEL.
+        bound: the same, bound once.
         plan: the plan.
         zero: whether slots are cleared.
         own: more to fill with the values of main gradients.
@@ -44,6 +46,7 @@ class GradStage:
 
     group: Group
     mains: dict[str, torch.Tensor]
+    bound: BoundGrads
     plan: Plan
     zero: bool
     own: list[Own] = field(default_factory=list)
@@ -105,7 +108,7 @@ class GradStage:
 
 
 class Reduction:
-    """`reduce_expert_grads`, blocking."""
+    """`reduce_expert_grads`, blocking, with gradients bound once."""
 
     def __init__(self, stage: GradStage, mode: str) -> None:
         """Reduce in ``mode``."""
@@ -115,14 +118,14 @@ class Reduction:
         """Reduce the plan's replicas."""
         stage = self._stage
         reduce_expert_grads(
-            stage.mains, stage.plan, group=stage.group, mode=self.name, zero=stage.zero
+            stage.bound, stage.plan, group=stage.group, mode=self.name, zero=stage.zero
         )
 
     def choose(self) -> str:
         """Return the mode that the library takes for this plan. Collective: makes a call."""
         stage = self._stage
         work = reduce_expert_grads(
-            stage.mains, stage.plan, group=stage.group, mode=self.name, async_op=True
+            stage.bound, stage.plan, group=stage.group, mode=self.name, async_op=True
         )
         assert work is not None
         work.wait()

@@ -29,6 +29,9 @@ class ReplicatedExperts(torch.nn.Module):
     collective: every rank runs the same layers and microbatches in the same order. Layers whose
     experts have the same shape share a group, and so its slots: they run one after the other.
 
+    Its input has been dispatched, so nothing runs beside its transfers and its reduction: a layer
+    that has the dispatch between :func:`join_reduction` and :func:`start_reduction` hides them.
+
     Without gradients nothing is saved. A graph that is dropped without a backward pass lets its
     plan go; so does one that torch.utils.checkpoint makes only to compute activations again.
 
@@ -51,7 +54,8 @@ class ReplicatedExperts(torch.nn.Module):
         Args:
             group: made with ``grads=`` for those weights that need gradients.
             experts: ``experts(x, mains, slots, *args) -> y``, differentiable in the three, with
-                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``.
+                ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``, both
+                in the order of the group's segments.
             weights: ``{name: [M, *shape]}``, for all segments of the group.
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
@@ -84,7 +88,8 @@ class ReplicatedExperts(torch.nn.Module):
         Returns:
             What ``experts`` returns.
         """
-        group, weights = self.group, dict(self.weights.items())
+        group = self.group
+        weights = {name: self.weights[name] for name in group.segments}  # as slots are ordered
         if torch.compiler.is_dynamo_compiling():
             return traced.run_experts(
                 x,
@@ -101,9 +106,7 @@ class ReplicatedExperts(torch.nn.Module):
             return self.experts(x, weights, dict(group.slots), *args)
         handle = group.save(plan, layer=self.layer, microbatch=microbatch)
         run = ExpertPass(handle, weights, mode=self._mode, segments=self._segments)
-        work = uec.replicate_experts(weights, handle, group=group, async_op=True, mode=self._mode)
-        assert work is not None
+        uec.replicate_experts(weights, handle, group=group, mode=self._mode)
         x, mains = join_reduction(x, run, weights)
         x, mains, slots = start_reduction(x, run, mains, group.slots)
-        work.wait()
         return restore_replicas(self.experts(x, mains, slots, *args), run, anchor=x)

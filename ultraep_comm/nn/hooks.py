@@ -25,14 +25,12 @@ from torch.autograd.function import once_differentiable
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.segments import BoundWeights, Weights
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 Grads = tuple[Tensor | None, ...]
-
-# Whose replicas a backward pass has restored last, by group.
-_restored: weakref.WeakKeyDictionary[uec.Group, uec.PlanHandle] = weakref.WeakKeyDictionary()
 
 
 class ExpertPass:
@@ -53,7 +51,7 @@ class ExpertPass:
         handle: uec.PlanHandle,
         weights: Weights | BoundWeights | Tensor,
         *,
-        main_grads: Weights | None = None,
+        main_grads: Weights | BoundGrads | None = None,
         mode: str = "auto",
         reduce_mode: str = "auto",
         segments: Sequence[str] | None = None,
@@ -63,8 +61,8 @@ class ExpertPass:
         Args:
             handle: its last use is this pass's.
             weights: as for ``replicate_experts``; their addresses are asked for in the backward.
-            main_grads: ``{name: tensor [M, *shape] or sequence of M}``, as for
-                ``reduce_expert_grads``.
+            main_grads: as for ``reduce_expert_grads``: ``{name: tensor [M, *shape] or sequence of
+                M}``, or what ``group.bind_grads`` returned for them.
             mode: of the transfers.
             reduce_mode: of the reduction.
             segments: those that the backward pass needs; None: all.
@@ -106,23 +104,32 @@ class ExpertPass:
             segments=self.segments,
         )
         assert work is not None
-        _restored[self._group] = self.handle
         self._has_restored = True
         return work
 
-    def _check_slots(self) -> None:
-        last = _restored.get(self._group)
-        if self._has_restored and last is not None and last is not self.handle:
-            raise InvalidArgumentError(
-                f"rank {self._group.rank}: the experts of layer {self.handle.layer}, microbatch"
-                f" {self.handle.microbatch} had the replicas of layer {last.layer}, microbatch"
-                f" {last.microbatch} in their backward pass; layers that share a group have to run"
-                " one after the other: let each one's input depend on the output of the one before"
-            )
+    def _check_slots(self, direction: str) -> None:
+        """Raise InvalidArgumentError if the experts that ran last had another pass's replicas."""
+        group, mine = self._group, self.handle
+        last = group._filled_by
+        if last is None or _brings_the_same(last, mine):
+            return
+        found = "another plan"
+        if isinstance(last, uec.PlanHandle):
+            found = f"layer {last.layer}, microbatch {last.microbatch}"
+        error = InvalidArgumentError(
+            f"rank {group.rank}: the experts of layer {mine.layer}, microbatch {mine.microbatch}"
+            f" had the replicas of {found} in their {direction} pass; passes that share a group's"
+            " slots have to run one after the other: let nothing replicate between a pass's"
+            " transfer and its experts, and let each layer's input depend on the output of the one"
+            " before"
+        )
+        group._reject(error)
+        raise error
 
     def _start(self, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
         """Reduce gradients; those of ``mains`` and of the slots named follow that of the input."""
-        self._check_slots()
+        if self._has_restored:
+            self._check_slots("backward")
         grad_x, *rest = grads
         if self.main_grads is None and not mains:  # nothing to reduce
             self.handle.release()
@@ -133,7 +140,10 @@ class ExpertPass:
             slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
         own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
         self._reducing = uec.reduce_expert_grads(
-            dict(zip(mains, own, strict=True)) if self.main_grads is None else self.main_grads,
+            # Other tensors on the same memory: autograd takes over those that nobody else has.
+            {name: grad.detach() for name, grad in zip(mains, own, strict=True)}
+            if self.main_grads is None
+            else self.main_grads,
             self.handle,
             group=self._group,
             async_op=True,
@@ -143,15 +153,40 @@ class ExpertPass:
 
     def _join(self, grads: Grads) -> Grads:
         if self._reducing is None and self.handle.is_live:
-            raise InvalidArgumentError(
-                f"the reduction of layer {self.handle.layer}, microbatch {self.handle.microbatch}"
-                " is to be joined, and has not been started; pass the experts' input, and the main"
-                " weights, through start_reduction behind join_reduction"
+            error = InvalidArgumentError(
+                f"rank {self._group.rank}: the reduction of layer {self.handle.layer}, microbatch"
+                f" {self.handle.microbatch} is to be joined, and has not been started; pass the"
+                " experts' input, and the main weights, through start_reduction behind"
+                " join_reduction"
             )
+            self._group._reject(error)
+            raise error
         work, self._reducing = self._reducing, None
         if work is not None:
             work.wait()
         return grads
+
+
+def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) -> bool:
+    """Return whether a transfer that was made by ``last`` brings what one by ``handle`` does.
+
+    Recomputed activations have a handle of their own, of the same layer and an equal plan. Plans on
+    a device are not read: that would synchronise.
+    """
+    if last is handle:
+        return True
+    mine = handle._plan.slot_expert
+    readable = mine.device.type == "cpu"
+    if readable and not (mine >= 0).any():
+        return True  # nothing: frameworks may leave that transfer out
+    if isinstance(last, uec.PlanHandle):
+        if last.layer != handle.layer:
+            return False
+        if last.microbatch == handle.microbatch:
+            return True
+        last = last._plan
+    theirs = last.slot_expert
+    return not readable or theirs.device.type != "cpu" or torch.equal(theirs, mine)
 
 
 def _own_gradient(main: Tensor, grad: Tensor | None) -> Tensor:
@@ -176,7 +211,9 @@ class _Hook(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
-        return tensors[:num_outputs]
+        x, *weights = tensors[:num_outputs]
+        # As the same tensor it could not be added to in place, as residuals are.
+        return x if x.is_leaf and x.requires_grad else x.detach(), *weights
 
     @staticmethod
     @once_differentiable
@@ -196,7 +233,18 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
         pass_: of this layer and microbatch.
         anchor: the experts' input from :func:`start_reduction`: where ``y`` does not depend on it,
             because no token came, the backward pass takes part in the calls all the same.
+
+    Raises:
+        InvalidArgumentError: ``y`` is no tensor; or another transfer has filled the slots since
+            this pass's, and peers fail likewise.
     """
+    if not isinstance(y, Tensor):
+        raise InvalidArgumentError(
+            f"rank {pass_._group.rank}: the output of the experts of layer {pass_.handle.layer} is"
+            f" a {type(y).__name__}; expected one tensor: hand the rest on beside the hooks"
+        )
+    if torch.is_grad_enabled():
+        pass_._check_slots("forward")
     tensors = (y, y if anchor is None else anchor)
     return _hook(pass_._restore, 1, *tensors)[0]  # type: ignore[no-any-return]
 
@@ -238,12 +286,7 @@ def start_reduction(
             f"rank {group.rank}: start_reduction was given {len(mains)} main weights, and a pass"
             f" {'without' if pass_.main_grads is None else 'with'} main_grads; expected one of them"
         )
-    wanted = [name for name, main in mains.items() if main.requires_grad]
-    if wanted and set(wanted) != set(group.slot_grads):
-        raise InvalidArgumentError(
-            f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
-            f" the group reduces, {sorted(group.slot_grads)} (new_group's grads=), or none"
-        )
+    wanted = find_trained(mains, group)
     missing = [name for name in wanted if name not in slots]
     if missing:
         raise InvalidArgumentError(
@@ -261,6 +304,21 @@ def start_reduction(
     mains.update(zip(passed_mains, rest, strict=False))
     slots.update(zip(names, rest[len(passed_mains) :], strict=True))
     return x, mains, slots
+
+
+def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
+    """Return the names of the main weights that need gradients.
+
+    Raises:
+        InvalidArgumentError: those are neither all that the group reduces, nor none.
+    """
+    wanted = [name for name, main in mains.items() if main.requires_grad]
+    if wanted and set(wanted) != set(group.slot_grads):
+        raise InvalidArgumentError(
+            f"rank {group.rank}: main weights {sorted(wanted)} need gradients; expected all that"
+            f" the group reduces, {sorted(group.slot_grads)} (new_group's grads=), or none"
+        )
+    return wanted
 
 
 def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
@@ -288,7 +346,9 @@ def join_reduction(
     Args:
         x: the layer's input: whatever has the gradient that leaves the layer last.
         pass_: of this layer and microbatch.
-        mains: the parameters, ``{name: [M, *shape]}``; None: the pass has ``main_grads``.
+        mains: the parameters, ``{name: [M, *shape]}``. None: the pass has ``main_grads``, and
+            nobody takes hooks of parameters, or their ``.grad``, for a sign that those are
+            complete. Else the experts take what is returned, and give it some gradient.
     """
     mains = dict(mains or {})
     names = [name for name, main in mains.items() if main.requires_grad]

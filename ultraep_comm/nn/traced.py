@@ -17,6 +17,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm import tracing_calls
+from ultraep_comm.nn.hooks import find_trained
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -29,7 +30,7 @@ class _Restore(torch.autograd.Function):
     ) -> Tensor:
         ctx.how = how
         ctx.save_for_backward(*saved)
-        return y.view_as(y)
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -82,10 +83,11 @@ def run_experts(
 ) -> Tensor:
     """Trace what :class:`ReplicatedExperts` does."""
     slots = dict(group.slots)
+    trained = find_trained(weights, group) if torch.is_grad_enabled() else []
     uec.replicate_experts(weights, plan, group=group, mode=mode)
     if not torch.is_grad_enabled():
         return experts(x, weights, slots, *args)
-    names = [name for name in group.slot_grads if weights[name].requires_grad]
+    names = [name for name in group.slot_grads if name in trained]
     mains = dict(weights)
     if names:
         tensors = (*(mains[name] for name in names), *(slots[name] for name in names))
