@@ -226,7 +226,7 @@ void bind_cuda(nb::module_& m) {
       .def("reduce_on_device",
            [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
               uint64_t home, uint64_t mains, uint64_t table, uint32_t main_types, int32_t mode,
-              bool zero, bool background, uint64_t tag, uint64_t stream) {
+              bool zero, uint64_t in_use, bool background, uint64_t tag, uint64_t stream) {
              const cuda::DeviceReduceArgs args{.slot_expert = slot_expert,
                                                .slot_quota = slot_quota,
                                                .home_quota = home_quota,
@@ -236,7 +236,8 @@ void bind_cuda(nb::module_& m) {
                                                .table = table,
                                                .main_types = main_types,
                                                .mode = mode,
-                                               .zero = zero};
+                                               .zero = zero,
+                                               .in_use = in_use};
              return interruptible([&](auto&& interrupted) {
                return e.reduce_on_device(args, background, handle(stream), interrupted);
              });

@@ -1,3 +1,4 @@
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
@@ -48,9 +49,12 @@ void bind_faults(nb::module_& m) {
                    [](const StageFaults& f) {
                      return f.reroute.routing == static_cast<uint64_t>(Routing::kMap);
                    })
-      .def_prop_ro("reroute", [](const StageFaults& f) {
-        return f.reroute.routing == 0 ? RerouteStatus{} : f.reroute.status;
-      });
+      .def_prop_ro("reroute",
+                   [](const StageFaults& f) {
+                     return f.reroute.routing == 0 ? RerouteStatus{} : f.reroute.status;
+                   })
+      .def_prop_ro("saved_tag", [](const StageFaults& f) { return f.save.tag; })
+      .def_prop_ro("saved_generation", [](const StageFaults& f) { return f.save.generation; });
 }
 
 }  // namespace
@@ -65,18 +69,18 @@ void bind_cuda_stages(nb::module_& m) {
           "__init__",
           [](Stages* self, const cuda::Driver& driver, uint64_t context, const StageShape& shape,
              uint64_t plan, uint64_t shares, uint64_t reroute_int32, uint64_t reroute_int64,
-             uint64_t reroute_map, int32_t plan_warps, uint64_t constants, uint64_t faults,
-             nb::object) {
-            new (self)
-                Stages(driver, at<void>(context), shape,
-                       StageKernels{at<void>(plan), at<void>(shares), at<void>(reroute_int32),
-                                    at<void>(reroute_int64), at<void>(reroute_map)},
-                       plan_warps, constants, at<StageFaults>(faults));
+             uint64_t reroute_map, uint64_t save_plan, int32_t plan_warps, uint64_t constants,
+             uint64_t faults, nb::object) {
+            new (self) Stages(
+                driver, at<void>(context), shape,
+                StageKernels{at<void>(plan), at<void>(shares), at<void>(reroute_int32),
+                             at<void>(reroute_int64), at<void>(reroute_map), at<void>(save_plan)},
+                plan_warps, constants, at<StageFaults>(faults));
           },
           // What `keep` owns, now and later, is used until the stages are gone.
           nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "shares"_a,
-          "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "plan_warps"_a, "constants"_a,
-          "faults"_a, "keep"_a, nb::keep_alive<1, 13>())
+          "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
+          "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 14>())
       .def("lend_state", &Stages::lend_state)
       .def_prop_ro("max_runs", &Stages::max_runs)
       .def_prop_ro("counts",
@@ -128,6 +132,21 @@ void bind_cuda_stages(nb::module_& m) {
                                    .instances = instances},
                        at<void>(stream));
            })
+      .def(
+          "save_plan",
+          [](Stages& s, const std::vector<std::tuple<uint64_t, uint64_t, int32_t>>& fields,
+             uint64_t in_use, uint64_t generation, uint64_t tag, uint64_t stream) {
+            if (fields.size() > cuda::SaveArgs::kMaxFields)
+              throw std::invalid_argument("more fields than a plan has");
+            cuda::SaveArgs args{.num_fields = static_cast<int32_t>(fields.size()),
+                                .in_use = in_use,
+                                .generation = generation,
+                                .tag = tag};
+            for (size_t i = 0; i < fields.size(); ++i)
+              args.fields[i] = std::make_from_tuple<cuda::SavedField>(fields[i]);
+            s.save_plan(args, at<void>(stream));
+          },
+          "fields"_a, "in_use"_a, "generation"_a, "tag"_a, "stream"_a)
       .def("is_capturing",
            [](const Stages& s, uint64_t stream) { return s.is_capturing(at<void>(stream)); })
       .def("await_idle",
@@ -136,7 +155,7 @@ void bind_cuda_stages(nb::module_& m) {
            })
       .def("take_faults", [](Stages& s) -> std::optional<StageFaults> {
         const StageFaults taken = s.take_faults();
-        if (taken.plan == 0 && taken.reroute.routing == 0) return {};
+        if (taken.plan == 0 && taken.reroute.routing == 0 && taken.save.tag == 0) return {};
         return taken;
       });
 }

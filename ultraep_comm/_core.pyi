@@ -394,6 +394,11 @@ class CudaStageFaults:
     def of_map(self) -> bool: ...
     @property
     def reroute(self) -> RerouteStatus: ...
+    @property
+    def saved_tag(self) -> int:
+        """Of a save whose entry was in use; 0: of none."""
+    @property
+    def saved_generation(self) -> int: ...
 
 def cuda_stage_faults_bytes() -> int:
     """Return the page-locked memory that faults need."""
@@ -415,6 +420,7 @@ class CudaStages:
         reroute_int32: int,
         reroute_int64: int,
         reroute_map: int,
+        save_plan: int,
         plan_warps: int,
         constants: int,
         faults: int,
@@ -465,6 +471,15 @@ class CudaStages:
         instances: int,
         stream: int,
     ) -> None: ...
+    def save_plan(
+        self,
+        fields: list[tuple[int, int, int]],
+        in_use: int,
+        generation: int,
+        tag: int,
+        stream: int,
+    ) -> None:
+        """Copy `fields` (to, from, words), or clear `in_use` for generation 0."""
     def is_capturing(self, stream: int) -> bool: ...
     def await_idle(self) -> bool: ...
     def take_faults(self) -> CudaStageFaults | None: ...
@@ -538,6 +553,7 @@ class CudaEngine:
         main_types: int,
         mode: int,
         zero: bool,
+        in_use: int,
         background: bool,
         tag: int,
         stream: int,

@@ -143,7 +143,11 @@ class DeviceEngine(Engine, Protocol):
         bound: BoundGrads,
         mode: int,
         zero: bool,
+        in_use: int,
         background: bool,
         tag: int,
     ) -> int:
-        """Submit a reduction; return its epoch. ``home`` as above."""
+        """Submit a reduction; return its epoch. ``home`` as above.
+
+        ``in_use`` is the address of its saved plan's mark, which it clears, or 0.
+        """

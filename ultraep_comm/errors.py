@@ -30,6 +30,8 @@ class InvalidLoadError(InvalidArgumentError):
 class PlanHandleError(UltraEPError, ValueError):
     """A handle of a saved plan was used after its end, or with another group than its own.
 
+    Or a replay of a CUDA graph saved to a handle whose plan was still in use.
+
     Attributes:
         rank: the rank that raises.
         layer: the handle's layer.

@@ -144,6 +144,7 @@ class Group:
             name=self.name,
             topology=topology,
             device=device,
+            stages=self._stages,
             constants=(self._stages.home, self._stages.domains) if self._stages else (),
             engine=self._engine,
         )
@@ -285,8 +286,9 @@ class Group:
 
         The group copies it, in the current stream's order: whoever made the plan may write to its
         memory. On the device of a CUDA group a save can be captured into a CUDA graph; its memory
-        belongs to the graph, and every replay saves the plan that is there by then. Have the
-        current stream come after reroutes by earlier handles on other streams.
+        belongs to the graph, and every replay saves the plan that is there by then, unless the one
+        of the replay before is still in use, because its reduction, or a captured release, has not
+        run: that one stays, and the next call on the group raises PlanHandleError.
 
         Args:
             plan: of this group's shape, on the CPU or on the device of a CUDA group.
@@ -297,10 +299,14 @@ class Group:
             InvalidPlanError: the plan is for another group.
             InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
             GroupClosedError: the group is closed or failed earlier.
+            PlanHandleError, InvalidLoadError: what an earlier launch on the device has found wrong.
             UnsupportedError: the current stream is being captured, and no entry is free:
                 :meth:`reserve_plans`.
+            DeviceError: the CUDA driver refused the launch.
         """
         self._check_running("save")
+        if self._stages is not None:
+            self._stages.raise_fault()
         device = self._device
         if device is not None and isinstance(plan, Plan) and device.holds(plan.slot_expert):
             check_device_plan(plan, self)
@@ -349,8 +355,12 @@ class Group:
         Raises:
             GroupBusyError: as the text says.
             GroupClosedError: the group is closed or failed earlier.
+            PlanHandleError, InvalidLoadError, InvalidPlanError: what an earlier launch on the
+                device, also of a replay, has found wrong.
         """
         self._check_running("assert_idle")
+        if self._stages is not None:
+            self._stages.raise_fault()
         self._plans.assert_idle()
 
     # ---- life -----------------------------------------------------------------------------
@@ -462,6 +472,7 @@ class Group:
             PlanMismatchError: a peer is seen to have made another last call than this rank.
             InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
                 bad values, and no call since then has said so.
+            PlanHandleError: likewise, a replay saved a plan before the one there was reduced.
             GroupBusyError: plans were saved that nobody has reduced or released. The group is
                 closed all the same.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -23,6 +23,7 @@ from ultraep_comm.topology import Topology, as_int
 
 if TYPE_CHECKING:
     from ultraep_comm.cuda.device import Device
+    from ultraep_comm.cuda.stages import CudaStages
     from ultraep_comm.engines import Engine
     from ultraep_comm.group import Group
 
@@ -57,6 +58,9 @@ class PlanHandle:
     It stands where those calls take a plan. ``reduce_expert_grads`` is its last use; without one,
     :meth:`release` ends it, or leaving it as a context manager does. Ranks have to use handles in
     the same order: calls with handles of different layers or microbatches do not match.
+
+    One that was saved in a capture into a CUDA graph has the plan of the latest replay, and the
+    replays of its reduction, or of its release, end that use.
 
     Attributes:
         layer: as given to ``save``.
@@ -107,13 +111,23 @@ class PlanHandle:
         """End the handle without a reduction. Harmless if it has ended.
 
         A handle that was saved in a capture into a CUDA graph keeps its entry for the graph's
-        replays: release it, once more if it has ended, outside of captures when the graph is gone.
+        replays. Released in a capture it ends in each replay, where the current stream is by then.
+        Release it, once more if it has ended, outside of captures when the graph is gone.
         """
         self._store.end(self, _RELEASED)
 
-    def _spend(self) -> None:
-        """End the handle: its reduction has been submitted."""
+    def _spend(self, *, on_device: bool = True) -> None:
+        """End the handle: its reduction has been submitted, there with the mark to clear."""
         self._store.end(self, _SPENT)
+        if not on_device:
+            self._store.clear(self)
+
+    @property
+    def _in_use(self) -> int:
+        """Return the address of the mark that replays of a captured save set; 0: there is none."""
+        if self._entry is None or not self._captured:
+            return 0
+        return self._entry.in_use.data_ptr()
 
     @property
     def _tag(self) -> int:
@@ -146,9 +160,17 @@ class PlanHandle:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Memory on the device for one plan: ``{field: tensor}``."""
+    """Memory on the device for one plan.
+
+    Attributes:
+        fields: ``{field: tensor}``.
+        in_use: int64 ``[1]``, for captured saves: the generation of the one whose plan waits for
+            its reduction or release; 0: none. An earlier generation than that of the handle that
+            owns the entry is an earlier owner's, and means nothing.
+    """
 
     fields: Mapping[str, torch.Tensor]
+    in_use: torch.Tensor
 
 
 class PlanStore:
@@ -157,13 +179,16 @@ class PlanStore:
     A plan on the CPU is copied. One on the device goes to an entry of device memory that was there
     before, in the order of the current stream, so that a save can be captured. An entry is used
     again when its handle has ended and the calls on the group until then have finished; one that a
-    capture has saved to belongs to the graph.
+    capture has saved to belongs to the graph. The host does not see replays, so the device keeps
+    account of those: the save's kernel marks the entry, the kernel of its reduction clears the mark
+    behind all that the rank has read, and a save that finds it leaves the plan there and reports.
 
     Args:
         rank: for errors.
         name: the group's.
         topology: of its plans.
         device: None: plans are on the CPU.
+        stages: of the device; copies plans.
         constants: tensors that plans share and nobody writes to: they are not copied.
         engine: says which calls have finished.
     """
@@ -175,6 +200,7 @@ class PlanStore:
         name: str,
         topology: Topology,
         device: Device | None,
+        stages: CudaStages | None,
         constants: tuple[torch.Tensor, ...],
         engine: Engine,
     ) -> None:
@@ -183,6 +209,7 @@ class PlanStore:
         self._rank = rank
         self._topology = topology
         self._device = device
+        self._stages = stages
         self._constants = constants
         self._engine = engine
         self._generation = 0
@@ -212,19 +239,36 @@ class PlanStore:
             captured = device.is_capturing()
             entry = self._take_entry(device, captured)
             copies = {name: entry.fields[name] for name in fields}
-            device.copy_all(list(copies.values()), list(fields.values()))
-        self._generation += 1
-        self._saved[layer] += 1
-        self._live[self._generation] = (layer, microbatch)
-        return PlanHandle(
+        handle = PlanHandle(
             self,
             replace(plan, **copies),
             entry,
             captured=captured,
             layer=layer,
             microbatch=microbatch,
-            generation=self._generation,
+            generation=self._generation + 1,
         )
+        if entry is not None:
+            self._launch(
+                [(copies[name], fields[name]) for name in fields],
+                entry.in_use if captured else None,
+                handle.generation if captured else 0,
+                handle._tag,
+            )
+        self._generation += 1
+        self._saved[layer] += 1
+        self._live[self._generation] = (layer, microbatch)
+        return handle
+
+    def _launch(
+        self,
+        fields: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        in_use: torch.Tensor | None,
+        generation: int,
+        tag: int,
+    ) -> None:
+        assert self._stages is not None  # a group with a device has them
+        self._stages.save(fields, in_use, generation, tag)
 
     def _number(self, value: int, name: str, limit: int) -> int:
         number = as_int(value, name)
@@ -266,7 +310,7 @@ class PlanStore:
             "load": (t.num_ranks, t.num_experts),
             "domains": (t.num_ranks,),
         }
-        begins, total = {}, 0
+        begins, total = {}, ALIGNMENT  # the mark is in front
         for name, shape in shapes.items():
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
@@ -275,7 +319,8 @@ class PlanStore:
             {
                 name: memory[begins[name] :][: math.prod(shape)].view(shape)
                 for name, shape in shapes.items()
-            }
+            },
+            memory[:2].view(torch.int64),
         )
 
     def reserve(self, count: int) -> None:
@@ -330,7 +375,8 @@ class PlanStore:
 
     def end(self, handle: PlanHandle, end: _End) -> None:
         """End a handle, if it has not ended, and have its entry used again if that may be."""
-        if handle._end is None:
+        was_live = handle._end is None
+        if was_live:
             handle._end = end
             self._live.pop(handle.generation, None)
         elif not handle._captured:
@@ -338,11 +384,18 @@ class PlanStore:
         entry, device = handle._entry, self._device
         if entry is None or device is None:
             return
-        if handle._captured and (end is _SPENT or device.is_capturing()):
-            return  # it is the graph's
+        if handle._captured and (end is _SPENT or device.is_capturing()):  # it is the graph's
+            if was_live and end is _RELEASED:
+                self.clear(handle)  # else a reduction does, which may be under way
+            return
         handle._entry = None
         # Also calls that other handles were used in: what matters is that none of ours is left out.
         self._ended.append((self._engine.epoch, entry))
+
+    def clear(self, handle: PlanHandle) -> None:
+        """Let replays save to a handle again, from where the current stream is."""
+        if handle._entry is not None and handle._captured:
+            self._launch([], handle._entry.in_use, 0, 0)
 
     def assert_idle(self) -> None:
         """Raise GroupBusyError if handles are live or calls have not finished."""
@@ -353,7 +406,7 @@ class PlanStore:
         if not self._engine.is_completed(epoch):
             raise GroupBusyError(
                 f"rank {self._rank}: assert_idle before call {epoch} on this group has finished;"
-                " synchronize() with its Work first",
+                " synchronize() with its Work, or with the GPU that it runs on, first",
                 rank=self._rank,
                 live=[],
             )

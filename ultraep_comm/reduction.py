@@ -89,8 +89,9 @@ def reduce_expert_grads(
             chosen = mode
             own = group._stages is not None and plan.home is group._stages.home
             home = 0 if own else plan.home.data_ptr()
+            in_use = given._in_use if isinstance(given, PlanHandle) else 0
             epoch = group._device_engine.reduce_on_device(
-                plan, home, bound, mode_id, zero, async_op, tag
+                plan, home, bound, mode_id, zero, in_use, async_op, tag
             )
         else:
             epoch, chosen_id = group._engine.reduce(
@@ -110,7 +111,7 @@ def reduce_expert_grads(
         raise
     work = group._submitted(epoch, (bound, plan), operation, chosen)
     if isinstance(given, PlanHandle):
-        given._spend()
+        given._spend(on_device=on_device)
     if async_op:
         return work
     work.wait()

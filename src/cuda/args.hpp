@@ -93,7 +93,10 @@ struct DeviceCall {
   // [segments of the group][mains of the rank] addresses of main weights; of a reduction:
   // [grad segments][mains of the rank] of main gradients.
   uint64_t mains = 0;
-  uint64_t regions = 0;  // [G] addresses of the region that these fill, or 0: no pull
+  union {
+    uint64_t regions = 0;  // [G] addresses of the region that these fill, or 0: no pull
+    uint64_t in_use;       // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
+  };
   // Bit i: transfers segment i; of a reduction: the GradType of main gradients of segment i.
   uint32_t segments = 0;
   int8_t mode = -1;  // a Mode, or -1: by cost
@@ -212,11 +215,40 @@ struct LoadPlanArgs {
 };
 static_assert(sizeof(LoadPlanArgs) <= 4096, "arguments of a kernel");
 
+// A saved plan that a replay was about to overwrite while it was in use. Later ones are not
+// written: what came first explains them.
+struct SaveFaultBox {
+  uint64_t tag = 0;  // of the save, never 0. Written last, by publish
+  uint64_t generation = 0;
+};
+
 // Faults that the host has not taken yet, in host memory that the device sees. What the device has
 // put there stays until then.
 struct StageFaults {
   uint64_t plan = 0;  // PlanStatus::word()
   RerouteFaultBox reroute;
+  SaveFaultBox save;
+};
+
+// Words to copy, of 4 bytes.
+struct SavedField {
+  uint64_t to = 0;
+  uint64_t from = 0;
+  int32_t count = 0;
+};
+
+// Arguments of the save kernel.
+struct SaveArgs {
+  static constexpr int32_t kMaxFields = 6;  // of a plan
+
+  SavedField fields[kMaxFields] = {};
+  int32_t num_fields = 0;
+  // Of an entry that a graph's replays save to, uint64: the generation of the save whose plan is in
+  // use, 0: none is. Set by the save, cleared by the plan's reduction. 0: the host keeps account.
+  uint64_t in_use = 0;
+  uint64_t generation = 0;  // of this save; entries get later ones only. 0: clears `in_use`
+  uint64_t tag = 0;         // says which save it is, for the fault
+  uint64_t fault = 0;       // of SaveFaultBox
 };
 
 // What the notice kernel tells the peers.
@@ -274,6 +306,9 @@ inline constexpr int32_t kLayout[] = {
     offsetof(DeviceCall, zero),
     sizeof(Reduction),
     offsetof(RankState, grad_bytes),
+    sizeof(SaveArgs),
+    offsetof(SaveArgs, in_use),
+    offsetof(StageFaults, save),
 };
 
 }  // namespace uec::cuda

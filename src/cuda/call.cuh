@@ -100,6 +100,8 @@ UEC_ROLE void finish(CallShared& shared, const CallHeader& header, bool counted)
 //   has_work(call)
 //   work(shared, announced)       all of a block, by all its threads. `announced`: false in a first
 //                                 warp whose call has failed
+//   leave(device)                 by one thread, behind all that the rank's blocks have done, also
+//                                 where the call has failed
 template <class Kernel>
 UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   using Memory = typename Kernel::Memory;
@@ -147,6 +149,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   ptx::sync_block();
   if (shared.last && leads)
     finish<Memory>(shared, *reinterpret_cast<const CallHeader*>(call_block), args.counted != 0);
+  if (shared.last && ptx::thread_idx() == 0) Kernel::leave(device);
 }
 
 }  // namespace uec::cuda

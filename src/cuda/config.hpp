@@ -42,6 +42,11 @@ inline constexpr int32_t kQuadsAtOnce = 4;
 inline constexpr int32_t kReduceWarps = 16;
 inline constexpr int32_t kAddsInFlight = 8;
 
+// The save of a plan: one block, whose threads have this many words under way.
+inline constexpr int32_t kSaveThreads = 512;
+inline constexpr int32_t kWordsAtOnce = 8;
+inline constexpr int32_t kSaveSharedBytes = 16;
+
 inline constexpr int32_t kMaxLoadBlocks = 16;   // of a rank
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 

@@ -288,6 +288,7 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
                     .home_quota = args.home_quota,
                     .home = args.home,
                     .mains = args.table,
+                    .in_use = args.in_use,
                     .segments = args.main_types,
                     .mode = static_cast<int8_t>(args.mode),
                     .zero = static_cast<int8_t>(args.zero)};

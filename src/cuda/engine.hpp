@@ -50,6 +50,7 @@ struct DeviceReduceArgs {
   uint32_t main_types = 0;  // bit i: the GradType of main gradients of segment i
   int32_t mode = -1;        // kPull, kDirect, or -1: by cost
   bool zero = true;         // slot gradients are cleared
+  Address in_use = 0;       // the mark of a saved plan, as SaveArgs has it, or 0
 };
 
 class Engine {

@@ -11,6 +11,7 @@
 #include "cuda/reroute.cuh"
 #include "cuda/reroute_map.cuh"
 #include "cuda/reroute_shares.cuh"
+#include "cuda/save.cuh"
 
 // Read where they are, also at an index that only the kernel knows.
 #define UEC_ARGS(type) const __grid_constant__ uec::cuda::type
@@ -103,6 +104,11 @@ UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_int64(const uec::cuda::RerouteArg
 }
 UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_map(const uec::cuda::RerouteArgs args) {
   uec::cuda::reroute_map(args, shared_memory);
+}
+
+// One block.
+UEC_KERNEL(UEC_REGISTERS) void ultraep_save_plan(const __grid_constant__ uec::cuda::SaveArgs args) {
+  uec::cuda::save_plan(args, shared_memory);
 }
 
 // What the loader reads before it gives a cubin to the driver: a mark, the versions that it was

@@ -98,6 +98,15 @@ UEC_DEVICE uint64_t load_acquire_device(const uint64_t* at) {
 UEC_DEVICE void store_release_device(uint64_t* at, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// Returns what was there.
+UEC_DEVICE uint64_t fetch_max_relaxed(uint64_t* at, uint64_t value) {
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(at), "l"(value)
+               : "memory");
+  return old;
+}
 UEC_DEVICE void max_relaxed(uint64_t* at, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }

@@ -45,6 +45,11 @@ struct Reduce {
   }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_reductions > 0; }
 
+  // The mark of its saved plan, which the rank's blocks have read by now.
+  UEC_DEVICE static void leave(const DeviceCall& device) {
+    if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
+  }
+
   UEC_APART static void work(ReduceShared& shared, bool announced) {
     BlockCall& block = shared.block;
     const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;

@@ -68,6 +68,8 @@ struct Replicate {
   }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
+  UEC_DEVICE static void leave(const DeviceCall&) {}
+
   UEC_DEVICE static void work(BlockShared& shared, bool announced) {
     if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared, announced);
     store_all<Memory, Mover>(shared);

@@ -222,6 +222,16 @@ void Stages::reroute(const RerouteCall& call, Handle stream) {
   end(capture, stream);
 }
 
+void Stages::save_plan(SaveArgs args, Handle stream) {
+  const std::lock_guard lock(mutex_);
+  const ContextScope current(driver_, context_);
+  args.fault = reinterpret_cast<uint64_t>(&faults_->save);
+  const uint64_t capture = begin(stream);
+  launch(kernels_.save_plan, 1, kSaveThreads / kThreadsOfAWarp * shape_.warp_size, kSaveSharedBytes,
+         &args, stream);
+  end(capture, stream);
+}
+
 // Behind the launch before: that of the same capture, or outside of all. Returns the capture.
 uint64_t Stages::begin(Handle stream) {
   const uint64_t capture = capture_of(driver_, stream);
@@ -273,14 +283,21 @@ void Stages::pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)
 StageFaults Stages::take_faults() {
   StageFaults taken;
   std::atomic_ref plan(faults_->plan), routing(faults_->reroute.routing);
+  std::atomic_ref saved(faults_->save.tag);
   // Acquire: pairs with the release in put_fault(), before which the status was written. Release:
   // pairs with its acquire, before it writes the next one.
   taken.plan = plan.load(std::memory_order_acquire);
   taken.reroute.routing = routing.load(std::memory_order_acquire);
+  taken.save.tag = saved.load(std::memory_order_acquire);
   if (taken.plan != 0) plan.store(0, std::memory_order_release);
-  if (taken.reroute.routing == 0) return taken;
-  taken.reroute.status = faults_->reroute.status;
-  routing.store(0, std::memory_order_release);
+  if (taken.reroute.routing != 0) {
+    taken.reroute.status = faults_->reroute.status;
+    routing.store(0, std::memory_order_release);
+  }
+  if (taken.save.tag != 0) {
+    taken.save.generation = faults_->save.generation;
+    saved.store(0, std::memory_order_release);
+  }
   return taken;
 }
 

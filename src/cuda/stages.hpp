@@ -1,6 +1,6 @@
-// Launching the local stages of one rank: the plan of a load, and the reroute of ids or of a map.
-// The host sees none of their data and waits for none of their launches, so that all of them can be
-// captured into a graph.
+// Launching the local stages of one rank: the plan of a load, its save, and the reroute of ids or
+// of a map. The host sees none of their data and waits for none of their launches, so that all of
+// them can be captured into a graph.
 //
 // Order: launches of one rank use the same working memory, so each comes after the one before it,
 // on whatever stream. That order does not cross the border of a capture, since a graph runs again:
@@ -61,6 +61,7 @@ struct StageKernels {
   Handle reroute_int32 = nullptr;  // ultraep_reroute_int32
   Handle reroute_int64 = nullptr;  // ultraep_reroute_int64
   Handle reroute_map = nullptr;    // ultraep_reroute_map
+  Handle save_plan = nullptr;      // ultraep_save_plan
 };
 
 // Addresses on the device, as PlanArgs has them.
@@ -113,6 +114,9 @@ class Stages {
   PlanArgs plan_args(const Objective& objective) const;
   // Both kernels, each time: a replay may have put another plan's shares where they were.
   void reroute(const RerouteCall& call, Handle stream);
+
+  // All of `args` but the fault is the caller's.
+  void save_plan(SaveArgs args, Handle stream);
 
   bool is_capturing(Handle stream) const;
   // Whether the launches outside captures have finished.

@@ -22,7 +22,8 @@ std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
 
 const Handle kContext = handle(0xC);
 const Handle kStream = handle(7), kOther = handle(8);
-const StageKernels kKernels{handle(0xB1), handle(0xB2), handle(0xB3), handle(0xB4), handle(0xB5)};
+const StageKernels kKernels{handle(0xB1), handle(0xB2), handle(0xB3),
+                            handle(0xB4), handle(0xB5), handle(0xB6)};
 constexpr int32_t kPlanWarps = 5, kMaxRuns = 9;
 
 // Stages of rank 1 of three, whose seven experts have homes in any order.
@@ -40,6 +41,8 @@ struct Fixture {
         plan = *static_cast<const PlanArgs*>(launch.arguments);
       else if (launch.kernel == kKernels.shares)
         shares = *static_cast<const SharesArgs*>(launch.arguments);
+      else if (launch.kernel == kKernels.save_plan)
+        saved = *static_cast<const SaveArgs*>(launch.arguments);
       else
         reroute = *static_cast<const RerouteArgs*>(launch.arguments);
     };
@@ -70,6 +73,7 @@ struct Fixture {
   PlanArgs plan;
   SharesArgs shares;
   RerouteArgs reroute;
+  SaveArgs saved;
   std::unique_ptr<Stages> stages;
 };
 
@@ -248,6 +252,35 @@ void check_captures() {
   s.capturing = 0;
 }
 
+// Follows what was launched before: a reroute may still read what was saved there earlier.
+void check_save() {
+  Fixture f(2);
+  f.launch_ids(kStream);
+  const std::string used = event_of(recorder::take_log().back());
+  f.stages->save_plan({.fields = {{0x10, 0x20, 3}, {0x30, 0x40, 0}},
+                       .num_fields = 2,
+                       .in_use = 0x50,
+                       .generation = 7,
+                       .tag = 8},
+                      kOther);
+  const Log log = recorder::take_log();
+  CHECK(log.front() == "wait for " + used + on(kOther));
+  CHECK(log.back() == "record " + used + on(kOther));
+  const recorder::Launch& launch = recorder::state().launches.back();
+  CHECK(launch.kernel == kKernels.save_plan);
+  CHECK_EQ(launch.grid[0] * launch.grid[1] * launch.grid[2], 1);
+  CHECK_EQ(launch.block[0], kSaveThreads / 32 * 2);
+  CHECK_EQ(launch.shared_bytes, kSaveSharedBytes);
+  CHECK_EQ(f.saved.fields[0].to, 0x10);
+  CHECK_EQ(f.saved.fields[0].from, 0x20);
+  CHECK_EQ(f.saved.fields[0].count, 3);
+  CHECK_EQ(f.saved.num_fields, 2);
+  CHECK_EQ(f.saved.in_use, 0x50);
+  CHECK_EQ(f.saved.generation, 7);
+  CHECK_EQ(f.saved.tag, 8);
+  CHECK_EQ(f.saved.fault, Fixture::address(&f.faults.save));
+}
+
 void check_idle() {
   Fixture f;
   CHECK(f.stages->is_idle());
@@ -277,6 +310,7 @@ void check_faults() {
   f.faults.plan = PlanStatus{LoadFault::kTooMany, 6}.word();
   f.faults.reroute.routing = static_cast<uint64_t>(Routing::kMap);
   f.faults.reroute.status = {.fault = uec::RerouteFault::kBadSlot, .position = 5, .value = 77};
+  f.faults.save = {.tag = 9, .generation = 44};
   const StageFaults taken = f.stages->take_faults();
   CHECK(PlanStatus::of(taken.plan).fault == LoadFault::kTooMany);
   CHECK_EQ(PlanStatus::of(taken.plan).expert, 6);
@@ -284,29 +318,51 @@ void check_faults() {
   CHECK_EQ(taken.reroute.status.value, 77);
   CHECK_EQ(f.faults.plan, 0);
   CHECK_EQ(f.faults.reroute.routing, 0);
+  CHECK_EQ(taken.save.tag, 9);
+  CHECK_EQ(taken.save.generation, 44);
+  CHECK_EQ(f.faults.save.tag, 0);
   CHECK(PlanStatus::of(PlanStatus{LoadFault::kTooManyInAll, -1}.word()).expert == -1);
 }
 
 // The host reads a status only when it is complete, and is done with it before the next is written.
-void check_faults_are_handed_over() {
-  Fixture f;
+// `put(i)` writes the i-th behind `flag`; `take(i)`: whether the host has it.
+template <class Put, class Take>
+void hand_over(uint64_t& flag_word, Put put, Take take) {
   constexpr int32_t kTimes = 2000;
   std::thread device([&] {
-    std::atomic_ref routing(f.faults.reroute.routing);
+    std::atomic_ref flag(flag_word);
     for (int32_t i = 1; i <= kTimes; ++i) {
-      while (routing.load(std::memory_order_acquire) != 0) std::this_thread::yield();
-      f.faults.reroute.status.position = f.faults.reroute.status.value = i;
-      routing.store(1, std::memory_order_release);
+      while (flag.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+      put(i);
+      flag.store(1, std::memory_order_release);
     }
   });
-  for (int32_t i = 1; i <= kTimes;) {
-    const StageFaults taken = f.stages->take_faults();
-    if (taken.reroute.routing == 0) continue;
-    CHECK_EQ(taken.reroute.status.position, i);
-    CHECK_EQ(taken.reroute.status.value, i);
-    ++i;
+  for (int32_t i = 1; i <= kTimes; i += take(i)) {
   }
   device.join();
+}
+
+void check_faults_are_handed_over() {
+  Fixture f;
+  StageFaults& faults = f.faults;
+  hand_over(
+      faults.reroute.routing,
+      [&](int32_t i) { faults.reroute.status.position = faults.reroute.status.value = i; },
+      [&](int32_t i) {
+        const StageFaults taken = f.stages->take_faults();
+        if (taken.reroute.routing == 0) return false;
+        CHECK_EQ(taken.reroute.status.position, i);
+        CHECK_EQ(taken.reroute.status.value, i);
+        return true;
+      });
+  hand_over(
+      faults.save.tag, [&](int32_t i) { faults.save.generation = i; },
+      [&](int32_t i) {
+        const StageFaults taken = f.stages->take_faults();
+        if (taken.save.tag == 0) return false;
+        CHECK_EQ(taken.save.generation, i);
+        return true;
+      });
 }
 
 void check_refusals() {
@@ -336,6 +392,7 @@ int main() {
   check_state();
   check_order();
   check_captures();
+  check_save();
   check_idle();
   check_faults();
   check_faults_are_handed_over();

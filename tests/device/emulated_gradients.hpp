@@ -149,6 +149,10 @@ class EmulatedGradients : public EmulatedGroup {
     emulation::launch(
         num_blocks, num_ranks, shared, [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
         num_warps);
+    // However the call went, nobody reads its plan any more.
+    for (int32_t i = 0; i < num_ranks; ++i)
+      if (const uint64_t mark = args.on_device[i].in_use)
+        CHECK_EQ(*reinterpret_cast<const uint64_t*>(mark), 0);
   }
 
   void prepare_sum(int32_t r, const Reducing& how, const std::vector<int32_t>& slot_expert) {
@@ -161,6 +165,8 @@ class EmulatedGradients : public EmulatedGroup {
       call.mains = reinterpret_cast<uint64_t>(addresses_[r].data());
       call.mode = static_cast<int8_t>(how.mode);
       call.zero = how.zero;
+      in_use_[r] = call_ + 1;
+      call.in_use = reinterpret_cast<uint64_t>(&in_use_[r]);
       for (int32_t i = 0; i < num_grads(); ++i)
         call.segments |= static_cast<uint32_t>(main_type_[i]) << i;
       return;
@@ -178,6 +184,7 @@ class EmulatedGradients : public EmulatedGroup {
 
   std::vector<GradType> main_type_;
   int64_t skew_;
+  std::map<int32_t, uint64_t> in_use_;  // marks of plans
   Reducing how_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::vector<std::vector<uint8_t*>> addresses_;                     // [ranks][segments][mains]

@@ -97,10 +97,6 @@ class EmulatedDevice:
         self._uploads.append(values)
         self.copy(to, values)
 
-    def copy_all(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        for a, b in zip(to, source, strict=True):
-            self.copy(a, b)
-
     def is_capturing(self) -> bool:
         return bool(self.library.emulated_is_capturing(self.current_stream()))
 

@@ -128,10 +128,6 @@ class FakeDevice:
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
-    def copy_all(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        for a, b in zip(to, source, strict=True):
-            a.copy_(b)
-
     def is_capturing(self) -> bool:
         return bool(self.capturing)
 

@@ -173,7 +173,7 @@ def test_replays_save_the_plan_that_is_there(
     for work in start(groups, bound, handles):
         work.wait()
     for handle in handles:
-        handle._spend()
+        handle.release()
     graph = emulated.end_capture()
     taken = handles[0]._plan.slot_expert.data_ptr()
     for epoch in range(1, 4):
@@ -184,7 +184,7 @@ def test_replays_save_the_plan_that_is_there(
         emulated.settle()
         assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
         for group in groups:  # other plans do not get the graph's memory
-            with group.save(given) as other:
+            with group.save(given) as other:  # nor was any in use
                 assert other.plan.slot_expert.data_ptr() != taken
     handles[0].release()  # the graph is gone
     found = {groups[0].save(given).plan.slot_expert.data_ptr() for _ in range(2)}

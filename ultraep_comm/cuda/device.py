@@ -69,9 +69,6 @@ class Device(Protocol):
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy a CPU tensor, in the order of the current stream; ``values`` may go at once."""
 
-    def copy_all(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        """Copy tensors of this device, in the order of the current stream; can be captured."""
-
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
 
@@ -188,10 +185,6 @@ class CudaDevice:
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy from pageable memory, which the driver has read when this returns."""
         to.copy_(values)
-
-    def copy_all(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        """Copy in as few launches as torch can."""
-        torch._foreach_copy_(to, source)
 
     def is_capturing(self) -> bool:
         """Ask torch, which knows of graphs of other libraries too."""

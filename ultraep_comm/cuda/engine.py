@@ -252,10 +252,14 @@ class CudaEngine:
         bound: BoundGrads,
         mode: int,
         zero: bool,
+        in_use: int,
         background: bool,
         tag: int,
     ) -> int:
-        """Submit a reduction whose plan is on the device; returns as replicate_on_device()."""
+        """Submit a reduction whose plan is on the device; returns as replicate_on_device().
+
+        ``in_use`` is the address of its saved plan's mark, which the kernel clears, or 0.
+        """
         try:
             return self._engine.reduce_on_device(
                 plan.slot_expert.data_ptr(),
@@ -267,6 +271,7 @@ class CudaEngine:
                 sum(kind << i for i, kind in enumerate(bound.types)),
                 mode,
                 zero,
+                in_use,
                 background,
                 tag,
                 self._current_stream(),

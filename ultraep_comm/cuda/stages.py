@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,12 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.cuda.device import Device, Kernels
 from ultraep_comm.cuda.kernels import choose_plan_warps
-from ultraep_comm.errors import DeviceError, InvalidLoadError, UnsupportedError
+from ultraep_comm.errors import (
+    DeviceError,
+    InvalidLoadError,
+    PlanHandleError,
+    UnsupportedError,
+)
 from ultraep_comm.plan import Plan
 from ultraep_comm.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.rerouting import raise_fault
@@ -78,6 +83,7 @@ class CudaStages:
                 reroute_int32=handle("reroute_int32", runs_bytes),
                 reroute_int64=handle("reroute_int64", runs_bytes),
                 reroute_map=handle("reroute_map", runs_bytes),
+                save_plan=handle("save_plan", 0),
                 plan_warps=self.plan_warps,
                 constants=constants.data_ptr(),
                 faults=faults.data_ptr(),
@@ -272,13 +278,38 @@ class CudaStages:
         assert instances is not None
         return gather_gradient(grad, instances)
 
+    # ---- saved plans ----------------------------------------------------------------------
+
+    def save(
+        self,
+        fields: Iterable[tuple[Tensor, Tensor]],
+        in_use: Tensor | None,
+        generation: int = 0,
+        tag: int = 0,
+    ) -> None:
+        """Launch the copy of a plan's tensors: pairs of where to and from, int32, dense.
+
+        ``in_use`` (int64, one word) says for entries of captured saves whose plan is there; while
+        it is this save's own, the copy is not made, and a fault has the tag. Without a generation
+        it is cleared.
+        """
+        with _refusals_typed():
+            self._stages.save_plan(
+                [(to.data_ptr(), source.data_ptr(), to.numel()) for to, source in fields],
+                0 if in_use is None else in_use.data_ptr(),
+                generation,
+                tag,
+                self._device.current_stream(),
+            )
+
     # ---- faults ---------------------------------------------------------------------------
 
     def raise_fault(self) -> None:
         """Raise what a launch has found wrong with its input since this was last asked.
 
         Raises:
-            InvalidLoadError, InvalidPlanError: once for each fault; of several, the first.
+            InvalidLoadError, InvalidPlanError, PlanHandleError: once for each fault; of several,
+                what may explain the others.
         """
         found = self._stages.take_faults()
         if found is None:
@@ -293,6 +324,20 @@ class CudaStages:
             raise InvalidLoadError(
                 f"rank {self._rank}: an earlier plan_replicas on the device was given a load with"
                 f" {texts[found.load]}; its plan is empty, with no tokens"
+            )
+        if found.saved_tag:
+            layer, microbatch = (found.saved_tag >> 32) - 1, found.saved_tag & 0xFFFFFFFF
+            generation = found.saved_generation
+            raise PlanHandleError(
+                f"rank {self._rank}: a CUDA graph was replayed whose save, of layer {layer},"
+                f" microbatch {microbatch} (generation {generation}), still had a plan in use:"
+                " nobody had reduced or released it. That plan has been kept; what the replay has"
+                " computed by another one is wrong. Replay the graph that reduces before this one,"
+                " or capture one graph for each microbatch in flight",
+                rank=self._rank,
+                layer=layer,
+                microbatch=microbatch,
+                generation=generation,
             )
         routing = "routing_map" if found.of_map else "topk_ids"
         raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)

@@ -12,6 +12,7 @@
 #include "cuda/reroute.cuh"
 #include "cuda/reroute_map.cuh"
 #include "cuda/reroute_shares.cuh"
+#include "cuda/save.cuh"
 #include "streams.hpp"
 
 namespace {
@@ -111,6 +112,7 @@ const Kernel kKernels[] = {
     {"ultraep_reroute_int32", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int32_t>>},
     {"ultraep_reroute_int64", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int64_t>>},
     {"ultraep_reroute_map", run<uec::cuda::RerouteArgs, uec::cuda::reroute_map>},
+    {"ultraep_save_plan", run<uec::cuda::SaveArgs, uec::cuda::save_plan>},
 };
 
 }  // namespace

@@ -114,12 +114,14 @@ inline uint64_t load_acquire_device(const uint64_t* at) {
 inline void store_release_device(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_release);
 }
-inline void max_relaxed(uint64_t* at, uint64_t value) {
+inline uint64_t fetch_max_relaxed(uint64_t* at, uint64_t value) {
   std::atomic_ref<uint64_t> atomic(*at);
   uint64_t old = atomic.load(std::memory_order_relaxed);
   while (old < value && !atomic.compare_exchange_weak(old, value, std::memory_order_relaxed)) {
   }
+  return old;
 }
+inline void max_relaxed(uint64_t* at, uint64_t value) { fetch_max_relaxed(at, value); }
 inline void add_relaxed(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
 }

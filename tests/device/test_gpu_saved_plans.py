@@ -1,0 +1,264 @@
+"""Saved plans in CUDA graphs: replays that save, reduce and release, and those in a wrong order.
+
+Each test runs the kernels on the CPU too: no GPU is needed to know that the test itself is right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from graphs import MAKERS, on_each
+from loopback_ranks import random_slots
+from rank_grads import RankGrads
+from ranks import raised
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors
+from ultraep_comm.cuda import device
+
+EXPERT = {"w": Segment((33, 47), torch.float32), "b": Segment((3,), torch.float32)}
+LAYER, MICROBATCH = 3, 7
+Replay = Callable[[], None]
+
+
+class Passes:
+    """Ranks whose plan is in memory that stays, and graphs of their forward and backward passes."""
+
+    def __init__(self, streams: str, expert: Any = None, num_ranks: int = 3) -> None:
+        found: Any = device.find_device()
+        self._device = found
+        expert = expert or EXPERT
+        self.groups = uec.new_loopback_groups(
+            num_ranks,
+            num_experts=5,
+            slots_per_rank=2,
+            expert=expert,
+            grads=torch.float32,
+            engine="cuda",
+            num_sms=2,
+            timeout=30.0,
+        )
+        self.graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+        self.grads = RankGrads(self.groups, dict.fromkeys(expert, torch.float32))
+        pairs = zip(self.groups, self.grads.mains, strict=True)
+        self.bound = [group.bind_grads(own) for group, own in pairs]
+        put = found.put if streams == "emulated" else lambda t: t.to(found.torch_device)
+        first = self.plan(0)
+        self.given = uec.Plan(slot_expert=put(first.slot_expert), home=put(first.home))
+        # What is loaded lazily, is.
+        self.each(lambda rank: self.groups[rank].save(self.given).release())
+        self.each(lambda rank: self.reduce(rank, self.given))
+        self._device.settle()
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for group in self.groups:
+            group.abort()
+            group.close()
+
+    def plan(self, seed: int) -> uec.Plan:
+        home = self.groups[0].topology.home.tolist()
+        slots = random_slots(seed, len(self.groups), 5, 2, home)
+        return uec.Plan.from_slots(slots, num_experts=5, home=home)
+
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        return on_each(self.graphs, len(self.groups), call)
+
+    def capture(self, call: Callable[[int], Any]) -> tuple[list[Any], Replay]:
+        return self.graphs.capture(lambda: self.each(call))
+
+    def reduce(self, rank: int, plan: uec.Plan | uec.PlanHandle) -> None:
+        uec.reduce_expert_grads(self.bound[rank], plan, group=self.groups[rank])
+
+    def save(self, rank: int) -> uec.PlanHandle:
+        return self.groups[rank].save(self.given, layer=LAYER, microbatch=MICROBATCH)
+
+    def capture_save(self) -> tuple[list[uec.PlanHandle], Replay]:
+        for group in self.groups:
+            group.reserve_plans(1)
+        return self.capture(self.save)
+
+    def capture_passes(self) -> tuple[list[uec.PlanHandle], Replay, Replay]:
+        """Return handles, and how to replay the forward and the backward pass."""
+        handles, forward = self.capture_save()
+        _, backward = self.capture(lambda rank: self.reduce(rank, handles[rank]))
+        return handles, forward, backward
+
+    def run(self, replay: Replay, seed: int | None = None) -> None:
+        """Replay, where ``seed`` is given with that plan, which is gone afterwards."""
+        if seed is not None:
+            self.given.slot_expert.copy_(self.plan(seed).slot_expert)
+        replay()
+        self._device.settle()
+        self.given.slot_expert.fill_(-1)
+
+    def assert_no_fault(self) -> None:
+        for group in self.groups:
+            group.assert_idle()
+
+    def assert_refused(self, handles: list[uec.PlanHandle]) -> None:
+        """The next call on each rank says which save it was, once."""
+        for group, handle in zip(self.groups, handles, strict=True):
+            self.is_named(raised(group.assert_idle), group.rank, handle)
+        self.assert_no_fault()
+
+    @staticmethod
+    def is_named(error: Exception, rank: int, handle: uec.PlanHandle) -> None:
+        assert isinstance(error, errors.PlanHandleError), error
+        assert (error.rank, error.layer, error.microbatch) == (rank, LAYER, MICROBATCH)
+        assert error.generation == handle.generation
+        text = f"rank {rank}: .* of layer 3, microbatch 7 .generation {handle.generation}."
+        assert re.match(text, str(error)), error
+        assert "Replay the graph that reduces before this one" in str(error)
+
+
+@pytest.fixture
+def passes(streams: str) -> Iterator[Passes]:
+    with Passes(streams) as made:
+        yield made
+
+
+def test_passes_take_turns(streams: str, passes: Passes) -> None:
+    _, forward, backward = passes.capture_passes()
+    for seed in range(50 if streams == "cuda" else 4):
+        passes.grads.fill(seed)
+        passes.run(forward, seed)
+        passes.run(backward)
+        passes.grads.check(passes.plan(seed))
+    passes.assert_no_fault()
+
+
+def test_a_plan_in_use_is_kept(passes: Passes) -> None:
+    handles, forward, backward = passes.capture_passes()
+    for seed in (1, 4):  # the fault is raised, and things go on
+        passes.grads.fill(seed)
+        passes.run(forward, seed)
+        passes.assert_no_fault()
+        passes.run(forward, seed + 1)
+        passes.run(forward, seed + 2)
+        passes.run(backward)
+        passes.grads.check(passes.plan(seed))
+        passes.assert_refused(handles)
+
+
+def test_one_graph_for_each_microbatch_in_flight(passes: Passes) -> None:
+    both = [passes.capture_passes()[1:] for _ in range(2)]
+    for turn in range(3):
+        for i, (forward, _) in enumerate(both):
+            passes.run(forward, 10 * turn + i)
+        for i, (_, backward) in enumerate(both):
+            passes.grads.fill(turn)
+            passes.run(backward)
+            passes.grads.check(passes.plan(10 * turn + i))
+    passes.assert_no_fault()
+
+
+def test_the_next_collective_call_ends_the_group(passes: Passes) -> None:
+    handles, forward, _ = passes.capture_passes()
+    passes.run(forward, 1)
+    passes.run(forward, 2)
+    for rank, handle in enumerate(handles):  # each has refused a save of its own
+        passes.is_named(raised(lambda r=rank: passes.reduce(r, passes.plan(3))), rank, handle)
+    for rank in range(len(handles)):
+        with pytest.raises(errors.GroupClosedError) as caught:
+            passes.reduce(rank, passes.plan(3))
+        assert isinstance(caught.value.__cause__, errors.PlanHandleError)
+
+
+def test_a_captured_release_ends_the_use_of_each_replay(streams: str, passes: Passes) -> None:
+    for group in passes.groups:
+        group.reserve_plans(1)
+
+    def evaluate(rank: int) -> uec.PlanHandle:
+        with passes.save(rank) as handle:
+            return handle
+
+    handles, replay = passes.capture(evaluate)
+    for seed in range(4):
+        passes.run(replay, seed)
+        for handle in handles:
+            assert torch.equal(handle._plan.slot_expert.cpu(), passes.plan(seed).slot_expert)
+    passes.assert_no_fault()
+
+
+def test_a_release_in_a_capture_of_its_own(passes: Passes) -> None:
+    handles, forward = passes.capture_save()
+    _, drop = passes.capture(lambda rank: handles[rank].release())
+    passes.run(forward, 1)
+    passes.run(drop)
+    passes.run(forward, 2)
+    passes.assert_no_fault()
+    passes.run(forward, 3)
+    passes.assert_refused(handles)
+
+
+def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
+    """The reduction clears the mark itself; what a captured release did would be too early."""
+    handles, forward = passes.capture_save()
+
+    def reduce(rank: int) -> uec.Work:
+        own, group = passes.bound[rank], passes.groups[rank]
+        work = uec.reduce_expert_grads(own, handles[rank], group=group, async_op=True)
+        assert work is not None
+        launched = group._stages.launch_counts  # type: ignore[union-attr]
+        handles[rank].release()
+        assert group._stages.launch_counts == launched  # type: ignore[union-attr]
+        work.wait()
+        return work
+
+    _, backward = passes.capture(reduce)
+    for seed in range(2):
+        passes.grads.fill(seed)
+        passes.run(forward, seed)
+        passes.run(backward)
+        passes.grads.check(passes.plan(seed))
+    passes.assert_no_fault()
+
+
+def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
+    handles, forward = passes.capture_save()
+    passes.run(forward, 1)
+    entries = [handle._entry for handle in handles]
+    for handle in handles:  # the graph is gone, its last plan was never reduced
+        handle.release()
+    passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
+    passes._device.settle()
+    again, forward, backward = passes.capture_passes()
+    assert all(handle._entry in entries for handle in again)
+    for seed in (2, 3):
+        passes.grads.fill(seed)
+        passes.run(forward, seed)
+        passes.run(backward)
+        passes.grads.check(passes.plan(seed))
+    passes.assert_no_fault()
+    passes.run(forward, 4)
+    passes.run(forward, 5)
+    passes.assert_refused(again)
+
+
+@pytest.mark.parametrize("num_segments", [2, 33])  # 33: the plan goes by way of the host
+def test_an_eager_reduction_ends_the_use(streams: str, num_segments: int) -> None:
+    expert = {f"s{i}": Segment((5,), torch.float32) for i in range(num_segments)}
+    with Passes(streams, expert) as passes:
+        handles, forward = passes.capture_save()
+        passes.run(forward, 1)
+        passes.grads.fill(1)
+        passes.each(lambda rank: passes.reduce(rank, handles[rank]))
+        passes._device.settle()
+        passes.grads.check(passes.plan(1))
+        passes.run(forward, 2)
+        passes.assert_no_fault()
+        passes.run(forward, 3)
+        passes.assert_refused(handles)
