@@ -151,7 +151,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     held = on_device(emulated, plan)
     emulated.settle()
     emulated.begin_capture()
-    with pytest.raises(errors.UnsupportedError, match="^rank 0: .*the plan is on the CPU"):
+    with pytest.raises(errors.UnsupportedError, match=r"^rank 0: .*the plan is on the CPU"):
         start(groups[:1], bound, plan)
     with pytest.raises(
         errors.UnsupportedError, match=r"^rank 0: .* gradients are not .* group.bind_grads\(\)"
