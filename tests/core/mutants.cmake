@@ -10,7 +10,7 @@ function(ultraep_add_core_mutant name)
   ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
     REPLACE "${arg_REPLACE}")
   set(target mutant_${name})
-  add_executable(${target} core/${arg_PROGRAM}.cc)
+  add_executable(${target} EXCLUDE_FROM_ALL core/${arg_PROGRAM}.cc)
   target_include_directories(${target} BEFORE PRIVATE ${overlay})
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   target_link_libraries(${target} PRIVATE ultraep_core Threads::Threads)
@@ -20,6 +20,7 @@ function(ultraep_add_core_mutant name)
   add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
   set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+  add_dependencies(mutants ${target})
 endfunction()
 
 # ---- a claim ------------------------------------------------------------------------------------

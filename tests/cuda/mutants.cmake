@@ -10,7 +10,7 @@ function(ultraep_add_cuda_mutant name)
     REPLACE "${arg_REPLACE}")
   set(target mutant_${name})
   # The library's own object of this source stays in the library: nothing asks for it.
-  add_executable(${target} cuda/${arg_PROGRAM}.cc ${overlay}/${arg_FILE})
+  add_executable(${target} EXCLUDE_FROM_ALL cuda/${arg_PROGRAM}.cc ${overlay}/${arg_FILE})
   set_source_files_properties(${overlay}/${arg_FILE} PROPERTIES GENERATED ON)
   target_include_directories(${target} BEFORE PRIVATE ${overlay})
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
@@ -23,6 +23,7 @@ function(ultraep_add_cuda_mutant name)
   add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
   set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+  add_dependencies(mutants ${target})
 endfunction()
 
 # ---- launches of the local stages ----------------------------------------------------------------

@@ -21,6 +21,7 @@ SIMULATED = names("tests/simulation/mutants.cmake", "mutant")
 CORE = names("tests/core/mutants.cmake", "ultraep_add_core_mutant")
 HOST = names("tests/host/mutants.cmake", "ultraep_add_host_mutant")
 CUDA = names("tests/cuda/mutants.cmake", "ultraep_add_cuda_mutant")
+DEVICE = names("tests/device/mutants.cmake", "ultraep_add_device_mutant")
 
 
 def test_mutants_are_many() -> None:
@@ -28,11 +29,19 @@ def test_mutants_are_many() -> None:
     assert len(CORE) >= 15
     assert len(HOST) >= 10
     assert len(CUDA) >= 5
+    assert len(DEVICE) >= 50
+
+
+def run_mutants(cpp: CppBuild, preset: str) -> str:
+    """Build and run all mutants of a preset, side by side, and return what they printed."""
+    cpp.build(preset, "mutants")
+    options = ("--parallel", cpp.num_jobs, "--tests-regex", "^mutant_", "--verbose")
+    return cpp.ctest(preset, *options, check=False)  # each test looks for its own line
 
 
 @pytest.fixture(scope="module")
-def simulated(cpp: CppBuild) -> Path:
-    return cpp.build("mutants")
+def simulated(cpp: CppBuild) -> str:
+    return run_mutants(cpp, "mutants")
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +60,23 @@ def table(pytestconfig: pytest.Config) -> Iterator[list[tuple[str, str, str]]]:
 def result_line(name: str, text: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Print the line that says what became of a mutant, and return it."""
     found = re.search(rf"mutant {name}: (?:caught|survived).*", text)
-    assert found, text
+    number = re.search(rf"Start +(\d+): mutant_{name}$", text, re.M)
+    own = re.findall(rf"^{number[1]}: .*", text, re.M) if number else [text]
+    assert found, "\n".join(own)
     with capsys.disabled():
         print(f"\n{found.group()}", end="")
     return found.group()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # the first builds and runs all
 @pytest.mark.parametrize("name", SIMULATED)
 def test_mutant_is_caught(
-    cpp: CppBuild,
-    simulated: Path,
+    simulated: str,
     table: list[tuple[str, str, str]],
     name: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert simulated.is_dir()
-    line = result_line(name, cpp.ctest("mutants", "--tests-regex", f"^mutant_{name}$"), capsys)
+    line = result_line(name, simulated, capsys)
     caught = re.match(rf"mutant {name}: caught: (.*?); (\d+) schedules; \"(.*?)\"", line)
     assert caught, line
     table.append((name, caught[1], caught[2]))
@@ -93,17 +102,15 @@ def test_nothing_is_caught_where_no_rule_is_broken(cpp: CppBuild) -> None:
 
 
 @pytest.fixture(scope="module")
-def sanitized(cpp: CppBuild) -> Path:
-    return cpp.build("tsan")
+def sanitized(cpp: CppBuild) -> str:
+    return run_mutants(cpp, "tsan")
 
 
 # That each program passes where nothing is broken is test_cpp_tests_pass's.
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CORE + HOST + CUDA)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CORE + HOST + CUDA + DEVICE)
 def test_sanitized_mutant_is_caught(
-    cpp: CppBuild, sanitized: Path, name: str, capsys: pytest.CaptureFixture[str]
+    sanitized: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sanitized.is_dir()
-    text = cpp.ctest("tsan", "--tests-regex", f"^mutant_{name}$", "--verbose")
-    assert "caught (by " in result_line(name, text, capsys)
+    assert "caught (by " in result_line(name, sanitized, capsys)
