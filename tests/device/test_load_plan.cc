@@ -119,7 +119,7 @@ int check_random(uint32_t seed) {
 void check_failure() {
   Options options;
   options.segment_bytes = {64};
-  options.call_timeout = options.wait_timeout = 0.2;
+  options.call_timeout = options.wait_timeout = 5;
   EmulatedGroup ranks(make_group(3, 5, 2), options);
   EmulatedPlanner planner(ranks);
   Random random(3);

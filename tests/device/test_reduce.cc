@@ -76,7 +76,8 @@ void check_fanout() {
   }
 }
 
-Options small(double seconds = 0.2) {
+// By default with patience for a busy machine.
+Options small(double seconds = 5) {
   Options options;
   options.segment_bytes = {8 * kTile + 48};
   options.grad_bytes = {8 * kTile + 48};
@@ -85,7 +86,7 @@ Options small(double seconds = 0.2) {
   return options;
 }
 
-EmulatedGradients make_small(double seconds = 0.2, Plans plans = Plans::kOnHost) {
+EmulatedGradients make_small(double seconds = 5, Plans plans = Plans::kOnHost) {
   Options options = small(seconds);
   options.plans = plans;
   return {three_ranks(), options, {GradType::kFloat32}, 0};
@@ -128,7 +129,7 @@ void check_turns() {
 }
 
 void check_timeout(int32_t mode) {
-  auto ranks = make_small();
+  auto ranks = make_small(0.2);
   ranks.prepare_sums({mode, true});
   launch_without_the_last(ranks);
 }
