@@ -41,6 +41,7 @@ PYTHON_ORDER = [
     "gradients",
     "options",
     "schedule",
+    "timeline",
     "fabrics",
     "fabrics.bootstrap",
     "fabrics.loopback",
