@@ -20,9 +20,10 @@ from ultraep_comm.bench.reduce_settings import ReduceSettings, make_reduce_setti
 from ultraep_comm.bench.traffic import count_reduction_traffic
 
 RECORD_KEYS = {
-    *("op", "mode", "ranks", "experts", "slots", "expert_bytes", "replicas"),
-    *("imbalance_before", "imbalance_after", "time_us", "algbw_gbps", "critical_gbps"),
-    *("wrong_bytes", "over_copy_add", "gloo_time_us", "speedup_over_gloo"),
+    *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
+    *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "time_us"),
+    *("rank_time_us", "algbw_gbps", "critical_gbps", "bound_us", "over_bound", "wrong_bytes"),
+    *("over_copy_add", "gloo_time_us", "speedup_over_gloo", "gate"),
 }
 MODES = ["pull", "direct", "auto"]
 

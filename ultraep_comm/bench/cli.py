@@ -12,6 +12,7 @@ from ultraep_comm.bench import (
     device,
     device_reduce,
     layer,
+    links,
     plan,
     plan_device,
     reduce,
@@ -20,6 +21,7 @@ from ultraep_comm.bench import (
 from ultraep_comm.bench.critical_path_settings import add_path_command, make_path_settings
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
+from ultraep_comm.bench.links_settings import add_links_command, make_links_settings
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
@@ -27,7 +29,11 @@ from ultraep_comm.errors import InvalidArgumentError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 for wrong bytes, 2 for other errors."""
+    """Run the command; return its exit status.
+
+    0: all is well; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted;
+    128 and a signal's number: it ended a rank.
+    """
     options = _parser().parse_args(arguments)
     try:
         run, settings = _choose(options)
@@ -55,6 +61,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
     if options.command == "reduce":
         reducing = make_reduce_settings(options)
         return reduce.run if reducing.engine == "host" else device_reduce.run, reducing
+    if options.command == "links":
+        return links.run, make_links_settings(options)
     if options.command == "layer":
         return layer.run, make_layer_settings(options)
     settings = make_settings(options)
@@ -76,4 +84,5 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_command(commands)
     add_path_command(commands)
     add_layer_command(commands)
+    add_links_command(commands)
     return parser
