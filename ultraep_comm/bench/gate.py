@@ -54,19 +54,18 @@ class Gate:
         missed = [r for r in records if r["gate"] not in (None, "met")]
         if not missed:
             return ""
+        missed.sort(key=_rate)
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
-        named = "; ".join(self._name(record) for record in missed[:_NAMED])
-        return f"gate not met by {len(missed)} of {len(records)}: {named}{more}"
-
-    def _name(self, record: dict[str, Any]) -> str:
-        parts = []
-        if "bandwidth" in record["gate"]:
-            parts.append(f"{_rate(record):.4g} GB/s, expected at least {self.min_gbps:g}")
-        if "bound" in record["gate"]:
-            over = record["over_bound"]
-            took = "unknown" if over is None else f"{over:.4g}"
-            parts.append(f"time over bound {took}, expected at most {self.max_over_bound:g}")
-        return f"{_subject(record)}: {', '.join(parts)}"
+        named = "; ".join(_describe(record) for record in missed[:_NAMED])
+        limits = []
+        if self.min_gbps is not None:
+            limits.append(f"at least {self.min_gbps:g} GB/s")
+        if self.max_over_bound is not None:
+            limits.append(f"at most {self.max_over_bound:g} times the bound")
+        expected = " and ".join(limits)
+        return (
+            f"gate not met by {len(missed)} of {len(records)}, expected {expected}: {named}{more}"
+        )
 
 
 def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> None:
@@ -123,9 +122,19 @@ def _rate(record: dict[str, Any]) -> float:
     return float(record["gbps"] if "gbps" in record else record["critical_gbps"])
 
 
+def _describe(record: dict[str, Any]) -> str:
+    parts = []
+    if "bandwidth" in record["gate"]:
+        parts.append(f"{_rate(record):.4g} GB/s")
+    if "bound" in record["gate"]:
+        over = record["over_bound"]
+        parts.append("no bound" if over is None else f"{over:.4g} times the bound")
+    return f"{_subject(record)} {', '.join(parts)}"
+
+
 def _subject(record: dict[str, Any]) -> str:
     if "source" in record:
-        return f"link {record['source']} to {record['destination']}"
+        return f"{record['source']} to {record['destination']}"
     workers = record.get("num_sms")
     parts = [record["mode"], format_size(record["expert_bytes"])]
     return " ".join(parts + ([f"{workers} SMs"] if workers else []))

@@ -92,8 +92,8 @@ def format_links_header(
         *describe_run("links"),
         *format_places(places, engine=settings.engine, fabric=settings.fabric),
         f"{format_size(settings.link_bytes)} over each link, {num_rounds} rounds, {order}",
-        f"{settings.iters} iterations after {settings.warmup}; checked:"
-        f" {'every one' if settings.check else 'the last one'}",
+        f"{settings.iters} iterations after {settings.warmup}, each with the rounds in another"
+        f" order; checked: {'every one' if settings.check else 'the last one'}",
         *([] if gate is None else [f"gate: every link at least {gate:g} GB/s"]),
     ]
     return "\n".join(f"# {line}" for line in lines)
@@ -136,7 +136,8 @@ def style_of(gbps: float, median: float, least: float | None) -> str:
 
 
 def _mark(gbps: float, least: float | None) -> str:
-    return f"{gbps:.1f}" + ("" if least is None else "!" if gbps < least else " ")
+    digits = 2 if gbps < 10 else 1 if gbps < 100 else 0
+    return f"{gbps:.{digits}f}" + ("" if least is None else "!" if gbps < least else " ")
 
 
 def describe_slow(settings: LinksSettings, matrix: NDArray[np.float64]) -> list[str]:
