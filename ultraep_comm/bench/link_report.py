@@ -105,7 +105,8 @@ def print_links(
     """Print the matrix, with colours on a terminal, and below it what stands out."""
     matrix = found.gbps(settings.link_bytes, settings.statistic)
     of = "median" if settings.statistic == "median" else "slowest"
-    print(f"# GB/s from a row's rank to a column's, in the {of} iteration; ! misses the gate")
+    marked = "; ! misses the gate" if settings.gate else ""
+    print(f"# GB/s from a row's rank to a column's, in the {of} iteration{marked}")
     print_coloured(matrix_cells(matrix, settings.gate.min_gbps))
     print("\n".join(f"# {line}" for line in describe_slow(settings, matrix)))
     print(f"# wrong bytes: {int(found.wrong_bytes.sum())} of {len(records)} links", flush=True)
