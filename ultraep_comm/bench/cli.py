@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ultraep_comm.bench import (
+    calibrate,
     critical_path,
     device,
     device_reduce,
@@ -18,6 +19,10 @@ from ultraep_comm.bench import (
     reduce,
     replicate,
 )
+from ultraep_comm.bench.calibrate_settings import (
+    add_calibrate_command,
+    make_calibrate_settings,
+)
 from ultraep_comm.bench.critical_path_settings import add_path_command, make_path_settings
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
@@ -25,7 +30,7 @@ from ultraep_comm.bench.links_settings import add_links_command, make_links_sett
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.errors import CalibrationError, InvalidArgumentError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         run, settings = _choose(options)
-    except (InvalidArgumentError, OSError) as error:
+    except (InvalidArgumentError, CalibrationError, OSError) as error:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -61,6 +66,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
     if options.command == "reduce":
         reducing = make_reduce_settings(options)
         return reduce.run if reducing.engine == "host" else device_reduce.run, reducing
+    if options.command == "calibrate":
+        return calibrate.run, make_calibrate_settings(options)
     if options.command == "links":
         return links.run, make_links_settings(options)
     if options.command == "layer":
@@ -85,4 +92,5 @@ def _parser() -> argparse.ArgumentParser:
     add_path_command(commands)
     add_layer_command(commands)
     add_links_command(commands)
+    add_calibrate_command(commands)
     return parser
