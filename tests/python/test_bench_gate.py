@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import stat
 from pathlib import Path
@@ -27,6 +29,8 @@ from ultraep_comm.bench.replicate_settings import make_settings
 from ultraep_comm.bench.settings import ReplicateSettings, each_size
 from ultraep_comm.bench.table import GrowingTable
 from ultraep_comm.errors import InvalidArgumentError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings_of(*arguments: str) -> ReplicateSettings:
@@ -315,6 +319,26 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     write_whole(Path(os.devnull), "to nowhere")  # written to, and not replaced
     assert not Path(os.devnull).is_file()
+
+
+def test_records_on_standard_output(tmp_path: Path) -> None:
+    few = ["--ranks", "2", "--experts", "8", "-b", "16K", "-n", "1", "-w", "0", "--mode", "push"]
+    done = bench(*few, "--csv", "/dev/stdout", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    header, row = done.stdout.splitlines()[-2:]
+    assert cells_of(f"{header}\n{row}\n")[0]["mode"] == "push"
+    assert done.stdout.startswith("# ultraep_comm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_in_the_documents_are_accepted() -> None:
+    found = 0
+    for name in ("docs/benchmark.md", "bench/README.md", "bench/METRICS.md", "README.md"):
+        text = (ROOT / name).read_text().replace("\\\n", " ")
+        for arguments in re.findall(r"-m ultraep_comm\.bench ([^`\n]+)$", text, re.MULTILINE):
+            _parser().parse_args(shlex.split(arguments))
+            found += 1
+    assert found > 20
 
 
 def test_a_table_that_grows_keeps_its_columns() -> None:

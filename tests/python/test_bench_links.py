@@ -91,6 +91,8 @@ def test_a_slow_link_is_found() -> None:
     assert slow_ranks(matrix) == []  # one link of five does not make a slow rank
     lines = describe_slow(settings_of("--ranks", "6", "--slowest", "1"), matrix)
     assert lines[1:] == ["slow: 2 to 0, 2.50 GB/s, 75% below the median"]
+    few = settings_of("--ranks", "6", "--slowest", "9")
+    assert len(describe_slow(few, matrix)) == 2  # the others are no slower than the median
 
 
 def test_a_rank_whose_links_are_all_slow_is_found() -> None:

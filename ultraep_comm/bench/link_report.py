@@ -148,6 +148,8 @@ def describe_slow(settings: LinksSettings, matrix: NDArray[np.float64]) -> list[
         f" {np.nanmax(matrix):.2f}"
     ]
     for (source, destination), over in slowest_links(matrix, settings.slowest):
+        if over >= 1:
+            break
         gbps = matrix[source, destination]
         lines.append(f"slow: {source} to {destination}, {gbps:.2f} GB/s, {_away(over)} the median")
     for rank, out, into in slow_ranks(matrix):

@@ -30,20 +30,20 @@ def check_outputs(options: argparse.Namespace) -> None:
         if path is not None:
             check_writable(path, f"--{name}")
     if given["json"] is not None and given["csv"] is not None:
-        one, other = given["json"].resolve(), given["csv"].resolve()
-        if one == other and not _is_stream(one):
+        one, other = (path.resolve() for path in given.values())
+        if one == other and not _is_stream(given["json"]):
             raise InvalidArgumentError(f"--json and --csv are both {one}; expected two files")
 
 
 def check_writable(path: Path, name: str) -> None:
     """Raise InvalidArgumentError if ``path`` cannot be written. Leaves nothing behind."""
+    if path.is_dir():
+        raise InvalidArgumentError(f"{name} {path} is a folder; expected a file")
+    if _is_stream(path):
+        return
     target = path.resolve()
     if not target.parent.is_dir():
         raise InvalidArgumentError(f"{name} {path}: there is no such folder")
-    if target.is_dir():
-        raise InvalidArgumentError(f"{name} {path} is a folder; expected a file")
-    if _is_stream(target):
-        return
     try:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
@@ -65,10 +65,11 @@ def write_outputs(
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside its place and move it there."""
-    target = path.resolve()
-    if _is_stream(target):
-        target.write_text(text)
+    if _is_stream(path):
+        with path.open("a") as stream:
+            stream.write(text)
         return
+    target = path.resolve()
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
@@ -106,5 +107,9 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether there is something to write into, such as a pipe, and not to replace."""
-    return path.exists() and not path.is_file()
+    """Return whether there is something to write into, such as a pipe, and not to replace.
+
+    Standard output is one even where it goes to a file.
+    """
+    streams = str(path) in ("/dev/stdout", "/dev/stderr") or path.is_relative_to("/dev/fd")
+    return streams or (path.exists() and not path.is_file())
