@@ -95,6 +95,7 @@ def test_sizes_of_a_sweep() -> None:
         (["--times", "p50,mean"], "--times is 'p50,mean'"),
         (["--times", "p50,p50"], "each once"),
         (["--json", "."], "is a folder"),
+        (["--json", "/proc/none.json"], "cannot be written to"),
         (["--csv", "none/o.csv"], "--csv none/o.csv: there is no such folder"),
         (["--csv", "o", "--json", "./o"], "expected two files"),
         (

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulated_device import EmulatedDevice
 from numpy.typing import NDArray
-from stand_in import StandIn
+from stand_in import Emulated, StandIn
 from test_bench import run
 from test_bench_gate import check_csv
 
@@ -259,3 +260,14 @@ def test_a_wrong_byte_is_found(
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert main(["links", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_links_on_the_cuda_engine(emulated: EmulatedDevice, tmp_path: Path) -> None:
+    """The kernels' body on a CPU, all ranks in one launch."""
+    path = tmp_path / "o.json"
+    settings = settings_of("--ranks", "3", "--check", "--sms", "2", "--json", str(path))
+    payload = Payload(settings.seed, {SEGMENT: settings.link_bytes})
+    assert links.run_on_device(Emulated(), settings, payload) == 0
+    document = check_document(path, 3)
+    assert {record["engine"] for record in document["records"]} == {"cuda"}
+    assert sum(record["wrong_bytes"] for record in document["records"]) == 0
