@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ultraep_comm import hosting
+from ultraep_comm.calibration import from_environment
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting, check_same_arguments
 from ultraep_comm.gradients import GradSpec
@@ -57,6 +58,7 @@ def new_group(
         BootstrapError: ranks disagree, a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit into memory.
         UnsupportedError: the engine or fabric cannot be used here; says what is missing.
+        CalibrationError: rank 0's file of measured costs is not one of this machine.
     """
     meeting = Meeting(process_group)
     error: Exception | None = None
@@ -70,6 +72,7 @@ def new_group(
             num_sms=num_sms,
             tile_bytes=tile_bytes,
             grads=grads,
+            calibration=from_environment(engine) if meeting.rank == 0 else None,
         )
         if fabric == "loopback":
             raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
@@ -134,6 +137,7 @@ def new_loopback_groups(
         num_sms=num_sms,
         tile_bytes=tile_bytes,
         grads=grads,
+        calibration=from_environment(engine),
     )
     topology = Topology.make(
         num_ranks=num_ranks,

@@ -7,6 +7,8 @@
 | ULTRAEP_TILE_BYTES   | tile_bytes            | unit of the transfer, a power of two          |
 | ULTRAEP_CUBINS       | none                  | folder of cubins to use instead of the        |
 |                      |                       | installed ones                                |
+| ULTRAEP_CALIBRATION  | none                  | file of `bench calibrate`; rank 0 reads it,   |
+|                      |                       | and mode="auto" goes by its figures           |
 """
 
 from __future__ import annotations
@@ -51,4 +53,10 @@ def tile_bytes() -> int | None:
 def cubins() -> Path | None:
     """Folder of the device kernels, or None."""
     text = os.environ.get("ULTRAEP_CUBINS")
+    return Path(text) if text else None
+
+
+def calibration() -> Path | None:
+    """File with measured costs, or None."""
+    text = os.environ.get("ULTRAEP_CALIBRATION")
     return Path(text) if text else None

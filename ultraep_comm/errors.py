@@ -67,6 +67,10 @@ class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
 
 
+class CalibrationError(UltraEPError, ValueError):
+    """The file of measured costs cannot be read, is damaged, or is of another machine."""
+
+
 class BootstrapError(UltraEPError):
     """A group could not be made: ranks disagree, a rank left, or a connection failed."""
 

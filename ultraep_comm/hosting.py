@@ -37,13 +37,14 @@ def make_shm_group(
     """
     listener, token = ShmFabric.listen()
     num_cores = len(os.sched_getaffinity(0))
+    built_in = cost_constants(num_cores)
     hellos = meeting.exchange(
         Hello(
             digest=options.digest(topology, given_domains),
             machine=machine_id(),
             token=token,
             pid=os.getpid(),
-            cost=cost_constants(num_cores),
+            cost=options.calibration.constants("host", topology.num_ranks, built_in),
         )
     )
     try:
@@ -102,7 +103,8 @@ def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topol
 def make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
     """Make the groups of all ranks in this process."""
     memory = LoopbackMemory(topology.num_ranks)
-    cost = cost_constants(len(os.sched_getaffinity(0)))
+    built_in = cost_constants(len(os.sched_getaffinity(0)))
+    cost = options.calibration.constants("host", topology.num_ranks, built_in)
     groups = []
     for rank in range(topology.num_ranks):
         config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ultraep_comm import _core, env
+from ultraep_comm.calibration import Calibration
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.gradients import GRAD_DTYPES, GradSpec, make_grads
 from ultraep_comm.segments import Segment, make_segments
@@ -34,10 +35,12 @@ class Options:
         num_sms: int | None,
         tile_bytes: int | None,
         grads: GradSpec = None,
+        calibration: Calibration | None = None,
     ) -> None:
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
+        self.calibration = calibration or Calibration()
         self.engine = engine
         self.fabric = fabric
         if (engine, fabric) in (("host", "nvshmem"), ("host", "torch"), ("cuda", "shm")):

@@ -21,9 +21,10 @@ from ultraep_comm.errors import InvalidArgumentError
 
 SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
 RECORD_KEYS = {
-    *("op", "mode", "ranks", "experts", "slots", "expert_bytes", "replicas"),
-    *("imbalance_before", "imbalance_after", "time_us", "algbw_gbps", "critical_gbps"),
-    *("wrong_bytes", "over_memcpy", "p2p_time_us", "speedup_over_p2p"),
+    *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
+    *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "time_us"),
+    *("rank_time_us", "algbw_gbps", "critical_gbps", "bound_us", "over_bound", "wrong_bytes"),
+    *("over_memcpy", "p2p_time_us", "speedup_over_p2p", "gate"),
 }
 
 
@@ -62,7 +63,9 @@ def check_records(path: Path, modes: list[str]) -> list[dict[str, Any]]:
         assert record["op"] == "replicate"
         assert record["wrong_bytes"] == 0
         times = record["time_us"]
-        assert 0 < times["p50"] <= times["p99"] <= times["max"]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
+        ranks = record["rank_time_us"]
+        assert 0 < ranks["min"] <= ranks["avg"] <= ranks["max"] <= times["max"]
         total = record["replicas"] * record["expert_bytes"]
         assert record["algbw_gbps"] == pytest.approx(total / times["p50"] / 1e3)
         assert 0 <= record["critical_gbps"] <= record["algbw_gbps"]

@@ -19,6 +19,7 @@ from ultraep_comm.bench.arguments import choose_engine
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.device_report import ModeRun, sms_needed
 from ultraep_comm.bench.device_transfers import StreamCopies
+from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.replicate_settings import make_settings
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import parse_counts
@@ -31,7 +32,8 @@ RECORD_KEYS = {
     *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "time_us"),
     *("loads_bytes", "stores_bytes", "moved_bytes", "egress_bytes_max", "moved_gbps"),
     *("egress_gbps", "over_copy", "over_big_copy", "speedup_over_copies", "speedup_over_nccl"),
-    *("host_bound_us", "host_unbound_us", "wrong_bytes"),
+    *("host_bound_us", "host_unbound_us", "wrong_bytes", "rank_time_us", "critical_gbps"),
+    *("bound_us", "over_bound", "gate"),
 }
 
 
@@ -66,6 +68,8 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert record["stores_bytes"] == total
         assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
         assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)
+        bound = total / (big["moved_gbps"] / 2) / 1e3  # a copy loads and stores
+        assert record["over_bound"] == pytest.approx(p50 / bound)
         over = record["moved_gbps"] / big["moved_gbps"]
         assert record["over_big_copy"] == pytest.approx(over)
         assert record["speedup_over_copies"] > 0
@@ -131,7 +135,7 @@ def _mode_run(num_sms: int, time_us: float) -> ModeRun:
         mode="push",
         chosen="push",
         num_sms=num_sms,
-        times_us=np.array([time_us]),
+        times=Times(iterations=np.array([time_us]), ranks=np.array([time_us])),
         wrong_bytes=0,
         traffic=Traffic(loads=bytes_of, stores=bytes_of, egress=bytes_of),
         host_bound_us=1.0,
@@ -224,8 +228,8 @@ def test_numbers_of_sms() -> None:
     for text in ("", "0", "4,,8", "4,4", "-1", "x"):
         with pytest.raises(InvalidArgumentError, match="--num-sms"):
             parse_counts(text, "--num-sms")
-    with pytest.raises(InvalidArgumentError, match="a list is for --engine cuda"):
-        make_settings(_parser().parse_args(["replicate", "--num-sms", "1,2"]))
+    few = ["replicate", "--engine", "host", "--sms", "2,1"]
+    assert make_settings(_parser().parse_args(few)).num_sms == (1, 2)
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")

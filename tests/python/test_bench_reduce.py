@@ -20,9 +20,10 @@ from ultraep_comm.bench.reduce_settings import ReduceSettings, make_reduce_setti
 from ultraep_comm.bench.traffic import count_reduction_traffic
 
 RECORD_KEYS = {
-    *("op", "mode", "ranks", "experts", "slots", "expert_bytes", "replicas"),
-    *("imbalance_before", "imbalance_after", "time_us", "algbw_gbps", "critical_gbps"),
-    *("wrong_bytes", "over_copy_add", "gloo_time_us", "speedup_over_gloo"),
+    *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
+    *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "time_us"),
+    *("rank_time_us", "algbw_gbps", "critical_gbps", "bound_us", "over_bound", "wrong_bytes"),
+    *("over_copy_add", "gloo_time_us", "speedup_over_gloo", "gate"),
 }
 MODES = ["pull", "direct", "auto"]
 
@@ -226,3 +227,19 @@ def test_traffic_of_a_reduction() -> None:
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert main(["reduce", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_sweep_and_its_gate(tmp_path: Path) -> None:
+    few = ["--ranks", "2", "--experts", "8", "-n", "2", "-w", "0", "-b", "16K", "-e", "32K"]
+    command = ["-m", "ultraep_comm.bench", "reduce", *few, "--mode", "pull", "--json", "o.json"]
+    done = run(*command, "--min-bandwidth", "1e6", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "gate not met by 2 of 2" in done.stderr
+    records = json.loads((tmp_path / "o.json").read_text())["records"]
+    assert [r["expert_bytes"] for r in records] == [16 << 10, 32 << 10]
+    assert {r["gate"] for r in records} == {"bandwidth"}
+
+
+def test_every_size_of_a_sweep_is_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reduce", "-b", "12", "-e", "21", "-i", "9", "--segments", "1"]) == 2
+    assert "segment 'w' has 21 bytes" in capsys.readouterr().err

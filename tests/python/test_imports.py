@@ -21,6 +21,7 @@ PYTHON_ORDER = [
     "errors",
     "registry",
     "env",
+    "calibration",
     "cuda",
     "cuda.cubins",
     "cuda.device",

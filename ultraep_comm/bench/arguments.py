@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ultraep_comm.bench import gpu
 from ultraep_comm.bench.launch import launched_ranks
@@ -50,10 +50,19 @@ def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None
             raise InvalidArgumentError(f"--{flag} is {value}; expected at least {least}")
 
 
-def check_json(options: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError if records have nowhere to go."""
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+def add_round_arguments(add: Callable[..., argparse.Action]) -> None:
+    """Add how often is measured, and what is checked, as nccl-tests writes it."""
+    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
+    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add(
+        *("-c", "--check"),
+        type=int,
+        choices=[0, 1],
+        nargs="?",
+        const=1,
+        default=0,
+        help="1, or nothing behind it: check every iteration; 0, the default: the last one",
+    )
 
 
 def count_ranks(options: argparse.Namespace) -> int:

@@ -8,30 +8,41 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ultraep_comm.bench import (
+    calibrate,
     critical_path,
     device,
     device_reduce,
     layer,
+    links,
     plan,
     plan_device,
     reduce,
     replicate,
 )
+from ultraep_comm.bench.calibrate_settings import (
+    add_calibrate_command,
+    make_calibrate_settings,
+)
 from ultraep_comm.bench.critical_path_settings import add_path_command, make_path_settings
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
+from ultraep_comm.bench.links_settings import add_links_command, make_links_settings
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.errors import CalibrationError, InvalidArgumentError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 for wrong bytes, 2 for other errors."""
+    """Run the command; return its exit status.
+
+    0: all is well; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted;
+    128 and a signal's number: it ended a rank.
+    """
     options = _parser().parse_args(arguments)
     try:
         run, settings = _choose(options)
-    except (InvalidArgumentError, OSError) as error:
+    except (InvalidArgumentError, CalibrationError, OSError) as error:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -55,6 +66,10 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
     if options.command == "reduce":
         reducing = make_reduce_settings(options)
         return reduce.run if reducing.engine == "host" else device_reduce.run, reducing
+    if options.command == "calibrate":
+        return calibrate.run, make_calibrate_settings(options)
+    if options.command == "links":
+        return links.run, make_links_settings(options)
     if options.command == "layer":
         return layer.run, make_layer_settings(options)
     settings = make_settings(options)
@@ -76,4 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_command(commands)
     add_path_command(commands)
     add_layer_command(commands)
+    add_links_command(commands)
+    add_calibrate_command(commands)
     return parser

@@ -16,11 +16,12 @@ from ultraep_comm.bench.critical_path_report import (
     PathRun,
     format_path_header,
     format_path_results,
-    write_path_json,
+    make_path_document,
 )
 from ultraep_comm.bench.critical_path_settings import PathSettings
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
 from ultraep_comm.bench.gpu import Meter, own_gpu
+from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.routed_ids import draw_ids
@@ -59,8 +60,8 @@ def run_on(meter: Meter, settings: PathSettings) -> int:
     ranks.close()
     if speaks:
         print(format_path_results(settings, found), flush=True)
-        if settings.json is not None:
-            write_path_json(settings.json, settings, found)
+        document = make_path_document(settings, found)
+        write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 1 if found.wrong else 0
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,11 +172,6 @@ def make_path_document(settings: PathSettings, found: PathRun) -> dict[str, Any]
             "seed": settings.seed,
         },
     }
-
-
-def write_path_json(path: Path, settings: PathSettings, found: PathRun) -> None:
-    """Write the document."""
-    path.write_text(json.dumps(make_path_document(settings, found), indent=2) + "\n")
 
 
 def format_path_header(settings: PathSettings, device: Mapping[str, Any]) -> str:

@@ -12,13 +12,14 @@ from ultraep_comm.bench.arguments import (
     DEFAULT_EXPERT_BYTES,
     DEFAULT_EXPERTS,
     DEFAULT_RANKS,
-    check_json,
+    add_round_arguments,
     check_minima,
     choose_engine,
     count_ranks,
     default_imbalance,
 )
 from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES
 from ultraep_comm.bench.sizes import parse_segments, parse_size
 from ultraep_comm.bench.skew import generate_load
@@ -57,6 +58,7 @@ class PathSettings:
         warmup: iterations before them.
         check: compare the slots of every iteration instead of the last one's.
         json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
         seed: of ids and payload.
     """
 
@@ -80,6 +82,7 @@ class PathSettings:
     warmup: int
     check: bool
     json: Path | None = None
+    csv: Path | None = None
     seed: int
 
     @property
@@ -142,11 +145,9 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="GB/S",
         help="what a GPU's link carries one way, for the bound over several GPUs",
     )
-    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
-    add("-c", "--check", action="store_true", help="compare the slots of every iteration")
+    add_round_arguments(add)
     add("--seed", type=int, default=1, help="of ids and payload (default 1)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_output_arguments(add)
 
 
 def make_path_settings(options: argparse.Namespace) -> PathSettings:
@@ -158,7 +159,7 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         OSError: the trace cannot be read.
     """
     check_minima(options, _MINIMA)
-    check_json(options)
+    check_outputs(options)
     if options.link_gbps is not None and not options.link_gbps > 0:
         raise InvalidArgumentError(f"--link-gbps is {options.link_gbps}; expected more than 0")
     _, fabric = choose_engine("cuda", options.fabric, launched_ranks())
@@ -191,8 +192,9 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         link_gbps=options.link_gbps,
         iters=options.iters,
         warmup=options.warmup,
-        check=options.check,
+        check=bool(options.check),
         json=options.json,
+        csv=options.csv,
         seed=options.seed,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,16 +9,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.device_report import (
-    Baselines,
-    DeviceRun,
-    FixedCosts,
-    ModeRun,
-    format_device_header,
-    format_device_results,
-    write_device_json,
-)
+from ultraep_comm.bench.device_report import Baselines, DeviceRun, FixedCosts, ModeRun
 from ultraep_comm.bench.device_rounds import measure_rounds, slowest
+from ultraep_comm.bench.device_sizes import TILE_BYTES, Announce, run_device_sizes
 from ultraep_comm.bench.device_transfers import (
     DeviceCopy,
     DeviceMode,
@@ -28,21 +20,22 @@ from ultraep_comm.bench.device_transfers import (
     RanksHere,
     StreamCopies,
 )
+from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.settings import ReplicateSettings
+from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.traffic import Traffic, count_traffic
 from ultraep_comm.plan import Plan
 from ultraep_comm.planning import plan_replicas
 from ultraep_comm.schedule import make_schedule
 
-TILE_BYTES = 32 << 10
 TIMED_CALLS = 3  # one more lines up the ranks; four can be under way without blocking the host
 HOST_CALLS = 30
 
 
 def run(settings: ReplicateSettings) -> int:
-    """Measure; rank 0 prints. Return the exit code, 1: wrong bytes.
+    """Measure; rank 0 prints. Return `run_device_sizes`' status.
 
     Raises:
         UltraEPError: there is no device, a group could not be made, or a transfer failed.
@@ -52,9 +45,11 @@ def run(settings: ReplicateSettings) -> int:
 
 def run_on(meter: Meter, settings: ReplicateSettings) -> int:
     """Measure on a device: see :func:`run`."""
+    return run_device_sizes(meter, settings, _measure_size)
+
+
+def _measure_size(meter: Meter, settings: ReplicateSettings, announce: Announce) -> DeviceRun:
     loopback = settings.fabric == "loopback"
-    settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
-    speaks = loopback or dist.get_rank() == 0
     here = settings.num_ranks if loopback else 1
     sweep = [meter.num_sms(given, here) for given in settings.num_sms or (None,)]
     payload = Payload(settings.seed, settings.segments)
@@ -62,10 +57,7 @@ def run_on(meter: Meter, settings: ReplicateSettings) -> int:
     for num_sms in sweep:
         ranks = _make_ranks(meter, settings, settings.load, settings.segments, num_sms)
         plan = plan_replicas(torch.from_numpy(settings.load), group=ranks.groups[0])
-        if found is None:
-            found = DeviceRun(plan=plan, device=meter.describe())
-            if speaks:
-                print(format_device_header(settings, found), flush=True)
+        found = found or announce(ranks.groups[0], plan)
         baselines = _make_baselines(ranks, plan, settings) if found.baselines is None else []
         modes = [DeviceMode(ranks, plan, mode) for mode in settings.modes]
         chosen = [mode.choose() for mode in modes]
@@ -76,7 +68,7 @@ def run_on(meter: Meter, settings: ReplicateSettings) -> int:
                     mode=mode,
                     chosen=chosen[m],
                     num_sms=num_sms,
-                    times_us=times[m],
+                    times=times[m],
                     wrong_bytes=int(wrong[m]),
                     traffic=_traffic(settings, plan, chosen[m]),
                     host_bound_us=slowest(
@@ -90,18 +82,14 @@ def run_on(meter: Meter, settings: ReplicateSettings) -> int:
         if found.baselines is None:
             found.baselines = Baselines(
                 names=[x.name for x in baselines],
-                times_us=times[len(modes) :],
+                times=times[len(modes) :],
                 wrong_bytes=wrong[len(modes) :],
                 copied=[x.num_bytes if isinstance(x, DeviceCopy) else 0 for x in baselines],
             )
             found.fixed = _fixed_costs(meter, settings, ranks, num_sms)
         ranks.close()
     assert found is not None
-    if speaks:
-        print(format_device_results(settings, found), flush=True)
-        if settings.json is not None:
-            write_device_json(settings.json, settings, found)
-    return 1 if found.wrong_bytes else 0
+    return found
 
 
 def _make_ranks(
@@ -165,8 +153,8 @@ def _measure(
     plan: Plan,
     payload: Payload,
     transfers: Sequence[DeviceTransfer],
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Time transfers of one plan, interleaved; return ``[transfers, iters]`` us, wrong bytes."""
+) -> tuple[list[Times], NDArray[np.int64]]:
+    """Time transfers of one plan, interleaved; return their times, and wrong bytes."""
 
     def settle() -> None:
         ranks.meter.settle()
@@ -186,6 +174,7 @@ def _measure(
         fill=lambda epoch: ranks.fill(plan, payload, epoch),
         time_us=time_us,
         loopback=ranks.loopback,
+        label=f" of {format_size(settings.expert_bytes)}",
     )
 
 

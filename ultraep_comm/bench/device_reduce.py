@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -12,23 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.device import HOST_CALLS, TILE_BYTES, TIMED_CALLS
-from ultraep_comm.bench.device_report import (
-    Baselines,
-    DeviceRun,
-    FixedCosts,
-    ModeRun,
-    format_device_header,
-    format_device_results,
-    write_device_json,
-)
+from ultraep_comm.bench.device import HOST_CALLS, TIMED_CALLS
+from ultraep_comm.bench.device_report import Baselines, DeviceRun, FixedCosts, ModeRun
 from ultraep_comm.bench.device_rounds import measure_rounds, slowest
+from ultraep_comm.bench.device_sizes import TILE_BYTES, Announce, run_device_sizes
 from ultraep_comm.bench.device_transfers import DeviceCopy
 from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.grad_payload import GradPayload
 from ultraep_comm.bench.reduce import make_payload, make_stage
 from ultraep_comm.bench.reduce_settings import ReduceSettings
 from ultraep_comm.bench.reductions import GradStage
+from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.traffic import count_reduction_traffic
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
@@ -39,7 +32,7 @@ from ultraep_comm.work import Work
 
 
 def run(settings: ReduceSettings) -> int:
-    """Measure; rank 0 prints. Return the exit code, 1: wrong bytes.
+    """Measure; rank 0 prints. Return `run_device_sizes`' status.
 
     Raises:
         UltraEPError: there is no device, a group could not be made, or a reduction failed.
@@ -49,19 +42,18 @@ def run(settings: ReduceSettings) -> int:
 
 def run_on(meter: Meter, settings: ReduceSettings) -> int:
     """Measure on a device: see :func:`run`."""
+    return run_device_sizes(meter, settings, _measure_size)
+
+
+def _measure_size(meter: Meter, settings: ReduceSettings, announce: Announce) -> DeviceRun:
     loopback = settings.fabric == "loopback"
-    settings = dataclasses.replace(settings, tile_bytes=settings.tile_bytes or TILE_BYTES)
-    speaks = loopback or dist.get_rank() == 0
     here = settings.num_ranks if loopback else 1
     payload = make_payload(settings)
     found: DeviceRun | None = None
     for num_sms in [meter.num_sms(given, here) for given in settings.num_sms or (None,)]:
         groups = _make_groups(meter, settings, num_sms)
         plan = plan_replicas(torch.from_numpy(settings.load), group=groups[0])
-        if found is None:
-            found = DeviceRun(plan=plan, device=meter.describe())
-            if speaks:
-                print(format_device_header(settings, found), flush=True)
+        found = found or announce(groups[0], plan)
         ranks = ReducingRanks(meter, settings, groups, plan)
         modes = [DeviceReduction(ranks, mode) for mode in settings.modes]
         share = plan.num_replicas * settings.expert_bytes * here // settings.num_ranks
@@ -78,6 +70,7 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
             fill=partial(ranks.fill, payload),
             time_us=partial(ranks.time_us, calls=1),  # a second would add what is left in slots
             loopback=loopback,
+            label=f" of {format_size(settings.expert_bytes)}",
         )
         for m, mode in enumerate(modes):
             found.modes.append(
@@ -85,7 +78,7 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
                     mode=mode.name,
                     chosen=chosen[m],
                     num_sms=num_sms,
-                    times_us=times[m],
+                    times=times[m],
                     wrong_bytes=int(wrong[m]),
                     traffic=count_reduction_traffic(
                         plan,
@@ -103,7 +96,7 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
         if found.baselines is None:
             found.baselines = Baselines(
                 names=[x.name for x in baselines],
-                times_us=times[len(modes) :],
+                times=times[len(modes) :],
                 wrong_bytes=wrong[len(modes) :],
                 copied=[x.num_bytes for x in baselines],
             )
@@ -119,11 +112,7 @@ def run_on(meter: Meter, settings: ReduceSettings) -> int:
         for group in groups:
             group.close()
     assert found is not None
-    if speaks:
-        print(format_device_results(settings, found), flush=True)
-        if settings.json is not None:
-            write_device_json(settings.json, settings, found)
-    return 1 if found.wrong_bytes else 0
+    return found
 
 
 def _make_groups(meter: Meter, settings: ReduceSettings, num_sms: int) -> list[Group]:

@@ -1,22 +1,18 @@
-"""What a run on GPUs prints and writes; bench/METRICS.md has the formulas."""
+"""What a run on GPUs finds; bench/METRICS.md has the formulas."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.figures import Times, critical_bytes, link_bound_us, rate
 from ultraep_comm.bench.machine import describe_machine, find_commit
+from ultraep_comm.bench.report import describe_gate, describe_settings, imbalance_before
 from ultraep_comm.bench.settings import ReplicateSettings
-from ultraep_comm.bench.sizes import describe_segments, format_size
-from ultraep_comm.bench.skew import rank_imbalance
-from ultraep_comm.bench.table import format_table
 from ultraep_comm.bench.traffic import Traffic, interpolate_sms
 from ultraep_comm.plan import Plan
 
@@ -31,7 +27,7 @@ class ModeRun:
         mode: as asked for.
         chosen: what the library made of it.
         num_sms: blocks of a rank.
-        times_us: ``[iters]``, on the device, of one call.
+        times: on the device, of one call.
         wrong_bytes: over all ranks and all checked iterations.
         traffic: what the call moves.
         host_bound_us: median time that a call keeps the host, with bound weights or gradients.
@@ -41,7 +37,7 @@ class ModeRun:
     mode: str
     chosen: str
     num_sms: int
-    times_us: NDArray[np.float64]
+    times: Times
     wrong_bytes: int
     traffic: Traffic
     host_bound_us: float
@@ -50,7 +46,7 @@ class ModeRun:
     @property
     def p50(self) -> float:
         """Return the median in microseconds."""
-        return float(np.median(self.times_us))
+        return self.times.get("p50")
 
     @property
     def moved_gbps(self) -> float:
@@ -69,13 +65,13 @@ class Baselines:
 
     Attributes:
         names: of the transfers.
-        times_us: ``[transfers, iters]``.
+        times: of each.
         wrong_bytes: ``[transfers]``.
         copied: bytes that one process copies; 0: the plan's.
     """
 
     names: list[str]
-    times_us: NDArray[np.float64]
+    times: list[Times]
     wrong_bytes: NDArray[np.int64]
     copied: list[int]
 
@@ -83,7 +79,7 @@ class Baselines:
         """Return a transfer's median; None: it was not possible."""
         if name not in self.names:
             return None
-        return float(np.median(self.times_us[self.names.index(name)]))
+        return self.times[self.names.index(name)].get("p50")
 
     def copy_gbps(self, name: str, processes: int) -> float:
         """Return what a copy moves in all processes: twice its bytes."""
@@ -110,8 +106,9 @@ class FixedCosts:
 
 @dataclass(kw_only=True, eq=False)
 class DeviceRun:
-    """All that was measured."""
+    """All that was measured of one size; ``settings`` are those of this size alone."""
 
+    settings: ReplicateSettings
     plan: Plan
     device: dict[str, Any]
     modes: list[ModeRun] = field(default_factory=list)
@@ -124,10 +121,17 @@ class DeviceRun:
         others = 0 if self.baselines is None else int(self.baselines.wrong_bytes.sum())
         return sum(m.wrong_bytes for m in self.modes) + others
 
-
-def rate(num_bytes: float, time_us: float) -> float:
-    """Return 10^9 bytes a second; 0 without time."""
-    return num_bytes / time_us / 1e3 if time_us else 0.0
+    def bound_us(self) -> float | None:
+        """Return what the transfer cannot go below; None: nothing to move, or no rate is known."""
+        settings, base = self.settings, self.baselines
+        if not self.plan.num_replicas:
+            return None
+        if settings.link_gbps is not None:
+            return link_bound_us(self.plan, settings.expert_bytes, settings.link_gbps)
+        if settings.fabric != "loopback" or base is None:
+            return None
+        one_way_gbps = base.copy_gbps("big copy", 1) / 2  # it loads and stores
+        return self.plan.num_replicas * settings.expert_bytes / one_way_gbps / 1e3
 
 
 def sms_needed(modes: list[ModeRun]) -> list[dict[str, Any]]:
@@ -148,70 +152,94 @@ def sms_needed(modes: list[ModeRun]) -> list[dict[str, Any]]:
     ]
 
 
-def _processes(settings: ReplicateSettings) -> int:
+def num_processes(settings: ReplicateSettings) -> int:
+    """Return how many processes copy."""
     return 1 if settings.fabric == "loopback" else settings.num_ranks
 
 
-def _over(run: ModeRun, base: Baselines, name: str, processes: int) -> float:
+def over_copy(run: ModeRun, base: Baselines, name: str, processes: int) -> float:
+    """Return what a mode moves over what a copy moves."""
     copy = base.copy_gbps(name, processes)
     return run.moved_gbps / copy if copy else 0.0
 
 
-def _speedup(run: ModeRun, base: Baselines, name: str) -> float | None:
+def speedup(run: ModeRun, base: Baselines, name: str) -> float | None:
+    """Return how many times as long a baseline takes; None: it was not possible."""
     other = base.p50(name)
     return None if other is None or not run.p50 else other / run.p50
 
 
-def make_device_records(settings: ReplicateSettings, found: DeviceRun) -> list[dict[str, Any]]:
-    """Return one JSON record for each mode and number of SMs."""
-    base, processes = found.baselines, _processes(settings)
+def make_device_records(found: DeviceRun) -> list[dict[str, Any]]:
+    """Return one JSON record for each mode and number of SMs, judged by the gate."""
+    return [_record(found, m) for m in found.modes]
+
+
+def _record(found: DeviceRun, m: ModeRun) -> dict[str, Any]:
+    base, settings = found.baselines, found.settings
     assert base is not None
-    home_load = settings.load.sum(axis=0, dtype=np.int64)
-    return [
-        {
-            "op": settings.op,
-            "engine": "cuda",
-            "fabric": settings.fabric,
-            "mode": m.mode,
-            "chosen": m.chosen,
-            "num_sms": m.num_sms,
-            "ranks": settings.num_ranks,
-            "experts": settings.num_experts,
-            "slots": settings.slots,
-            "expert_bytes": settings.expert_bytes,
-            "replicas": found.plan.num_replicas,
-            "imbalance_before": rank_imbalance(home_load, settings.num_ranks),
-            "imbalance_after": found.plan.imbalance,
-            "time_us": {
-                "p50": m.p50,
-                "p99": float(np.percentile(m.times_us, 99)),
-                "max": float(m.times_us.max()),
-            },
-            "loads_bytes": int(m.traffic.loads.sum()),
-            "stores_bytes": int(m.traffic.stores.sum()),
-            "moved_bytes": m.traffic.moved,
-            "egress_bytes_max": m.traffic.critical,
-            "moved_gbps": m.moved_gbps,
-            "egress_gbps": m.egress_gbps,
-            "over_copy": _over(m, base, "copy", processes),
-            "over_big_copy": _over(m, base, "big copy", processes),
-            "speedup_over_copies": _speedup(m, base, "copies"),
-            "speedup_over_nccl": _speedup(m, base, "nccl"),
-            "host_bound_us": m.host_bound_us,
-            "host_unbound_us": m.host_unbound_us,
-            "wrong_bytes": m.wrong_bytes,
-        }
-        for m in found.modes
-    ]
+    processes, bound_us = num_processes(settings), found.bound_us()
+    record = {
+        "op": settings.op,
+        "engine": "cuda",
+        "fabric": settings.fabric,
+        "mode": m.mode,
+        "chosen": m.chosen,
+        "num_sms": m.num_sms,
+        "ranks": settings.num_ranks,
+        "experts": settings.num_experts,
+        "slots": settings.slots,
+        "expert_bytes": settings.expert_bytes,
+        "replicas": found.plan.num_replicas,
+        "imbalance_before": imbalance_before(settings),
+        "imbalance_after": found.plan.imbalance,
+        **m.times.record(),
+        "loads_bytes": int(m.traffic.loads.sum()),
+        "stores_bytes": int(m.traffic.stores.sum()),
+        "moved_bytes": m.traffic.moved,
+        "egress_bytes_max": m.traffic.critical,
+        "moved_gbps": m.moved_gbps,
+        "egress_gbps": m.egress_gbps,
+        "critical_gbps": rate(critical_bytes(found.plan, settings.expert_bytes), m.p50),
+        "bound_us": bound_us,
+        "over_bound": m.p50 / bound_us if bound_us else None,
+        "over_copy": over_copy(m, base, "copy", processes),
+        "over_big_copy": over_copy(m, base, "big copy", processes),
+        "speedup_over_copies": speedup(m, base, "copies"),
+        "speedup_over_nccl": speedup(m, base, "nccl"),
+        "host_bound_us": m.host_bound_us,
+        "host_unbound_us": m.host_unbound_us,
+        "wrong_bytes": m.wrong_bytes,
+    }
+    return {**record, "gate": settings.gate.judge(record)}
 
 
-def make_device_document(settings: ReplicateSettings, found: DeviceRun) -> dict[str, Any]:
-    """Return the records with what they were measured on and compared with."""
-    base, fixed, processes = found.baselines, found.fixed, _processes(settings)
+def make_device_document(
+    settings: ReplicateSettings,
+    runs: Sequence[DeviceRun],
+    records: Sequence[dict[str, Any]],
+    places: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the records with what they were measured on and compared with, size by size."""
+    sizes = [{"expert_bytes": run.settings.expert_bytes, **_compared(run)} for run in runs]
+    return {
+        "records": list(records),
+        **_compared(runs[-1]),
+        "sizes": sizes,
+        "machine": {**describe_machine(), **runs[0].device},
+        "topology": list(places),
+        "commit": find_commit(),
+        "gate": describe_gate(settings.gate, records),
+        "settings": describe_settings(settings),
+    }
+
+
+def _compared(found: DeviceRun) -> dict[str, Any]:
+    """Return what modes of one size are compared with."""
+    base, fixed, settings = found.baselines, found.fixed, found.settings
     assert base is not None
     assert fixed is not None
+    processes = num_processes(settings)
     return {
-        "records": make_device_records(settings, found),
         "baselines": {
             name: {
                 "p50_us": base.p50(name),
@@ -229,111 +257,4 @@ def make_device_document(settings: ReplicateSettings, found: DeviceRun) -> dict[
             "host_unbound_us": fixed.host_unbound_us,
         },
         "sms_needed": sms_needed(found.modes),
-        "machine": {**describe_machine(), **found.device},
-        "commit": find_commit(),
-        "settings": {
-            "load": settings.load_source,
-            "segments": settings.segments,
-            "tile_bytes": settings.tile_bytes,
-            "num_sms": list(settings.num_sms),
-            "fabric": settings.fabric,
-            "iters": settings.iters,
-            "warmup": settings.warmup,
-            "check": settings.check,
-            "seed": settings.seed,
-            **settings.more,
-        },
     }
-
-
-def write_device_json(path: Path, settings: ReplicateSettings, found: DeviceRun) -> None:
-    """Write the document."""
-    path.write_text(json.dumps(make_device_document(settings, found), indent=2) + "\n")
-
-
-def format_device_header(settings: ReplicateSettings, found: DeviceRun) -> str:
-    """Return what a reader must know before the figures."""
-    device, plan = found.device, found.plan
-    memory = format_size(int(device.get("gpu_memory_bytes", 0)))
-    smi = [f"{k} {device[k]}" for k in ("driver_version", "clocks_sm", "clocks_mem") if k in device]
-    lines = [
-        f"ultraep_comm {describe_machine()['ultraep_comm']}, commit {find_commit()}:"
-        f" {settings.op}, engine cuda, fabric {settings.fabric}",
-        f"device: {device.get('gpu', 'unknown')}, {memory}, {device.get('gpu_sms', '?')} SMs;"
-        f" {', '.join(smi) or 'no nvidia-smi'}",
-        f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
-        f" expert {describe_segments(settings.segments)}, tiles of {settings.tile_bytes}",
-        *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
-        f"load: {settings.load_source}; imbalance after {plan.imbalance:.3f}",
-        f"plan: {plan.num_replicas} replicas, at most {plan.max_exports} exported and"
-        f" {plan.max_imports} imported by a rank",
-        f"{settings.iters} iterations after {settings.warmup}, interleaved; checked:"
-        f" {'every one' if settings.check else 'the last one'}",
-    ]
-    return "\n".join(f"# {line}" for line in lines)
-
-
-_COLUMNS = {
-    "mode": "",
-    "SMs": "",
-    "moved": "(B)",
-    "time p50": "(us)",
-    "max": "(us)",
-    "moved/s": "(GB/s)",
-    "egress": "(GB/s)",
-    "copy": "/rate",
-    "big": "/rate",
-    "copies": "/time",
-    "nccl": "/time",
-    "host": "(us)",
-    "unbound": "(us)",
-    "#wrong": "(B)",
-}
-
-
-def _show(value: float | None, form: str) -> str:
-    return "-" if value is None or math.isnan(value) else format(value, form)
-
-
-def format_device_results(settings: ReplicateSettings, found: DeviceRun) -> str:
-    """Return the table and, below it, fixed costs and SMs."""
-    base, fixed, processes = found.baselines, found.fixed, _processes(settings)
-    assert base is not None
-    assert fixed is not None
-    rows: list[Sequence[str]] = [
-        (
-            m.mode if m.chosen == m.mode else f"{m.mode} ({m.chosen})",
-            str(m.num_sms),
-            str(m.traffic.moved),
-            f"{m.p50:.1f}",
-            f"{m.times_us.max():.1f}",
-            f"{m.moved_gbps:.1f}",
-            f"{m.egress_gbps:.1f}",
-            f"{_over(m, base, 'copy', processes):.3f}",
-            f"{_over(m, base, 'big copy', processes):.3f}",
-            _show(_speedup(m, base, "copies"), ".2f"),
-            _show(_speedup(m, base, "nccl"), ".2f"),
-            f"{m.host_bound_us:.1f}",
-            f"{m.host_unbound_us:.1f}",
-            str(m.wrong_bytes),
-        )
-        for m in found.modes
-    ]
-    for i, name in enumerate(base.names):
-        copied = 2 * base.copied[i] * processes
-        moved_gbps = base.copy_gbps(name, processes) if copied else None
-        row = [name, "-", str(copied or "-"), _show(base.p50(name), ".1f")]
-        row += [f"{base.times_us[i].max():.1f}", _show(moved_gbps, ".1f"), *["-"] * 7]
-        rows.append((*row, str(int(base.wrong_bytes[i]))))
-    tile_us = _show(fixed.tile_us, ".1f")
-    lines = [
-        format_table([list(_COLUMNS), list(_COLUMNS.values())], rows),
-        f"# empty plan {fixed.empty_us:.1f} us, one tile through a hub {tile_us} us;"
-        f" host {fixed.host_bound_us:.1f} us a call, {fixed.host_unbound_us:.1f} us unbound",
-    ]
-    for needed in sms_needed(found.modes):
-        goals = ", ".join(
-            f"{_show(sms, '.1f')} for {goal} GB/s" for goal, sms in needed["sms"].items()
-        )
-        lines.append(f"# SMs of a rank, {needed['mode']}: {goals} of egress")
-    return "\n".join(lines)

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.interleaved import Rounds
+from ultraep_comm.bench.progress import show_progress
 
 
 class DeviceRound(Protocol):
@@ -31,7 +33,8 @@ def measure_rounds(
     fill: Callable[[int], None],
     time_us: Callable[[Callable[[], None]], float],
     loopback: bool,
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    label: str = "",
+) -> tuple[list[Times], NDArray[np.int64]]:
     """Time transfers of one plan, interleaved. Collective, but in loopback.
 
     Args:
@@ -41,15 +44,20 @@ def measure_rounds(
         fill: writes this process's bytes of an epoch.
         time_us: returns the device's time of a call.
         loopback: all ranks are in this process.
+        label: what is measured, for the terminal.
 
     Returns:
-        ``[transfers, iters]`` us of the slowest rank, and wrong bytes ``[transfers]`` of all.
+        For each transfer its times, an iteration's being the slowest rank's; and wrong bytes
+        ``[transfers]`` of all ranks. In loopback all ranks have one time.
     """
     times = np.zeros((len(transfers), settings.iters))
     wrong = np.zeros(len(transfers), np.int64)
     shuffle = np.random.default_rng(settings.seed)
     epoch = 0
+    speaks = loopback or dist.get_rank() == 0
     for i in range(-settings.warmup, settings.iters):
+        if speaks:
+            show_progress(max(i, 0), settings.iters, f"iterations{label}")
         for t in shuffle.permutation(len(transfers)):
             epoch += 1
             fill(epoch)
@@ -58,10 +66,17 @@ def measure_rounds(
                 wrong[t] += transfers[t].count_wrong(payload, epoch)
             if i >= 0:
                 times[t, i] = took
+    if speaks:
+        show_progress(settings.iters, settings.iters, "")
+    everybody = [times]
     if not loopback:
-        dist.all_reduce(torch.from_numpy(times), op=dist.ReduceOp.MAX)
+        mine = torch.from_numpy(times)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        everybody = [one.numpy() for one in gathered]
         dist.all_reduce(torch.from_numpy(wrong))
-    return times, wrong
+    of_ranks = np.stack(everybody, axis=1)  # [transfers, ranks, iters]
+    return [Times(iterations=t.max(axis=0), ranks=t.mean(axis=1)) for t in of_ranks], wrong
 
 
 def slowest(value: float, loopback: bool) -> float:

@@ -34,7 +34,7 @@ class RanksHere:
         slots: int,
         segments: Mapping[str, int],
         tile_bytes: int,
-        num_sms: int,
+        num_sms: int | None,
     ) -> None:
         """Make groups and weights that peers can address. Collective."""
         num_ranks, num_experts = load.shape

@@ -155,6 +155,7 @@ class Gpu:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return {
             "gpu": properties.name,
+            "gpu_id": str(getattr(properties, "uuid", "")) or None,
             "gpu_memory_bytes": properties.total_memory,
             "gpu_sms": properties.multi_processor_count,
             "gpus": torch.cuda.device_count(),

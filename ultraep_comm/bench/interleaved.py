@@ -78,8 +78,13 @@ def measure(
     stage: Filled[Any],
     payload: object,
     transfers: Sequence[Transfer[Any]],
+    *,
+    label: str = "",
 ) -> list[Measurement]:
-    """Time transfers of one plan, interleaved iteration by iteration. Collective."""
+    """Time transfers of one plan, interleaved iteration by iteration. Collective.
+
+    ``label`` says on the terminal what is measured.
+    """
     group = stage.group
     chosen = [t.choose() if isinstance(t, Chooser) else "" for t in transfers]
     one_machine = len(set(group.topology.domain.tolist())) == 1
@@ -89,12 +94,12 @@ def measure(
     epoch = 0
     for i in range(-settings.warmup, settings.iters):
         if group.rank == 0:
-            show_progress(max(i, 0), settings.iters, "iterations")
+            show_progress(max(i, 0), settings.iters, f"iterations{label}")
         # Shuffled, alike on all ranks: what a transfer leaves in caches falls to no fixed other.
         for t in shuffle.permutation(len(transfers)):
             epoch += 1
             stage.fill(payload, epoch)
-            _line_up(one_machine)
+            line_up(one_machine)
             start = time.perf_counter_ns()
             transfers[t].run()
             end = time.perf_counter_ns()
@@ -106,14 +111,20 @@ def measure(
     if group.rank == 0:
         show_progress(settings.iters, settings.iters, "iterations")
     dist.all_reduce(wrong)
-    times = _iteration_times(spans, one_machine)
+    times, rank_times = _gather_times(spans, one_machine)
     return [
-        Measurement(mode=x.name, chosen=chosen[t], times=times[t], wrong_bytes=int(wrong[t]))
+        Measurement(
+            mode=x.name,
+            chosen=chosen[t],
+            times=times[t],
+            rank_times=rank_times[t],
+            wrong_bytes=int(wrong[t]),
+        )
         for t, x in enumerate(transfers)
     ]
 
 
-def _line_up(one_machine: bool) -> None:
+def line_up(one_machine: bool) -> None:
     """Let all ranks leave at the same time: a barrier on which they agree on a moment."""
     ready = torch.tensor([time.perf_counter_ns()])
     dist.all_reduce(ready, op=dist.ReduceOp.MAX)
@@ -122,15 +133,18 @@ def _line_up(one_machine: bool) -> None:
         time.sleep(max(wait, 0) / 1e9)
 
 
-def _iteration_times(spans: NDArray[np.int64], one_machine: bool) -> NDArray[np.int64]:
-    """Return ``[transfers, iters]`` nanoseconds from starts and ends ``[2, transfers, iters]``.
+def _gather_times(
+    spans: NDArray[np.int64], one_machine: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return nanoseconds from starts and ends ``[2, transfers, iters]``. Collective.
 
-    On one machine from the first start to the last end; else the longest of the ranks' own times.
+    Of iterations, ``[transfers, iters]``: on one machine from the first start to the last end, else
+    the longest of the ranks' own times. Of ranks, ``[transfers, G]``: each one's own mean.
     """
     mine = torch.from_numpy(spans)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     starts, ends = torch.stack(gathered, dim=1).numpy()
-    times: NDArray[np.int64]
-    times = ends.max(axis=0) - starts.min(axis=0) if one_machine else (ends - starts).max(axis=0)
-    return times
+    own: NDArray[np.int64] = ends - starts
+    whole = ends.max(axis=0) - starts.min(axis=0) if one_machine else own.max(axis=0)
+    return whole, own.mean(axis=2).T

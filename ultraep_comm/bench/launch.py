@@ -19,7 +19,10 @@ import torch.distributed as dist
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
 Settings = TypeVar("Settings")
+# Exit statuses. A rank that a signal ended makes it 128 and the signal's number, as in a shell.
+WRONG = 1  # a byte or a value
 FAILED = 2
+GATE_MISSED = 3
 INTERRUPTED = 130
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on Slurm's steps are batch scripts and shells
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
@@ -165,7 +168,8 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
         for sentinel in ended:
             process = waiting.pop(cast(int, sentinel))
             process.join()
-            code = code or abs(process.exitcode or 0)
+            ended_with = process.exitcode or 0
+            code = code or (128 - ended_with if ended_with < 0 else ended_with)
     return code
 
 

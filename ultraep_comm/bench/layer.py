@@ -16,10 +16,11 @@ from ultraep_comm.bench.layer_report import (
     LayerRow,
     format_layer_header,
     format_layer_results,
-    write_layer_json,
+    make_layer_document,
 )
 from ultraep_comm.bench.layer_settings import LayerSettings
 from ultraep_comm.bench.moe import Instance, Passed, run_layer
+from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.creation import new_group
 from ultraep_comm.group import Group
@@ -59,8 +60,8 @@ def run(settings: LayerSettings) -> int:
         ]
         if group.rank == 0:
             print(format_layer_results(settings, rows), flush=True)
-            if settings.json is not None:
-                write_layer_json(settings.json, settings, rows)
+            document = make_layer_document(settings, rows)
+            write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 1 if any(row.wrong_values for row in rows) else 0
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,16 +83,15 @@ def make_layer_records(settings: LayerSettings, rows: Sequence[LayerRow]) -> lis
     return records
 
 
-def write_layer_json(path: Path, settings: LayerSettings, rows: Sequence[LayerRow]) -> None:
-    """Write the records with what they were measured on."""
+def make_layer_document(settings: LayerSettings, rows: Sequence[LayerRow]) -> dict[str, Any]:
+    """Return the records with what they were measured on."""
     names = ("tokens", "topk", "hidden", "inner", "imbalance", "iters", "warmup", "check", "seed")
-    document = {
+    return {
         "records": make_layer_records(settings, rows),
         "machine": describe_machine(),
         "commit": find_commit(),
         "settings": {name: getattr(settings, name) for name in names},
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def format_layer_header(settings: LayerSettings) -> str:

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.arguments import (
     DEFAULT_EXPERTS,
     DEFAULT_IMBALANCE,
-    check_json,
+    add_round_arguments,
     check_minima,
     count_ranks,
     default_imbalance,
 )
 from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -46,6 +47,7 @@ class LayerSettings:
         warmup: iterations before them.
         check: verify every iteration instead of the last one.
         json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
         seed: of everything random.
     """
 
@@ -61,6 +63,7 @@ class LayerSettings:
     warmup: int
     check: bool
     json: Path | None
+    csv: Path | None
     seed: int
     fabric: str = "shm"
 
@@ -113,11 +116,9 @@ def add_layer_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         type=float,
         help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
     )
-    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
-    add("-c", "--check", action="store_true", help="check every iteration, not just the last")
+    add_round_arguments(add)
     add("--seed", type=int, default=1, help="of routing, weights and tokens (default 1)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_output_arguments(add)
 
 
 def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
@@ -127,7 +128,7 @@ def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
         InvalidArgumentError: as its text says.
     """
     check_minima(options, _MINIMA)
-    check_json(options)
+    check_outputs(options)
     if options.ranks is None and launched_ranks() is None:
         options.ranks = DEFAULT_RANKS
     num_ranks = count_ranks(options)
@@ -154,7 +155,8 @@ def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
         inner=options.inner,
         iters=options.iters,
         warmup=options.warmup,
-        check=options.check,
+        check=bool(options.check),
         json=options.json,
+        csv=options.csv,
         seed=options.seed,
     )

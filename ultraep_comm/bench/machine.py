@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 import ultraep_comm
+from ultraep_comm.calibration import cpu_name
 
 
 def describe_machine() -> dict[str, str | int]:
     """Return the machine and the software that decide a figure."""
     return {
-        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release()}",
@@ -26,14 +27,6 @@ def describe_machine() -> dict[str, str | int]:
         "numpy": np.__version__,
         "ultraep_comm": ultraep_comm.__version__,
     }
-
-
-def _field(path: str, name: str) -> str:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def find_commit() -> str:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.bench.eplb import Rebalance, find_eplb, plan_eplb
 from ultraep_comm.bench.families import make_loads
+from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.plan_report import (
     Other,
     PlanRow,
     Quality,
     format_plan_header,
     format_plan_table,
-    write_plan_json,
+    make_plan_document,
 )
 from ultraep_comm.bench.plan_settings import TRACE, PlanSettings, PlanSize
 from ultraep_comm.bench.progress import show_progress
@@ -51,8 +52,8 @@ def run(settings: PlanSettings) -> int:
             rows.append(measure_row(size, family, loads, settings.target, rebalance))
     show_progress(len(cells), len(cells), "")
     print(format_plan_table(rows), flush=True)
-    if settings.json is not None:
-        write_plan_json(settings.json, settings, rows)
+    document = make_plan_document(settings, rows)
+    write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 0
 
 

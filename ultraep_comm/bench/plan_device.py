@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.bench.gpu import Gpu, Meter
+from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.plan import make_plan_loads, time_core_us
 from ultraep_comm.bench.plan_device_report import (
     DeviceRow,
     WarpRun,
     format_device_header,
     format_device_table,
-    write_device_json,
+    make_device_document,
 )
 from ultraep_comm.bench.plan_settings import PlanSettings, PlanSize
 from ultraep_comm.bench.progress import show_progress
@@ -60,8 +61,8 @@ def run_on(meter: Meter, settings: PlanSettings) -> int:
             rows.append(measure_row(meter, settings, size, family, loads))
     show_progress(len(cells), len(cells), "")
     print(format_device_table(settings, rows), flush=True)
-    if settings.json is not None:
-        write_device_json(settings.json, settings, rows, found)
+    document = make_device_document(settings, rows, found)
+    write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 1 if any(row.wrong for row in rows) else 0
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,11 +135,11 @@ def _cells(settings: PlanSettings, row: DeviceRow) -> list[str]:
     ]
 
 
-def write_device_json(
-    path: Path, settings: PlanSettings, rows: Sequence[DeviceRow], device: Mapping[str, Any]
-) -> None:
-    """Write the records with what they were measured on."""
-    document = {
+def make_device_document(
+    settings: PlanSettings, rows: Sequence[DeviceRow], device: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the records with what they were measured on."""
+    return {
         "records": [row.record() for row in rows],
         "machine": {**describe_machine(), **device},
         "commit": find_commit(),
@@ -156,4 +154,3 @@ def write_device_json(
             "trace": settings.trace_name or None,
         },
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")

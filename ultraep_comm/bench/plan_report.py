@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,9 +197,9 @@ def _cells(row: PlanRow, has_eplb: bool) -> list[str]:
     return cells
 
 
-def write_plan_json(path: Path, settings: PlanSettings, rows: Sequence[PlanRow]) -> None:
-    """Write the records with what they were measured on."""
-    document = {
+def make_plan_document(settings: PlanSettings, rows: Sequence[PlanRow]) -> dict[str, Any]:
+    """Return the records with what they were measured on."""
+    return {
         "records": [row.record() for row in rows],
         "machine": describe_machine(),
         "commit": find_commit(),
@@ -215,4 +213,3 @@ def write_plan_json(path: Path, settings: PlanSettings, rows: Sequence[PlanRow])
             "trace": settings.trace_name or None,
         },
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")

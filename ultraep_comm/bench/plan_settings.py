@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.bench.families import FAMILIES
+from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.traces import Trace, open_trace
 from ultraep_comm.errors import InvalidArgumentError
@@ -74,6 +75,7 @@ class PlanSettings:
         engine: "host", which compares planners, or "cuda", which times kernels.
         warps: of the plan kernel, one measurement for each.
         json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
     """
 
     sizes: tuple[PlanSize, ...]
@@ -87,6 +89,7 @@ class PlanSettings:
     engine: str = "host"
     warps: tuple[int, ...] = ()
     json: Path | None = None
+    csv: Path | None = None
 
 
 def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -137,7 +140,7 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="N,...",
         help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
     )
-    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_output_arguments(add)
 
 
 def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
@@ -157,8 +160,7 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         target_to_ppm(options.target)
     except ValueError as error:
         raise InvalidArgumentError(f"--target: {error}") from None
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
+    check_outputs(options)
     warps = _parse_warps(options)
     families = _parse_families(options.families, options.trace is not None)
     sizes = parse_plan_sizes(options.sizes, options.domain_size)
@@ -184,6 +186,7 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         engine=options.engine,
         warps=warps,
         json=options.json,
+        csv=options.csv,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,24 +12,26 @@ from ultraep_comm.bench.one_plan import run_one_plan
 from ultraep_comm.bench.reduce_settings import ReduceSettings
 from ultraep_comm.bench.reductions import CopyAdd, GlooReduction, GradStage, Reduction
 from ultraep_comm.bench.report import Measurement
+from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 
 
 def run(settings: ReduceSettings) -> int:
-    """Measure on an initialised process group; rank 0 prints. Return the exit code, 1: wrong bytes.
+    """Measure on an initialised process group; rank 0 prints. Return `run_one_plan`'s status.
 
     Raises:
         UltraEPError: the group could not be made, or a reduction failed.
     """
-    return run_one_plan(settings, partial(_measure, settings), grads=settings.grad_dtype)
+    return run_one_plan(settings, _measure, grads=settings.grad_dtype)
 
 
 def _measure(settings: ReduceSettings, group: Group, plan: Plan) -> list[Measurement]:
     stage = make_stage(settings, group, plan)
     modes = [Reduction(stage, mode) for mode in settings.modes]
     transfers: list[Transfer[Any]] = [*modes, GlooReduction(stage), CopyAdd(stage)]
-    return measure(settings, stage, make_payload(settings), transfers)
+    label = f" of {format_size(settings.expert_bytes)}"
+    return measure(settings, stage, make_payload(settings), transfers, label=label)
 
 
 def make_stage(settings: ReduceSettings, group: Group, plan: Plan) -> GradStage:

@@ -78,7 +78,8 @@ def add_reduce_command(commands: argparse._SubParsersAction[argparse.ArgumentPar
         help="add the gradients of a plan's replicas to the main gradients",
         description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
         " adding out of shared memory, on one plan, with interleaved iterations. Sizes take the"
-        " suffixes K, M and G. The exit code is 1 if any byte is wrong.",
+        " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
+        " 2 after other errors.",
     ).add_argument
     add_transfer_arguments(
         add, modes=ALL_REDUCE_MODES, expert_bytes="bytes of one expert's gradients in a slot"
@@ -107,7 +108,7 @@ def make_reduce_settings(options: argparse.Namespace) -> ReduceSettings:
         zero=options.zero,
     )
     item = settings.grad_dtype.itemsize
-    for name, size in settings.segments.items():
+    for name, size in (pair for segments in settings.sizes for pair in segments.items()):
         if size % item != 0:
             raise InvalidArgumentError(
                 f"segment {name!r} has {size} bytes; expected a multiple of {item}, the bytes of"

@@ -15,16 +15,20 @@ from ultraep_comm.bench.arguments import (
     DEFAULT_EXPERTS,
     DEFAULT_IMBALANCE,
     DEFAULT_RANKS,
-    check_json,
+    add_round_arguments,
     check_minima,
     choose_engine,
     count_ranks,
     default_imbalance,
 )
+from ultraep_comm.bench.figures import DEFAULT_TIMES, TIMES, parse_times
+from ultraep_comm.bench.gate import add_gate_arguments, make_gate
 from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
-from ultraep_comm.bench.sizes import parse_counts, parse_segments, parse_size
+from ultraep_comm.bench.sizes import parse_counts, parse_size
 from ultraep_comm.bench.skew import generate_load
+from ultraep_comm.bench.sweep import add_sweep_arguments, sweep_segments
 from ultraep_comm.bench.traces import load_trace
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -38,8 +42,8 @@ def add_replicate_command(commands: argparse._SubParsersAction[argparse.Argument
         "replicate",
         help="copy the experts of a plan into slots",
         description="Time replicate_experts against batch_isend_irecv and memcpy, on one plan, with"
-        " interleaved iterations. Sizes take the suffixes K, M and G. The exit code is 1 if any"
-        " byte is wrong.",
+        " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
+        " byte is wrong, 3 if a limit is not met, 2 after other errors.",
     )
     add_transfer_arguments(parser.add_argument, modes=ALL_MODES, expert_bytes="bytes of one expert")
 
@@ -51,7 +55,7 @@ def add_transfer_arguments(
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
-    add("-b", "--expert-bytes", metavar="SIZE", help=f"{expert_bytes}, e.g. 64K (default 16M)")
+    add_sweep_arguments(add, expert_bytes=expert_bytes, default="16M")
     add(
         "--segments",
         default="2",
@@ -79,18 +83,24 @@ def add_transfer_arguments(
         " torchrun or srun, else loopback)",
     )
     add(
-        "--num-sms",
+        *("--num-sms", "--sms"),
         metavar="N,...",
-        help="workers of a rank: threads, or blocks on the GPU; there a list, such as 4,8,16, is"
+        help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
         " measured one by one (default: the engine's)",
     )
     add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
-    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
-    add("-c", "--check", action="store_true", help="check every iteration, not just the last")
+    add_round_arguments(add)
     add("--seed", type=int, default=1, help="of load and payload (default 1)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_output_arguments(add)
+    add_gate_arguments(add, bound=True)
+    add(
+        "--times",
+        default=",".join(DEFAULT_TIMES),
+        metavar="NAME,...",
+        help=f"time columns of the table, of {', '.join(TIMES)} (default"
+        f" {','.join(DEFAULT_TIMES)}); rank-... are of the ranks' own means",
+    )
 
 
 def make_settings(options: argparse.Namespace) -> ReplicateSettings:
@@ -111,24 +121,34 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
         OSError: the trace cannot be read.
     """
     check_minima(options, _MINIMA)
-    check_json(options)
-    given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
+    check_outputs(options)
+    sweep = sweep_segments(options, DEFAULT_EXPERT_BYTES)
+    gate = make_gate(options)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_sms = () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms")
-    if engine == "host" and len(num_sms) > 1:
-        raise InvalidArgumentError(f"--num-sms is {options.num_sms}; a list is for --engine cuda")
+    unknown_rate = options.link_gbps is None and fabric not in ("shm", "loopback")
+    if gate.max_over_bound is not None and unknown_rate:
+        raise InvalidArgumentError(
+            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
+            f" {fabric} carries; give --link-gbps"
+        )
     load, source = _make_load(options, count_ranks(options))
     return {
         "load": load,
         "load_source": source,
         "slots": options.slots,
-        "segments": parse_segments(options.segments, given, DEFAULT_EXPERT_BYTES),
+        "segments": sweep[0],
+        "sweep": sweep[1:],
         "modes": modes if options.mode == "all" else (options.mode,),
         "tile_bytes": None if options.tile_bytes is None else parse_size(options.tile_bytes),
         "iters": options.iters,
         "warmup": options.warmup,
-        "check": options.check,
+        "check": bool(options.check),
         "json": options.json,
+        "csv": options.csv,
+        "gate": gate,
+        "link_gbps": options.link_gbps,
+        "times": parse_times(options.times),
         "seed": options.seed,
         "engine": engine,
         "fabric": fabric,

@@ -1,24 +1,21 @@
-"""What a run of replicate or reduce prints and writes; bench/METRICS.md has the formulas."""
+"""What a run of replicate or reduce on the CPU finds; bench/METRICS.md has the formulas."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.figures import Times, critical_bytes, link_bound_us, rate
+from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.settings import ReplicateSettings
-from ultraep_comm.bench.sizes import describe_segments, format_size
+from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.skew import rank_imbalance
-from ultraep_comm.bench.table import format_table
 from ultraep_comm.plan import Plan
-from ultraep_comm.schedule import transfer_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +26,106 @@ class Measurement:
         mode: as asked for.
         chosen: what the library made of it.
         times: int64 ``[iters]`` nanoseconds.
+        rank_times: ``[G]`` nanoseconds, each rank's own mean over iterations.
         wrong_bytes: over all ranks and all checked iterations.
     """
 
     mode: str
     chosen: str
     times: NDArray[np.int64]
+    rank_times: NDArray[np.float64]
     wrong_bytes: int
 
     def time_us(self, percentile: float) -> float:
         """Return a percentile of the iteration times in microseconds."""
         return float(np.percentile(self.times, percentile)) / 1e3
 
+    @property
+    def in_us(self) -> Times:
+        """Return the times in microseconds."""
+        return Times(iterations=self.times / 1e3, ranks=self.rank_times / 1e3)
 
-def _ratio(ours: Measurement, other: Measurement) -> float:
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizeRun:
+    """One size with one number of workers.
+
+    Attributes:
+        settings: of this size alone.
+        plan: what was transferred.
+        num_sms: workers of a rank; None: the engine's default.
+        modes: of the library.
+        user: what a user would do.
+        machine: what the machine can do.
+    """
+
+    settings: ReplicateSettings
+    plan: Plan
+    num_sms: int | None
+    modes: Sequence[Measurement]
+    user: Measurement
+    machine: Measurement
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what a call has to deliver."""
+        return self.plan.num_replicas * self.settings.expert_bytes
+
+    @property
+    def wrong_bytes(self) -> int:
+        """Return those of all rows."""
+        return sum(m.wrong_bytes for m in (*self.modes, self.user, self.machine))
+
+    def over_bound(self, m: Measurement) -> tuple[float | None, float | None]:
+        """Return the bound in microseconds and the time over it; None: there is nothing to move.
+
+        Ranks of one machine share its memory, so without a link's rate the bound is the time of
+        ``machine``, and the ratio is paired by iterations.
+        """
+        link_gbps = self.settings.link_gbps
+        if not self.plan.num_replicas:
+            return None, None
+        if link_gbps is None:
+            return self.machine.time_us(50), paired_ratio(self.machine, m)
+        bound = link_bound_us(self.plan, self.settings.expert_bytes, link_gbps)
+        return bound, m.time_us(50) / bound
+
+    def records(self, gate: Gate) -> list[dict[str, Any]]:
+        """Return one JSON record for each mode of the library, judged by the gate."""
+        return [self._record(m, gate) for m in self.modes]
+
+    def _record(self, m: Measurement, gate: Gate) -> dict[str, Any]:
+        settings, plan, p50 = self.settings, self.plan, m.time_us(50)
+        user, machine = _key(self.user), _key(self.machine)
+        bound_us, over_bound = self.over_bound(m)
+        record = {
+            "op": settings.op,
+            "engine": settings.engine,
+            "fabric": settings.fabric,
+            "mode": m.mode,
+            "chosen": m.chosen,
+            "num_sms": self.num_sms,
+            "ranks": settings.num_ranks,
+            "experts": settings.num_experts,
+            "slots": settings.slots,
+            "expert_bytes": settings.expert_bytes,
+            "replicas": plan.num_replicas,
+            "imbalance_before": imbalance_before(settings),
+            "imbalance_after": plan.imbalance,
+            **m.in_us.record(),
+            "algbw_gbps": rate(self.total_bytes, p50),
+            "critical_gbps": rate(critical_bytes(plan, settings.expert_bytes), p50),
+            "bound_us": bound_us,
+            "over_bound": over_bound,
+            "wrong_bytes": m.wrong_bytes,
+            f"over_{machine}": paired_ratio(m, self.machine),
+            f"{user}_time_us": self.user.time_us(50),
+            f"speedup_over_{user}": paired_ratio(m, self.user),
+        }
+        return {**record, "gate": gate.judge(record)}
+
+
+def paired_ratio(ours: Measurement, other: Measurement) -> float:
     """Return the median over iterations of the other's time over ours."""
     return float(np.median(other.times / np.maximum(ours.times, 1)))
 
@@ -51,73 +134,48 @@ def _key(baseline: Measurement) -> str:
     return baseline.mode.replace("+", "_")
 
 
-def _rate(num_bytes: float, time_us: float) -> float:
-    return num_bytes / time_us / 1e3 if time_us else 0.0
-
-
-def _critical_bytes(settings: ReplicateSettings, plan: Plan) -> int:
-    return max(plan.max_exports, plan.max_imports) * settings.expert_bytes
-
-
-def make_records(
-    settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]
-) -> list[dict[str, Any]]:
-    """Return one JSON record for each mode of the library.
-
-    The last two measured are what a user would do, and what the machine can do.
-    """
-    *modes, user, machine = measured
-    total = plan.num_replicas * settings.expert_bytes
-    records = []
-    for m in modes:
-        p50 = m.time_us(50)
-        records.append(
-            {
-                "op": settings.op,
-                "mode": m.mode,
-                "ranks": settings.num_ranks,
-                "experts": settings.num_experts,
-                "slots": settings.slots,
-                "expert_bytes": settings.expert_bytes,
-                "replicas": plan.num_replicas,
-                "imbalance_before": _imbalance_before(settings),
-                "imbalance_after": plan.imbalance,
-                "time_us": {"p50": p50, "p99": m.time_us(99), "max": m.time_us(100)},
-                "algbw_gbps": _rate(total, p50),
-                "critical_gbps": _rate(_critical_bytes(settings, plan), p50),
-                "wrong_bytes": m.wrong_bytes,
-                f"over_{_key(machine)}": _ratio(m, machine),
-                f"{_key(user)}_time_us": user.time_us(50),
-                f"speedup_over_{_key(user)}": _ratio(m, user),
-            }
-        )
-    return records
-
-
-def _imbalance_before(settings: ReplicateSettings) -> float:
+def imbalance_before(settings: ReplicateSettings) -> float:
+    """Return the busiest rank's tokens over the mean, without replicas."""
     return rank_imbalance(settings.load.sum(axis=0, dtype=np.int64), settings.num_ranks)
 
 
-def write_json(
-    path: Path, settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]
-) -> None:
-    """Write the records with what they were measured on."""
-    document = {
-        "records": make_records(settings, plan, measured),
+def make_document(
+    settings: ReplicateSettings,
+    records: Sequence[dict[str, Any]],
+    places: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the records with what they were measured on."""
+    return {
+        "records": list(records),
         "machine": describe_machine(),
+        "topology": list(places),
         "commit": find_commit(),
-        "settings": {
-            "load": settings.load_source,
-            "segments": settings.segments,
-            "tile_bytes": settings.tile_bytes,
-            "iters": settings.iters,
-            "warmup": settings.warmup,
-            "check": settings.check,
-            "seed": settings.seed,
-            **settings.more,
-        },
+        "gate": describe_gate(settings.gate, records),
+        "settings": describe_settings(settings),
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def describe_gate(gate: Gate, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the limits of a gate and whether all records keep them; None: there is none."""
+    return {**gate.describe(), "met": not gate.explain(records)} if gate else None
+
+
+def describe_settings(settings: ReplicateSettings) -> dict[str, Any]:
+    """Return what JSON says of the arguments; ``segments`` are those of the first size."""
+    return {
+        "load": settings.load_source,
+        "segments": settings.segments,
+        "sizes": [sum(segments.values()) for segments in settings.sizes],
+        "tile_bytes": settings.tile_bytes,
+        "num_sms": list(settings.num_sms),
+        "fabric": settings.fabric,
+        "link_gbps": settings.link_gbps,
+        "iters": settings.iters,
+        "warmup": settings.warmup,
+        "check": settings.check,
+        "seed": settings.seed,
+        **settings.more,
+    }
 
 
 def describe_run(command: str) -> list[str]:
@@ -129,80 +187,3 @@ def describe_run(command: str) -> list[str]:
         f"machine: {machine['cpu']}, {machine['cores']} cores, {memory}, {machine['kernel']};"
         f" Python {machine['python']}, torch {machine['torch']}",
     ]
-
-
-def format_header(settings: ReplicateSettings, plan: Plan) -> str:
-    """Return what a reader must know before the figures."""
-    lines = [
-        *describe_run(settings.op),
-        f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
-        f" expert {describe_segments(settings.segments)}",
-        *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
-        f"load: {settings.load_source}; imbalance {_imbalance_before(settings):.3f} before,"
-        f" {plan.imbalance:.3f} after",
-        _describe_plan(settings, plan),
-        f"{settings.iters} iterations after {settings.warmup}, interleaved; checked:"
-        f" {'every one' if settings.check else 'the last one'}",
-    ]
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def _describe_plan(settings: ReplicateSettings, plan: Plan) -> str:
-    if plan.num_replicas == 0:
-        return "plan: no replicas; nothing to transfer"
-    slots = plan.slot_expert
-    experts = len(set(slots[slots >= 0].tolist()))
-    bound = transfer_bound(plan.slot_expert, home=plan.home)
-    return (
-        f"plan: {plan.num_replicas} replicas of {experts} experts, at most"
-        f" {plan.max_exports} exported and {plan.max_imports} imported by a rank; T* = {bound:.4g}"
-        " experts over one link"
-    )
-
-
-_COLUMNS = {
-    "mode": "",
-    "replicas": "",
-    "bytes": "(B)",
-    "time p50": "(us)",
-    "max": "(us)",
-    "algbw": "(GB/s)",
-    "critbw": "(GB/s)",
-    "model": "/T*",
-    "machine": "/time",
-    "user": "/time",
-    "#wrong": "(B)",
-}
-
-
-def format_results(settings: ReplicateSettings, plan: Plan, measured: Sequence[Measurement]) -> str:
-    """Return the table: a row for each mode, then what they are compared with."""
-    *modes, user, machine = measured
-    total = plan.num_replicas * settings.expert_bytes
-    bound = transfer_bound(plan.slot_expert, home=plan.home)
-    rows = []
-    for m in measured:
-        p50, ours = m.time_us(50), m in modes
-        relayed = f"{m.mode} ({m.chosen})" if ours and m.chosen != m.mode else m.mode
-        model = math.nan
-        if ours and bound:
-            busiest = settings.busiest_rank(plan, m.chosen)
-            model = max(busiest, plan.max_imports) / bound
-        rows.append(
-            (
-                relayed,
-                str(plan.num_replicas),
-                str(total),
-                f"{p50:.1f}",
-                f"{m.time_us(100):.1f}",
-                f"{_rate(total, p50):.2f}",
-                f"{_rate(_critical_bytes(settings, plan), p50):.2f}",
-                "-" if math.isnan(model) else f"{model:.3f}",
-                f"{_ratio(m, machine):.2f}" if ours else "-",
-                f"{_ratio(m, user):.2f}" if ours else "-",
-                str(m.wrong_bytes),
-            )
-        )
-    names = {"machine": machine.mode, "user": user.mode}
-    titles = [names.get(column, column) for column in _COLUMNS]
-    return format_table([titles, list(_COLUMNS.values())], rows)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.figures import DEFAULT_TIMES
+from ultraep_comm.bench.gate import Gate
 from ultraep_comm.options import HOST_TILE_BYTES
 from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import MODES, make_schedule
@@ -26,12 +29,17 @@ class ReplicateSettings:
         load_source: where it comes from, for the header.
         slots: replicas that a rank can hold.
         segments: bytes of one expert, by segment.
+        sweep: the same of further sizes, ascending; empty: there is one size.
         modes: what is measured.
         tile_bytes: None: the engine's default.
         iters: measured iterations.
         warmup: iterations before them.
         check: verify every iteration instead of the last one.
         json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
+        gate: what they have to reach.
+        link_gbps: of a rank's link, one way, for the bound; None: the measured copy rate.
+        times: time columns of the table, names of `figures.TIMES`.
         seed: of load and payload.
         engine: "host" or "cuda".
         fabric: "shm", "nvshmem", "torch" or "loopback".
@@ -44,12 +52,17 @@ class ReplicateSettings:
     load_source: str
     slots: int
     segments: dict[str, int]
+    sweep: tuple[dict[str, int], ...] = ()
     modes: tuple[str, ...] = ALL_MODES
     tile_bytes: int | None = None
     iters: int
     warmup: int
     check: bool
     json: Path | None = None
+    csv: Path | None = None
+    gate: Gate = field(default_factory=Gate)
+    link_gbps: float | None = None
+    times: tuple[str, ...] = DEFAULT_TIMES
     seed: int
     engine: str = "host"
     fabric: str = "shm"
@@ -76,6 +89,11 @@ class ReplicateSettings:
         return {name: ((size,), torch.uint8) for name, size in self.segments.items()}
 
     @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """Return the segments of every size, ascending."""
+        return (self.segments, *self.sweep)
+
+    @property
     def more(self) -> dict[str, Any]:
         """Return what a header and JSON say of this command alone."""
         return {}
@@ -90,3 +108,12 @@ class ReplicateSettings:
             mode=mode,
         )
         return schedule.max_egress
+
+
+Sized = TypeVar("Sized", bound=ReplicateSettings)
+
+
+def each_size(settings: Sized) -> Iterator[Sized]:
+    """Yield the settings of every size of a sweep, each for a run of its own."""
+    for segments in settings.sizes:
+        yield replace(settings, segments=segments, sweep=())

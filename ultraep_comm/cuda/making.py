@@ -199,7 +199,8 @@ def _agree_on_arguments(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
 ) -> tuple[int, list[Hello]]:
     """Return the blocks of this rank, and everybody's record, once all devices can do it."""
-    cost = cost_constants(meeting.num_ranks)
+    built_in = cost_constants(meeting.num_ranks)
+    cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
     num_sms, machine, error = 0, b"", None
     try:
         machine = machine_id()
@@ -311,7 +312,7 @@ def make_loopback_groups(
             f" {_core.CUDA_MAX_LAUNCH_RANKS}, which share a launch"
         )
     # One memory for all: more ranks move no more bytes at a time.
-    cost = cost_constants(1)
+    cost = options.calibration.constants("loopback", num_ranks, cost_constants(1))
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
     for config in configs:

@@ -1,0 +1,240 @@
+"""Measuring the cost model's constants, as every rank runs it. bench/METRICS.md has the rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from ultraep_comm.bench.calibrate_settings import CalibrateSettings
+from ultraep_comm.bench.device_rounds import slowest
+from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
+from ultraep_comm.bench.gpu import Meter, own_gpu
+from ultraep_comm.bench.host_meter import HostMeter
+from ultraep_comm.bench.launch import WRONG
+from ultraep_comm.bench.link_ranks import link_plan
+from ultraep_comm.bench.outputs import write_whole
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.placement import format_places, gather_places
+from ultraep_comm.bench.progress import show_progress
+from ultraep_comm.bench.report import describe_run
+from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import GROUP_BYTES, make_schedule
+
+MANY_GROUPS = 32
+TINY = 64  # bytes of a segment that is all flag and no copy
+_CALLS = {"big": 3, "tiny": 30}  # in a row; with a GPU four can be under way
+_GPU_CALLS = 3
+_STEPS = 7
+
+
+def run(settings: CalibrateSettings) -> int:
+    """Measure; rank 0 prints and writes. Return the exit status, 1: wrong bytes.
+
+    Raises:
+        UltraEPError: a group could not be made, a transfer failed, or figures make no sense.
+    """
+    torch.set_num_threads(1)
+    return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings)
+
+
+def run_on(meter: Meter, settings: CalibrateSettings) -> int:
+    """Measure with a clock: see :func:`run`."""
+    loopback = settings.fabric == "loopback"
+    speaks = loopback or dist.get_rank() == 0
+    probe = Probe(meter, settings, speaks=speaks)
+    found = probe.measure()
+    if speaks:
+        print("\n".join(f"# {line}" for line in describe_run("calibrate")))
+        print("\n".join(f"# {line}" for line in probe.places))
+        print(format_costs(settings, found), flush=True)
+        if probe.wrong_bytes == 0 and settings.output is not None:
+            costs = {**settings.kept, settings.section: found}
+            write_whole(settings.output, json.dumps(make_calibration(costs), indent=2) + "\n")
+            print(f"# {settings.output}: ULTRAEP_CALIBRATION names it for rank 0", flush=True)
+    return WRONG if probe.wrong_bytes else 0
+
+
+def format_costs(settings: CalibrateSettings, found: MeasuredCosts) -> str:
+    """Return the figures, and what the cost model makes of them."""
+    names = ("store_per_kib", "load_per_kib", "group", "hop", "parallel_percent")
+    constants = found.constants(found.ranks, scales=settings.section == "cuda")
+    figures = {k: v for k, v in asdict(found).items() if isinstance(v, float)}
+    lines = [f"  {name:<12} {value:.4g}" for name, value in figures.items()]
+    model = ", ".join(f"{n} {v}" for n, v in zip(names, constants, strict=True))
+    return "\n".join([f"# {settings.section}, on {found.device}", *lines, f"# cost model: {model}"])
+
+
+class Probe:
+    """The transfers that figures are made of."""
+
+    def __init__(self, meter: Meter, settings: CalibrateSettings, *, speaks: bool) -> None:
+        """Prepare to measure; nothing is allocated yet."""
+        self._meter, self._settings, self._speaks = meter, settings, speaks
+        self._loopback = settings.fabric == "loopback"
+        self._num_calls = _CALLS if settings.engine == "host" else dict.fromkeys(_CALLS, _GPU_CALLS)
+        self._done = self._epoch = self.wrong_bytes = 0
+        self.places: list[str] = []
+
+    def measure(self) -> MeasuredCosts:
+        """Time everything. Collective, but in loopback.
+
+        Raises:
+            UnsupportedError: the machine was too busy for its figures to make sense.
+        """
+        ranks = range(self._settings.num_ranks)
+        one, two = [(0, 1)], [(0, 1), (0, 2)]
+        ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
+        empty, tile = self._times({"w": TINY}, [([], "direct"), (one, "direct")], "tiny")
+        big = {"w": self._settings.copy_bytes}
+        shapes = [(one, "direct"), (two, "direct"), (ring, "direct")]
+        alone, both, together = self._times(big, shapes, "big")
+        many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
+        (few_us,) = self._times({"w": TINY}, [(two, "push")], "tiny")
+        (many_us,) = self._times(many, [(two, "push")], "tiny")
+        if self._speaks:
+            show_progress(1, 1, "")
+        groups = self._forwarded(many, two) - self._forwarded({"w": TINY}, two)
+        return make_costs(
+            device=device_name(self._settings.section) or str(self._meter.describe().get("gpu")),
+            ranks=len(ranks),
+            copy_bytes=self._settings.copy_bytes,
+            empty_us=empty,
+            tile_us=tile,
+            alone_us=alone,
+            both_us=both,
+            together_us=together,
+            flag_us=(many_us - few_us) / groups,
+        )
+
+    def _tiles_in_group(self) -> int:
+        return max(1, GROUP_BYTES // self._settings.tile_bytes)
+
+    def _forwarded(self, segments: dict[str, int], links: list[tuple[int, int]]) -> int:
+        """Return the flag groups that hubs other than the home hand on."""
+        plan = link_plan(self._settings.num_ranks, links)
+        schedule = make_schedule(
+            plan.slot_expert,
+            home=plan.home,
+            segment_bytes=list(segments.values()),
+            tile_bytes=self._settings.tile_bytes,
+            mode="push",
+        )
+        _home, *hubs = schedule.hubs(0)
+        return sum(end - begin for _, begin, end in hubs)
+
+    def _times(
+        self,
+        segments: dict[str, int],
+        shapes: list[tuple[list[tuple[int, int]], str]],
+        kind: str,
+    ) -> list[float]:
+        """Return the least time of each plan and mode, over iterations, on the slowest rank."""
+        settings, payload = self._settings, Payload(self._settings.seed, segments)
+        ranks = RanksHere(
+            self._meter,
+            torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.int32).numpy(),
+            fabric=settings.fabric,
+            slots=1,
+            segments=segments,
+            tile_bytes=settings.tile_bytes,
+            num_sms=self._num_sms(),
+        )
+        if not self.places:
+            described = None if settings.engine == "host" else self._meter.describe()
+            places = gather_places(ranks.groups[0], device=described, loopback=self._loopback)
+            self.places = format_places(places, engine=settings.engine, fabric=settings.fabric)
+        found = []
+        for links, mode in shapes:
+            if self._speaks:
+                show_progress(self._done, _STEPS, "measurements")
+            self._done += 1
+            plan = link_plan(settings.num_ranks, links)
+            self._check(ranks, plan, mode, payload)
+            found.append(self._least_us(ranks, plan, mode, self._num_calls[kind]))
+        ranks.close()
+        return found
+
+    def _num_sms(self) -> int | None:
+        given = self._settings.num_sms
+        if self._settings.engine == "host":
+            return given  # None: as a group would take it
+        return self._meter.num_sms(given, self._settings.num_ranks if self._loopback else 1)
+
+    def _least_us(self, ranks: RanksHere, plan: Plan, mode: str, calls: int) -> float:
+        times = []
+        for _ in range(self._settings.iters):
+            self._settle()
+            took = self._meter.time_us(
+                lambda: ranks.call(plan, mode, ranks.bound), calls, len(ranks.groups)
+            )
+            times.append(slowest(took, self._loopback))
+        return min(times)
+
+    def _check(self, ranks: RanksHere, plan: Plan, mode: str, payload: Payload) -> None:
+        """Transfer once, and compare what arrived."""
+        self._epoch += 1
+        mark_slots(ranks.groups)
+        ranks.fill(plan, payload, self._epoch)
+        self._settle()
+        ranks.call(plan, mode, ranks.bound)
+        self._settle()
+        wrong = count_wrong_slots(ranks.groups, plan, payload, self._epoch)
+        self.wrong_bytes += int(slowest(wrong, self._loopback))
+
+    def _settle(self) -> None:
+        self._meter.settle()
+        if not self._loopback:
+            dist.barrier()
+
+
+def make_costs(
+    *,
+    device: str,
+    ranks: int,
+    copy_bytes: int,
+    empty_us: float,
+    tile_us: float,
+    alone_us: float,
+    both_us: float,
+    together_us: float,
+    flag_us: float,
+) -> MeasuredCosts:
+    """Return the figures that times give: the cost model, solved for its constants.
+
+    Args:
+        device: they were measured on.
+        ranks: G.
+        copy_bytes: of the large expert.
+        empty_us: of a call with an empty plan.
+        tile_us: of a call that stores one small tile over one link.
+        alone_us: of one that stores the large expert over one link.
+        both_us: of one that stores it over two links of one rank, reading it once.
+        together_us: of one in which every rank stores one to the next.
+        flag_us: of one flag group more.
+
+    Raises:
+        UnsupportedError: two copies took no longer than one, or a tile no longer than nothing.
+    """
+    store_us = both_us - alone_us
+    hop_us = (tile_us - empty_us) / 2
+    if store_us <= 0 or hop_us <= 0:
+        raise UnsupportedError(
+            f"one copy took {alone_us:.4g} us and two {both_us:.4g}, nothing {empty_us:.4g} and a"
+            f" tile {tile_us:.4g}: the machine is too busy, or --bytes too small, to be calibrated"
+        )
+    load_us = max(alone_us - tile_us - store_us, 0.0)
+    return MeasuredCosts(
+        device=device,
+        ranks=ranks,
+        store_gbps=copy_bytes / store_us / 1e3,
+        # A read that costs nothing has the largest rate that a file can hold.
+        load_gbps=min(copy_bytes / load_us / 1e3, MOST) if load_us else MOST,
+        flag_us=max(flag_us, 0.0),
+        hop_us=hop_us,
+        parallel=min(max(ranks * alone_us / together_us, 1.0), float(ranks)),
+    )

@@ -1,0 +1,140 @@
+"""What a run has to reach. Records that do not are named, and the exit status says so."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ultraep_comm.bench.launch import GATE_MISSED, WRONG
+from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.errors import InvalidArgumentError
+
+_NAMED = 8  # of the records that miss a gate; the rest are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Limits that every record has to keep; None: no limit.
+
+    Attributes:
+        min_gbps: on `critical_gbps`, or `gbps` of a link, in 10^9 bytes a second.
+        max_over_bound: on `over_bound`: time over its bound.
+    """
+
+    min_gbps: float | None = None
+    max_over_bound: float | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether there is a limit."""
+        return self.min_gbps is not None or self.max_over_bound is not None
+
+    def judge(self, record: dict[str, Any]) -> str | None:
+        """Return what `gate` of a record is: "met", or the limits missed. None: there is none."""
+        if not self:
+            return None
+        missed = []
+        if self.min_gbps is not None and not _rate(record) >= self.min_gbps:
+            missed.append("bandwidth")
+        if self.max_over_bound is not None:
+            over = record["over_bound"]
+            if over is None or not over <= self.max_over_bound:
+                missed.append("bound")
+        return "+".join(missed) or "met"
+
+    def describe(self) -> dict[str, float | None]:
+        """Return the limits, for JSON."""
+        return {"min_bandwidth_gbps": self.min_gbps, "max_over_bound": self.max_over_bound}
+
+    def explain(self, records: Sequence[dict[str, Any]]) -> str:
+        """Return one line that names the judged records that miss a limit; empty: all keep it."""
+        missed = [r for r in records if r["gate"] not in (None, "met")]
+        if not missed:
+            return ""
+        missed.sort(key=_rate)
+        more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+        named = "; ".join(_describe(record) for record in missed[:_NAMED])
+        limits = []
+        if self.min_gbps is not None:
+            limits.append(f"at least {self.min_gbps:g} GB/s")
+        if self.max_over_bound is not None:
+            limits.append(f"at most {self.max_over_bound:g} times the bound")
+        expected = " and ".join(limits)
+        return (
+            f"gate not met by {len(missed)} of {len(records)}, expected {expected}: {named}{more}"
+        )
+
+
+def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> None:
+    """Add ``--min-bandwidth``, and the arguments of ``--max-over-bound`` where there is a bound."""
+    add(
+        "--min-bandwidth",
+        type=float,
+        metavar="GBPS",
+        help="fail, with exit status 3, " + ("if critbw" if bound else "if a link") + " is lower",
+    )
+    if bound:
+        add(
+            "--max-over-bound",
+            type=float,
+            metavar="X",
+            help="fail, with exit status 3, if a time is more than X times its bound",
+        )
+        add(
+            "--link-gbps",
+            type=float,
+            metavar="GBPS",
+            help="of a rank's link, one way: the bound is then T* over it (default: the measured"
+            " copy rate, where all ranks share one memory)",
+        )
+
+
+def make_gate(options: argparse.Namespace) -> Gate:
+    """Check the limits.
+
+    Raises:
+        InvalidArgumentError: one is not a positive number.
+    """
+    for name in ("min_bandwidth", "max_over_bound", "link_gbps"):
+        value = getattr(options, name, None)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            flag = name.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag} is {value}; expected a finite number above 0")
+    return Gate(
+        min_gbps=options.min_bandwidth, max_over_bound=getattr(options, "max_over_bound", None)
+    )
+
+
+def exit_code(gate: Gate, records: Sequence[dict[str, Any]], wrong: int, *, speaks: bool) -> int:
+    """Return the exit status of a run; one rank says on stderr what missed the gate."""
+    text = gate.explain(records)
+    if text and speaks:
+        print(text, file=sys.stderr, flush=True)
+    if wrong:
+        return WRONG
+    return GATE_MISSED if text else 0
+
+
+def _rate(record: dict[str, Any]) -> float:
+    return float(record["gbps"] if "gbps" in record else record["critical_gbps"])
+
+
+def _describe(record: dict[str, Any]) -> str:
+    parts = []
+    if "bandwidth" in record["gate"]:
+        parts.append(f"{_rate(record):.4g} GB/s")
+    if "bound" in record["gate"]:
+        over = record["over_bound"]
+        parts.append("no bound" if over is None else f"{over:.4g} times the bound")
+    return f"{_subject(record)} {', '.join(parts)}"
+
+
+def _subject(record: dict[str, Any]) -> str:
+    if "source" in record:
+        return f"{record['source']} to {record['destination']}"
+    workers = record.get("num_sms")
+    parts = [record["mode"], format_size(record["expert_bytes"])]
+    return " ".join(parts + ([f"{workers} SMs"] if workers else []))

@@ -1,0 +1,181 @@
+"""Measured constants of the cost model, from a file that the benchmark's `calibrate` writes.
+
+Rank 0's are the whole group's: it alone reads the file, and every rank chooses modes by what it
+sends along in `new_group`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ultraep_comm import env
+from ultraep_comm.errors import CalibrationError
+
+KIND = "ultraep_comm.calibration"
+FORMAT = 1
+ENGINES = ("host", "cuda", "loopback")  # the last: all ranks on one GPU
+Constants = tuple[int, int, int, int, int]
+
+_LEAST_GBPS = 1e-3
+MOST = 1e6  # of every figure: microseconds, or 10^9 bytes a second
+_PS = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """What one engine does here.
+
+    Attributes:
+        device: what it was measured on.
+        ranks: that took part.
+        store_gbps: of one rank that stores to a peer what is in its cache, 10^9 bytes a second.
+        load_gbps: of one rank that reads a source that is not in a cache.
+        flag_us: of one flag group more that is handed on.
+        hop_us: half of a flag's way to a peer and back.
+        parallel: what all ranks move together over what one moves alone.
+    """
+
+    device: str
+    ranks: int
+    store_gbps: float
+    load_gbps: float
+    flag_us: float
+    hop_us: float
+    parallel: float
+
+    def constants(self, num_ranks: int, *, scales: bool) -> Constants:
+        """Return `CostModel`, field by field, for a group of so many ranks.
+
+        ``scales``: ranks have links of their own, and more of them move more.
+        """
+        parallel = self.parallel * num_ranks / self.ranks if scales else self.parallel
+        return (
+            round(1024 / self.store_gbps / 1e9 * _PS),
+            round(1024 / self.load_gbps / 1e9 * _PS),
+            round(self.flag_us * 1e-6 * _PS),
+            round(self.hop_us * 1e-6 * _PS),
+            max(100, round(100 * parallel)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured costs by engine; those of an engine without any are the built-in ones."""
+
+    costs: Mapping[str, MeasuredCosts] = field(default_factory=dict)
+
+    def constants(self, engine: str, num_ranks: int, built_in: Constants) -> Constants:
+        """Return the cost model's constants of one of ENGINES."""
+        found = self.costs.get(engine)
+        return built_in if found is None else found.constants(num_ranks, scales=engine == "cuda")
+
+
+def from_environment(engine: str) -> Calibration:
+    """Return what the file of ULTRAEP_CALIBRATION says; nothing without that variable.
+
+    ``engine`` is `new_group`'s argument: a group on the host alone asks for no GPU.
+
+    Raises:
+        CalibrationError: see :func:`read_calibration`.
+    """
+    path = env.calibration()
+    if path is None:
+        return Calibration()
+    return read_calibration(path, used=("host",) if engine == "host" else ENGINES)
+
+
+def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibration:
+    """Read a file and hold what it says of the engines that are used against this machine.
+
+    Raises:
+        CalibrationError: it cannot be read, is truncated, not a calibration, has a figure out of
+            range, or is of another machine. Names the file.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise _error(path, "is damaged: it is no JSON") from None
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise _error(path, f"is no calibration: its kind is not {KIND!r}")
+    if document.get("format") != FORMAT:
+        raise _error(path, f"has format {document.get('format')!r}; expected {FORMAT}")
+    entries = document.get("engines")
+    if not isinstance(entries, dict) or not set(entries) <= set(ENGINES):
+        raise _error(path, f"names no engines of {list(ENGINES)}")
+    costs = {name: _read_costs(path, name, entry) for name, entry in entries.items()}
+    for name, found in costs.items():
+        here = device_name(name) if name in used else None
+        if here is not None and found.device != here:
+            raise _error(path, f"was measured on {found.device!r}, but this is {here!r}")
+    return Calibration(costs=costs)
+
+
+def make_calibration(costs: Mapping[str, MeasuredCosts]) -> dict[str, Any]:
+    """Return the document that :func:`read_calibration` reads."""
+    return {
+        "kind": KIND,
+        "format": FORMAT,
+        "engines": {name: asdict(found) for name, found in costs.items()},
+    }
+
+
+def device_name(engine: str) -> str | None:
+    """Return what an engine runs on here; None: there is no GPU to ask."""
+    if engine == "host":
+        return f"{cpu_name()} ({platform.machine()})"
+    if not torch.cuda.is_available():
+        return None
+    name: str = torch.cuda.get_device_name()
+    return name
+
+
+def cpu_name() -> str:
+    """Return the model of this machine's processor, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor()
+
+
+def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
+    names = [item.name for item in fields(MeasuredCosts)]
+    if not isinstance(entry, dict) or set(entry) != set(names):
+        raise _error(path, f"has other fields for {engine!r} than {names}")
+    if not isinstance(entry["device"], str):
+        raise _error(path, f"has a device for {engine!r} that is no text")
+    if not _is_number(entry["ranks"]) or entry["ranks"] != int(entry["ranks"]):
+        raise _error(path, f"has {entry['ranks']!r} ranks for {engine!r}")
+    least = {"ranks": 1, "parallel": 1, "store_gbps": _LEAST_GBPS, "load_gbps": _LEAST_GBPS}
+    for name in names[1:]:
+        value = entry[name]
+        if not _is_number(value) or not least.get(name, 0) <= value <= MOST:
+            raise _error(
+                path,
+                f"has {name} = {value!r} for {engine!r}; expected {least.get(name, 0):g} to"
+                f" {MOST:g}",
+            )
+    return MeasuredCosts(**entry)
+
+
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _error(path: Path, what: str) -> CalibrationError:
+    return CalibrationError(
+        f"calibration {path} {what}; write it anew with python -m ultraep_comm.bench calibrate"
+        f" --output {path}, or unset ULTRAEP_CALIBRATION"
+    )
