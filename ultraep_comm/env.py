@@ -7,6 +7,10 @@
 | ULTRAEP_TILE_BYTES   | tile_bytes            | unit of the transfer, a power of two          |
 | ULTRAEP_CUBINS       | none                  | folder of cubins to use instead of the        |
 |                      |                       | installed ones                                |
+| ULTRAEP_RECORD       | none                  | folder: every group records its calls as by   |
+|                      |                       | start_recording(), and writes them to a file  |
+|                      |                       | there when it is closed                       |
+| ULTRAEP_RECORD_CALLS | none                  | how many calls such a recording holds, 1024   |
 """
 
 from __future__ import annotations
@@ -52,3 +56,14 @@ def cubins() -> Path | None:
     """Folder of the device kernels, or None."""
     text = os.environ.get("ULTRAEP_CUBINS")
     return Path(text) if text else None
+
+
+def record_folder() -> Path | None:
+    """Folder that every group's recording goes to, or None."""
+    text = os.environ.get("ULTRAEP_RECORD")
+    return Path(text) if text else None
+
+
+def record_calls() -> int | None:
+    """Calls that such a recording holds, or None."""
+    return _read("ULTRAEP_RECORD_CALLS", int)
