@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,11 +19,11 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
         OSError: it cannot be written; names ``path``.
     """
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected the name of a file to write")
+        raise IsADirectoryError(errno.EISDIR, "is a folder; expected a file's name", str(path))
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}, writing", str(path)) from None
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)

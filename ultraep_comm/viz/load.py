@@ -1,0 +1,148 @@
+"""The picture of ranks' loads before and after replication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.viz.loads import LoadSeries, imbalance, relative
+from ultraep_comm.viz.style import (
+    BLUE,
+    DIVERGING,
+    FAINT,
+    INK,
+    MUTED,
+    ORANGE,
+    clean,
+    count,
+    new_figure,
+    set_titles,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_STEPS = 16  # that have a label and a line each; of more, some
+
+
+def draw_load(series: LoadSeries) -> Figure:
+    """Return the picture: imbalance over steps and layers, and every rank's load as a colour.
+
+    Columns are steps, each with its layers in order.
+
+    Raises:
+        UnsupportedError: there is no matplotlib.
+    """
+    figure = new_figure(11, 7.6)
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1, 1]})
+    known = series.known
+    before, after = series.before, series.after
+    _draw_imbalance(axes[0], imbalance(before, known), imbalance(after, known))
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    colours = LinearSegmentedColormap.from_list("load", DIVERGING)
+    colours.set_bad("#ffffff")
+    shares = [_columns(relative(loads, known)) for loads in (before, after)]
+    top = max(1.5, float(np.nanmax(shares)))
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
+    for axis, share, text in zip(
+        axes[1:], shares, ("Before: experts at home only", "After: with replicas"), strict=True
+    ):
+        image = axis.imshow(share.T, aspect="auto", cmap=colours, norm=norm, interpolation="none")
+        axis.set_title(text, loc="left", fontsize=10, color=INK)
+        axis.set_ylabel("rank")
+        every = max(1, -(-series.num_ranks // 8))
+        axis.set_yticks(range(0, series.num_ranks, every))
+        clean(axis)
+    bar = figure.colorbar(image, ax=axes[1:], pad=0.01, aspect=30)
+    bar.set_label("tokens of a rank / mean of all ranks")
+    bar.set_ticks(_ticks(top))
+    bar.ax.spines[:].set_visible(False)
+    _label_steps(series, list(axes))
+    figure.align_ylabels()
+    set_titles(
+        figure, "Load per rank before and after replication", describe_series(series), legend_rows=1
+    )
+    return figure
+
+
+def describe_series(series: LoadSeries) -> str:
+    """Return a line for below a title: the source and the numbers of everything."""
+    slots, experts = series.slot_expert.shape[3], len(series.home)
+    return (
+        f"{series.source}: {series.num_ranks} ranks, {experts} experts, {slots}"
+        f" slot{'s' * (slots != 1)} per rank; {count(len(series.steps), 'step')} of"
+        f" {count(len(series.layers), 'layer')}"
+    )
+
+
+def _columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``[T, L, ...]`` as ``[T * L, ...]``."""
+    return values.reshape(-1, *values.shape[2:])
+
+
+def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
+    for values, text, colour in ((before, "before", ORANGE), (after, "after", BLUE)):
+        steps, layers = values.shape
+        label = f"{text}: mean {np.nanmean(values):.3f}, worst {np.nanmax(values):.3f}"
+        at = np.arange(values.size, dtype=np.float64).reshape(values.shape)
+        lines = values
+        if steps > 1 and layers > 1:  # none from a step's last layer to the next one's first
+            gap = np.full((steps, 1), np.nan)
+            at, lines = np.hstack([at, gap]), np.hstack([values, gap])
+        marker = "o" if values.size <= 60 else ""
+        axis.plot(
+            at.ravel(), lines.ravel(), color=colour, label=label, lw=1.6, marker=marker, ms=3.5
+        )
+    axis.axhline(1, color=MUTED, lw=0.8, ls=":")
+    axis.set_ylim(bottom=0.95)
+    axis.margins(y=0.12)
+    axis.set_ylabel("busiest rank / mean")
+    axis.grid(axis="y", color=FAINT, lw=0.6)
+    axis.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=2,
+        frameon=False,
+        fontsize=9.5,
+        borderpad=0,
+        borderaxespad=0.5,
+        handlelength=1.6,
+    )
+    clean(axis)
+
+
+def _ticks(top: float) -> list[float]:
+    step = 0.5 if top <= 3 else 1.0 if top <= 8 else 2.0 if top <= 16 else float(np.ceil(top / 8))
+    above = np.arange(1 + step, top + 1e-9, step)
+    return [0.0, 0.5, 1.0, *above.tolist()]
+
+
+def _label_steps(series: LoadSeries, axes: list[Axes]) -> None:
+    """Number the steps, or the layers if there is a single step."""
+    num_steps, num_layers = series.known.shape
+    last = axes[-1]
+    if num_steps == 1 or num_layers == 1:
+        numbers = series.layers if num_steps == 1 else series.steps
+        what = "layer" if num_steps == 1 else "step"
+        every = max(1, -(-len(numbers) // 24))
+        at = range(0, len(numbers), every)
+        last.set_xticks(list(at), [str(numbers[i]) for i in at])
+        last.set_xlabel(what)
+        return
+    every = max(1, -(-num_steps // _MAX_STEPS))
+    for axis in axes:
+        for step in range(every, num_steps, every):
+            axis.axvline(step * num_layers - 0.5, color=MUTED, lw=0.7)
+    at = range(0, num_steps, every)
+    middle = [(i + min(i + every, num_steps)) * num_layers / 2 - 0.5 for i in at]
+    names = [
+        f"step {series.steps[i]}" if every == 1 else f"from step {series.steps[i]}" for i in at
+    ]
+    last.set_xticks(middle, names, rotation=0 if num_steps <= 8 else 30)
+    last.tick_params(axis="x", length=0)
+    low, high = series.layers[0], series.layers[-1]
+    last.set_xlabel(f"in each step: layers {low} to {high}, from left to right")
