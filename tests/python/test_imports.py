@@ -74,6 +74,7 @@ PYTHON_ORDER = [
     "nn.experts",
     "nn",
     "bench",
+    "viz",
 ]
 
 PROGRAMS = ("bench", "viz")  # of several modules each, which are run and not imported

@@ -44,7 +44,6 @@ def draw_load(series: LoadSeries) -> Figure:
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
     colours = LinearSegmentedColormap.from_list("load", DIVERGING)
-    colours.set_bad("#ffffff")
     shares = [_columns(relative(loads, known)) for loads in (before, after)]
     top = max(1.5, float(np.nanmax(shares)))
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
@@ -72,10 +71,12 @@ def draw_load(series: LoadSeries) -> Figure:
 def describe_series(series: LoadSeries) -> str:
     """Return a line for below a title: the source and the numbers of everything."""
     slots, experts = series.slot_expert.shape[3], len(series.home)
+    lost = int((~series.known).sum())
     return (
-        f"{series.source}: {series.num_ranks} ranks, {experts} experts, {slots}"
-        f" slot{'s' * (slots != 1)} per rank; {count(len(series.steps), 'step')} of"
+        f"{series.source}: {count(series.num_ranks, 'rank')}, {count(experts, 'expert')},"
+        f" {count(slots, 'slot')} per rank; {count(len(series.steps), 'step')} of"
         f" {count(len(series.layers), 'layer')}"
+        + (f", {lost} of these plans not recorded" if lost else "")
     )
 
 
@@ -139,10 +140,8 @@ def _label_steps(series: LoadSeries, axes: list[Axes]) -> None:
             axis.axvline(step * num_layers - 0.5, color=MUTED, lw=0.7)
     at = range(0, num_steps, every)
     middle = [(i + min(i + every, num_steps)) * num_layers / 2 - 0.5 for i in at]
-    names = [
-        f"step {series.steps[i]}" if every == 1 else f"from step {series.steps[i]}" for i in at
-    ]
-    last.set_xticks(middle, names, rotation=0 if num_steps <= 8 else 30)
+    last.set_xticks(middle, [str(series.steps[i]) for i in at])
     last.tick_params(axis="x", length=0)
     low, high = series.layers[0], series.layers[-1]
-    last.set_xlabel(f"in each step: layers {low} to {high}, from left to right")
+    what = "step" if every == 1 else f"first of {every} steps"
+    last.set_xlabel(f"{what}; in each step layers {low} to {high}, from left to right")
