@@ -172,13 +172,14 @@ def test_the_picture_shows_every_load(series: LoadSeries) -> None:
     for axis, loads in ((before, series.before), (after, series.after)):
         image = np.asarray(axis.images[0].get_array().filled(np.nan))
         assert image.shape == (G, T * L)
-        expected = (loads / loads.mean(axis=2, keepdims=True)).reshape(T * L, G).T
+        shares = loads / loads.mean(axis=2, keepdims=True)
+        expected = shares.swapaxes(0, 1).reshape(T * L, G).T  # by layer: there are more steps
         assert np.allclose(image[:, :-1], expected[:, :-1])
         assert np.isnan(image[:, -1]).all()
     for line, loads in zip(lines.lines, (series.before, series.after), strict=False):
         drawn = np.asarray(line.get_ydata())
         shown = drawn[~np.isnan(drawn)]
-        assert np.allclose(shown, imbalance(loads, known).ravel()[:-1])
+        assert np.allclose(shown, imbalance(loads, known).T.ravel()[:-1])
     texts = [text.get_text() for text in lines.get_legend().get_texts()]
     worst = np.nanmax(imbalance(series.before, known))
     assert f"worst {worst:.3f}" in texts[0]
@@ -309,11 +310,11 @@ def test_the_page_in_a_browser(series: LoadSeries, tmp_path: Path) -> None:
 
 ACTS = """<script>
 const grid = document.getElementById("grid-after"), box = grid.getBoundingClientRect();
-const at = {clientX: box.left + LEFT + 1.5 * cellW, clientY: box.top + TOP + 2.5 * cellH};
+const at = {clientX: box.left + LEFT + 2.5 * cellW, clientY: box.top + TOP + 1.5 * cellH};
 grid.dispatchEvent(new MouseEvent("mousemove", at));  // step 2, layer 1
 const hover = document.getElementById("tip").textContent;
 grid.dispatchEvent(new MouseEvent("click", at));
-grid.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowUp"}));
+grid.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
 const bar = (rank) => document.querySelector(`[data-key="rank-${rank}"]`);
 bar(1).dispatchEvent(new MouseEvent("click"));
 bar(3).focus();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_STEPS = 16  # that have a label and a line each; of more, some
+_MAX_GROUPS = 16  # of columns that have a label and a line each; of more, some
 
 
 def draw_load(series: LoadSeries) -> Figure:
     """Return the picture: imbalance over steps and layers, and every rank's load as a colour.
 
-    Columns are steps, each with its layers in order.
+    Columns are steps, each with its layers in order; or layers, each with its steps, where those
+    are more.
 
     Raises:
         UnsupportedError: there is no matplotlib.
@@ -40,11 +41,15 @@ def draw_load(series: LoadSeries) -> Figure:
     axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1, 1]})
     known = series.known
     before, after = series.before, series.after
-    _draw_imbalance(axes[0], imbalance(before, known), imbalance(after, known))
+    lines = (_outer_first(imbalance(loads, known)) for loads in (before, after))
+    _draw_imbalance(axes[0], *lines)
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
     colours = LinearSegmentedColormap.from_list("load", DIVERGING)
-    shares = [_columns(relative(loads, known)) for loads in (before, after)]
+    shares = [
+        _outer_first(relative(loads, known)).reshape(-1, series.num_ranks)
+        for loads in (before, after)
+    ]
     top = max(1.5, float(np.nanmax(shares)))
     norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
     for axis, share, text in zip(
@@ -60,7 +65,7 @@ def draw_load(series: LoadSeries) -> Figure:
     bar.set_label("tokens of a rank / mean of all ranks")
     bar.set_ticks(_ticks(top))
     bar.ax.spines[:].set_visible(False)
-    _label_steps(series, list(axes))
+    _label_columns(series, list(axes))
     figure.align_ylabels()
     set_titles(
         figure, "Load per rank before and after replication", describe_series(series), legend_rows=1
@@ -80,19 +85,19 @@ def describe_series(series: LoadSeries) -> str:
     )
 
 
-def _columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``[T, L, ...]`` as ``[T * L, ...]``."""
-    return values.reshape(-1, *values.shape[2:])
+def _outer_first(values: NDArray[Any]) -> NDArray[Any]:
+    """Return ``[T, L, ...]`` with the shorter of its two axes first: columns go by that."""
+    return values.swapaxes(0, 1) if values.shape[0] > values.shape[1] else values
 
 
 def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
     for values, text, colour in ((before, "before", ORANGE), (after, "after", BLUE)):
-        steps, layers = values.shape
+        outer, inner = values.shape
         label = f"{text}: mean {np.nanmean(values):.3f}, worst {np.nanmax(values):.3f}"
         at = np.arange(values.size, dtype=np.float64).reshape(values.shape)
         lines = values
-        if steps > 1 and layers > 1:  # none from a step's last layer to the next one's first
-            gap = np.full((steps, 1), np.nan)
+        if outer > 1 and inner > 1:  # none from a step's last layer to the next one's first
+            gap = np.full((outer, 1), np.nan)
             at, lines = np.hstack([at, gap]), np.hstack([values, gap])
         marker = "o" if values.size <= 60 else ""
         axis.plot(
@@ -122,26 +127,28 @@ def _ticks(top: float) -> list[float]:
     return [0.0, 0.5, 1.0, *above.tolist()]
 
 
-def _label_steps(series: LoadSeries, axes: list[Axes]) -> None:
-    """Number the steps, or the layers if there is a single step."""
-    num_steps, num_layers = series.known.shape
+def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:
+    """Number the outer ones of steps and layers, or the inner ones if there is one outer one."""
+    outer, inner = (series.steps, "step"), (series.layers, "layer")
+    if len(outer[0]) > len(inner[0]):
+        outer, inner = inner, outer
+    (numbers, what), (others, other) = outer, inner
     last = axes[-1]
-    if num_steps == 1 or num_layers == 1:
-        numbers = series.layers if num_steps == 1 else series.steps
-        what = "layer" if num_steps == 1 else "step"
-        every = max(1, -(-len(numbers) // 24))
-        at = range(0, len(numbers), every)
-        last.set_xticks(list(at), [str(numbers[i]) for i in at])
-        last.set_xlabel(what)
+    if len(numbers) == 1:
+        every = max(1, -(-len(others) // 24))
+        at = range(0, len(others), every)
+        last.set_xticks(list(at), [str(others[i]) for i in at])
+        last.set_xlabel(other)
         return
-    every = max(1, -(-num_steps // _MAX_STEPS))
+    every = max(1, -(-len(numbers) // _MAX_GROUPS))
     for axis in axes:
-        for step in range(every, num_steps, every):
-            axis.axvline(step * num_layers - 0.5, color=MUTED, lw=0.7)
-    at = range(0, num_steps, every)
-    middle = [(i + min(i + every, num_steps)) * num_layers / 2 - 0.5 for i in at]
-    last.set_xticks(middle, [str(series.steps[i]) for i in at])
+        for i in range(every, len(numbers), every):
+            axis.axvline(i * len(others) - 0.5, color=MUTED, lw=0.7)
+    at = range(0, len(numbers), every)
+    middle = [(i + min(i + every, len(numbers))) * len(others) / 2 - 0.5 for i in at]
+    last.set_xticks(middle, [str(numbers[i]) for i in at])
     last.tick_params(axis="x", length=0)
-    low, high = series.layers[0], series.layers[-1]
-    what = "step" if every == 1 else f"first of {every} steps"
-    last.set_xlabel(f"{what}; in each step layers {low} to {high}, from left to right")
+    first = what if every == 1 else f"first of {every} {what}s"
+    last.set_xlabel(
+        f"{first}; in each {what} {other}s {others[0]} to {others[-1]}, from left to right"
+    )

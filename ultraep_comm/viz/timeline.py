@@ -37,6 +37,7 @@ LOOKS = {
 }
 _ROW, _GAP = 1.0, 0.16  # heights in the axis' units: a row, and the room between two
 _WIDTH, _PLOT = 12.0, 10.8  # inches
+_NARROW = 0.04  # inches
 _MAX_HEIGHT = 17.0
 
 
@@ -59,7 +60,7 @@ def draw_timeline(chart: Chart) -> Figure:
     for kind in LOOKS:
         bars = [bar for bar in chart.bars if bar.kind == kind]
         if bars:
-            _draw_bars(axis, bars, lanes, scale, kind)
+            _draw_bars(axis, bars, lanes, scale, end, kind)
     _write_labels(axis, chart, lanes, scale, end, row_inches)
     for text, time in chart.marks.items():
         axis.axvline(time / scale, color=INK, lw=1.2, ls=(0, (5, 3)), label=text)
@@ -98,20 +99,25 @@ def _box(bar: Bar, lanes: list[int]) -> tuple[float, float]:
     return bar.rank + bar.lane * height, height * 0.88
 
 
-def _draw_bars(axis: Axes, bars: list[Bar], lanes: list[int], scale: float, kind: str) -> None:
+def _draw_bars(
+    axis: Axes, bars: list[Bar], lanes: list[int], scale: float, end: float, kind: str
+) -> None:
     from matplotlib.collections import PolyCollection
 
-    corners = []
+    colour, text = LOOKS[kind]
+    wait = kind == "wait"
+    corners, edges = [], []
     for bar in bars:
         top, height = _box(bar, lanes)
         left, right = bar.begin_us / scale, bar.end_us / scale
         corners.append([(left, top), (right, top), (right, top + height), (left, top + height)])
-    colour, text = LOOKS[kind]
-    wait = kind == "wait"
+        # A white edge parts bars that touch. Of a bar of few pixels it would leave nothing.
+        narrow = right - left < _NARROW / _PLOT * end
+        edges.append(colour if narrow or kind == "call" else "white")
     drawn = PolyCollection(
         corners,
         facecolors=colour,
-        edgecolors="#b8792a" if wait else "none" if kind == "call" else "white",
+        edgecolors="#b8792a" if wait else edges,
         linewidths=0.5,
         hatch="////" if wait else None,
         label=text,
