@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import sys
@@ -55,40 +56,71 @@ def chart() -> Chart:
     )
 
 
-def seconds(timeline: Timeline, rank: int, kind: Span) -> float:
-    own = timeline.spans[(timeline.spans["rank"] == rank) & (timeline.spans["kind"] == kind)]
-    return float((own["end_us"] - own["begin_us"]).sum())
+def busy(timeline: Timeline, rank: int, kind: Span) -> float:
+    """How long a rank was at each of its pieces of a kind, added up."""
+    spans = timeline.spans[(timeline.spans["rank"] == rank) & (timeline.spans["kind"] == kind)]
+    total = 0.0
+    for expert, piece in {(int(s["expert"]), int(s["piece"])) for s in spans}:
+        own = spans[(spans["expert"] == expert) & (spans["piece"] == piece)]
+        times = np.unique([own["begin_us"], own["end_us"]])
+        for begin, end in itertools.pairwise(times):
+            if ((own["begin_us"] <= begin) & (own["end_us"] >= end)).any():
+                total += float(end - begin)
+    return total
 
 
 # ---- charts ---------------------------------------------------------------------------------
 
 
-def test_charts_have_every_span(chart: Chart) -> None:
+def test_charts_have_every_piece(chart: Chart) -> None:
     timeline = make_timeline(G)
-    assert len(chart.bars) == len(timeline.spans)
     for rank in range(G):
         for kind, name in KINDS.items():
             bars = [b for b in chart.bars if (b.rank, b.kind) == (rank, name)]
             total = sum(b.end_us - b.begin_us for b in bars)
-            assert total == pytest.approx(seconds(timeline, rank, kind))
+            assert total == pytest.approx(busy(timeline, rank, kind))
             assert total > 0
+            spans = timeline.spans[timeline.spans["rank"] == rank]
+            moved = spans["bytes"][spans["kind"] == kind].sum()
+            assert sum(int(b.details.get("bytes", 0)) for b in bars) == moved
     assert chart.end_us == timeline.spans["end_us"].max()
     store = next(bar for bar in chart.bars if bar.kind == "store")
-    assert store.details["bytes"] == 1 << 20
-    assert store.label == f"e{store.details['expert']}\u2192{store.details['peer']}"
+    assert store.details["bytes"] == 2 << 20
+    assert store.details["peers"] == "0, 1"
+    assert store.label == f"e{store.details['expert']}\u21920,1"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bars_of_a_lane_do_not_overlap(seed: int) -> None:
-    chart = chart_timeline(make_timeline(G, seed), title="", subtitle="")
+@pytest.mark.parametrize("more", [{}, {"gap_us": 5.0}, {"max_lanes": 1}])
+def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
+    chart = chart_timeline(make_timeline(G, seed), title="", subtitle="", **more)
     for rank in range(G):
-        assert chart.lanes_of(rank) == 2  # at most two spans at a time
         for lane in range(CALL_LANE, chart.lanes_of(rank)):
             bars = [bar for bar in chart.bars if (bar.rank, bar.lane) == (rank, lane)]
             assert bars
             assert {bar.kind == "call" for bar in bars} == {lane == CALL_LANE}
             for one, two in itertools.pairwise(bars):
                 assert one.end_us <= two.begin_us
+
+
+def tiles(rows: list[tuple[int, int, float, float]]) -> Timeline:
+    """Stores of rank 0: expert, piece, begin, end."""
+    spans = [(0, Span.STORE, 1, e, p, begin, end, 10) for e, p, begin, end in rows]
+    return Timeline(num_ranks=2, spans=np.array(spans, SPAN))
+
+
+def test_tiles_of_a_piece_are_one_bar_where_they_overlap() -> None:
+    timeline = tiles([(7, 0, 0, 2), (7, 1, 0, 9), (7, 0, 1, 3), (7, 0, 3.5, 5), (7, 0, 8, 9)])
+
+    def bars(**more: Any) -> list[tuple[int, float, float, int | str]]:
+        chart = chart_timeline(timeline, title="", subtitle="", **more)
+        return [(b.lane, b.begin_us, b.end_us, b.details["bytes"]) for b in chart.bars]
+
+    piece_1 = (1, 0, 9, 10)
+    assert bars() == [(0, 0, 3, 20), (0, 3.5, 5, 10), (0, 8, 9, 10), piece_1]
+    assert bars(gap_us=1.0) == [(0, 0, 5, 30), (0, 8, 9, 10), piece_1]
+    assert bars(max_lanes=2) == bars()
+    assert bars(max_lanes=1) == [(0, 0, 9, 50)]
 
 
 # ---- recorded calls -------------------------------------------------------------------------
@@ -161,14 +193,14 @@ def test_the_picture_has_every_bar(chart: Chart) -> None:
     assert set(drawn) == set(KINDS.values())
     for kind, name in KINDS.items():
         corners = [path.vertices for path in drawn[name].get_paths()]
-        assert len(corners) == int((timeline.spans["kind"] == kind).sum())
+        assert len(corners) == sum(bar.kind == name for bar in chart.bars)
         total: Counter[int] = Counter()
         for box in corners:
             rank = int(np.floor(box[:, 1].mean()))
             assert rank - 0.1 < box[:, 1].min() < box[:, 1].max() < rank + 1
             total[rank] += box[:, 0].max() - box[:, 0].min()
         for rank in range(G):
-            assert total[rank] == pytest.approx(seconds(timeline, rank, kind))
+            assert total[rank] == pytest.approx(busy(timeline, rank, kind))
     texts = [text.get_text() for text in axis.get_legend().get_texts()]
     assert texts == [LOOKS[name][1] for name in KINDS.values()] + ["bound, 10.0 us"]
     assert [text.get_text() for text in axis.get_yticklabels()] == [str(r) for r in range(G)]
@@ -230,11 +262,11 @@ def test_the_trace_file_has_every_span(chart: Chart) -> None:
     document = json.loads(format_trace(chart))
     assert document == trace_events(chart)
     events = check_trace(document)
-    assert len(events) == len(timeline.spans)
+    assert len(events) == len(chart.bars)
     for rank in range(G):
         for kind, name in KINDS.items():
             own = [e for e in events if (e["pid"], e["cat"]) == (rank, name)]
-            assert sum(e["dur"] for e in own) == pytest.approx(seconds(timeline, rank, kind))
+            assert sum(e["dur"] for e in own) == pytest.approx(busy(timeline, rank, kind))
     names = {
         e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
     }
@@ -282,13 +314,15 @@ def test_the_command_draws_predictions(
 ) -> None:
     asked = {}
 
-    def predict(plan: uec.Plan, expert_bytes: int, *, machine: str, mode: str) -> Any:
+    def predict(
+        plan: uec.Plan, expert_bytes: int, machine: str, mode: str, *, timeline: bool
+    ) -> Any:
         asked.update(slots=plan.slot_expert, size=expert_bytes, machine=machine, mode=mode)
+        assert timeline
         if machine == "unknown":
-            raise ValueError("there is no machine 'unknown'")
-        return SimpleNamespace(
-            timeline=make_timeline(G), time_us=120.5, bound_us=100.0, over_bound=1.205
-        )
+            raise errors.InvalidArgumentError("there is no machine 'unknown'")
+        figures = {"time_us": 120.5, "bound_us": 100.0, "over_bound": 1.205, "mode": "push"}
+        return SimpleNamespace(timeline=make_timeline(G), **figures)
 
     module: Any = ModuleType("ultraep_comm.model")
     module.predict = predict
@@ -300,11 +334,43 @@ def test_the_command_draws_predictions(
     assert torch.equal(asked["slots"], torch.tensor([[5], [0], [-1]], dtype=torch.int32))
     assert (asked["size"], asked["machine"], asked["mode"]) == (1000, "nvl72", "push")
     document = json.loads(out.read_text())
-    assert len(check_trace(document)) == len(make_timeline(G).spans)
-    assert "120.5 us, 1.205 of the bound" in document["otherData"]["subtitle"]
+    assert len(check_trace(document)) > G
+    assert "mode push: 120.5 us, 1.205 of the bound" in document["otherData"]["subtitle"]
     assert main([*command, "--expert-bytes", "36M"]) == 0
     assert asked["size"] == 36 << 20
     assert main([*command, "--machine", "unknown"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["push", "pull", "direct"])
+def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
+    model: Any = pytest.importorskip("ultraep_comm.model", reason="there is no model")
+    size, out = 4 << 20, tmp_path / "p.json"
+    command = ["timeline", str(run), "--predict", "1", "--expert-bytes", "4M", "--mode", mode]
+    assert main([*command, "--out", str(out)]) == 0
+    document = json.loads(out.read_text())
+    events = check_trace(document)
+    plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
+    found = model.predict(plan, size, "nvl72", mode, timeline=True)
+    for rank in range(G):
+        for kind, name in KINDS.items():
+            own = [e for e in events if (e["pid"], e["cat"]) == (rank, name)]
+            assert sum(e["dur"] for e in own) == pytest.approx(busy(found.timeline, rank, kind))
+    moved = sum(e["args"]["bytes"] for e in events if e["cat"] == "store")
+    assert moved == plan.num_replicas * size
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us)
+    subtitle = document["otherData"]["subtitle"]
+    assert f"mode {mode}: {found.time_us:,.1f} us, {found.over_bound:.3f} of the bound" in subtitle
+
+
+def test_without_the_model(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["timeline", str(run), "--predict", "1", "--out", str(tmp_path / "p.json")]) == 2
+    assert "has no ultraep_comm.model; draw recorded calls instead" in capsys.readouterr().err
 
 
 BAD = {

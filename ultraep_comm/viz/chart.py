@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ultraep_comm.recording import OPERATIONS, Recording
 from ultraep_comm.schedule import MODES
@@ -69,56 +71,118 @@ class Chart:
 
 
 KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
+_PIECE = ["kind", "expert", "piece"]  # what spans of one piece have in common
 
 
 def chart_timeline(
-    timeline: Timeline, *, title: str, subtitle: str, marks: dict[str, float] | None = None
+    timeline: Timeline,
+    *,
+    title: str,
+    subtitle: str,
+    marks: dict[str, float] | None = None,
+    gap_us: float = 0.0,
+    max_lanes: int | None = None,
 ) -> Chart:
-    """Return the chart of one transfer: pieces and waits in lanes, the calls behind them."""
-    spans = timeline.spans
+    """Return the chart of one transfer: pieces and waits in lanes, the calls behind them.
+
+    A piece is what a rank stores, or loads, of one expert from its list of work: its tiles, to
+    whichever peers, are one bar while they overlap, and keep to one lane.
+
+    Args:
+        timeline: of the transfer.
+        title: what it is.
+        subtitle: of what.
+        marks: times in microseconds to point out, by what they are.
+        gap_us: a piece's pauses up to this long are not shown.
+        max_lanes: a rank that needs more has its pieces joined by expert; None: none has.
+    """
     bars = []
     for rank in range(timeline.num_ranks):
-        own = spans[spans["rank"] == rank]
-        lanes = _pack(own[own["kind"] != Span.CALL])
-        bars += [_bar_of_span(span, CALL_LANE) for span in own[own["kind"] == Span.CALL]]
-        bars += [_bar_of_span(span, lane) for span, lane in lanes]
+        own = timeline.spans[timeline.spans["rank"] == rank]
+        row = _bars_of_rank(own, gap_us)
+        if max_lanes is not None and max((bar.lane for bar in row), default=0) >= max_lanes:
+            own = own.copy()
+            own["piece"] = -1
+            row = _bars_of_rank(own, gap_us)
+        bars += row
     marks = {} if marks is None else marks
     return _sorted_chart(title, subtitle, timeline.num_ranks, bars, marks)
 
 
-def _pack(spans: np.ndarray) -> list[tuple[np.void, int]]:
-    """Return every span with the lowest lane that is free at its begin."""
+def _bars_of_rank(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
+    spans = np.sort(spans, order=[*_PIECE, "begin_us", "end_us"])
+    new = np.ones(len(spans), bool)
+    new[1:] = spans[_PIECE][1:] != spans[_PIECE][:-1]
+    bounds = [*np.flatnonzero(new).tolist(), len(spans)]
+    pieces = [_join(spans[i:j], gap_us) for i, j in itertools.pairwise(bounds)]
+    calls = [piece for piece in pieces if piece[0].kind == KINDS[Span.CALL]]
+    waits = [piece for piece in pieces if piece[0].kind == KINDS[Span.WAIT]]
+    work = [piece for piece in pieces if piece[0].kind in (KINDS[Span.STORE], KINDS[Span.LOAD])]
+    lanes = _pack([(piece[0].begin_us, piece[-1].end_us) for piece in work])
+    bars = [replace(b, lane=n) for piece, n in zip(work, lanes, strict=True) for b in piece]
+    # Who waits does nothing else, as a rule: its waits are between the bars of the first lane.
+    paused = [bar for piece in waits for bar in piece]
+    if _are_apart([*paused, *(bar for bar in bars if bar.lane == 0)]):
+        bars += [replace(bar, lane=0) for bar in paused]
+    else:
+        above = _pack([(bar.begin_us, bar.end_us) for bar in paused])
+        first = max(lanes, default=-1) + 1
+        bars += [replace(bar, lane=first + n) for bar, n in zip(paused, above, strict=True)]
+    return [*(bar for piece in calls for bar in piece), *bars]
+
+
+def _are_apart(bars: list[Bar]) -> bool:
+    bars = sorted(bars, key=lambda bar: (bar.begin_us, bar.end_us))
+    return all(one.end_us <= two.begin_us for one, two in itertools.pairwise(bars))
+
+
+def _join(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
+    """Return the bars of a piece, whose spans are given by their begin."""
+    reached = np.maximum.accumulate(spans["end_us"])
+    new = np.ones(len(spans), bool)
+    new[1:] = spans["begin_us"][1:] > reached[:-1] + gap_us
+    bounds = [*np.flatnonzero(new).tolist(), len(spans)]
+    return [_bar_of(spans[i:j]) for i, j in itertools.pairwise(bounds)]
+
+
+def _bar_of(spans: NDArray[np.void]) -> Bar:
+    first = spans[0]
+    kind, expert = Span(int(first["kind"])), int(first["expert"])
+    peers = [str(peer) for peer in np.unique(spans["peer"]) if peer >= 0]
+    details: dict[str, int | str] = {
+        name: int(first[name]) for name in ("expert", "piece") if first[name] >= 0
+    }
+    if peers:
+        details["peers"] = ", ".join(peers)
+    label = f"e{expert}" if expert >= 0 else ""
+    if kind in (Span.STORE, Span.LOAD):
+        details["bytes"] = int(spans["bytes"].sum())
+        arrow = "\u2192" if kind == Span.STORE else "\u2190"
+        label += arrow + (",".join(peers) if len(peers) <= 2 else f"{len(peers)} ranks")
+    return Bar(
+        rank=int(first["rank"]),
+        lane=CALL_LANE,
+        kind=KINDS[kind],
+        begin_us=float(first["begin_us"]),
+        end_us=float(spans["end_us"].max()),
+        label=label,
+        details=details,
+    )
+
+
+def _pack(extents: Sequence[tuple[float, float]]) -> list[int]:
+    """Return a lane for each extent: the lowest that is free when it begins."""
     busy: list[tuple[float, int]] = []  # end, lane
     free: list[int] = []
-    result, lanes = [], 0
-    for span in spans[np.lexsort((spans["end_us"], spans["begin_us"]))]:
-        while busy and busy[0][0] <= span["begin_us"]:
+    result, lanes = [0] * len(extents), 0
+    for i in sorted(range(len(extents)), key=extents.__getitem__):
+        begin, end = extents[i]
+        while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
-        lane = heapq.heappop(free) if free else lanes
-        lanes = max(lanes, lane + 1)
-        heapq.heappush(busy, (float(span["end_us"]), lane))
-        result.append((span, lane))
+        result[i] = heapq.heappop(free) if free else lanes
+        lanes = max(lanes, result[i] + 1)
+        heapq.heappush(busy, (end, result[i]))
     return result
-
-
-def _bar_of_span(span: np.void, lane: int) -> Bar:
-    kind = Span(int(span["kind"]))
-    expert, peer = int(span["expert"]), int(span["peer"])
-    arrow = {Span.STORE: "\u2192", Span.LOAD: "\u2190", Span.WAIT: "\u231b"}.get(kind, "")
-    label = f"e{expert}" if expert >= 0 else ""
-    label += f"{arrow}{peer}" if peer >= 0 and kind != Span.WAIT else ""
-    known = {name: int(span[name]) for name in ("expert", "peer", "piece") if span[name] >= 0}
-    if kind in (Span.STORE, Span.LOAD):
-        known["bytes"] = int(span["bytes"])
-    return Bar(
-        rank=int(span["rank"]),
-        lane=lane,
-        kind=KINDS[kind],
-        begin_us=float(span["begin_us"]),
-        end_us=float(span["end_us"]),
-        label=label,
-        details={**known},
-    )
 
 
 def chart_calls(
@@ -153,19 +217,18 @@ def chart_calls(
         end = (calls["end_ns"] + shift[id(recording)] - start) / 1e3
         end = np.where(calls["end_ns"] < 0, begin, end)
         endless += int((calls["end_ns"] < 0).sum())
-        spans = np.zeros(len(own), [("begin_us", float), ("end_us", float), ("at", int)])
-        spans["begin_us"], spans["end_us"], spans["at"] = begin, end, own
-        for span, lane in _pack(spans):
-            call = recording.calls[int(span["at"])]
+        extents = list(zip(begin.tolist(), end.tolist(), strict=True))
+        for i, extent, lane in zip(own, extents, _pack(extents), strict=True):
+            call = recording.calls[i]
             bars.append(
                 Bar(
                     rank=recording.rank,
                     lane=lane,
                     kind=OPERATIONS[call["operation"]],
-                    begin_us=float(span["begin_us"]),
-                    end_us=float(span["end_us"]),
+                    begin_us=extent[0],
+                    end_us=extent[1],
                     label=_call_label(call),
-                    details=_call_details(call, int(moved[id(recording)][int(span["at"])])),
+                    details=_call_details(call, int(moved[id(recording)][i])),
                 )
             )
     subtitle = f"{source}: {count(len(recordings), 'rank')} of {recordings[0].num_ranks}"

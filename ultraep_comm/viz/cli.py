@@ -26,7 +26,7 @@ from ultraep_comm.viz.chart import Chart, chart_calls
 from ultraep_comm.viz.load import draw_load
 from ultraep_comm.viz.loads import LoadSeries, plan_trace, series_of
 from ultraep_comm.viz.page import make_page
-from ultraep_comm.viz.prediction import predict_chart
+from ultraep_comm.viz.prediction import predict_charts
 from ultraep_comm.viz.style import save_png, save_text
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
 
@@ -38,9 +38,10 @@ LOAD_WRITERS: Writers[LoadSeries] = {
     ".png": lambda series, path: save_png(draw_load(series), path),
     ".html": lambda series, path: save_text(make_page(series), path),
 }
-TIMELINE_WRITERS: Writers[Chart] = {
-    ".png": lambda chart, path: save_png(draw_timeline(chart), path),
-    ".json": lambda chart, path: save_text(format_trace(chart), path),
+# A chart for a picture, and one with all that there is.
+TIMELINE_WRITERS: Writers[tuple[Chart, Chart]] = {
+    ".png": lambda charts, path: save_png(draw_timeline(charts[0]), path),
+    ".json": lambda charts, path: save_text(format_trace(charts[1]), path),
 }
 
 LOAD_EXAMPLES = """examples:
@@ -115,17 +116,18 @@ def _timeline(options: argparse.Namespace) -> None:
         chart = chart_calls(recordings, source=source, epochs=_epochs(options.calls))
         if not chart.bars:
             raise InvalidArgumentError(f"{source} has none of these calls; {_range(recordings)}")
+        charts = chart, chart
     else:
         plan, expert_bytes = _find_plan(recordings, options.predict, source)
         size = expert_bytes if options.expert_bytes is None else parse_size(options.expert_bytes)
-        chart = predict_chart(
+        charts = predict_charts(
             plan,
             size,
             machine=options.machine,
             mode=options.mode,
             source=f"call {options.predict} of {source}",
         )
-    _write(chart, options.out, TIMELINE_WRITERS)
+    _write(charts, options.out, TIMELINE_WRITERS)
 
 
 def _find_plan(recordings: Sequence[Recording], epoch: int, source: str) -> tuple[Plan, int]:
