@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ EXAMPLE = Path(__file__).parent / "data" / "over_bound.json"
 def test_records() -> None:
     results = load_results(EXAMPLE)
     assert len(results) == 8
-    assert results[4] == Result(size=4 << 20, mode="direct", fan_out=4, over_bound=3.9)
+    assert results[4] == Result(size=4 << 20, mode="direct", case=4, over_bound=3.9, worst=3.9)
 
 
 def test_lines_are_medians_of_records() -> None:
@@ -48,12 +50,11 @@ def test_lines_are_medians_of_records() -> None:
 def test_panels_of_any_number(sizes: int) -> None:
     pytest.importorskip("matplotlib")
     results = [
-        Result(
-            size=f"case {s}", mode=mode, fan_out=fan, over_bound=fan if mode == "direct" else 1.1
-        )
+        Result(size=f"case {s}", mode=mode, case=fan, over_bound=ratio, worst=ratio)
         for s in range(sizes)
         for mode in ("push", "direct", "auto", "pull")
         for fan in (1, 2, 63)
+        for ratio in [float(fan) if mode == "direct" else 1.1]
     ]
     figure = draw_bound(results, source="made")
     figure.draw_without_rendering()
@@ -62,6 +63,37 @@ def test_panels_of_any_number(sizes: int) -> None:
     assert all(len(axis.lines) == 5 for axis in figure.axes)  # the modes and the bound
     lowest = figure.axes[-1]
     assert [t.get_text() for t in lowest.get_xticklabels()] == ["1", "2", "63"]
+
+
+def model_record(experts: int, load: str, **over_bound: tuple[float, float]) -> dict[str, Any]:
+    """A record as the model's benchmark writes it."""
+    ratios = {way: {"mean": mean, "worst": worst} for way, (mean, worst) in over_bound.items()}
+    figures = {"ranks": 64, "experts": experts, "slots": 2, "load": load, "over_bound": ratios}
+    return {"op": "model", **figures, "bound_us": 53.2}
+
+
+def test_results_of_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [
+        model_record(256, "zipf1.0", push=(1.05, 1.06), relay=(2.0, 2.5)),
+        model_record(256, "lognormal", push=(1.04, 1.09), relay=(1.5, 3.0)),
+        model_record(128, "zipf1.0", push=(1.07, 1.07), relay=(1.9, 1.9)),
+    ]
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"records": records, "claims": []}))
+    results = load_results(path)
+    text = "64 ranks, 256 experts, 2 slots"
+    assert results[3] == Result(
+        size=text, mode="relay", case="lognormal", over_bound=1.5, worst=3.0
+    )
+    figure = draw_bound(results, source="model.json")
+    figure.draw_without_rendering()
+    one, two = figure.axes
+    assert [axis.texts[0].get_text() for axis in (one, two)] == [text, text.replace("256", "128")]
+    assert [list(line.get_ydata()) for line in one.lines[:2]] == [[1.05, 1.04], [2.0, 1.5]]
+    assert [band.get_datalim(one.transData).y1 for band in one.collections] == [1.09, 3.0]
+    assert [t.get_text() for t in one.get_xticklabels()] == ["zipf1.0", "lognormal"]
+    assert figure.get_suptitle() == "Time over the bound, by mode and load"
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -83,6 +115,14 @@ BAD = {
     '[{"size": 1, "mode": "push", "fan_out": 0, "over_bound": 1}]': "fan_out 0",
     '[{"size": 1, "mode": "push", "fan_out": 1, "over_bound": NaN}]': "over_bound nan",
     '[{"size": 1, "mode": "push", "fan_out": 1, "over_bound": "1"}]': "over_bound '1'",
+    '[{"op": "model", "ranks": 64}]': "KeyError('experts') is wrong or missing",
+    json.dumps([model_record(8, "x", push=(1.2, 1.1))]): "no numbers above 0, at most the worst",
+    json.dumps(
+        [
+            model_record(8, "x", push=(1.0, 1.1)),
+            {"size": 1, "mode": "push", "fan_out": 1, "over_bound": 1},
+        ]
+    ): "expected one kind",
 }
 
 

@@ -1,4 +1,4 @@
-"""The picture of time over bound, by mode and fan-out, from a file of results."""
+"""The picture of time over bound by mode, over fan-outs or loads, from a file of results."""
 
 from __future__ import annotations
 
@@ -35,26 +35,36 @@ LOOKS = {
     "pull": (GREEN, "s"),
     "direct": (VERMILION, "^"),
     "auto": (INK, "D"),
+    "relay": (PURPLE, "v"),
 }
-_MORE = [(PURPLE, "v"), ("#8c6d00", "P"), (MUTED, "X")]
+_MORE = [("#8c6d00", "P"), (MUTED, "X")]
 _COLUMNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One record: ``over_bound`` is the time over the least time that any schedule needs."""
+    """A time over the least time that any schedule needs.
+
+    Attributes:
+        size: of experts in bytes, or a text for what is of one size.
+        mode: of the transfer.
+        case: replicas of an expert, or the name of a kind of load.
+        over_bound: the ratio; of several plans their mean.
+        worst: the largest ratio of these plans.
+    """
 
     size: int | str
     mode: str
-    fan_out: int
+    case: int | str
     over_bound: float
+    worst: float
 
 
 def load_results(path: Path) -> list[Result]:
     """Read a JSON file: records, or a document that has them under ``records``.
 
-    Each has ``size`` (bytes, or a text), ``mode``, ``fan_out`` and ``over_bound``; what else is
-    there does not matter.
+    Each has ``size`` (bytes, or a text), ``mode``, ``fan_out`` and ``over_bound``; or it is one of
+    ``python -m ultraep_comm.bench model --json``. What else is there does not matter.
 
     Raises:
         InvalidArgumentError: it is something else; names the file and the record.
@@ -69,12 +79,19 @@ def load_results(path: Path) -> list[Result]:
         raise InvalidArgumentError(
             f"{path} has no records; expected a list of them, or an object with 'records'"
         )
-    return [_check(record, f"{path}: record {i}") for i, record in enumerate(records)]
+    results = [r for i, d in enumerate(records) for r in _check(d, f"{path}: record {i}")]
+    if len({type(result.case) for result in results}) > 1:
+        raise InvalidArgumentError(
+            f"{path} has records with a fan_out and others with a load; expected one kind"
+        )
+    return results
 
 
-def _check(record: Any, place: str) -> Result:
+def _check(record: Any, place: str) -> list[Result]:
     if not isinstance(record, dict):
         raise InvalidArgumentError(f"{place} is {record!r}; expected an object")
+    if record.get("op") == "model":
+        return _check_model(record, place)
     for name, kinds in (("size", (int, str)), ("mode", (str,)), ("fan_out", (int,))):
         value = record.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
@@ -87,28 +104,62 @@ def _check(record: Any, place: str) -> Result:
             f"{place} has fan_out {fan_out} and over_bound {over!r}; expected at least 1, and a"
             " number above 0"
         )
-    return Result(size=record["size"], mode=record["mode"], fan_out=fan_out, over_bound=float(over))
+    ratio = float(over)
+    return [
+        Result(
+            size=record["size"], mode=record["mode"], case=fan_out, over_bound=ratio, worst=ratio
+        )
+    ]
+
+
+def _check_model(record: dict[str, Any], place: str) -> list[Result]:
+    """Return what a row of the model's benchmark says, of every way that it compares."""
+    try:
+        size = f"{record['ranks']} ranks, {record['experts']} experts, {record['slots']} slots"
+        results = [
+            Result(
+                size=size,
+                mode=str(way),
+                case=str(record["load"]),
+                over_bound=float(ratio["mean"]),
+                worst=float(ratio["worst"]),
+            )
+            for way, ratio in record["over_bound"].items()
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"{place} is no record of the model's benchmark: {error!r} is wrong or missing"
+        ) from None
+    if not all(0 < r.over_bound <= r.worst and math.isfinite(r.worst) for r in results):
+        raise InvalidArgumentError(
+            f"{place} has times over the bound that are no numbers above 0, at most the worst"
+        )
+    return results
 
 
 def draw_bound(results: list[Result], *, source: str) -> Figure:
-    """Return the picture: a panel for each size, a line for each mode.
+    """Return the picture: a panel for each size, a line for each mode, over fan-outs or loads.
 
-    Where several results are of one size, mode and fan-out, the line has their median, and a band
-    their range.
+    Where several results are of one point, the line has their median, and a band reaches from the
+    least to the worst.
 
     Raises:
         UnsupportedError: there is no matplotlib.
     """
-    sizes = sorted({r.size for r in results}, key=lambda size: (isinstance(size, str), size))
+    sizes: list[int | str] = list(dict.fromkeys(r.size for r in results))
+    sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # texts stay in their order
+    cases: list[int | str] = list(dict.fromkeys(r.case for r in results))
+    named = isinstance(cases[0], str)
     columns = min(_COLUMNS, len(sizes))
     rows = -(-len(sizes) // columns)
-    figure = new_figure(max(7.5, 4.0 * columns), 1.5 + 3.2 * rows)
+    figure = new_figure(max(7.5, 4.0 * columns), 1.5 + (4.2 if named else 3.2) * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     panels = list(grid.ravel())
     looks = _looks(results)
     for axis, size in zip(panels, sizes, strict=False):
         for mode, look in looks.items():
-            _draw_mode(axis, [r for r in results if (r.size, r.mode) == (size, mode)], mode, look)
+            own = [r for r in results if (r.size, r.mode) == (size, mode)]
+            _draw_mode(axis, own, cases, mode, look)
         axis.axhline(1, color=INK, lw=1.1, ls=(0, (5, 3)))
         text = f"experts of {format_size(size)}" if isinstance(size, int) else size
         axis.annotate(
@@ -125,13 +176,15 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
         clean(axis)
     for axis in panels[len(sizes) :]:
         axis.remove()
-    _scale(panels[0], results)
+    _scale(panels[0], results, cases)
     for i, axis in enumerate(panels[: len(sizes)]):
         if i % columns == 0:
             axis.set_ylabel("time / bound")
         if i + columns >= len(sizes):
-            axis.set_xlabel("replicas of an expert (fan-out)")
+            axis.set_xlabel("load" if named else "replicas of an expert (fan-out)")
             axis.tick_params(labelbottom=True)
+        if named:
+            axis.tick_params(axis="x", rotation=90, labelbottom=True)
     handles: dict[str, Any] = {}
     for axis in panels[: len(sizes)]:
         found, names = axis.get_legend_handles_labels()
@@ -148,7 +201,9 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
         borderaxespad=0.5,
     )
     subtitle = f"{source}; the dashed line is the least time that any schedule needs"
-    set_titles(figure, "Time over the bound, by mode and fan-out", subtitle, legend_rows=1)
+    subtitle += "; lines: mean of plans, bands: up to the worst" if named else ""
+    title = f"Time over the bound, by mode and {'load' if named else 'fan-out'}"
+    set_titles(figure, title, subtitle, legend_rows=1)
     return figure
 
 
@@ -159,32 +214,44 @@ def _looks(results: list[Result]) -> dict[str, tuple[str, str]]:
     return known | {mode: _MORE[i % len(_MORE)] for i, mode in enumerate(others)}
 
 
-def _draw_mode(axis: Axes, results: list[Result], mode: str, look: tuple[str, str]) -> None:
+def _places(cases: list[int | str]) -> dict[int | str, int]:
+    """Return where each case is on the x axis: numbers at themselves, names in their order."""
+    return {case: case if isinstance(case, int) else i for i, case in enumerate(cases)}
+
+
+def _draw_mode(
+    axis: Axes, results: list[Result], cases: list[int | str], mode: str, look: tuple[str, str]
+) -> None:
     if not results:
         return
     colour, marker = look
-    fans = sorted({r.fan_out for r in results})
-    values = [[r.over_bound for r in results if r.fan_out == fan] for fan in fans]
-    middle = [float(np.median(v)) for v in values]
-    low, high = [min(v) for v in values], [max(v) for v in values]
-    axis.plot(fans, middle, color=colour, marker=marker, ms=5.5, lw=1.8, label=mode)
+    places = _places(cases)
+    at = sorted({places[r.case] for r in results})
+    groups = [[r for r in results if places[r.case] == place] for place in at]
+    middle = [float(np.median([r.over_bound for r in group])) for group in groups]
+    low = [min(r.over_bound for r in group) for group in groups]
+    high = [max(r.worst for r in group) for group in groups]
+    # Lines of modes that are as good lie on each other; both markers can be seen.
+    size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
+    axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, label=mode)
     if low != high:
-        axis.fill_between(fans, low, high, color=colour, alpha=0.15, lw=0)
+        axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
 
 
-def _scale(axis: Axes, results: list[Result]) -> None:
+def _scale(axis: Axes, results: list[Result], cases: list[int | str]) -> None:
     """Set the scales, which all panels share: by powers of two, and of time where it is far off."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    fans = sorted({r.fan_out for r in results})
-    axis.set_xscale("log", base=2)
-    shown = fans
-    while len(shown) > 9:
-        shown = shown[::2]
-    axis.xaxis.set_major_locator(FixedLocator([float(fan) for fan in shown]))
+    names = {place: str(case) for case, place in _places(cases).items()}
+    shown = sorted(names)
+    if isinstance(cases[0], int):
+        axis.set_xscale("log", base=2)
+        while len(shown) > 9:
+            shown = shown[::2]
+    axis.xaxis.set_major_locator(FixedLocator([float(place) for place in shown]))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    low, high = min(r.over_bound for r in results), max(r.over_bound for r in results)
+    axis.xaxis.set_major_formatter(lambda value, _: names.get(round(value), ""))
+    low, high = min(r.over_bound for r in results), max(r.worst for r in results)
     if high > 6:
         axis.set_yscale("log")
         ticks = [t for t in (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if t <= high * 1.3]

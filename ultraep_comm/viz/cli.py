@@ -2,7 +2,7 @@
 
 load      tokens of every rank before and after replication (PNG, HTML page)
 timeline  what every rank did when: recorded calls, or a predicted transfer (PNG, Perfetto JSON)
-bound     time over the least possible time, by mode and fan-out (PNG)
+bound     time over the least possible time, by mode (PNG)
 
 "COMMAND --help" has an example of each. PNG pictures need matplotlib:
 pip install -c constraints.txt -e '.[viz]'.
@@ -56,7 +56,8 @@ The JSON file opens in https://ui.perfetto.dev or chrome://tracing.
 """
 BOUND_EXAMPLES = """example:
   python -m ultraep_comm.viz bound results.json --out bound.png
-Records of the file have size (bytes), mode, fan_out and over_bound; see docs/pictures.md.
+Results are of python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
+fan_out and over_bound; see docs/pictures.md.
 """
 
 
@@ -259,8 +260,8 @@ def _parser() -> argparse.ArgumentParser:
 
     bound = commands.add_parser(
         "bound",
-        help="time over the least possible time, by mode and fan-out",
-        description="Draw time over bound by mode and fan-out, a panel for each size of experts.",
+        help="time over the least possible time, by mode",
+        description="Draw time over bound by mode, over fan-outs or loads, a panel for each size.",
         epilog=BOUND_EXAMPLES,
         formatter_class=plain,
     )
