@@ -123,6 +123,7 @@ void bind_engine(nb::module_& m) {
       .def("wait", &wait)
       .def("synchronize", &wait)
       .def("is_completed", &Engine::is_completed)
+      .def("finished_at", &Engine::finished_at)
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)
       .def_prop_ro("epoch", &Engine::epoch)

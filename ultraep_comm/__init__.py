@@ -11,6 +11,7 @@ from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.planning import plan_replicas
+from ultraep_comm.recorder import Recorder
 from ultraep_comm.reduction import reduce_expert_grads
 from ultraep_comm.rerouting import reroute, reroute_map
 from ultraep_comm.segments import BoundWeights, Segment
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "PlanCost",
     "PlanHandle",
+    "Recorder",
     "Segment",
     "Work",
     "errors",

@@ -289,7 +289,9 @@ def replicate_experts(
         group._not_submitted(error)
         raise
     group._filled_by = given
-    work = group._submitted(epoch, (bound, plan), operation, chosen)
+    work = group._submitted(
+        epoch, (bound, plan), operation, chosen, None if on_device else plan, tag, selection.nbytes
+    )
     if async_op:
         return work
     work.wait()

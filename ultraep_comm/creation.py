@@ -11,6 +11,7 @@ from ultraep_comm.fabrics.bootstrap import Hello, Meeting, check_same_arguments
 from ultraep_comm.gradients import GradSpec
 from ultraep_comm.group import Group
 from ultraep_comm.options import ExpertSpec, Options
+from ultraep_comm.recorder import record_to_folder
 from ultraep_comm.topology import IntsLike, Topology
 
 
@@ -93,12 +94,13 @@ def new_group(
     # Before ranks go different ways: what follows is not the same for all engines.
     hello = Hello(digest=options.digest(topology, domains is not None))
     check_same_arguments(meeting.exchange(hello))
-    if engine == "host" or fabric == "shm":
-        return hosting.make_shm_group(meeting, options, topology, domains is not None)
-    from ultraep_comm.cuda import making
+    group = None
+    if engine != "host" and fabric != "shm":
+        from ultraep_comm.cuda import making
 
-    group = making.make_group(meeting, options, topology, domains is not None)
-    return group or hosting.make_shm_group(meeting, options, topology, domains is not None)
+        group = making.make_group(meeting, options, topology, domains is not None)
+    group = group or hosting.make_shm_group(meeting, options, topology, domains is not None)
+    return _recorded([group], options)[0]
 
 
 def new_loopback_groups(
@@ -148,7 +150,7 @@ def new_loopback_groups(
         allow_cross_domain=allow_cross_domain,
     )
     if engine == "host":
-        return hosting.make_loopback_groups(options, topology)
+        return _recorded(hosting.make_loopback_groups(options, topology), options)
     from ultraep_comm.cuda import making
     from ultraep_comm.cuda.device import find_device
     from ultraep_comm.cuda.kernels import load_kernels
@@ -159,5 +161,12 @@ def new_loopback_groups(
     except UnsupportedError:
         if engine == "cuda":
             raise
-        return hosting.make_loopback_groups(options, topology)
-    return making.make_loopback_groups(options, topology, device, kernels)
+        return _recorded(hosting.make_loopback_groups(options, topology), options)
+    return _recorded(making.make_loopback_groups(options, topology, device, kernels), options)
+
+
+def _recorded(groups: list[Group], options: Options) -> list[Group]:
+    """Return the groups, recorded if an environment variable says so."""
+    if options.record_folder is not None:
+        record_to_folder(groups, options.record_folder, options.record_calls)
+    return groups

@@ -69,6 +69,12 @@ class Engine(Protocol):
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
 
+    def finished_at(self, epoch: int) -> int:
+        """Return when a call finished, in nanoseconds of the monotonic clock; 0: not known.
+
+        The host engine knows it of its last eight calls; the CUDA engine of none.
+        """
+
     def failed_epoch(self) -> int:
         """Return the first call that failed; 0: none is known."""
 

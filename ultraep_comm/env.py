@@ -9,6 +9,10 @@
 |                      |                       | installed ones                                |
 | ULTRAEP_CALIBRATION  | none                  | file of `bench calibrate`; rank 0 reads it,   |
 |                      |                       | and mode="auto" goes by its figures           |
+| ULTRAEP_RECORD       | none                  | folder: every group records its calls as by   |
+|                      |                       | start_recording(), and writes them to a file  |
+|                      |                       | there when it is closed                       |
+| ULTRAEP_RECORD_CALLS | none                  | how many calls such a recording holds, 1024   |
 """
 
 from __future__ import annotations
@@ -60,3 +64,14 @@ def calibration() -> Path | None:
     """File with measured costs, or None."""
     text = os.environ.get("ULTRAEP_CALIBRATION")
     return Path(text) if text else None
+
+
+def record_folder() -> Path | None:
+    """Folder that every group's recording goes to, or None."""
+    text = os.environ.get("ULTRAEP_RECORD")
+    return Path(text) if text else None
+
+
+def record_calls() -> int | None:
+    """Calls that such a recording holds, or None."""
+    return _read("ULTRAEP_RECORD_CALLS", int)

@@ -63,6 +63,10 @@ class GroupBusyError(UltraEPError):
         self.live = live
 
 
+class RecordingError(UltraEPError, ValueError):
+    """A file is no recording of a group's calls, or recordings do not belong together."""
+
+
 class UnsupportedError(UltraEPError):
     """The request is legal but this machine, fabric or build cannot do it."""
 

@@ -92,6 +92,11 @@ class RankGrads:
         self._tables = tables
         self._giver = Giver(rank, device, "grads", InvalidGradientsError)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Return the bytes of one replica's gradients."""
+        return sum(segment.nbytes for segment in self._segments.values())
+
     def bind(self, grads: Weights | BoundGrads) -> BoundGrads:
         """Check main gradients and take their addresses.
 

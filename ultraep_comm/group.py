@@ -27,6 +27,7 @@ from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle, PlanStore
 from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
+from ultraep_comm.recorder import CAPACITY, Recorder, record_group
 from ultraep_comm.refusals import name_call, refusal_error
 from ultraep_comm.registry import register_group
 from ultraep_comm.reports import error_from
@@ -106,10 +107,12 @@ class Group:
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
         self._memory = [self._region]
-        self._selections = Selections(rank, self._names)
+        self._selections = Selections(rank, self.segments)
         self._in_flight: Held = deque()
         self._filled_by: Plan | PlanHandle | None = None  # of the last transfer
         self._captured: list[tuple[object, ...]] = []
+        self._recorder: Recorder | None = None
+        self._on_close: Callable[[], None] | None = None
         self._state = "open"
         self._aborted = False
         self._first_error: Exception | None = None  # the one that this rank raised first
@@ -363,9 +366,30 @@ class Group:
             self._stages.raise_fault()
         self._plans.assert_idle()
 
+    # ---- recording ------------------------------------------------------------------------
+
+    def start_recording(self, capacity: int = CAPACITY, *, loads: bool = True) -> Recorder:
+        """Keep the times and plans of this rank's calls from now on. Local.
+
+        Args:
+            capacity: of so many calls; later ones take the place of the first.
+            loads: keep the load ``[G, E]`` of plans too, which is most of the memory.
+
+        Returns:
+            The recorder; ``with group.start_recording() as recorder:`` stops it at the end.
+
+        Raises:
+            InvalidArgumentError: the capacity is out of range, or the group is being recorded.
+            GroupClosedError: the group is closed or failed earlier.
+        """
+        self._check_running("start_recording")
+        return record_group(self, capacity, loads)
+
     # ---- life -----------------------------------------------------------------------------
 
     def _check_open(self, operation: str) -> None:
+        if self._recorder is not None:
+            self._recorder.enter()
         self._check_running(operation)
         self._raise_stage_fault()
 
@@ -392,11 +416,25 @@ class Group:
             self._reject(error)
             raise
 
-    def _submitted(self, epoch: int, keep: tuple[object, ...], operation: str, mode: str) -> Work:
-        """Return the handle of a call; ``keep`` lives until it has finished, waited for or not."""
+    def _submitted(
+        self,
+        epoch: int,
+        keep: tuple[object, ...],
+        operation: str,
+        mode: str,
+        plan: Plan | None = None,
+        tag: int = 0,
+        expert_bytes: int = 0,
+    ) -> Work:
+        """Return the handle of a call; ``keep`` lives until it has finished, waited for or not.
+
+        The last three are for the recorder: :meth:`Recorder.add` describes them.
+        """
         if epoch & _core.CUDA_CAPTURED:
             self._captured.append(keep)  # replays may come at any time
             return Work(self, epoch, operation, mode)
+        if self._recorder is not None:
+            self._recorder.add(epoch, operation, mode, plan, tag, expert_bytes)
         while (
             self._in_flight
             and self._engine.failed_epoch() == 0
@@ -487,6 +525,10 @@ class Group:
             engine.abort()
             raise
         finally:
+            if self._on_close is not None:
+                self._on_close()
+            if self._recorder is not None:
+                self._recorder.stop()
             peer = engine.close()
             self._leave()
             self._plans.close()

@@ -11,6 +11,7 @@ from ultraep_comm import _core, env
 from ultraep_comm.calibration import Calibration
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 from ultraep_comm.gradients import GRAD_DTYPES, GradSpec, make_grads
+from ultraep_comm.recorder import CAPACITY, MAX_CAPACITY
 from ultraep_comm.segments import Segment, make_segments
 from ultraep_comm.topology import Topology, as_int
 
@@ -64,6 +65,14 @@ class Options:
         if self.tile_bytes & (self.tile_bytes - 1) or not 1024 <= self.tile_bytes <= 1 << 24:
             raise InvalidArgumentError(
                 f"tile_bytes is {self.tile_bytes}; expected a power of two from 1 KiB to 16 MiB"
+            )
+
+        self.record_folder = env.record_folder()
+        calls = env.record_calls()
+        self.record_calls = CAPACITY if calls is None else calls
+        if not 1 <= self.record_calls <= MAX_CAPACITY:
+            raise InvalidArgumentError(
+                f"ULTRAEP_RECORD_CALLS is {calls}; expected 1 to {MAX_CAPACITY} calls"
             )
 
     def digest(self, topology: Topology, given_domains: bool) -> int:

@@ -109,7 +109,15 @@ def reduce_expert_grads(
     except UltraEPError as error:
         group._not_submitted(error)
         raise
-    work = group._submitted(epoch, (bound, plan), operation, chosen)
+    work = group._submitted(
+        epoch,
+        (bound, plan),
+        operation,
+        chosen,
+        None if on_device else plan,
+        tag,
+        group._grads.expert_bytes,
+    )
     if isinstance(given, PlanHandle):
         given._spend(on_device=on_device)
     if async_op:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError
-from ultraep_comm.segments import BoundWeights
+from ultraep_comm.segments import BoundWeights, Segment
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Segments to transfer: their indices, int32 ascending, where those are, and as bits."""
+    """Segments to transfer: indices, int32 ascending, where those are, as bits, and their bytes."""
 
     indices: np.ndarray
     address: int
     count: int
     bits: int
+    nbytes: int
 
 
 class Selections:
@@ -26,12 +27,13 @@ class Selections:
 
     Args:
         rank: this rank.
-        names: of the group's segments, in their order.
+        segments: the group's.
     """
 
-    def __init__(self, rank: int, names: tuple[str, ...]) -> None:
+    def __init__(self, rank: int, segments: Mapping[str, Segment]) -> None:
         self._rank = rank
-        self._names = names
+        self._names = tuple(segments)
+        self._nbytes = [segment.nbytes for segment in segments.values()]
         self._found: dict[tuple[str, ...] | None, Selection] = {}
 
     def find(self, segments: Sequence[str] | None) -> Selection:
@@ -61,7 +63,8 @@ class Selections:
             )
         indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
         bits = sum(1 << int(i) for i in indices)
-        chosen = Selection(indices, indices.ctypes.data, len(indices), bits)
+        nbytes = sum(self._nbytes[i] for i in indices)
+        chosen = Selection(indices, indices.ctypes.data, len(indices), bits, nbytes)
         self._found[key] = chosen
         return chosen
 

@@ -235,6 +235,13 @@ bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
   return failed_.load() == 0 || failed_.load() > epoch;
 }
 
+int64_t Engine::finished_at(uint64_t epoch) const {
+  if (epoch == 0 || completed_.load() < epoch) return 0;
+  const int64_t time = finished_at_[epoch % kKnownEnds].load();
+  // A call that ends while we read stores its time before it counts as completed: ask behind.
+  return submitted_.load() < epoch + kKnownEnds ? time : 0;
+}
+
 Report Engine::report() const {
   const std::lock_guard lock(submit_mutex_);
   return report_;

@@ -1,6 +1,7 @@
 // The host engine: executes calls of one rank of one group with threads over shared memory.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -57,10 +58,15 @@ class Engine {
 
   uint64_t failed_epoch() const { return failed_.load(); }  // 0: none
   uint64_t epoch() const { return submitted_.load(); }
+  // When a call finished, in nanoseconds of the steady clock. 0: it has not, or another has taken
+  // its place since, or it failed.
+  int64_t finished_at(uint64_t epoch) const;
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
  private:
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
+  // Of so many calls the ends are known: whoever asks at each submission misses none.
+  static constexpr uint64_t kKnownEnds = 2 * kDepth;
 
   template <class Steps>
   bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
@@ -96,7 +102,8 @@ class Engine {
   // Apart, so that a call that runs on the caller's thread does not wake the background thread.
   std::condition_variable queued_, finished_;
   std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
-  std::atomic<uint64_t> failed_{0};  // first epoch that failed; 0: none
+  std::array<std::atomic<int64_t>, kKnownEnds> finished_at_{};  // of a call: before completed_
+  std::atomic<uint64_t> failed_{0};                             // first epoch that failed; 0: none
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;

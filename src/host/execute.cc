@@ -32,6 +32,9 @@ void Engine::run_next(const std::function<bool()>& interrupted) {
     settle_failure();
     return;
   }
+  const Clock::duration now = Clock::now().time_since_epoch();
+  finished_at_[epoch % kKnownEnds].store(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
   {
     const std::lock_guard lock(submit_mutex_);
     completed_.store(epoch);

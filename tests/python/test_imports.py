@@ -40,9 +40,12 @@ PYTHON_ORDER = [
     "selections",
     "cuda.weights",
     "gradients",
-    "options",
     "schedule",
     "timeline",
+    "files",
+    "recording",
+    "recorder",
+    "options",
     "fabrics",
     "fabrics.bootstrap",
     "fabrics.loopback",
@@ -72,7 +75,10 @@ PYTHON_ORDER = [
     "nn.experts",
     "nn",
     "bench",
+    "viz",
 ]
+
+PROGRAMS = ("bench", "viz")  # of several modules each, which are run and not imported
 
 CPP_ORDER = [
     "core/common.hpp",
@@ -156,7 +162,7 @@ CPP_ORDER = [
 def stage_of(module: str) -> str:
     """Return the entry of PYTHON_ORDER that a module of the package belongs to."""
     name = module.removeprefix("ultraep_comm").removeprefix(".")
-    return "bench" if name.split(".")[0] == "bench" else name
+    return name.split(".")[0] if name.split(".")[0] in PROGRAMS else name
 
 
 def module_name(path: Path) -> str:
@@ -196,7 +202,7 @@ def test_module_imports_only_stages_before_it(path: Path) -> None:
         if name.split(".")[0] != "ultraep_comm":
             continue
         imported = stage_of(name)
-        if stage == imported == "bench":
+        if stage == imported and stage in PROGRAMS:
             continue
         assert imported in PYTHON_ORDER, f"{path.name} imports {name}, which has no place"
         assert PYTHON_ORDER.index(imported) < PYTHON_ORDER.index(stage), (
@@ -251,7 +257,7 @@ def modules_after_import(statement: str) -> set[str]:
 def test_import_brings_only_what_is_needed() -> None:
     loaded = modules_after_import("import ultraep_comm")
     assert "ultraep_comm.errors" in loaded
-    extra = {name for name in loaded if name.startswith("ultraep_comm.bench")}
+    extra = {name for name in loaded if re.match(r"ultraep_comm\.(bench|viz)", name)}
     assert not extra
     # torch itself may bring some of these along; the package adds none of them.
     added = loaded - modules_after_import("import torch, torch.distributed")
@@ -286,7 +292,7 @@ def test_dependencies_are_torch_and_numpy() -> None:
 def test_pins_stand_only_in_constraints() -> None:
     extras = {
         key: requirements("project.optional-dependencies", key)
-        for key in ("test", "lint", "examples", "cuda12", "cuda13")
+        for key in ("test", "lint", "examples", "viz", "cuda12", "cuda13")
     }
     wanted = requirements("project", "dependencies") + [r for key in extras for r in extras[key]]
     for requirement in wanted:

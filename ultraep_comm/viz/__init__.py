@@ -1,0 +1,1 @@
+"""Pictures: ``python -m ultraep_comm.viz``."""

@@ -1,0 +1,263 @@
+"""The picture of time over bound by mode, over fan-outs or loads, from a file of results."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.viz.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    MUTED,
+    PURPLE,
+    VERMILION,
+    clean,
+    new_figure,
+    set_titles,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colour and marker of each mode; others follow in the order in which they come.
+LOOKS = {
+    "push": (BLUE, "o"),
+    "pull": (GREEN, "s"),
+    "direct": (VERMILION, "^"),
+    "auto": (INK, "D"),
+    "relay": (PURPLE, "v"),
+}
+_MORE = [("#8c6d00", "P"), (MUTED, "X")]
+_COLUMNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A time over the least time that any schedule needs.
+
+    Attributes:
+        size: of experts in bytes, or a text for what is of one size.
+        mode: of the transfer.
+        case: replicas of an expert, or the name of a kind of load.
+        over_bound: the ratio; of several plans their mean.
+        worst: the largest ratio of these plans.
+    """
+
+    size: int | str
+    mode: str
+    case: int | str
+    over_bound: float
+    worst: float
+
+
+def load_results(path: Path) -> list[Result]:
+    """Read a JSON file: records, or a document that has them under ``records``.
+
+    Each has ``size`` (bytes, or a text), ``mode``, ``fan_out`` and ``over_bound``; or it is one of
+    ``python -m ultraep_comm.bench model --json``. What else is there does not matter.
+
+    Raises:
+        InvalidArgumentError: it is something else; names the file and the record.
+        OSError: it cannot be read.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is no JSON file: {error}") from None
+    records = document.get("records") if isinstance(document, dict) else document
+    if not isinstance(records, list) or not records:
+        raise InvalidArgumentError(
+            f"{path} has no records; expected a list of them, or an object with 'records'"
+        )
+    results = [r for i, d in enumerate(records) for r in _check(d, f"{path}: record {i}")]
+    if len({type(result.case) for result in results}) > 1:
+        raise InvalidArgumentError(
+            f"{path} has records with a fan_out and others with a load; expected one kind"
+        )
+    return results
+
+
+def _check(record: Any, place: str) -> list[Result]:
+    if not isinstance(record, dict):
+        raise InvalidArgumentError(f"{place} is {record!r}; expected an object")
+    if record.get("op") == "model":
+        return _check_model(record, place)
+    for name, kinds in (("size", (int, str)), ("mode", (str,)), ("fan_out", (int,))):
+        value = record.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InvalidArgumentError(
+                f"{place} has {name} {value!r}; expected {' or '.join(k.__name__ for k in kinds)}"
+            )
+    over, fan_out = record.get("over_bound"), record["fan_out"]
+    if not isinstance(over, int | float) or not (math.isfinite(over) and over > 0) or fan_out < 1:
+        raise InvalidArgumentError(
+            f"{place} has fan_out {fan_out} and over_bound {over!r}; expected at least 1, and a"
+            " number above 0"
+        )
+    ratio = float(over)
+    return [
+        Result(
+            size=record["size"], mode=record["mode"], case=fan_out, over_bound=ratio, worst=ratio
+        )
+    ]
+
+
+def _check_model(record: dict[str, Any], place: str) -> list[Result]:
+    """Return what a row of the model's benchmark says, of every way that it compares."""
+    try:
+        size = f"{record['ranks']} ranks, {record['experts']} experts, {record['slots']} slots"
+        results = [
+            Result(
+                size=size,
+                mode=str(way),
+                case=str(record["load"]),
+                over_bound=float(ratio["mean"]),
+                worst=float(ratio["worst"]),
+            )
+            for way, ratio in record["over_bound"].items()
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"{place} is no record of the model's benchmark: {error!r} is wrong or missing"
+        ) from None
+    if not all(0 < r.over_bound <= r.worst and math.isfinite(r.worst) for r in results):
+        raise InvalidArgumentError(
+            f"{place} has times over the bound that are no numbers above 0, at most the worst"
+        )
+    return results
+
+
+def draw_bound(results: list[Result], *, source: str) -> Figure:
+    """Return the picture: a panel for each size, a line for each mode, over fan-outs or loads.
+
+    Where several results are of one point, the line has their median, and a band reaches from the
+    least to the worst.
+
+    Raises:
+        UnsupportedError: there is no matplotlib.
+    """
+    sizes: list[int | str] = list(dict.fromkeys(r.size for r in results))
+    sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # texts stay in their order
+    cases: list[int | str] = list(dict.fromkeys(r.case for r in results))
+    named = isinstance(cases[0], str)
+    columns = min(_COLUMNS, len(sizes))
+    rows = -(-len(sizes) // columns)
+    figure = new_figure(max(7.5, 4.0 * columns), 1.5 + (4.2 if named else 3.2) * rows)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    panels = list(grid.ravel())
+    looks = _looks(results)
+    for axis, size in zip(panels, sizes, strict=False):
+        for mode, look in looks.items():
+            own = [r for r in results if (r.size, r.mode) == (size, mode)]
+            _draw_mode(axis, own, cases, mode, look)
+        axis.axhline(1, color=INK, lw=1.1, ls=(0, (5, 3)))
+        text = f"experts of {format_size(size)}" if isinstance(size, int) else size
+        axis.annotate(
+            text,
+            (0.02, 0.97),
+            xycoords="axes fraction",
+            va="top",
+            fontsize=10,
+            color=INK,
+            backgroundcolor="white",
+        )
+        axis.grid(axis="y", color=FAINT, lw=0.6)
+        axis.set_axisbelow(True)
+        clean(axis)
+    for axis in panels[len(sizes) :]:
+        axis.remove()
+    _scale(panels[0], results, cases)
+    for i, axis in enumerate(panels[: len(sizes)]):
+        if i % columns == 0:
+            axis.set_ylabel("time / bound")
+        if i + columns >= len(sizes):
+            axis.set_xlabel("load" if named else "replicas of an expert (fan-out)")
+            axis.tick_params(labelbottom=True)
+        if named:
+            axis.tick_params(axis="x", rotation=90, labelbottom=True)
+    handles: dict[str, Any] = {}
+    for axis in panels[: len(sizes)]:
+        found, names = axis.get_legend_handles_labels()
+        handles |= dict(zip(names, found, strict=True))
+    panels[0].legend(
+        [handles[mode] for mode in looks],
+        list(looks),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(looks),
+        frameon=False,
+        fontsize=9.5,
+        borderpad=0,
+        borderaxespad=0.5,
+    )
+    subtitle = f"{source}; the dashed line is the least time that any schedule needs"
+    subtitle += "; lines: mean of plans, bands: up to the worst" if named else ""
+    title = f"Time over the bound, by mode and {'load' if named else 'fan-out'}"
+    set_titles(figure, title, subtitle, legend_rows=1)
+    return figure
+
+
+def _looks(results: list[Result]) -> dict[str, tuple[str, str]]:
+    modes = dict.fromkeys(r.mode for r in results)
+    others = [mode for mode in modes if mode not in LOOKS]
+    known = {mode: LOOKS[mode] for mode in LOOKS if mode in modes}
+    return known | {mode: _MORE[i % len(_MORE)] for i, mode in enumerate(others)}
+
+
+def _places(cases: list[int | str]) -> dict[int | str, int]:
+    """Return where each case is on the x axis: numbers at themselves, names in their order."""
+    return {case: case if isinstance(case, int) else i for i, case in enumerate(cases)}
+
+
+def _draw_mode(
+    axis: Axes, results: list[Result], cases: list[int | str], mode: str, look: tuple[str, str]
+) -> None:
+    if not results:
+        return
+    colour, marker = look
+    places = _places(cases)
+    at = sorted({places[r.case] for r in results})
+    groups = [[r for r in results if places[r.case] == place] for place in at]
+    middle = [float(np.median([r.over_bound for r in group])) for group in groups]
+    low = [min(r.over_bound for r in group) for group in groups]
+    high = [max(r.worst for r in group) for group in groups]
+    # Lines of modes that are as good lie on each other; both markers can be seen.
+    size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
+    axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, label=mode)
+    if low != high:
+        axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
+
+
+def _scale(axis: Axes, results: list[Result], cases: list[int | str]) -> None:
+    """Set the scales, which all panels share: by powers of two, and of time where it is far off."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    names = {place: str(case) for case, place in _places(cases).items()}
+    shown = sorted(names)
+    if isinstance(cases[0], int):
+        axis.set_xscale("log", base=2)
+        while len(shown) > 9:
+            shown = shown[::2]
+    axis.xaxis.set_major_locator(FixedLocator([float(place) for place in shown]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(lambda value, _: names.get(round(value), ""))
+    low, high = min(r.over_bound for r in results), max(r.worst for r in results)
+    if high > 6:
+        axis.set_yscale("log")
+        ticks = [t for t in (0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100, 200, 500) if t <= high * 1.3]
+        axis.yaxis.set_major_locator(FixedLocator(ticks))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_ylim(min(0.95, low * 0.95), high * 1.6)
+    else:
+        axis.set_ylim(min(0.95, low - 0.05), max(high + (high - 1) * 0.25, 1.1))

@@ -1,0 +1,298 @@
+"""Pictures of transfers and loads.
+
+load      tokens of every rank before and after replication (PNG, HTML page)
+timeline  what every rank did when: recorded calls, or a predicted transfer (PNG, Perfetto JSON)
+bound     time over the least possible time, by mode (PNG)
+
+"COMMAND --help" has an example of each. PNG pictures need matplotlib:
+pip install -c constraints.txt -e '.[viz]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ultraep_comm.bench.sizes import parse_size
+from ultraep_comm.bench.traces import open_trace
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.plan import Plan
+from ultraep_comm.recording import Known, Recording, load_recordings
+from ultraep_comm.viz.bound import draw_bound, load_results
+from ultraep_comm.viz.chart import Chart, chart_calls
+from ultraep_comm.viz.load import draw_load
+from ultraep_comm.viz.loads import LoadSeries, plan_trace, series_of
+from ultraep_comm.viz.page import make_page
+from ultraep_comm.viz.prediction import predict_charts
+from ultraep_comm.viz.style import save_png, save_text
+from ultraep_comm.viz.timeline import draw_timeline, format_trace
+
+FAILED = 2
+Shown = TypeVar("Shown")
+Writers = dict[str, Callable[[Shown, Path], None]]
+
+LOAD_WRITERS: Writers[LoadSeries] = {
+    ".png": lambda series, path: save_png(draw_load(series), path),
+    ".html": lambda series, path: save_text(make_page(series), path),
+}
+# A chart for a picture, and one with all that there is.
+TIMELINE_WRITERS: Writers[tuple[Chart, Chart]] = {
+    ".png": lambda charts, path: save_png(draw_timeline(charts[0]), path),
+    ".json": lambda charts, path: save_text(format_trace(charts[1]), path),
+}
+
+LOAD_EXAMPLES = """examples:
+  python -m ultraep_comm.viz load --trace counts.npz --ranks 8 --slots 1 --out load.html load.png
+  ULTRAEP_RECORD=run torchrun ... train.py     # groups write run/*.npz when they are closed
+  python -m ultraep_comm.viz load run --out load.html
+"""
+TIMELINE_EXAMPLES = """examples:
+  python -m ultraep_comm.viz timeline run --calls 100:120 --out calls.png calls.json
+  python -m ultraep_comm.viz timeline run --predict 17 --machine nvl72 --out transfer.png
+The JSON file opens in https://ui.perfetto.dev or chrome://tracing.
+"""
+BOUND_EXAMPLES = """example:
+  python -m ultraep_comm.viz bound results.json --out bound.png
+Results are of python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
+fan_out and over_bound; see docs/pictures.md.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, or 2 for input that cannot be drawn."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except UltraEPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def _load(options: argparse.Namespace) -> None:
+    _check_outputs(options.out, LOAD_WRITERS)
+    if (options.trace is None) == (not options.files):
+        raise InvalidArgumentError("expected --trace FILE, or files of a recording: one of the two")
+    series = _planned(options) if options.trace else _recorded_loads(options)
+    _write(series, options.out, LOAD_WRITERS)
+
+
+def _planned(options: argparse.Namespace) -> LoadSeries:
+    if options.layers is not None:
+        raise InvalidArgumentError("--layers is for recordings; a trace has layers of its own")
+    trace = open_trace(options.trace)
+    ranks = options.ranks or (trace.array.shape[2] if trace.array.ndim == 4 else None)
+    if ranks is None:
+        raise InvalidArgumentError(f"{options.trace} has no number of ranks; expected --ranks")
+    return plan_trace(
+        trace,
+        source=options.trace.name,
+        num_ranks=ranks,
+        slots_per_rank=options.slots,
+        tokens_per_rank=options.tokens,
+        target=options.target,
+    )
+
+
+def _recorded_loads(options: argparse.Namespace) -> LoadSeries:
+    recordings = load_recordings(options.files)
+    return series_of(recordings, source=_name(options.files), num_layers=options.layers)
+
+
+def _timeline(options: argparse.Namespace) -> None:
+    _check_outputs(options.out, TIMELINE_WRITERS)
+    recordings = load_recordings(options.files)
+    source = _name(options.files)
+    if options.predict is None:
+        chart = chart_calls(recordings, source=source, epochs=_epochs(options.calls))
+        if not chart.bars:
+            raise InvalidArgumentError(f"{source} has none of these calls; {_range(recordings)}")
+        charts = chart, chart
+    else:
+        plan, expert_bytes = _find_plan(recordings, options.predict, source)
+        size = expert_bytes if options.expert_bytes is None else parse_size(options.expert_bytes)
+        charts = predict_charts(
+            plan,
+            size,
+            machine=options.machine,
+            mode=options.mode,
+            source=f"call {options.predict} of {source}",
+        )
+    _write(charts, options.out, TIMELINE_WRITERS)
+
+
+def _find_plan(recordings: Sequence[Recording], epoch: int, source: str) -> tuple[Plan, int]:
+    """Return the plan of a recorded transfer, and the bytes of its experts."""
+    for recording in recordings:
+        calls = recording.calls
+        for i in (calls["epoch"] == epoch).nonzero()[0]:
+            if calls["known"][i] & Known.PLACEMENT:
+                plan = Plan.from_slots(
+                    recording.slot_expert[i],
+                    num_experts=recording.num_experts,
+                    home=recording.home,
+                    domains=recording.domain,
+                    allow_cross_domain=True,
+                )
+                return plan, int(calls["expert_bytes"][i])
+    raise InvalidArgumentError(
+        f"{source} has no plan of a call {epoch}: there is no such call, or its plan was on a"
+        f" device; {_range(recordings)}"
+    )
+
+
+def _range(recordings: Sequence[Recording]) -> str:
+    epochs = [int(e) for r in recordings for e in r.calls["epoch"]]
+    return f"it has calls {min(epochs)} to {max(epochs)}" if epochs else "it has no calls"
+
+
+def _epochs(text: str | None) -> range | None:
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise InvalidArgumentError(
+            f"--calls is {text!r}; expected FIRST:LAST, for instance 100:120"
+        )
+    return range(int(first), int(last) + 1)
+
+
+def _bound(options: argparse.Namespace) -> None:
+    writers: Writers[Path] = {
+        ".png": lambda file, path: save_png(draw_bound(load_results(file), source=file.name), path)
+    }
+    _check_outputs(options.out, writers)
+    _write(options.file, options.out, writers)
+
+
+# ---- what they share ----------------------------------------------------------------------------
+
+
+def _name(files: Sequence[Path]) -> str:
+    """Return what to call some files in a subtitle."""
+    first = files[0].resolve()
+    return first.name if len(files) == 1 else f"{first.parent.name} ({len(files)} files)"
+
+
+def _check_outputs(paths: Sequence[Path], writers: Writers[Shown]) -> None:
+    """Refuse outputs before anything is computed."""
+    for path in paths:
+        if path.suffix.lower() not in writers:
+            raise InvalidArgumentError(
+                f"--out {path} is of no kind that is known here; expected a name that ends in"
+                f" {' or '.join(writers)}"
+            )
+        if not path.parent.is_dir():
+            raise InvalidArgumentError(f"--out {path}: there is no folder {path.parent}; make it")
+
+
+def _write(shown: Shown, paths: Sequence[Path], writers: Writers[Shown]) -> None:
+    for path in paths:
+        try:
+            writers[path.suffix.lower()](shown, path)
+        except MemoryError:
+            raise UnsupportedError(
+                f"there is not enough memory for {path}; choose fewer calls or steps"
+            ) from None
+        print(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m ultraep_comm.viz", description=__doc__, formatter_class=plain
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    load = commands.add_parser(
+        "load",
+        help="tokens of every rank before and after replication",
+        description="Draw the tokens of every rank, before and after replication, for every step"
+        " and layer of recorded routing (which is planned here) or of a recorded run.",
+        epilog=LOAD_EXAMPLES,
+        formatter_class=plain,
+    )
+    _add_files(load, "*")
+    load.add_argument("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead")
+    load.add_argument("--ranks", type=_positive, help="with --trace; default: the file's")
+    load.add_argument("--slots", type=int, default=2, help="with --trace: per rank (2)")
+    load.add_argument(
+        "--tokens",
+        type=_positive,
+        default=4096,
+        help="with a trace of tokens: how many of them a rank has in a step (4096)",
+    )
+    load.add_argument("--target", type=float, default=1.01, help="with --trace: imbalance (1.01)")
+    load.add_argument(
+        "--layers",
+        type=_positive,
+        help="of a recording without saved plans: how many transfers make a step (1)",
+    )
+    _add_out(load, LOAD_WRITERS)
+    load.set_defaults(run=_load)
+
+    timeline = commands.add_parser(
+        "timeline",
+        help="what every rank did when",
+        description="Draw the recorded calls of all ranks; or one of them, piece by piece, as the"
+        " model predicts it.",
+        epilog=TIMELINE_EXAMPLES,
+        formatter_class=plain,
+    )
+    _add_files(timeline, "+")
+    timeline.add_argument("--calls", metavar="FIRST:LAST", help="epochs of the calls to draw (all)")
+    timeline.add_argument("--predict", type=int, metavar="EPOCH", help="draw this transfer instead")
+    timeline.add_argument("--machine", default="nvl72", help="of the prediction (nvl72)")
+    timeline.add_argument("--mode", default="auto", help="of the prediction (auto)")
+    timeline.add_argument("--expert-bytes", help="of the prediction, as 36M (what was recorded)")
+    _add_out(timeline, TIMELINE_WRITERS)
+    timeline.set_defaults(run=_timeline)
+
+    bound = commands.add_parser(
+        "bound",
+        help="time over the least possible time, by mode",
+        description="Draw time over bound by mode, over fan-outs or loads, a panel for each size.",
+        epilog=BOUND_EXAMPLES,
+        formatter_class=plain,
+    )
+    bound.add_argument("file", type=Path, metavar="FILE.json", help="results")
+    _add_out(bound, {".png": lambda _shown, _path: None})
+    bound.set_defaults(run=_bound)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser, nargs: str) -> None:
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs=nargs,
+        metavar="RECORDING",
+        help="one run's files, which recorder.dump() wrote; a folder stands for all in it",
+    )
+
+
+def _add_out(parser: argparse.ArgumentParser, writers: Writers[Shown]) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=f"what to write; the kind is that of the name: {', '.join(writers)}",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return int(text)

@@ -1,0 +1,91 @@
+"""What all pictures share: colours, matplotlib, and writing a picture to a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Told apart with any kind of colour vision, and in grey: Okabe and Ito's set.
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PURPLE, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
+INK, MUTED, FAINT = "#1a1a1a", "#5c5c5c", "#d9d9d9"
+# From nothing by way of the mean, in the middle, to the most.
+DIVERGING = (
+    (0.0, "#0072B2"),
+    (0.25, "#8fc1e0"),
+    (0.5, "#f7f7f5"),
+    (0.65, "#f6b57e"),
+    (0.82, "#D55E00"),
+    (1.0, "#6b2700"),
+)
+
+DPI = 150
+
+
+def new_figure(width: float, height: float, **options: Any) -> Figure:
+    """Return an empty figure of so many inches, laid out by itself.
+
+    Raises:
+        UnsupportedError: there is no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError(
+            "PNG pictures need matplotlib, and there is none; run: .venv/bin/pip install -c"
+            " constraints.txt -e '.[viz]'. Other kinds of output do without it"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white", **options)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure; the same bytes for the same figure.
+
+    Raises:
+        OSError: the file cannot be written. There is none then, or the one of before.
+    """
+
+    def write(file: BinaryIO) -> None:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+
+    write_whole(path, write)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file in the same way."""
+
+    def write(file: BinaryIO) -> None:
+        file.write(text.encode())
+
+    write_whole(path, write)
+
+
+def set_titles(figure: Figure, title: str, subtitle: str, *, legend_rows: int = 0) -> None:
+    """Put a title and a line below it, left-aligned, and leave rows for a legend below those."""
+    figure.suptitle(title, x=0.008, ha="left", fontsize=15, fontweight="bold", color=INK)
+    figure.axes[0].set_title(
+        subtitle, loc="left", fontsize=9.5, color=MUTED, pad=8 + 18 * legend_rows
+    )
+
+
+def clean(axis: Axes) -> None:
+    """Leave of an axis' frame what is needed."""
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(FAINT)
+    axis.tick_params(color=FAINT, labelcolor=INK, labelsize=9)
+    axis.xaxis.label.set_color(INK)
+    axis.yaxis.label.set_color(INK)
+
+
+def count(number: int, what: str) -> str:
+    """Return ``1 step`` or ``2 steps``."""
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,217 @@
+"""A chart as a picture, and as a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ultraep_comm.viz.chart import CALL_LANE, Bar, Chart
+from ultraep_comm.viz.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    clean,
+    new_figure,
+    set_titles,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colour and what the legend says; waits are hatched, so that they stand out without colour too.
+LOOKS = {
+    "call": ("#e9eef2", "in the call"),
+    "store": (BLUE, "stores to a peer"),
+    "load": (GREEN, "loads from a peer"),
+    "wait": ("#fbe3c0", "waits for a peer"),
+    "gather_load": (PURPLE, "gather_load"),
+    "gather_and_plan": (ORANGE, "gather_and_plan"),
+    "replicate_experts": (SKY, "replicate_experts"),
+    "reduce_expert_grads": (VERMILION, "reduce_expert_grads"),
+}
+_ROW, _GAP = 1.0, 0.16  # heights in the axis' units: a row, and the room between two
+_WIDTH, _PLOT = 12.0, 10.8  # inches
+_NARROW = 0.04  # inches
+_MAX_HEIGHT = 17.0
+
+
+def draw_timeline(chart: Chart) -> Figure:
+    """Return the picture: a row for each rank, bars for what it did.
+
+    Raises:
+        UnsupportedError: there is no matplotlib.
+    """
+    lanes = [chart.lanes_of(rank) for rank in range(chart.num_ranks)]
+    row_inches = min(max(0.2 * max(lanes, default=1), 0.24), 0.9)
+    height = min(1.9 + chart.num_ranks * row_inches, _MAX_HEIGHT)
+    row_inches = (height - 1.9) / chart.num_ranks
+    figure = new_figure(_WIDTH, height)
+    axis = figure.subplots()
+    scale, unit = (1e3, "milliseconds") if chart.end_us >= 2e4 else (1.0, "microseconds")
+    end = max(chart.end_us / scale, *(m / scale for m in chart.marks.values()), 1e-9)
+    axis.set_xlim(0, end * 1.01)
+    axis.set_ylim(chart.num_ranks - _GAP / 2, -_GAP)
+    for kind in LOOKS:
+        bars = [bar for bar in chart.bars if bar.kind == kind]
+        if bars:
+            _draw_bars(axis, bars, lanes, scale, end, kind)
+    _write_labels(axis, chart, lanes, scale, end, row_inches)
+    for text, time in chart.marks.items():
+        axis.axvline(time / scale, color=INK, lw=1.2, ls=(0, (5, 3)), label=text)
+    every = max(1, -(-chart.num_ranks // 40)) if row_inches < 0.2 else 1
+    at = range(0, chart.num_ranks, every)
+    axis.set_yticks([rank + (_ROW - _GAP) / 2 for rank in at], [str(rank) for rank in at])
+    axis.set_ylabel("rank")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    start = "the call's start" if any(b.kind == "call" for b in chart.bars) else "the first begin"
+    axis.set_xlabel(f"{unit} since {start}")
+    axis.grid(axis="x", color=FAINT, lw=0.6, zorder=0)
+    axis.set_axisbelow(True)
+    clean(axis)
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    if chart.bars:
+        axis.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=5,
+            frameon=False,
+            fontsize=9.5,
+            borderpad=0,
+            borderaxespad=0.5,
+            handlelength=1.4,
+        )
+    set_titles(figure, chart.title, chart.subtitle, legend_rows=1)
+    return figure
+
+
+def _box(bar: Bar, lanes: list[int]) -> tuple[float, float]:
+    """Return the top and the height of a bar."""
+    if bar.lane == CALL_LANE:
+        return bar.rank - _GAP / 4, _ROW - _GAP / 2
+    height = (_ROW - _GAP) / lanes[bar.rank]
+    return bar.rank + bar.lane * height, height * 0.88
+
+
+def _draw_bars(
+    axis: Axes, bars: list[Bar], lanes: list[int], scale: float, end: float, kind: str
+) -> None:
+    from matplotlib.collections import PolyCollection
+
+    colour, text = LOOKS[kind]
+    wait = kind == "wait"
+    corners, edges = [], []
+    for bar in bars:
+        top, height = _box(bar, lanes)
+        left, right = bar.begin_us / scale, bar.end_us / scale
+        corners.append([(left, top), (right, top), (right, top + height), (left, top + height)])
+        # A white edge parts bars that touch. Of a bar of few pixels it would leave nothing.
+        narrow = right - left < _NARROW / _PLOT * end
+        edges.append(colour if narrow or kind == "call" else "white")
+    drawn = PolyCollection(
+        corners,
+        facecolors=colour,
+        edgecolors="#b8792a" if wait else edges,
+        linewidths=0.5,
+        hatch="////" if wait else None,
+        label=text,
+        zorder=1 if kind == "call" else 2,
+    )
+    drawn.set_gid(kind)
+    axis.add_collection(drawn)
+    instants = [bar for bar in bars if bar.end_us == bar.begin_us]
+    if instants:
+        boxes = [_box(bar, lanes) for bar in instants]
+        axis.vlines(
+            [bar.begin_us / scale for bar in instants],
+            [top for top, _ in boxes],
+            [top + height for top, height in boxes],
+            color=colour,
+            lw=1.6,
+            zorder=2,
+        )
+
+
+def _write_labels(
+    axis: Axes, chart: Chart, lanes: list[int], scale: float, end: float, row_inches: float
+) -> None:
+    """Write into the bars that have room for it what they are."""
+    inches = _PLOT / (end * 1.01)
+    for bar in chart.bars:
+        if bar.lane == CALL_LANE or not bar.label or bar.kind == "wait":
+            continue
+        top, height = _box(bar, lanes)
+        size = min(8.0, height * row_inches * 72 * 0.72)
+        width = (bar.end_us - bar.begin_us) / scale * inches
+        if size < 5 or width < len(bar.label) * size / 72 * 0.66 + 0.04:
+            continue
+        dark = bar.kind in ("replicate_experts", "gather_and_plan", "gather_load")
+        axis.text(
+            (bar.begin_us + bar.end_us) / 2 / scale,
+            top + height / 2,
+            bar.label,
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=INK if dark else "white",
+            clip_on=True,
+            zorder=3,
+        )
+
+
+# ---- Perfetto -----------------------------------------------------------------------------------
+
+
+def trace_events(chart: Chart) -> dict[str, Any]:
+    """Return the chart in the Trace Event Format: a process for each rank, a thread for each lane.
+
+    Times are microseconds. What has no known end is an instant.
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(chart.num_ranks):
+        events.append(_named("process_name", rank, 0, f"rank {rank}"))
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0}
+            | {"args": {"sort_index": rank}}
+        )
+        for lane in sorted({bar.lane for bar in chart.bars if bar.rank == rank}):
+            name = "call" if lane == CALL_LANE else f"lane {lane}"
+            events.append(_named("thread_name", rank, lane + 1, name))
+    for bar in chart.bars:
+        event = {
+            "name": f"{bar.kind} {bar.label}".strip(),
+            "cat": bar.kind,
+            "pid": bar.rank,
+            "tid": bar.lane + 1,
+            "ts": bar.begin_us,
+            "args": bar.details,
+        }
+        if bar.end_us > bar.begin_us:
+            event |= {"ph": "X", "dur": bar.end_us - bar.begin_us}
+        else:
+            event |= {"ph": "i", "s": "t"}
+        events.append(event)
+    marks = [
+        {"ph": "i", "s": "g", "name": text, "cat": "mark", "pid": 0, "tid": 0, "ts": time}
+        for text, time in chart.marks.items()
+    ]
+    return {
+        "displayTimeUnit": "ns",
+        "otherData": {"title": chart.title, "subtitle": chart.subtitle},
+        "traceEvents": [*events, *marks],
+    }
+
+
+def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def format_trace(chart: Chart) -> str:
+    """Return the same as the text of a file."""
+    return json.dumps(trace_events(chart), separators=(",", ":")) + "\n"
