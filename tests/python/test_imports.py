@@ -42,6 +42,11 @@ PYTHON_ORDER = [
     "options",
     "schedule",
     "timeline",
+    "model.machine",
+    "model.bound",
+    "model.prediction",
+    "model.published",
+    "model",
     "fabrics",
     "fabrics.bootstrap",
     "fabrics.loopback",
@@ -149,6 +154,12 @@ CPP_ORDER = [
     "cuda/engine.cc",
     "cuda/stages.hpp",
     "cuda/stages.cc",
+    "model/machine.hpp",
+    "model/world.hpp",
+    "model/policies.hpp",
+    "model/simulation.hpp",
+    "model/relays.hpp",
+    "model/transfer.hpp",
 ]
 
 
@@ -216,7 +227,7 @@ def cpp_files(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize(
     "path",
-    cpp_files("core") + cpp_files("host") + cpp_files("cuda"),
+    cpp_files("core") + cpp_files("host") + cpp_files("cuda") + cpp_files("model"),
     ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_header_includes_only_headers_before_it(path: Path) -> None:
@@ -285,7 +296,7 @@ def test_dependencies_are_torch_and_numpy() -> None:
 def test_pins_stand_only_in_constraints() -> None:
     extras = {
         key: requirements("project.optional-dependencies", key)
-        for key in ("test", "lint", "examples", "cuda12", "cuda13")
+        for key in ("test", "lint", "examples", "model", "cuda12", "cuda13")
     }
     wanted = requirements("project", "dependencies") + [r for key in extras for r in extras[key]]
     for requirement in wanted:
