@@ -144,8 +144,9 @@ class World {
 
  private:
   struct Link {
-    std::deque<int32_t> turns;  // streams
+    std::deque<int32_t> turns[2];  // streams: of stores, and of loads
     bool busy = false;
+    bool loads_next = false;
   };
   struct Stream {
     std::vector<Copy> copies;
@@ -172,22 +173,25 @@ class World {
   void begin_turn(int32_t stream) {
     const Copy& copy = streams_[stream].copies[streams_[stream].next];
     const int32_t link = 2 * copy.from + machine_.far(copy.from, copy.to);
-    links_[link].turns.push_back(stream);
+    links_[link].turns[copy.is_load].push_back(stream);
     if (!links_[link].busy) serve(link);
   }
 
   void serve(int32_t link) {
     Link& l = links_[link];
-    if (l.turns.empty()) return;
-    const int32_t id = l.turns.front();
-    l.turns.pop_front();
+    if (l.turns[0].empty() && l.turns[1].empty()) return;
+    std::deque<int32_t>& turns =
+        l.turns[l.turns[l.loads_next].empty() ? !l.loads_next : l.loads_next];
+    l.loads_next = &turns == &l.turns[0];
+    const int32_t id = turns.front();
+    turns.pop_front();
     Stream& stream = streams_[id];
     const Copy copy = stream.copies[stream.next++];
     if (stream.next == stream.copies.size()) {
       stream.copies.clear();
       stream.next = 0;
     } else {
-      l.turns.push_back(id);
+      turns.push_back(id);
     }
     l.busy = true;
     schedule(now_ + pass(copy), EventKind::kLink, link, 0, 0);

@@ -385,7 +385,7 @@ def test_relays_are_chosen_by_what_they_send() -> None:
         {"write_efficiency": 0.0},
         {"read_efficiency": 1.01},
         {"num_sms": 0},
-        {"num_sms": 3},  # 128 tiles are no multiple
+        {"num_sms": 3},  # 256 tiles are no multiple
         {"tiles_in_flight": 1.0},
         {"tiles_in_flight": True},
         {"tile_bytes": 0},

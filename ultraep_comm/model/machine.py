@@ -45,8 +45,8 @@ class Machine:
     load_us: float = 2.0
     write_efficiency: float = 1.0
     read_efficiency: float = 1.0
-    num_sms: int = 32
-    tiles_in_flight: int = 128
+    num_sms: int = 64
+    tiles_in_flight: int = 256
     tile_bytes: int = 32 << 10
     fair_loads: bool = True
     domain_size: int | None = None
