@@ -2,9 +2,10 @@
 
     python bench/model_sensitivity.py [--json FILE]
 
-Three plans of 64 ranks: one as most are; one in which ranks import two experts from homes that export
-two and one; and one expert with nine tenths of the load. Every line changes one thing of NVL72's description, and gives the microseconds that push
-and pull take beyond the bound. docs/model.md has the table.
+Three plans of 64 ranks: one as most are; one in which ranks import two experts from homes that
+export two and one; and one expert with nine tenths of the load. Every line changes one thing of
+NVL72's description, and gives the microseconds that push and pull take beyond the bound.
+docs/model.md has the table.
 """
 
 from __future__ import annotations
