@@ -8,6 +8,7 @@ namespace uec::python {
 void bind_planner(nanobind::module_& m);
 void bind_reroute(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
+void bind_model(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);

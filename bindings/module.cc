@@ -5,6 +5,7 @@ NB_MODULE(_core, m) {
   uec::python::bind_planner(m);
   uec::python::bind_reroute(m);
   uec::python::bind_schedule(m);
+  uec::python::bind_model(m);
   uec::python::bind_memory(m);
   uec::python::bind_engine(m);
   uec::python::bind_cuda(m);

@@ -125,6 +125,34 @@ def make_schedule(
     range.
     """
 
+def model_transfer(
+    slot_expert: list[int],
+    home: list[int],
+    num_ranks: int,
+    segment_bytes: list[int],
+    tile_bytes: int,
+    mode: int,
+    may_pull: bool,
+    cost: list[int],
+    rates: list[float],
+    times: list[int],
+    counts: list[int],
+    timeline: bool,
+    parent: list[int],
+    chunk_tiles: int,
+) -> dict[str, Any]:
+    """Run a plan's schedule, or trees of relays, on a described machine; see src/model/.
+
+    As `make_schedule`. `rates`: picoseconds a byte, egress and ingress of stores, then of loads,
+    and the four between domains. `times`: picoseconds, as in `model::Machine`. `counts`: ranks of a
+    domain (0: one domain), workers, stages of a worker, whether loads are served fairly. `parent`:
+    who sends to each replica, or empty.
+
+    Returns arrays: `finish_ps`, `egress_ps`, `ingress_ps` and `sent` `[G]`, `received` `[G, S]`
+    bytes; with `timeline` also `spans` `[N, 6]` (rank, kind, peer, expert, piece, bytes) and
+    `span_ps` `[N, 2]`. Raises RuntimeError for a transfer that does not end.
+    """
+
 def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:
     """Count routed ids. `ids` and `counts` are addresses; returns a bad id's position, else -1."""
 

@@ -42,6 +42,11 @@ PYTHON_ORDER = [
     "gradients",
     "schedule",
     "timeline",
+    "model.machine",
+    "model.bound",
+    "model.prediction",
+    "model.published",
+    "model",
     "files",
     "recording",
     "recorder",
@@ -156,6 +161,12 @@ CPP_ORDER = [
     "cuda/engine.cc",
     "cuda/stages.hpp",
     "cuda/stages.cc",
+    "model/machine.hpp",
+    "model/world.hpp",
+    "model/policies.hpp",
+    "model/simulation.hpp",
+    "model/relays.hpp",
+    "model/transfer.hpp",
 ]
 
 
@@ -223,7 +234,7 @@ def cpp_files(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize(
     "path",
-    cpp_files("core") + cpp_files("host") + cpp_files("cuda"),
+    cpp_files("core") + cpp_files("host") + cpp_files("cuda") + cpp_files("model"),
     ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_header_includes_only_headers_before_it(path: Path) -> None:
@@ -292,7 +303,7 @@ def test_dependencies_are_torch_and_numpy() -> None:
 def test_pins_stand_only_in_constraints() -> None:
     extras = {
         key: requirements("project.optional-dependencies", key)
-        for key in ("test", "lint", "examples", "viz", "cuda12", "cuda13")
+        for key in ("test", "lint", "examples", "viz", "model", "cuda12", "cuda13")
     }
     wanted = requirements("project", "dependencies") + [r for key in extras for r in extras[key]]
     for requirement in wanted:

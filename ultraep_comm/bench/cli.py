@@ -14,6 +14,7 @@ from ultraep_comm.bench import (
     device_reduce,
     layer,
     links,
+    model,
     plan,
     plan_device,
     reduce,
@@ -27,6 +28,7 @@ from ultraep_comm.bench.critical_path_settings import add_path_command, make_pat
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.layer_settings import add_layer_command, make_layer_settings
 from ultraep_comm.bench.links_settings import add_links_command, make_links_settings
+from ultraep_comm.bench.model_settings import add_model_command, make_model_settings
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
-    if options.command == "plan":
+    if options.command in ("plan", "model"):
         return run_alone(run, settings)
     try:
         if settings.fabric == "loopback":
@@ -61,6 +63,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
     if options.command == "plan":
         planned = make_plan_settings(options)
         return plan.run if planned.engine == "host" else plan_device.run, planned
+    if options.command == "model":
+        return model.run, make_model_settings(options)
     if options.command == "critical-path":
         return critical_path.run, make_path_settings(options)
     if options.command == "reduce":
@@ -89,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add_replicate_command(commands)
     add_reduce_command(commands)
     add_plan_command(commands)
+    add_model_command(commands)
     add_path_command(commands)
     add_layer_command(commands)
     add_links_command(commands)

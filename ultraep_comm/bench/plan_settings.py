@@ -166,7 +166,7 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
     sizes = parse_plan_sizes(options.sizes, options.domain_size)
     if set(families) - {TRACE}:
         for size in sizes:
-            _check_load(size, options.tokens, options.topk)
+            check_load(size, options.tokens, options.topk)
     trace = None
     if TRACE in families:
         trace = open_trace(options.trace)
@@ -248,7 +248,12 @@ def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
     return warps
 
 
-def _check_load(size: PlanSize, tokens: int, topk: int) -> None:
+def check_load(size: PlanSize, tokens: int, topk: int) -> None:
+    """Check that a size can have a generated load.
+
+    Raises:
+        InvalidArgumentError: too few experts, or too many tokens.
+    """
     if size.num_experts < topk:
         raise InvalidArgumentError(
             f"--sizes has {size}, with fewer experts than --topk {topk}; a token takes different"

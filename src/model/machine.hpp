@@ -1,0 +1,39 @@
+// A described machine: what a modelled transfer takes its times from. Times in picoseconds.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+namespace uec::model {
+
+// One kind of copy: how long a byte keeps the sender's link and the receiver's link.
+struct Rate {
+  double egress = 0, ingress = 0;  // picoseconds a byte
+
+  static int64_t time(double per_byte, int64_t bytes) {
+    return static_cast<int64_t>(std::ceil(per_byte * static_cast<double>(bytes)));
+  }
+};
+
+struct Machine {
+  Rate store, load;          // inside a domain
+  Rate far_store, far_load;  // between domains, over links of their own
+  int64_t store_ps = 0;     // from the last byte taken to the sender's knowing that it is delivered
+  int64_t flag_ps = 0;      // from a publish to its being observed
+  int64_t load_ps = 0;      // from a remote load's issue to its first byte
+  int64_t far_ps = 0;       // what each of these takes more between domains
+  int32_t domain_size = 0;  // ranks of a domain; 0: there is one domain
+  int32_t workers = 1;      // of a rank
+  int32_t stages = 1;       // of a worker: its tiles in flight
+  bool fair = true;         // a home serves the ranks that load from it in turns, else in the order
+                            // in which they asked
+
+  bool far(int32_t a, int32_t b) const {
+    return domain_size > 0 && a / domain_size != b / domain_size;
+  }
+  const Rate& rate(bool is_load, bool is_far) const {
+    return is_load ? (is_far ? far_load : load) : (is_far ? far_store : store);
+  }
+};
+
+}  // namespace uec::model

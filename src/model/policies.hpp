@@ -1,0 +1,182 @@
+// The core's two policies on a modelled machine: flags that take their time, and bytes that take
+// theirs and are nowhere.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/protocol.hpp"
+#include "core/ring.hpp"
+#include "core/stream.hpp"
+#include "core/team.hpp"
+#include "model/world.hpp"
+
+namespace uec::model {
+
+// An address says whose memory it is in, and where; there is nothing behind it.
+inline constexpr int kRankShift = 44;
+inline uint8_t* base_of(int32_t rank) {
+  return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(rank + 1) << kRankShift);
+}
+inline int32_t rank_at(const uint8_t* at) {
+  return static_cast<int32_t>(reinterpret_cast<uintptr_t>(at) >> kRankShift) - 1;
+}
+inline int64_t offset_at(const uint8_t* at) {
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at) & ((uintptr_t{1} << kRankShift) - 1));
+}
+
+class ModelMemory {
+ public:
+  using Team = Alone;
+
+  ModelMemory(World& world, int32_t rank) : world_(world), rank_(rank) {}
+
+  uint64_t observe(int64_t offset) const { return world_.flag(rank_, offset); }
+  void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
+    world_.publish(rank_, rank, offset, value);
+  }
+  static bool flags_delivered() { return true; }
+  static bool peer_gone(int32_t) { return false; }
+
+  static int32_t load(const int32_t* counter) { return *counter; }
+  static bool claim(int32_t* counter, int32_t expected) {
+    if (*counter != expected) return false;
+    ++*counter;
+    return true;
+  }
+  static int32_t take(int32_t* counter) { return (*counter)++; }
+  static int32_t arrive(Delivered, int32_t* counter, int32_t count) { return *counter -= count; }
+
+ private:
+  World& world_;
+  int32_t rank_;
+};
+
+// A local load takes no time: memory is several times as fast as a link. A stage is reusable once
+// its stores are known to be delivered, which is later than on a device: tiles in flight are
+// counted to their end.
+class ModelMover : public DeliveryPolicy {
+ public:
+  // `received` [G][S] bytes, `held` of this rank: stages in use.
+  ModelMover(World& world, const Call& call, int32_t worker, int64_t* received, int32_t* held,
+             int64_t* idle_since)
+      : world_(world),
+        call_(call),
+        worker_(worker),
+        num_stages_(static_cast<uint32_t>(world.machine().stages)),
+        received_(received),
+        held_(held),
+        idle_since_(idle_since),
+        stages_(num_stages_) {}
+
+  // ---- fetch side
+
+  bool vacant(uint32_t k) const { return k - released_ < num_stages_; }
+
+  void fetch(uint32_t k, const Stage& stage, const uint8_t*) {
+    at(k) = {stage, true, false};
+    world_.arrivals_of(worker_, k) = {};
+    described_ = k + 1;
+    if (stage.ends_stream()) return;
+    hold();
+    const Piece& piece = call_.work.pieces[stage.piece];
+    if (piece.source != Source::kRemoteMain) return;
+    at(k).loaded = false;
+    Copy copy = copy_of(k);
+    copy.from = piece.source_rank;
+    copy.to = call_.rank;
+    copy.is_load = true;
+    world_.load(copy);
+  }
+
+  // ---- store side
+
+  bool loaded(uint32_t k) const { return k != described_ && at(k).loaded; }
+  const Stage& stage(uint32_t k) const { return at(k).stage; }
+
+  void store(uint32_t k, const uint8_t* destination, int64_t) {
+    if (destination == nullptr) return;
+    Copy copy = copy_of(k);
+    copy.from = call_.rank;
+    copy.to = rank_at(destination);
+    const int32_t segment = at(k).stage.span.segment;
+    const Addresses& a = call_.addresses;
+    const int64_t slot =
+        (offset_at(destination) - a.slot_offset[segment]) / a.segment_bytes[segment];
+    received_[copy.to * call_.layout.slots_per_rank + slot] += copy.bytes;
+    if (copy.to == call_.rank) return;  // a pulling hub's own slot: no link is needed
+    ++world_.arrivals_of(worker_, k).pending;
+    world_.store(copy);
+  }
+
+  uint32_t commit(uint32_t k) {
+    world_.arrivals_of(worker_, k).closed = true;
+    world_.deliver_if_done(worker_, k);
+    return k + 1;
+  }
+
+  bool reusable(uint32_t k) const { return at(k).delivered; }
+
+  void release(uint32_t k) {
+    released_ = k + 1;
+    if (!at(k).stage.ends_stream()) let_go();
+  }
+
+  // Tickets count the stages in their order; delivery is in any order.
+  template <class F>
+  bool when_delivered(uint32_t ticket, bool, F&& then) {
+    while (delivered_ < ticket && (delivered_ < released_ || at(delivered_).delivered))
+      ++delivered_;
+    if (delivered_ < ticket) return false;
+    then(delivered());
+    return true;
+  }
+
+  static void loads_complete() {}
+
+  // ---- by the simulation
+
+  void note_loaded(uint32_t k) { at(k).loaded = true; }
+  void note_delivered(uint32_t k) { at(k).delivered = true; }
+
+ private:
+  struct Slot {
+    Stage stage;
+    bool loaded = false, delivered = false;
+  };
+
+  Slot& at(uint32_t k) { return stages_[k % num_stages_]; }
+  const Slot& at(uint32_t k) const { return stages_[k % num_stages_]; }
+
+  Copy copy_of(uint32_t k) const {
+    const Stage& stage = at(k).stage;
+    Copy copy;
+    copy.worker = worker_;
+    copy.stage = k;
+    copy.piece = stage.piece;
+    copy.expert = call_.work.tasks[call_.work.pieces[stage.piece].task].expert;
+    copy.bytes = stage.span.bytes;
+    return copy;
+  }
+
+  // A rank that holds no tile waits for others.
+  void hold() {
+    if ((*held_)++ == 0)
+      world_.note({call_.rank, SpanKind::kWait, -1, -1, -1, *idle_since_, world_.now(), 0});
+  }
+  void let_go() {
+    if (--*held_ == 0) *idle_since_ = world_.now();
+  }
+
+  World& world_;
+  const Call& call_;
+  int32_t worker_;
+  uint32_t num_stages_;
+  int64_t* received_;
+  int32_t* held_;
+  int64_t* idle_since_;
+  std::vector<Slot> stages_;
+  uint32_t described_ = 0, released_ = 0, delivered_ = 0;
+};
+
+}  // namespace uec::model

@@ -1,0 +1,72 @@
+// The work of a rank when whole experts are passed on along trees, as others do: the comparison to
+// hubs. The core's workers run it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/schedule.hpp"
+#include "core/worklist.hpp"
+
+namespace uec::model {
+
+// `parent` [R]: who sends to each replica of the schedule, in its order: the expert's home, or a
+// replica of it that the home sends to. A relay passes each chunk of `chunk_tiles` on as soon as it
+// has arrived. Fills the worklist's arrays, whose capacities are those of any plan.
+inline void build_relays(const Topology& t, const Schedule& s, const std::vector<int32_t>& parent,
+                         int32_t chunk_tiles, int64_t num_tiles, const int32_t* main_idx,
+                         int32_t rank, Worklist& w) {
+  const auto groups = static_cast<int32_t>(ceil_div(num_tiles, chunk_tiles));
+  detail::note_involved(Alone{}, t, s, w);
+  w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
+  for (int32_t x = 0; x < s.num_experts; ++x) {
+    const int32_t first = s.first[x], end = s.first[x + 1], home = t.home[s.expert[x]];
+    const auto has_children = [&](int32_t i) {
+      for (int32_t j = first; j < end; ++j)
+        if (j != i && parent[j] == s.replica_rank[i]) return true;
+      return false;
+    };
+    int32_t self = -1;
+    for (int32_t i = first; i < end; ++i)
+      if (s.replica_rank[i] == rank) self = i;
+    if (self >= 0) {
+      w.expected[w.num_expected++] = {Expected::kDone, parent[self], s.expert[x],
+                                      s.replica_slot[self]};
+      w.opens[parent[self]] = 1;
+    }
+    if (self < 0 && home != rank) continue;
+    const int32_t dst_first = w.num_destinations, task = w.num_tasks, pieces = w.num_pieces;
+    const auto add = [&](int32_t i) {
+      w.destinations[w.num_destinations++] = {s.replica_rank[i], s.replica_slot[i]};
+      w.needs[s.replica_rank[i]] = 1;
+    };
+    if (home == rank) {  // relays first, a piece for each; then all others together
+      for (int32_t i = first; i < end; ++i) {
+        if (parent[i] != rank || !has_children(i)) continue;
+        w.pieces[w.num_pieces++] = {
+            task, 0,   groups, Source::kMain, rank, main_idx[s.expert[x]], w.num_destinations,
+            1,    true};
+        add(i);
+      }
+    }
+    const int32_t leaves = w.num_destinations;
+    for (int32_t i = first; i < end; ++i)
+      if (i != self && parent[i] == rank && !(home == rank && has_children(i))) add(i);
+    const int32_t num_leaves = w.num_destinations - leaves;
+    if (num_leaves > 0) {
+      const bool is_home = home == rank;
+      w.pieces[w.num_pieces++] = {task,   0,
+                                  groups, is_home ? Source::kMain : Source::kSlot,
+                                  home,   is_home ? main_idx[s.expert[x]] : s.replica_slot[self],
+                                  leaves, num_leaves,
+                                  false};
+    }
+    const int32_t made = w.num_pieces - pieces;
+    if (made > 0)
+      w.tasks[w.num_tasks++] = {
+          s.expert[x], made * groups, chunk_tiles, dst_first, w.num_destinations - dst_first, -1,
+          -1};
+  }
+}
+
+}  // namespace uec::model

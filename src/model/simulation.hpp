@@ -1,0 +1,224 @@
+// One transfer on a described machine: the production workers of all ranks, step by step, under a
+// modelled clock.
+//
+// Claims, polling, skipping, the ring and the flags are those of the core; only what they stand on
+// is modelled. Workers sleep until something happens that may concern them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "core/call.hpp"
+#include "core/worker.hpp"
+#include "model/policies.hpp"
+#include "model/world.hpp"
+
+namespace uec::model {
+
+// What all ranks do, in arrays that somebody else keeps. Ranks enter the call at time 0.
+struct Job {
+  std::vector<Call> calls;  // [G]
+  int32_t slots_per_rank = 0;
+};
+
+struct Outcome {
+  std::vector<int64_t> finish;                     // [G] when a rank's call ends
+  std::vector<int64_t> egress_busy, ingress_busy;  // [G]
+  std::vector<int64_t> sent;                       // [G] bytes
+  std::vector<int64_t> received;                   // [G][S] bytes
+  std::vector<Span> spans;
+};
+
+class Simulation {
+ public:
+  Simulation(const Machine& machine, const Job& job, bool keeps_spans)
+      : machine_(machine),
+        job_(job),
+        num_ranks_(static_cast<int32_t>(job.calls.size())),
+        world_(machine, num_ranks_, job.calls[0].layout.slots_base, keeps_spans),
+        ranks_(num_ranks_) {
+    const size_t workers = static_cast<size_t>(num_ranks_) * machine.workers;
+    outcome_.finish.resize(num_ranks_);
+    outcome_.received.resize(static_cast<size_t>(num_ranks_) * job.slots_per_rank);
+    blocked_.resize(workers);
+    due_flag_.resize(workers);
+    workers_.reserve(workers);
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      Rank& rank = ranks_[r];
+      rank.memory = std::make_unique<ModelMemory>(world_, r);
+      rank.at_work = machine.workers;
+    }
+    for (int32_t w = 0; w < static_cast<int32_t>(workers); ++w)
+      workers_.push_back(std::make_unique<Agent>(*this, w));
+  }
+
+  // Raises std::logic_error if ranks wait for each other for ever, which would be a fault of the
+  // core or of the job.
+  Outcome run() {
+    for (int32_t r = 0; r < num_ranks_; ++r) {
+      ModelMover& mover = workers_[r * machine_.workers]->mover;
+      announce_call(job_.calls[r], *ranks_[r].memory, mover);
+      announce_open(job_.calls[r], *ranks_[r].memory, mover);
+    }
+    for (int32_t w = 0; w < static_cast<int32_t>(workers_.size()); ++w) wake(w);
+    run_due();
+    while (!world_.ended()) {
+      const int64_t time = world_.next_time();
+      while (!world_.ended() && world_.next_time() == time) handle(world_.take());
+      run_due();
+    }
+    for (const Rank& rank : ranks_)
+      if (!rank.finished) throw std::logic_error("a modelled transfer does not end");
+    outcome_.egress_busy = std::move(world_.egress_busy);
+    outcome_.ingress_busy = std::move(world_.ingress_busy);
+    outcome_.sent = std::move(world_.sent);
+    outcome_.spans = std::move(world_.spans);
+    return std::move(outcome_);
+  }
+
+ private:
+  using ModelWorker = Worker<ModelMemory, ModelMover>;
+
+  struct Rank {
+    std::unique_ptr<ModelMemory> memory;
+    std::unique_ptr<Finish<ModelMemory>> finish;
+    std::vector<int32_t> blocked;  // workers, some no longer
+    int32_t at_work = 0;           // workers
+    int32_t held = 0;              // stages
+    int64_t idle_since = 0;
+    bool finished = false;
+  };
+
+  struct Agent {
+    Agent(Simulation& s, int32_t w)
+        : call(s.job_.calls[s.world_.rank_of(w)]),
+          open(call.num_ranks),
+          state(call.work.num_pieces),
+          mover(s.world_, call, w, s.outcome_.received.data(), &s.ranks_[call.rank].held,
+                &s.ranks_[call.rank].idle_since),
+          worker(call, *s.ranks_[call.rank].memory, mover, open.data(), state.data(),
+                 w % s.machine_.workers) {}
+
+    const Call& call;
+    std::vector<uint8_t> open, state;
+    ModelMover mover;
+    ModelWorker worker;
+    bool fetched = false, ended = false;
+  };
+
+  void wake(int32_t w) {
+    if (due_flag_[w] || workers_[w]->ended) return;
+    due_flag_[w] = 1;
+    due_.push_back(w);
+  }
+
+  // One that sleeps until a flag changes or others have claimed all that it waits for. One is
+  // enough for a flag of one group; it wakes the next if it got something.
+  void wake_one(int32_t r) {
+    std::vector<int32_t>& blocked = ranks_[r].blocked;
+    while (!blocked.empty()) {
+      const int32_t w = blocked.back();
+      blocked.pop_back();
+      if (!blocked_[w]) continue;
+      blocked_[w] = 0;
+      wake(w);
+      return;
+    }
+  }
+  void wake_all(int32_t r) {
+    while (!ranks_[r].blocked.empty()) wake_one(r);
+  }
+
+  void handle(const Event& event) {
+    switch (event.kind) {
+      case EventKind::kLoaded:
+        workers_[event.who]->mover.note_loaded(static_cast<uint32_t>(event.what));
+        return wake(event.who);
+      case EventKind::kDelivered:
+        workers_[event.who]->mover.note_delivered(static_cast<uint32_t>(event.what));
+        return wake(event.who);
+      case EventKind::kFlag:
+        return note_flag(event);
+      default:
+        return;
+    }
+  }
+
+  void note_flag(const Event& event) {
+    const int32_t r = event.who;
+    world_.flag(r, event.what) = event.value;
+    const SymmetricLayout& layout = job_.calls[r].layout;
+    if (ranks_[r].at_work == 0) {
+      finish(r);
+    } else if (event.what >= layout.ready_base && event.what < layout.pulled_base) {
+      wake_one(r);
+    } else if (event.what < layout.done_base) {
+      wake_all(r);
+    }
+  }
+
+  void run_due() {
+    while (!due_.empty()) {
+      const int32_t w = due_.front();
+      due_.pop_front();
+      due_flag_[w] = 0;
+      run_worker(w);
+    }
+  }
+
+  void run_worker(int32_t w) {
+    Agent& agent = *workers_[w];
+    const int32_t r = agent.call.rank;
+    if (agent.ended) return;
+    // The store side first: it gives back stages.
+    const Step stored = agent.worker.store_step(), fetched = agent.worker.fetch_step();
+    if (stored == Step::kFailed || fetched == Step::kFailed)
+      throw std::logic_error("a modelled transfer fails");
+    const bool claimed = fetched == Step::kProgress;
+    const bool ends = fetched == Step::kFinished && !agent.fetched;  // the store side will see it
+    agent.fetched = fetched == Step::kFinished;
+    // Workers of a moment take their steps in turns, as they do side by side on a device: one that
+    // filled its stages first would hold groups that others' stages could send sooner.
+    if (stored == Step::kProgress || claimed || ends) wake(w);
+    if (fetched == Step::kBlocked && !blocked_[w]) {
+      blocked_[w] = 1;
+      ranks_[r].blocked.push_back(w);
+    }
+    if (stored == Step::kFinished) {
+      agent.ended = true;
+      if (--ranks_[r].at_work == 0) finish(r);
+    }
+    if (claimed || ends) wake_one(r);
+  }
+
+  void finish(int32_t r) {
+    Rank& rank = ranks_[r];
+    if (rank.finished) return;
+    const Call& call = job_.calls[r];
+    if (!rank.finish) rank.finish = std::make_unique<Finish<ModelMemory>>(call, *rank.memory);
+    Step step;
+    do step = rank.finish->step();
+    while (step == Step::kProgress);
+    if (step == Step::kFailed) throw std::logic_error("a modelled transfer fails");
+    if (step != Step::kFinished) return;
+    rank.finished = true;
+    const int64_t now = outcome_.finish[r] = world_.now();
+    world_.note({r, SpanKind::kWait, -1, -1, -1, rank.idle_since, now, 0});
+    world_.note({r, SpanKind::kCall, -1, -1, -1, 0, now, 0});
+  }
+
+  const Machine machine_;
+  const Job& job_;
+  int32_t num_ranks_;
+  World world_;
+  std::vector<Rank> ranks_;
+  std::vector<std::unique_ptr<Agent>> workers_;
+  std::vector<uint8_t> blocked_, due_flag_;
+  std::deque<int32_t> due_;
+  Outcome outcome_;
+};
+
+}  // namespace uec::model

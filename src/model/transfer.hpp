@@ -1,0 +1,96 @@
+// From a plan to its modelled transfer: the core's schedule and worklists, for all ranks at once.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "core/prepare.hpp"
+#include "model/relays.hpp"
+#include "model/simulation.hpp"
+
+namespace uec::model {
+
+struct Transfer {
+  Topology topology;
+  const int32_t* slot_expert = nullptr;  // [G][S], legal
+  std::vector<int64_t> segment_bytes;
+  int64_t tile_bytes = 0;
+  int32_t mode = -1;  // a Mode, or -1: by cost
+  bool may_pull = false;
+  CostModel cost;
+  std::vector<int32_t> parent;  // [R] of relays; empty: the core's schedule
+  int32_t chunk_tiles = 1;
+};
+
+struct Result {
+  Mode mode = Mode::kDirect;
+  Outcome outcome;
+};
+
+// Makes the schedule once, as every rank would, and runs it.
+inline Result model_transfer(const Transfer& transfer, const Machine& machine, bool keeps_spans) {
+  const Topology& t = transfer.topology;
+  const auto num_segments = static_cast<int32_t>(transfer.segment_bytes.size());
+  std::vector<int32_t> num_mains(t.num_ranks), main_idx(t.num_experts), segment(num_segments);
+  for (int32_t e = 0; e < t.num_experts; ++e) main_idx[e] = num_mains[t.home[e]]++;
+  std::iota(segment.begin(), segment.end(), 0);
+  std::vector<int64_t> first_tile(1), slot_offset(num_segments), region_offset(num_segments);
+  for (const int64_t bytes : transfer.segment_bytes)
+    first_tile.push_back(first_tile.back() + ceil_div(bytes, transfer.tile_bytes));
+  const TileMap tiles{num_segments, segment.data(), transfer.segment_bytes.data(),
+                      first_tile.data(), transfer.tile_bytes};
+
+  Capacity capacity{t.num_ranks, t.num_experts, t.slots_per_rank, 0, num_segments, 0};
+  using Block = std::vector<std::byte>;
+  ScheduleArrays work;
+  Block schedule_block(ScheduleArrays::cut(nullptr, capacity, &work));
+  ScheduleArrays::cut(schedule_block.data(), capacity, &work);
+  PlanShape shape;
+  make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.may_pull,
+                transfer.cost, work.scratch, &shape, work.schedule);
+
+  const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+  const int64_t max_groups = transfer.parent.empty()
+                                 ? tiles.num_groups(kWideFanout + 1)
+                                 : ceil_div(tiles.num_tiles(), transfer.chunk_tiles);
+  const SymmetricLayout layout = SymmetricLayout::make(
+      t, max_mains, max_groups, num_segments, transfer.segment_bytes.data(), slot_offset.data());
+  std::vector<uint8_t*> bases(t.num_ranks);
+  for (int32_t r = 0; r < t.num_ranks; ++r) bases[r] = base_of(r);
+  const std::vector<const uint8_t*> mains(static_cast<size_t>(num_segments) * max_mains,
+                                          base_of(t.num_ranks));
+
+  Job job;
+  job.slots_per_rank = t.slots_per_rank;
+  job.calls.resize(t.num_ranks);
+  std::vector<Block> blocks(t.num_ranks);
+  for (int32_t r = 0; r < t.num_ranks; ++r) {
+    capacity.num_mains = num_mains[r];
+    CallArrays arrays;
+    blocks[r].resize(CallArrays::cut(nullptr, capacity, &arrays));
+    CallArrays::cut(blocks[r].data(), capacity, &arrays);
+    Call& call = job.calls[r];
+    arrays.lend_to(&call);
+    call.rank = r;
+    call.num_ranks = t.num_ranks;
+    call.epoch = {1, CallRecord::make(1, 0, RecordKind::kCall)};
+    call.layout = layout;
+    call.tiles = tiles;
+    call.addresses = {
+        bases.data(), transfer.segment_bytes.data(), slot_offset.data(), mains.data(), num_mains[r],
+        bases.data(), region_offset.data()};
+    if (transfer.parent.empty())
+      build_worklist(Alone{}, t, tiles, work.schedule, main_idx.data(), r, call.work);
+    else
+      build_relays(t, work.schedule, transfer.parent, transfer.chunk_tiles, tiles.num_tiles(),
+                   main_idx.data(), r, call.work);
+    call.reset_counters(Alone{});
+  }
+  return {work.schedule.mode, Simulation(machine, job, keeps_spans).run()};
+}
+
+}  // namespace uec::model

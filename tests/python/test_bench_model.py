@@ -1,0 +1,113 @@
+"""The table of modelled transfers: what it prints, what it writes, and what the model claims."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ultraep_comm.bench.cli import main
+from ultraep_comm.bench.model_published import PUBLISHED_RUNS
+from ultraep_comm.bench.model_report import OURS, WAYS, ModelRow, sum_up, target_us
+from ultraep_comm.bench.model_settings import DEFAULT_SIZES
+from ultraep_comm.bench.plan_settings import parse_plan_sizes
+
+TINY = ["model", "--tokens", "64", "--topk", "2", "--seeds", "2", "--expert-bytes", "1M"]
+RECORD_KEYS = {
+    *("op", "ranks", "experts", "slots", "load", "loads", "replicas"),
+    *("bound_us", "time_us", "over_bound", "over_target"),
+}
+
+
+def cells(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines() if not line.startswith("#")]
+
+
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    chosen = ["--sizes", "4/16/2,6/12/1", "--imbalances", "1.5,5", "--families", "zipf1.0"]
+    assert main([*TINY, *chosen, "--machine", "hgx8", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "modelled, not measured: hgx8, 355 GB/s" in printed
+    document = json.loads(path.read_text())
+    assert document["commit"]
+    assert document["machine"]["cores"] >= 1
+    assert document["modelled_machine"]["egress_gbps"] == 355
+    assert document["settings"]["sizes"] == ["4/16/2", "6/12/1"]
+    assert document["settings"]["expert_bytes"] == 1 << 20
+    records = document["records"]
+    expected = [("4/16/2", "imbalance1.5"), ("4/16/2", "zipf1.0")]  # 4 ranks cannot have 5
+    expected += [("6/12/1", kind) for kind in ("imbalance1.5", "imbalance5", "zipf1.0")]
+    table = cells(printed)
+    rows, claims, published = table[:5], table[5:9], table[9:]
+    assert [(row[0], row[1]) for row in rows] == expected
+    for row, record in zip(rows, records, strict=True):
+        assert set(record) == RECORD_KEYS
+        assert set(record["over_bound"]) == set(record["time_us"]) == set(WAYS)
+        assert set(record["over_target"]) == set(OURS)
+        assert 1 <= record["loads"] <= 2
+        for way in WAYS:
+            assert 1 <= record["over_bound"][way]["mean"] <= record["over_bound"][way]["worst"]
+        assert row[5] == f"{record['over_bound']['push']['mean']:.3f}"
+    assert [(row[0], row[1]) for row in claims] == [
+        (size, mode) for size in ("4/16/2", "6/12/1") for mode in OURS
+    ]
+    assert [claim["holds"] for claim in document["claims"]] == [r[-1] == "yes" for r in claims]
+    assert [int(row[1]) for row in published] == [run.num_replicas for run in PUBLISHED_RUNS]
+    assert len(document["published"]) == len(PUBLISHED_RUNS)
+
+
+def test_what_a_claim_says() -> None:
+    assert target_us(np.array([10.0, 80.0, 100.0])).tolist() == pytest.approx([18, 88, 110])
+    (size,) = parse_plan_sizes("4/16/2", None)
+
+    def holds(*over_target: float) -> list[bool]:
+        count = len(over_target)
+        time = 110 * np.tile(np.array(over_target)[:, None], len(WAYS))
+        row = ModelRow(
+            size=size,
+            kind="any",
+            replicas=np.ones(count),
+            bound_us=np.full(count, 100.0),
+            time_us=time,
+        )
+        return [claim.holds for claim in sum_up([row])]
+
+    assert holds(1.0) == [True, True]
+    assert holds(0.9, 1.08) == [True, True]
+    assert holds(0.9, 1.12) == [False, False]  # the worst
+    assert holds(1.02, 1.02) == [False, False]  # the mean
+
+
+@pytest.mark.parametrize("size", DEFAULT_SIZES.split(","))
+def test_the_claim_holds(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one load of each kind; bench/results has more."""
+    path = tmp_path / "out.json"
+    chosen = ["--sizes", size, "--imbalances", "1.5,3,8", "--families", "adversarial"]
+    assert main(["model", *chosen, "--seeds", "1", "--json", str(path)]) == 0
+    capsys.readouterr()
+    claims = json.loads(path.read_text())["claims"]
+    assert [claim["mode"] for claim in claims] == list(OURS)
+    for claim in claims:
+        assert claim["holds"], claim
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--imbalances", "1"], "no number above 1"),
+        (["--imbalances", "2,x"], "'x' is no number"),
+        (["--imbalances", "inf"], "no number above 1"),
+        (["--families", "published2"], "'published2'; expected any of zipf0.6"),
+        (["--sizes", "4/16"], "is not ranks/experts/slots"),
+        (["--sizes", "4/1/1"], "fewer experts than --topk"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--expert-bytes", "0"], "is not a size"),
+        (["--json", "/nowhere/at/all.json"], "there is no such folder"),
+    ],
+)
+def test_bad_arguments(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *wrong]) == 2
+    assert message in capsys.readouterr().err

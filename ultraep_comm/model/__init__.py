@@ -1,0 +1,21 @@
+"""How long a transfer would take on a machine that is not at hand.
+
+>>> from ultraep_comm.model import predict
+>>> predict(plan, 37_748_736, "nvl72").over_bound
+1.05
+
+docs/model.md says what is modelled, and what is left out.
+"""
+
+from ultraep_comm.model.bound import transfer_bound_us
+from ultraep_comm.model.machine import MACHINES, Machine, find_machine
+from ultraep_comm.model.prediction import Prediction, predict
+
+__all__ = [
+    "MACHINES",
+    "Machine",
+    "Prediction",
+    "find_machine",
+    "predict",
+    "transfer_bound_us",
+]

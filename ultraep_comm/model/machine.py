@@ -1,0 +1,140 @@
+"""Machines to predict times for: links, latencies and what a rank keeps in flight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ultraep_comm.errors import InvalidArgumentError
+
+_MAX_US = 1e6
+_MAX_GBPS = 1e6
+_MIN_GBPS = 1e-3
+_MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A described machine. Rates are in 10^9 bytes a second and one way, times in microseconds.
+
+    Attributes:
+        name: for tables.
+        egress_gbps: what leaves a rank.
+        ingress_gbps: what enters a rank, at the same time.
+        deliver_us: from a store's last byte to its sender's knowing that it is delivered.
+        flag_us: from a publish to its being observed. The sum of both is a hop.
+        load_us: from a remote load's issue to its first byte.
+        write_efficiency: part of the rates that stores reach, above 0 and at most 1.
+        read_efficiency: part of the rates that remote loads reach, likewise.
+        num_sms: workers of a rank; each has its own stages.
+        tiles_in_flight: stages of a rank, a multiple of ``num_sms``.
+        tile_bytes: the largest tile.
+        fair_loads: a home serves the ranks that load from it in turns; else first come, first
+            served, so that who asks for much at once holds up the others.
+        domain_size: ranks of a domain, ascending; None: there is one domain, of any size.
+        cross_gbps: what leaves, and what enters, a rank from other domains, over a link of its own;
+            None: there is no such link.
+        cross_us: what a delivery, a flag or a load takes more between domains.
+    """
+
+    name: str = "custom"
+    egress_gbps: float
+    ingress_gbps: float
+    deliver_us: float = 1.3
+    flag_us: float = 0.7
+    load_us: float = 2.0
+    write_efficiency: float = 1.0
+    read_efficiency: float = 1.0
+    num_sms: int = 64
+    tiles_in_flight: int = 256
+    tile_bytes: int = 32 << 10
+    fair_loads: bool = True
+    domain_size: int | None = None
+    cross_gbps: float | None = None
+    cross_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("egress_gbps", "ingress_gbps", "cross_gbps"):
+            if name == "cross_gbps" and self.cross_gbps is None:
+                continue
+            self._check(name, _MIN_GBPS, _MAX_GBPS)
+        for name in ("deliver_us", "flag_us", "load_us", "cross_us"):
+            self._check(name, 0.0, _MAX_US)
+        for name in ("write_efficiency", "read_efficiency"):
+            self._check(name, 1e-3, 1.0)
+        self._check_int("num_sms", _MAX_WORKERS)
+        self._check_int("tiles_in_flight", _MAX_WORKERS * _MAX_WORKERS)
+        self._check_int("tile_bytes", 1 << 30)
+        if self.domain_size is not None:
+            self._check_int("domain_size", 1 << 20)
+        if self.tiles_in_flight % self.num_sms or self.stages > _MAX_WORKERS:
+            raise InvalidArgumentError(
+                f"tiles_in_flight is {self.tiles_in_flight}; expected a multiple of num_sms"
+                f" ({self.num_sms}), of at most {_MAX_WORKERS} each"
+            )
+
+    def _check(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not least <= value <= most:
+            raise InvalidArgumentError(f"{name} is {value!r}; expected {least:g} to {most:g}")
+
+    def _check_int(self, name: str, most: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise InvalidArgumentError(f"{name} is {value!r}; expected an integer, 1 to {most}")
+
+    @property
+    def stages(self) -> int:
+        """Return the tiles that one worker has in flight."""
+        return self.tiles_in_flight // self.num_sms
+
+    @property
+    def hop_us(self) -> float:
+        """Return the time from a store's last byte to its flag's being seen."""
+        return self.deliver_us + self.flag_us
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        # 706-715 GB/s is what direct fan-out reaches on a 72-GPU rack, as published, and a hop of
+        # 2 us fits the published times.
+        Machine(name="nvl72", egress_gbps=710.0, ingress_gbps=710.0, domain_size=72),
+        # Several such racks, with a 400 Gb/s card for each rank. The cards are not calibrated.
+        Machine(
+            name="nvl72-racks",
+            egress_gbps=710.0,
+            ingress_gbps=710.0,
+            domain_size=72,
+            cross_gbps=45.0,
+            cross_us=3.0,
+        ),
+        # Nodes of 8 GPUs: links of 450 GB/s each way by their data sheet, of which we take the part
+        # that 710 is of NVL72's 900; the same cards. Not calibrated.
+        Machine(
+            name="hgx8",
+            egress_gbps=355.0,
+            ingress_gbps=355.0,
+            domain_size=8,
+            cross_gbps=45.0,
+            cross_us=3.0,
+        ),
+    )
+}
+"""Described machines by name."""
+
+
+def find_machine(machine: str | Machine) -> Machine:
+    """Return a machine by its name, or the machine itself.
+
+    Raises:
+        InvalidArgumentError: there is none of this name.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if not isinstance(machine, str) or machine not in MACHINES:
+        raise InvalidArgumentError(
+            f"machine is {machine!r}; expected a Machine or one of {', '.join(MACHINES)}"
+        )
+    return MACHINES[machine]
