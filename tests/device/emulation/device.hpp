@@ -59,10 +59,11 @@ struct Warp {
   uint32_t values[kLanes] = {};
   // Lanes without a proxy fence since they waited for their bulk stores.
   std::atomic<uint32_t> unfenced_deliveries{0};
-  std::atomic<uint32_t> observations{0};  // of all lanes so far
-  std::atomic<int32_t> far_pending{0};    // puts and signals under way
-  std::atomic<int32_t> far_awaited{0};    // lanes that wait for all of them
-  std::atomic<int32_t> far_fast{0};       // quick ones so far
+  std::atomic<uint32_t> observations{0};   // of all lanes so far
+  std::atomic<int32_t> far_pending{0};     // puts and signals under way
+  std::atomic<int32_t> far_awaited{0};     // lanes that wait for all of them
+  std::atomic<int32_t> far_fast{0};        // quick ones so far
+  std::atomic<bool> far_unordered{false};  // puts that what comes next need not be behind
 };
 
 struct Block {
@@ -272,6 +273,7 @@ inline void far_quiet() {
   self.warp->far_awaited.fetch_add(1, std::memory_order_relaxed);
   while (self.warp->far_pending.load(std::memory_order_acquire) != 0) std::this_thread::yield();
   self.warp->far_awaited.fetch_sub(1, std::memory_order_relaxed);
+  self.warp->far_unordered.store(false, std::memory_order_relaxed);
 }
 
 // ---- launches -----------------------------------------------------------------------------------
