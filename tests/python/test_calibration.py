@@ -42,6 +42,7 @@ COSTS = MeasuredCosts(
     flag_us=0.25,
     hop_us=5.0,
     parallel=2.5,
+    call_us=6.0,
 )
 FAR = replace(COSTS, hop_us=1e5)  # a second hop costs more than any bytes
 NEAR = replace(COSTS, hop_us=0.0, flag_us=0.0, parallel=4.0)
@@ -80,8 +81,9 @@ BAD = {
     "empty": ("", "is damaged"),
     "bytes": ("\udcff", "is damaged"),
     "no object": ("[1]", "is no calibration"),
-    "records": (json.dumps({"format": 1, "records": []}), "is no calibration"),
-    "later": (damaged(lambda d: d.update(format=2)), "has format 2; expected 1"),
+    "records": (json.dumps({"format": 2, "records": []}), "is no calibration"),
+    "later": (damaged(lambda d: d.update(format=3)), "has format 3; expected 2"),
+    "earlier": (damaged(lambda d: d.update(format=1)), "has format 1; expected 2"),
     "no engines": (damaged(lambda d: d.pop("engines")), "names no engines"),
     "engine": (damaged(lambda d: d["engines"].update(tpu={})), "names no engines"),
     "field": (damaged(lambda d: d["engines"]["host"].pop("hop_us")), "has other fields"),
@@ -258,6 +260,7 @@ def test_figures_out_of_times() -> None:
     assert found.hop_us == pytest.approx(5)
     assert found.parallel == pytest.approx(2)
     assert found.flag_us == 0.5
+    assert found.call_us == 6.0
     # The model, put together again: copies without the fixed time of a call.
     store, load, *_ = found.constants(4, scales=False)
     kib = 10**6 / 1024
@@ -272,7 +275,15 @@ def test_figures_stay_inside_what_a_file_may_hold(tmp_path: Path) -> None:
     assert read_calibration(write(tmp_path / "c.json", costs=found)).costs["host"] == found
 
 
-@pytest.mark.parametrize("change", [{"both_us": 116.0}, {"tile_us": 6.0}])
+def test_with_two_ranks_a_store_has_its_read_in_it() -> None:
+    found = make_costs(**{**TIMES, "ranks": 2, "both_us": None})
+    assert found.store_gbps == pytest.approx(10)  # 100 us beyond a tile
+    assert found.load_gbps == MOST
+
+
+@pytest.mark.parametrize(
+    "change", [{"both_us": 116.0}, {"tile_us": 6.0}, {"both_us": None, "alone_us": 16.0}]
+)
 def test_a_busy_machine_is_not_calibrated(change: dict[str, float]) -> None:
     with pytest.raises(UnsupportedError, match="too busy"):
         make_costs(**{**TIMES, **change})
