@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.calibrate_settings import CalibrateSettings
+from ultraep_comm.bench.calibrate_settings import TINY, CalibrateSettings
 from ultraep_comm.bench.device_rounds import slowest
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
 from ultraep_comm.bench.gpu import Meter, own_gpu
@@ -31,10 +30,11 @@ from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import GROUP_BYTES, make_schedule
 
 MANY_GROUPS = 32
-TINY = 64  # bytes of a segment that is all flag and no copy
-_CALLS = {"big": 3, "tiny": 30}  # in a row; with a GPU four can be under way
+_CALLS = {"big": 3, "short": 10, "tiny": 30}  # in a row; with a GPU four can be under way
 _GPU_CALLS = 3
-_STEPS = 4  # groups that are made
+_STEPS = 5  # groups that are made
+
+Shapes = list[tuple[list[tuple[int, int]], str]]  # links and mode
 
 
 def run(settings: CalibrateSettings) -> int:
@@ -94,8 +94,13 @@ class Probe:
         ranks = range(self._settings.num_ranks)
         one, two = [(0, 1)], [(0, 1), (0, 2)]
         ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
-        empty, tile = self._times({"w": TINY}, [([], "direct"), (one, "direct")], "tiny")
-        big = {"w": self._settings.copy_bytes}
+        big, short = {"w": self._settings.copy_bytes}, {"w": self._settings.short_bytes}
+        shapes: Shapes = [([], "direct"), (one, "direct")]
+        if self._settings.short_bytes == TINY:
+            empty, brief = self._times(short, shapes, "tiny")
+        else:
+            (empty,) = self._times({"w": TINY}, shapes[:1], "tiny")
+            (brief,) = self._times(short, shapes[1:], "short")
         shapes = [(one, "direct"), (two, "direct"), (ring, "direct")]
         alone, both, together = self._times(big, shapes, "big")
         many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
@@ -108,8 +113,9 @@ class Probe:
             device=device_name(self._settings.section) or str(self._meter.describe().get("gpu")),
             ranks=len(ranks),
             copy_bytes=self._settings.copy_bytes,
+            short_bytes=self._settings.short_bytes,
             empty_us=empty,
-            tile_us=tile,
+            short_us=brief,
             alone_us=alone,
             both_us=both,
             together_us=together,
@@ -135,7 +141,7 @@ class Probe:
     def _times(
         self,
         segments: dict[str, int],
-        shapes: list[tuple[list[tuple[int, int]], str]],
+        shapes: Shapes,
         kind: str,
     ) -> list[float]:
         """Return the least time of each shape and mode, over iterations, on the slowest rank."""
@@ -175,7 +181,7 @@ class Probe:
 
     def _is_cold(self, kind: str) -> bool:
         """Return whether experts take turns: a GPU's copies are larger than its cache as it is."""
-        return kind == "big" and self._settings.engine == "host"
+        return kind != "tiny" and self._settings.engine == "host"
 
     def _num_sms(self) -> int | None:
         given = self._settings.num_sms
@@ -212,8 +218,9 @@ def make_costs(
     device: str,
     ranks: int,
     copy_bytes: int,
+    short_bytes: int,
     empty_us: float,
-    tile_us: float,
+    short_us: float,
     alone_us: float,
     both_us: float | None,
     together_us: float,
@@ -225,8 +232,9 @@ def make_costs(
         device: they were measured on.
         ranks: G.
         copy_bytes: of the large expert.
+        short_bytes: of the short one.
         empty_us: of a call with an empty plan.
-        tile_us: of a call that stores one small tile over one link.
+        short_us: of a call that stores the short expert over one link.
         alone_us: of one that stores the large expert over one link.
         both_us: of one that stores it over two links of one rank, reading it once; None: there are
             no two, so that a store's rate has the reading in it.
@@ -234,17 +242,21 @@ def make_costs(
         flag_us: of one flag group more.
 
     Raises:
-        UnsupportedError: two copies took no longer than one, or a tile no longer than nothing.
+        UnsupportedError: two copies took no longer than one, or one no longer than a shorter one.
     """
-    store_us = alone_us - tile_us if both_us is None else both_us - alone_us
-    hop_us = (tile_us - empty_us) / 2
-    if store_us <= 0 or hop_us <= 0:
+    # A straight line through the short and the large expert: what is left without any bytes is the
+    # call and two hops.
+    copy_us = (alone_us - short_us) / (copy_bytes - short_bytes) * copy_bytes
+    store_us = copy_us if both_us is None else both_us - alone_us
+    if store_us <= 0 or copy_us <= 0 or short_us <= empty_us:
+        two = "" if both_us is None else f"two {both_us:.4g}, "
         raise UnsupportedError(
-            f"one copy took {alone_us:.4g} us and two {both_us or math.nan:.4g}, nothing"
-            f" {empty_us:.4g} and a tile {tile_us:.4g}: the machine is too busy, or --bytes"
+            f"one copy took {alone_us:.4g} us, {two}a short one {short_us:.4g} and none"
+            f" {empty_us:.4g}: the machine is too busy, or --bytes"
             " too small, to be calibrated"
         )
-    load_us = max(alone_us - tile_us - store_us, 0.0)
+    load_us = max(copy_us - store_us, 0.0)
+    hop_us = max(alone_us - copy_us - empty_us, 0.0) / 2
     return MeasuredCosts(
         device=device,
         ranks=ranks,

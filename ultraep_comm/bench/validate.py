@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.calibrate import MANY_GROUPS, TINY, make_costs
+from ultraep_comm.bench.calibrate import MANY_GROUPS, make_costs
+from ultraep_comm.bench.calibrate_settings import SHORTER, TINY
 from ultraep_comm.bench.device_rounds import slowest
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
 from ultraep_comm.bench.host_meter import HostMeter
@@ -205,7 +206,7 @@ def _primitives(bench: Bench, settings: ValidateSettings) -> dict[str, Timed]:
     many = {f"s{i}": TINY for i in range(MANY_GROUPS)}
     shapes: dict[str, tuple[dict[str, int], Filling, str]] = {
         "empty": ({"w": TINY}, [[] for _ in range(num_ranks)], "direct"),
-        "tile": ({"w": TINY}, one, "direct"),
+        "short": ({"w": largest // SHORTER}, one, "direct"),
         "alone": ({"w": largest}, one, "direct"),
         "together": ({"w": largest}, ring, "direct"),
         "few": ({"w": TINY}, one, "push"),
@@ -228,8 +229,9 @@ def costs_of(settings: ValidateSettings, times: dict[str, list[float]]) -> Measu
         device=device_name("host") or "",
         ranks=settings.num_ranks,
         copy_bytes=settings.sizes[-1],
+        short_bytes=settings.sizes[-1] // SHORTER,
         empty_us=us["empty"],
-        tile_us=us["tile"],
+        short_us=us["short"],
         alone_us=us["alone"],
         both_us=us.get("both"),
         together_us=us["together"],
