@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -30,11 +30,28 @@ from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import GROUP_BYTES, make_schedule
 
 MANY_GROUPS = 32
-_CALLS = {"big": 3, "short": 10, "tiny": 30}  # in a row; with a GPU four can be under way
-_GPU_CALLS = 3
-_STEPS = 5  # groups that are made
+# In a row; with a GPU four can be under way.
+_TINY_CALLS, _SHORT_CALLS, _BIG_CALLS, _GPU_CALLS = 30, 10, 3, 3
 
-Shapes = list[tuple[list[tuple[int, int]], str]]  # links and mode
+
+@dataclass(frozen=True)
+class Shape:
+    """A transfer to time.
+
+    Attributes:
+        segments: of an expert, in bytes; all of TINY, or none.
+        links: over which an expert goes from its home to another rank.
+        mode: of the call.
+    """
+
+    segments: Mapping[str, int]
+    links: Sequence[tuple[int, int]]
+    mode: str
+
+    @property
+    def is_tiny(self) -> bool:
+        """Return whether it is all flags and no copies."""
+        return max(self.segments.values()) <= TINY
 
 
 def run(settings: CalibrateSettings) -> int:
@@ -81,8 +98,7 @@ class Probe:
         """Prepare to measure; nothing is allocated yet."""
         self._meter, self._settings, self._speaks = meter, settings, speaks
         self._loopback = settings.fabric == "loopback"
-        self._num_calls = _CALLS if settings.engine == "host" else dict.fromkeys(_CALLS, _GPU_CALLS)
-        self._done = self._epoch = self.wrong_bytes = 0
+        self._epoch = self.wrong_bytes = 0
         self.places: list[str] = []
 
     def measure(self) -> MeasuredCosts:
@@ -94,21 +110,19 @@ class Probe:
         ranks = range(self._settings.num_ranks)
         one, two = [(0, 1)], [(0, 1), (0, 2)]
         ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
-        big, short = {"w": self._settings.copy_bytes}, {"w": self._settings.short_bytes}
-        shapes: Shapes = [([], "direct"), (one, "direct")]
-        if self._settings.short_bytes == TINY:
-            empty, brief = self._times(short, shapes, "tiny")
-        else:
-            (empty,) = self._times({"w": TINY}, shapes[:1], "tiny")
-            (brief,) = self._times(short, shapes[1:], "short")
-        shapes = [(one, "direct"), (two, "direct"), (ring, "direct")]
-        alone, both, together = self._times(big, shapes, "big")
+        tiny, big = {"w": TINY}, {"w": self._settings.copy_bytes}
         many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
-        (few_us,) = self._times({"w": TINY}, [(two, "push")], "tiny")
-        (many_us,) = self._times(many, [(two, "push")], "tiny")
-        if self._speaks:
-            show_progress(1, 1, "")
-        groups = self._forwarded(many, two) - self._forwarded({"w": TINY}, two)
+        shapes = [
+            Shape(tiny, [], "direct"),
+            Shape({"w": self._settings.short_bytes}, one, "direct"),
+            Shape(big, one, "direct"),
+            Shape(big, two, "direct"),
+            Shape(big, ring, "direct"),
+            Shape(tiny, two, "push"),
+            Shape(many, two, "push"),
+        ]
+        empty, brief, alone, both, together, few_us, many_us = self._times(shapes)
+        groups = self._forwarded(many, two) - self._forwarded(tiny, two)
         return make_costs(
             device=device_name(self._settings.section) or str(self._meter.describe().get("gpu")),
             ranks=len(ranks),
@@ -125,7 +139,7 @@ class Probe:
     def _tiles_in_group(self) -> int:
         return max(1, GROUP_BYTES // self._settings.tile_bytes)
 
-    def _forwarded(self, segments: dict[str, int], links: list[tuple[int, int]]) -> int:
+    def _forwarded(self, segments: Mapping[str, int], links: Sequence[tuple[int, int]]) -> int:
         """Return the flag groups that hubs other than the home hand on."""
         plan = link_plan(self._settings.num_ranks, links)
         schedule = make_schedule(
@@ -138,21 +152,40 @@ class Probe:
         _home, *hubs = schedule.hubs(0)
         return sum(end - begin for _, begin, end in hubs)
 
-    def _times(
-        self,
-        segments: dict[str, int],
-        shapes: Shapes,
-        kind: str,
-    ) -> list[float]:
-        """Return the least time of each shape and mode, over iterations, on the slowest rank."""
-        settings, payload = self._settings, Payload(self._settings.seed, segments)
-        experts = count_experts(sum(segments.values()), 1) if self._is_cold(kind) else 1
+    def _times(self, shapes: Sequence[Shape]) -> list[float]:
+        """Return the least time of each shape, over iterations, on the slowest rank."""
+        groups: dict[tuple[int, ...], RanksHere] = {}
+        for shape in shapes:
+            key = tuple(shape.segments.values())
+            if key not in groups:
+                groups[key] = self._make_ranks(shape)
+        calls = []
+        for shape in shapes:
+            ranks = groups[tuple(shape.segments.values())]
+            plans = self._plans(shape)
+            self._check(ranks, plans[0], shape)
+            calls.append((ranks, itertools.cycle(plans), shape))
+        # In turns, so that a slow second of the machine falls to none of them alone.
+        times = np.zeros((self._settings.iters, len(shapes)))
+        for i in range(self._settings.iters):
+            if self._speaks:
+                show_progress(i, self._settings.iters, "rounds")
+            for s, (ranks, turns, shape) in enumerate(calls):
+                times[i, s] = self._time_us(ranks, turns, shape)
+        if self._speaks:
+            show_progress(1, 1, "")
+        for ranks in groups.values():
+            ranks.close()
+        return [float(least) for least in times.min(axis=0)]
+
+    def _make_ranks(self, shape: Shape) -> RanksHere:
+        settings = self._settings
         ranks = RanksHere(
             self._meter,
-            np.zeros((settings.num_ranks, settings.num_ranks * experts), np.int32),
+            np.zeros((settings.num_ranks, settings.num_ranks * self._experts(shape)), np.int32),
             fabric=settings.fabric,
             slots=1,
-            segments=segments,
+            segments=shape.segments,
             tile_bytes=settings.tile_bytes,
             num_sms=self._num_sms(),
         )
@@ -162,26 +195,26 @@ class Probe:
             self.places = format_places(places, engine=settings.engine, fabric=settings.fabric)
         for weights in (one for own in ranks.weights for one in own.values()):
             weights.fill_(1)  # so that there is memory behind it
-        calls = []
-        for links, mode in shapes:
-            filling = [[(a, 0) for a, b in links if b == r] for r in range(settings.num_ranks)]
-            plans = make_turns(filling, slots=1, experts=experts, in_a_turn=1)
-            self._check(ranks, plans[0], mode, payload)
-            calls.append((itertools.cycle(plans), mode))
-        # In turns, so that a slow second of the machine falls to none of them alone.
-        times = np.zeros((settings.iters, len(shapes)))
-        for i in range(settings.iters):
-            if self._speaks:
-                show_progress(self._done * settings.iters + i, _STEPS * settings.iters, "rounds")
-            for s, (turns, mode) in enumerate(calls):
-                times[i, s] = self._time_us(ranks, turns, mode, self._num_calls[kind])
-        self._done += 1
-        ranks.close()
-        return [float(least) for least in times.min(axis=0)]
+        return ranks
 
-    def _is_cold(self, kind: str) -> bool:
-        """Return whether experts take turns: a GPU's copies are larger than its cache as it is."""
-        return kind != "tiny" and self._settings.engine == "host"
+    def _experts(self, shape: Shape) -> int:
+        """Return the experts of a rank; a GPU's copies are larger than its cache as it is."""
+        if self._settings.engine != "host" or shape.is_tiny:
+            return 1
+        return count_experts(sum(shape.segments.values()), 1)
+
+    def _plans(self, shape: Shape) -> list[Plan]:
+        ranks = range(self._settings.num_ranks)
+        filling = [[(a, 0) for a, b in shape.links if b == rank] for rank in ranks]
+        return make_turns(filling, slots=1, experts=self._experts(shape), in_a_turn=1)
+
+    def _calls(self, shape: Shape) -> int:
+        if self._settings.engine != "host":
+            return _GPU_CALLS
+        if shape.is_tiny:
+            return _TINY_CALLS
+        is_short = sum(shape.segments.values()) < self._settings.copy_bytes
+        return _SHORT_CALLS if is_short else _BIG_CALLS
 
     def _num_sms(self) -> int | None:
         given = self._settings.num_sms
@@ -189,20 +222,23 @@ class Probe:
             return given  # None: as a group would take it
         return self._meter.num_sms(given, self._settings.num_ranks if self._loopback else 1)
 
-    def _time_us(self, ranks: RanksHere, plans: Iterator[Plan], mode: str, calls: int) -> float:
+    def _time_us(self, ranks: RanksHere, plans: Iterator[Plan], shape: Shape) -> float:
         self._settle()
         took = self._meter.time_us(
-            lambda: ranks.call(next(plans), mode, ranks.bound), calls, len(ranks.groups)
+            lambda: ranks.call(next(plans), shape.mode, ranks.bound),
+            self._calls(shape),
+            len(ranks.groups),
         )
         return slowest(took, self._loopback)
 
-    def _check(self, ranks: RanksHere, plan: Plan, mode: str, payload: Payload) -> None:
+    def _check(self, ranks: RanksHere, plan: Plan, shape: Shape) -> None:
         """Transfer once, and compare what arrived."""
+        payload = Payload(self._settings.seed, shape.segments)
         self._epoch += 1
         mark_slots(ranks.groups)
         ranks.fill(plan, payload, self._epoch)
         self._settle()
-        ranks.call(plan, mode, ranks.bound)
+        ranks.call(plan, shape.mode, ranks.bound)
         self._settle()
         wrong = count_wrong_slots(ranks.groups, plan, payload, self._epoch)
         self.wrong_bytes += int(slowest(wrong, self._loopback))
