@@ -52,7 +52,7 @@ class Predicted:
             "expert_bytes": self.case.expert_bytes,
             "replicas": self.case.replicas,
             "imports": self.case.imports,
-            "filling": [[list(copy) for copy in row] for row in self.case.filling],
+            "filling": [" ".join(f"{h}/{n}" for h, n in row) for row in self.case.filling],
             "calls": self.calls,
             "time_us": {
                 "min": float(np.min(self.times_us)),
