@@ -18,10 +18,13 @@ using Ints = std::vector<int32_t>;
 
 // ultraep_comm.model checks what a user can get wrong; here is what would be undefined.
 model::Machine make_machine(const std::vector<double>& rates, const std::vector<int64_t>& times,
-                            const Ints& counts) {
+                            const Ints& counts, const std::vector<double>& cores) {
   require_equal("length of rates", rates.size(), 8);
-  require_equal("length of times", times.size(), 4);
+  require_equal("length of times", times.size(), 6);
   require_equal("length of counts", counts.size(), 4);
+  require_equal("length of cores", cores.size(), 2);
+  if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
+    throw nb::value_error("cores has a value that is not sane");
   for (const double rate : rates)
     if (!(rate > 0 && rate < 1e9)) throw nb::value_error("rates has a value that is not sane");
   for (const int64_t time : times)
@@ -39,6 +42,10 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.flag_ps = times[1];
   m.load_ps = times[2];
   m.far_ps = times[3];
+  m.group_ps = times[4];
+  m.call_ps = times[5];
+  m.shared = cores[0];
+  m.read = cores[1];
   m.domain_size = counts[0];
   m.workers = counts[1];
   m.stages = counts[2];
@@ -94,8 +101,8 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
                         const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
                         bool may_pull, const std::vector<int64_t>& cost,
                         const std::vector<double>& rates, const std::vector<int64_t>& times,
-                        const Ints& counts, bool timeline, const Ints& parent,
-                        int32_t chunk_tiles) {
+                        const Ints& counts, const std::vector<double>& cores, bool timeline,
+                        const Ints& parent, int32_t chunk_tiles) {
   if (num_ranks < 1) reject("num_ranks", num_ranks, "at least 1");
   require_equal("length of cost", cost.size(), 5);
   const Ints domain(num_ranks);
@@ -115,7 +122,7 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
   transfer.parent = parent;
   transfer.chunk_tiles = chunk_tiles;
   check_transfer(transfer, slot_expert.size());
-  const model::Machine machine = make_machine(rates, times, counts);
+  const model::Machine machine = make_machine(rates, times, counts, cores);
   model::Result result;
   {
     nb::gil_scoped_release release;
@@ -139,7 +146,7 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
 void bind_model(nb::module_& m) {
   m.def("model_transfer", &model_transfer, "slot_expert"_a, "home"_a, "num_ranks"_a,
         "segment_bytes"_a, "tile_bytes"_a, "mode"_a, "may_pull"_a, "cost"_a, "rates"_a, "times"_a,
-        "counts"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a);
+        "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a);
 }
 
 }  // namespace uec::python

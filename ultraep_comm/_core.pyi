@@ -137,6 +137,7 @@ def model_transfer(
     rates: list[float],
     times: list[int],
     counts: list[int],
+    cores: list[float],
     timeline: bool,
     parent: list[int],
     chunk_tiles: int,
@@ -145,8 +146,9 @@ def model_transfer(
 
     As `make_schedule`. `rates`: picoseconds a byte, egress and ingress of stores, then of loads,
     and the four between domains. `times`: picoseconds, as in `model::Machine`. `counts`: ranks of a
-    domain (0: one domain), workers, stages of a worker, whether loads are served fairly. `parent`:
-    who sends to each replica, or empty.
+    domain (0: one domain), workers, stages of a worker, whether loads are served fairly. `cores`:
+    the part of a copy's time that it keeps the memory (0: ranks have links), and picoseconds a byte
+    that is read. `parent`: who sends to each replica, or empty.
 
     Returns arrays: `finish_ps`, `egress_ps`, `ingress_ps` and `sent` `[G]`, `received` `[G, S]`
     bytes; with `timeline` also `spans` `[N, 6]` (rank, kind, peer, expert, piece, bytes) and

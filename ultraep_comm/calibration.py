@@ -20,7 +20,7 @@ from ultraep_comm import env
 from ultraep_comm.errors import CalibrationError
 
 KIND = "ultraep_comm.calibration"
-FORMAT = 1
+FORMAT = 2  # another one for other fields
 ENGINES = ("host", "cuda", "loopback")  # the last: all ranks on one GPU
 Constants = tuple[int, int, int, int, int]
 
@@ -41,6 +41,7 @@ class MeasuredCosts:
         flag_us: of one flag group more that is handed on.
         hop_us: half of a flag's way to a peer and back.
         parallel: what all ranks move together over what one moves alone.
+        call_us: of a call that moves nothing.
     """
 
     device: str
@@ -50,6 +51,7 @@ class MeasuredCosts:
     flag_us: float
     hop_us: float
     parallel: float
+    call_us: float
 
     def constants(self, num_ranks: int, *, scales: bool) -> Constants:
         """Return `CostModel`, field by field, for a group of so many ranks.

@@ -27,7 +27,15 @@ struct Machine {
   int32_t stages = 1;       // of a worker: its tiles in flight
   bool fair = true;         // a home serves the ranks that load from it in turns, else in the order
                             // in which they asked
+  int64_t call_ps = 0;      // what a call takes before anything else
 
+  // Ranks whose copies are made by their own cores, in a memory that all share: a tile's first
+  // store reads it too, wherever it lies, and a rank's own slot takes a copy like any other.
+  double shared = 0;     // the part of a copy's time that it keeps the memory; 0: these are links
+  double read = 0;       // picoseconds a byte, of what a tile's first store reads
+  int64_t group_ps = 0;  // what handing on a flag group takes of a hub's core
+
+  bool cores() const { return shared > 0; }
   bool far(int32_t a, int32_t b) const {
     return domain_size > 0 && a / domain_size != b / domain_size;
   }

@@ -52,7 +52,8 @@ class ModelMemory {
   int32_t rank_;
 };
 
-// A local load takes no time: memory is several times as fast as a link. A stage is reusable once
+// A local load takes no time: memory is several times as fast as a link. Where cores copy, loads
+// are part of stores. A stage is reusable once
 // its stores are known to be delivered, which is later than on a device: tiles in flight are
 // counted to their end.
 class ModelMover : public DeliveryPolicy {
@@ -74,13 +75,13 @@ class ModelMover : public DeliveryPolicy {
   bool vacant(uint32_t k) const { return k - released_ < num_stages_; }
 
   void fetch(uint32_t k, const Stage& stage, const uint8_t*) {
-    at(k) = {stage, true, false};
+    at(k) = {stage, true, false, false};
     world_.arrivals_of(worker_, k) = {};
     described_ = k + 1;
     if (stage.ends_stream()) return;
     hold();
     const Piece& piece = call_.work.pieces[stage.piece];
-    if (piece.source != Source::kRemoteMain) return;
+    if (piece.source != Source::kRemoteMain || world_.machine().cores()) return;
     at(k).loaded = false;
     Copy copy = copy_of(k);
     copy.from = piece.source_rank;
@@ -104,7 +105,14 @@ class ModelMover : public DeliveryPolicy {
     const int64_t slot =
         (offset_at(destination) - a.slot_offset[segment]) / a.segment_bytes[segment];
     received_[copy.to * call_.layout.slots_per_rank + slot] += copy.bytes;
-    if (copy.to == call_.rank) return;  // a pulling hub's own slot: no link is needed
+    const Machine& m = world_.machine();
+    if (copy.to == call_.rank && !m.cores()) return;  // a pulling hub's own slot: no link is needed
+    if (m.cores() && !at(k).read) {
+      at(k).read = true;
+      copy.extra = Rate::time(m.read, copy.bytes);
+      const bool handed_on = call_.work.pieces[copy.piece].source == Source::kSlot;
+      if (handed_on && at(k).stage.ends_group) copy.extra += m.group_ps;
+    }
     ++world_.arrivals_of(worker_, k).pending;
     world_.store(copy);
   }
@@ -143,6 +151,7 @@ class ModelMover : public DeliveryPolicy {
   struct Slot {
     Stage stage;
     bool loaded = false, delivered = false;
+    bool read = false;  // by its first store, where cores copy
   };
 
   Slot& at(uint32_t k) { return stages_[k % num_stages_]; }

@@ -4,6 +4,9 @@
 // earliest: the switch between them never blocks. Copies that wait for a link are served in turns,
 // one of each stream: a worker's stores are a stream, in their order, and so are a rank's loads
 // from another (or, where those are not served fairly, each load).
+//
+// Where cores copy, a sender's link is its core, and the memory that they share takes the place of
+// all receivers' links.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +36,7 @@ struct Copy {
   uint32_t stage = 0;
   int32_t expert = -1, piece = -1;
   int64_t bytes = 0;
+  int64_t extra = 0;  // picoseconds more of the sender
   bool is_load = false;
 };
 
@@ -64,6 +68,7 @@ class World {
         machine_(machine),
         num_ranks_(num_ranks),
         keeps_spans_(keeps_spans),
+        now_(machine.call_ps),
         arrivals_(static_cast<size_t>(num_ranks) * machine.workers * machine.stages),
         links_(2 * static_cast<size_t>(num_ranks)),
         ingress_free_(links_.size()),
@@ -201,9 +206,11 @@ class World {
   int64_t pass(const Copy& copy) {
     const bool far = machine_.far(copy.from, copy.to);
     const Rate& rate = machine_.rate(copy.is_load, far);
-    const int64_t out = Rate::time(rate.egress, copy.bytes);
-    const int64_t in = Rate::time(rate.ingress, copy.bytes);
-    int64_t& free = ingress_free_[2 * copy.to + far];
+    const bool cores = machine_.cores();
+    const int64_t out = Rate::time(rate.egress, copy.bytes) + copy.extra;
+    const int64_t in =
+        cores ? Rate::time(machine_.shared, out) : Rate::time(rate.ingress, copy.bytes);
+    int64_t& free = ingress_free_[cores ? 0 : 2 * copy.to + far];
     free = std::max(free, now_) + in;
     const int64_t end = std::max(free, now_ + out);
     egress_busy[copy.from] += out;
@@ -226,7 +233,7 @@ class World {
   Machine machine_;
   int32_t num_ranks_;
   bool keeps_spans_;
-  int64_t now_ = 0;
+  int64_t now_;
   uint64_t num_events_ = 0;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<Arrivals> arrivals_;     // [workers][stages]

@@ -23,6 +23,12 @@ Machine draw_machine(Random& random) {
   m.workers = draw(random, 1, 5);
   m.stages = draw(random, 1, 4);
   m.fair = draw(random, 0, 1) == 1;
+  m.call_ps = draw(random, 0, 1) * draw(random, 1, 3'000'000);
+  if (draw(random, 0, 1) == 0) return m;
+  m.domain_size = 0;
+  m.shared = 0.1 * draw(random, 1, 10);
+  m.read = draw(random, 0, 2) == 0 ? 0 : rate();
+  m.group_ps = draw(random, 0, 1) * draw(random, 1, 3'000'000);
   return m;
 }
 

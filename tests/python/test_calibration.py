@@ -42,6 +42,7 @@ COSTS = MeasuredCosts(
     flag_us=0.25,
     hop_us=5.0,
     parallel=2.5,
+    call_us=6.0,
 )
 FAR = replace(COSTS, hop_us=1e5)  # a second hop costs more than any bytes
 NEAR = replace(COSTS, hop_us=0.0, flag_us=0.0, parallel=4.0)
@@ -80,8 +81,9 @@ BAD = {
     "empty": ("", "is damaged"),
     "bytes": ("\udcff", "is damaged"),
     "no object": ("[1]", "is no calibration"),
-    "records": (json.dumps({"format": 1, "records": []}), "is no calibration"),
-    "later": (damaged(lambda d: d.update(format=2)), "has format 2; expected 1"),
+    "records": (json.dumps({"format": 2, "records": []}), "is no calibration"),
+    "later": (damaged(lambda d: d.update(format=3)), "has format 3; expected 2"),
+    "earlier": (damaged(lambda d: d.update(format=1)), "has format 1; expected 2"),
     "no engines": (damaged(lambda d: d.pop("engines")), "names no engines"),
     "engine": (damaged(lambda d: d["engines"].update(tpu={})), "names no engines"),
     "field": (damaged(lambda d: d["engines"]["host"].pop("hop_us")), "has other fields"),
@@ -241,8 +243,9 @@ TIMES: dict[str, Any] = {
     "device": HERE,
     "ranks": 4,
     "copy_bytes": 10**6,
+    "short_bytes": 0,
     "empty_us": 6.0,
-    "tile_us": 16.0,
+    "short_us": 16.0,
     "alone_us": 116.0,
     "both_us": 196.0,
     "together_us": 232.0,
@@ -258,6 +261,7 @@ def test_figures_out_of_times() -> None:
     assert found.hop_us == pytest.approx(5)
     assert found.parallel == pytest.approx(2)
     assert found.flag_us == 0.5
+    assert found.call_us == 6.0
     # The model, put together again: copies without the fixed time of a call.
     store, load, *_ = found.constants(4, scales=False)
     kib = 10**6 / 1024
@@ -272,7 +276,24 @@ def test_figures_stay_inside_what_a_file_may_hold(tmp_path: Path) -> None:
     assert read_calibration(write(tmp_path / "c.json", costs=found)).costs["host"] == found
 
 
-@pytest.mark.parametrize("change", [{"both_us": 116.0}, {"tile_us": 6.0}])
+def test_a_hop_is_what_is_left_without_bytes() -> None:
+    """A short expert of a quarter: 16 us and a quarter of 100."""
+    found = make_costs(**{**TIMES, "short_bytes": 250_000, "short_us": 41.0})
+    assert found == make_costs(**TIMES)
+    assert found.hop_us == pytest.approx(5)
+    # Lost in what the large copy took too long for, it is nothing.
+    assert make_costs(**{**TIMES, "short_bytes": 250_000, "short_us": 30.0}).hop_us == 0
+
+
+def test_with_two_ranks_a_store_has_its_read_in_it() -> None:
+    found = make_costs(**{**TIMES, "ranks": 2, "both_us": None})
+    assert found.store_gbps == pytest.approx(10)  # 100 us beyond a tile
+    assert found.load_gbps == MOST
+
+
+@pytest.mark.parametrize(
+    "change", [{"both_us": 116.0}, {"short_us": 6.0}, {"both_us": None, "alone_us": 16.0}]
+)
 def test_a_busy_machine_is_not_calibrated(change: dict[str, float]) -> None:
     with pytest.raises(UnsupportedError, match="too busy"):
         make_costs(**{**TIMES, **change})
@@ -301,12 +322,12 @@ def test_a_file_from_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert costs["host"] == COSTS
     found = costs["loopback"]
     assert asdict(found) == asdict(
-        make_costs(**{**TIMES, "device": "none", "flag_us": found.flag_us})
+        make_costs(**{**TIMES, "device": "none", "flag_us": found.flag_us, "short_bytes": 64})
     )
     # 32 groups in place of one; the two hubs hand on all but the home's share of them.
     assert 20 / 32 <= found.flag_us <= 20 / 10
     text = capsys.readouterr().out
-    assert "cost model: store_per_kib 81920, load_per_kib 20480" in text
+    assert "cost model: store_per_kib 81920, load_per_kib 20487" in text
     assert "topology: 4 ranks on 1 host, 1 domain; engine cuda, fabric loopback" in text
 
 
@@ -328,6 +349,7 @@ def test_wrong_bytes_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["--ranks", "2"], "--ranks is 2; expected at least 3"),
         (["-b", "x"], "'x' is not a size"),
+        (["-b", "4095"], "--bytes is 4095; expected at least 4096"),
         (["--output", "none/c.json"], "no such folder"),
         (["--output", "bad.json"], "calibration bad.json is damaged"),
     ],

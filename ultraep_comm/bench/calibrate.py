@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.calibrate_settings import CalibrateSettings
+from ultraep_comm.bench.calibrate_settings import TINY, CalibrateSettings
 from ultraep_comm.bench.device_rounds import slowest
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
 from ultraep_comm.bench.gpu import Meter, own_gpu
@@ -20,16 +23,35 @@ from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.placement import format_places, gather_places
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.report import describe_run
+from ultraep_comm.bench.turns import count_experts, make_turns
 from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.plan import Plan
 from ultraep_comm.schedule import GROUP_BYTES, make_schedule
 
 MANY_GROUPS = 32
-TINY = 64  # bytes of a segment that is all flag and no copy
-_CALLS = {"big": 3, "tiny": 30}  # in a row; with a GPU four can be under way
-_GPU_CALLS = 3
-_STEPS = 7
+# In a row; with a GPU four can be under way.
+_TINY_CALLS, _SHORT_CALLS, _BIG_CALLS, _GPU_CALLS = 30, 10, 3, 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transfer to time.
+
+    Attributes:
+        segments: of an expert, in bytes; all of TINY, or none.
+        links: over which an expert goes from its home to another rank.
+        mode: of the call.
+    """
+
+    segments: Mapping[str, int]
+    links: Sequence[tuple[int, int]]
+    mode: str
+
+    @property
+    def is_tiny(self) -> bool:
+        """Return whether it is all flags and no copies."""
+        return max(self.segments.values()) <= TINY
 
 
 def run(settings: CalibrateSettings) -> int:
@@ -76,8 +98,7 @@ class Probe:
         """Prepare to measure; nothing is allocated yet."""
         self._meter, self._settings, self._speaks = meter, settings, speaks
         self._loopback = settings.fabric == "loopback"
-        self._num_calls = _CALLS if settings.engine == "host" else dict.fromkeys(_CALLS, _GPU_CALLS)
-        self._done = self._epoch = self.wrong_bytes = 0
+        self._epoch = self.wrong_bytes = 0
         self.places: list[str] = []
 
     def measure(self) -> MeasuredCosts:
@@ -89,22 +110,26 @@ class Probe:
         ranks = range(self._settings.num_ranks)
         one, two = [(0, 1)], [(0, 1), (0, 2)]
         ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
-        empty, tile = self._times({"w": TINY}, [([], "direct"), (one, "direct")], "tiny")
-        big = {"w": self._settings.copy_bytes}
-        shapes = [(one, "direct"), (two, "direct"), (ring, "direct")]
-        alone, both, together = self._times(big, shapes, "big")
+        tiny, big = {"w": TINY}, {"w": self._settings.copy_bytes}
         many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
-        (few_us,) = self._times({"w": TINY}, [(two, "push")], "tiny")
-        (many_us,) = self._times(many, [(two, "push")], "tiny")
-        if self._speaks:
-            show_progress(1, 1, "")
-        groups = self._forwarded(many, two) - self._forwarded({"w": TINY}, two)
+        shapes = [
+            Shape(tiny, [], "direct"),
+            Shape({"w": self._settings.short_bytes}, one, "direct"),
+            Shape(big, one, "direct"),
+            Shape(big, two, "direct"),
+            Shape(big, ring, "direct"),
+            Shape(tiny, two, "push"),
+            Shape(many, two, "push"),
+        ]
+        empty, brief, alone, both, together, few_us, many_us = self._times(shapes)
+        groups = self._forwarded(many, two) - self._forwarded(tiny, two)
         return make_costs(
             device=device_name(self._settings.section) or str(self._meter.describe().get("gpu")),
             ranks=len(ranks),
             copy_bytes=self._settings.copy_bytes,
+            short_bytes=self._settings.short_bytes,
             empty_us=empty,
-            tile_us=tile,
+            short_us=brief,
             alone_us=alone,
             both_us=both,
             together_us=together,
@@ -114,7 +139,7 @@ class Probe:
     def _tiles_in_group(self) -> int:
         return max(1, GROUP_BYTES // self._settings.tile_bytes)
 
-    def _forwarded(self, segments: dict[str, int], links: list[tuple[int, int]]) -> int:
+    def _forwarded(self, segments: Mapping[str, int], links: Sequence[tuple[int, int]]) -> int:
         """Return the flag groups that hubs other than the home hand on."""
         plan = link_plan(self._settings.num_ranks, links)
         schedule = make_schedule(
@@ -127,20 +152,40 @@ class Probe:
         _home, *hubs = schedule.hubs(0)
         return sum(end - begin for _, begin, end in hubs)
 
-    def _times(
-        self,
-        segments: dict[str, int],
-        shapes: list[tuple[list[tuple[int, int]], str]],
-        kind: str,
-    ) -> list[float]:
-        """Return the least time of each plan and mode, over iterations, on the slowest rank."""
-        settings, payload = self._settings, Payload(self._settings.seed, segments)
+    def _times(self, shapes: Sequence[Shape]) -> list[float]:
+        """Return the least time of each shape, over iterations, on the slowest rank."""
+        groups: dict[tuple[int, ...], RanksHere] = {}
+        for shape in shapes:
+            key = tuple(shape.segments.values())
+            if key not in groups:
+                groups[key] = self._make_ranks(shape)
+        calls = []
+        for shape in shapes:
+            ranks = groups[tuple(shape.segments.values())]
+            plans = self._plans(shape)
+            self._check(ranks, plans[0], shape)
+            calls.append((ranks, itertools.cycle(plans), shape))
+        # In turns, so that a slow second of the machine falls to none of them alone.
+        times = np.zeros((self._settings.iters, len(shapes)))
+        for i in range(self._settings.iters):
+            if self._speaks:
+                show_progress(i, self._settings.iters, "rounds")
+            for s, (ranks, turns, shape) in enumerate(calls):
+                times[i, s] = self._time_us(ranks, turns, shape)
+        if self._speaks:
+            show_progress(1, 1, "")
+        for ranks in groups.values():
+            ranks.close()
+        return [float(least) for least in times.min(axis=0)]
+
+    def _make_ranks(self, shape: Shape) -> RanksHere:
+        settings = self._settings
         ranks = RanksHere(
             self._meter,
-            torch.zeros(settings.num_ranks, settings.num_ranks, dtype=torch.int32).numpy(),
+            np.zeros((settings.num_ranks, settings.num_ranks * self._experts(shape)), np.int32),
             fabric=settings.fabric,
             slots=1,
-            segments=segments,
+            segments=shape.segments,
             tile_bytes=settings.tile_bytes,
             num_sms=self._num_sms(),
         )
@@ -148,16 +193,28 @@ class Probe:
             described = None if settings.engine == "host" else self._meter.describe()
             places = gather_places(ranks.groups[0], device=described, loopback=self._loopback)
             self.places = format_places(places, engine=settings.engine, fabric=settings.fabric)
-        found = []
-        for links, mode in shapes:
-            if self._speaks:
-                show_progress(self._done, _STEPS, "measurements")
-            self._done += 1
-            plan = link_plan(settings.num_ranks, links)
-            self._check(ranks, plan, mode, payload)
-            found.append(self._least_us(ranks, plan, mode, self._num_calls[kind]))
-        ranks.close()
-        return found
+        for weights in (one for own in ranks.weights for one in own.values()):
+            weights.fill_(1)  # so that there is memory behind it
+        return ranks
+
+    def _experts(self, shape: Shape) -> int:
+        """Return the experts of a rank; a GPU's copies are larger than its cache as it is."""
+        if self._settings.engine != "host" or shape.is_tiny:
+            return 1
+        return count_experts(sum(shape.segments.values()), 1)
+
+    def _plans(self, shape: Shape) -> list[Plan]:
+        ranks = range(self._settings.num_ranks)
+        filling = [[(a, 0) for a, b in shape.links if b == rank] for rank in ranks]
+        return make_turns(filling, slots=1, experts=self._experts(shape), in_a_turn=1)
+
+    def _calls(self, shape: Shape) -> int:
+        if self._settings.engine != "host":
+            return _GPU_CALLS
+        if shape.is_tiny:
+            return _TINY_CALLS
+        is_short = sum(shape.segments.values()) < self._settings.copy_bytes
+        return _SHORT_CALLS if is_short else _BIG_CALLS
 
     def _num_sms(self) -> int | None:
         given = self._settings.num_sms
@@ -165,23 +222,23 @@ class Probe:
             return given  # None: as a group would take it
         return self._meter.num_sms(given, self._settings.num_ranks if self._loopback else 1)
 
-    def _least_us(self, ranks: RanksHere, plan: Plan, mode: str, calls: int) -> float:
-        times = []
-        for _ in range(self._settings.iters):
-            self._settle()
-            took = self._meter.time_us(
-                lambda: ranks.call(plan, mode, ranks.bound), calls, len(ranks.groups)
-            )
-            times.append(slowest(took, self._loopback))
-        return min(times)
+    def _time_us(self, ranks: RanksHere, plans: Iterator[Plan], shape: Shape) -> float:
+        self._settle()
+        took = self._meter.time_us(
+            lambda: ranks.call(next(plans), shape.mode, ranks.bound),
+            self._calls(shape),
+            len(ranks.groups),
+        )
+        return slowest(took, self._loopback)
 
-    def _check(self, ranks: RanksHere, plan: Plan, mode: str, payload: Payload) -> None:
+    def _check(self, ranks: RanksHere, plan: Plan, shape: Shape) -> None:
         """Transfer once, and compare what arrived."""
+        payload = Payload(self._settings.seed, shape.segments)
         self._epoch += 1
         mark_slots(ranks.groups)
         ranks.fill(plan, payload, self._epoch)
         self._settle()
-        ranks.call(plan, mode, ranks.bound)
+        ranks.call(plan, shape.mode, ranks.bound)
         self._settle()
         wrong = count_wrong_slots(ranks.groups, plan, payload, self._epoch)
         self.wrong_bytes += int(slowest(wrong, self._loopback))
@@ -197,10 +254,11 @@ def make_costs(
     device: str,
     ranks: int,
     copy_bytes: int,
+    short_bytes: int,
     empty_us: float,
-    tile_us: float,
+    short_us: float,
     alone_us: float,
-    both_us: float,
+    both_us: float | None,
     together_us: float,
     flag_us: float,
 ) -> MeasuredCosts:
@@ -210,24 +268,31 @@ def make_costs(
         device: they were measured on.
         ranks: G.
         copy_bytes: of the large expert.
+        short_bytes: of the short one.
         empty_us: of a call with an empty plan.
-        tile_us: of a call that stores one small tile over one link.
+        short_us: of a call that stores the short expert over one link.
         alone_us: of one that stores the large expert over one link.
-        both_us: of one that stores it over two links of one rank, reading it once.
+        both_us: of one that stores it over two links of one rank, reading it once; None: there are
+            no two, so that a store's rate has the reading in it.
         together_us: of one in which every rank stores one to the next.
         flag_us: of one flag group more.
 
     Raises:
-        UnsupportedError: two copies took no longer than one, or a tile no longer than nothing.
+        UnsupportedError: two copies took no longer than one, or one no longer than a shorter one.
     """
-    store_us = both_us - alone_us
-    hop_us = (tile_us - empty_us) / 2
-    if store_us <= 0 or hop_us <= 0:
+    # A straight line through the short and the large expert: what is left without any bytes is the
+    # call and two hops.
+    copy_us = (alone_us - short_us) / (copy_bytes - short_bytes) * copy_bytes
+    store_us = copy_us if both_us is None else both_us - alone_us
+    if store_us <= 0 or copy_us <= 0 or short_us <= empty_us:
+        two = "" if both_us is None else f"two {both_us:.4g}, "
         raise UnsupportedError(
-            f"one copy took {alone_us:.4g} us and two {both_us:.4g}, nothing {empty_us:.4g} and a"
-            f" tile {tile_us:.4g}: the machine is too busy, or --bytes too small, to be calibrated"
+            f"one copy took {alone_us:.4g} us, {two}a short one {short_us:.4g} and none"
+            f" {empty_us:.4g}: the machine is too busy, or --bytes"
+            " too small, to be calibrated"
         )
-    load_us = max(alone_us - tile_us - store_us, 0.0)
+    load_us = max(copy_us - store_us, 0.0)
+    hop_us = max(alone_us - copy_us - empty_us, 0.0) / 2
     return MeasuredCosts(
         device=device,
         ranks=ranks,
@@ -237,4 +302,5 @@ def make_costs(
         flag_us=max(flag_us, 0.0),
         hop_us=hop_us,
         parallel=min(max(ranks * alone_us / together_us, 1.0), float(ranks)),
+        call_us=empty_us,
     )

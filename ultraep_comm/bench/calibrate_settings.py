@@ -21,6 +21,9 @@ from ultraep_comm.calibration import MeasuredCosts, read_calibration
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.options import HOST_TILE_BYTES
 
+TINY = 64  # bytes of a segment that is all flag and no copy
+SHORTER = 16  # times
+_SMALLEST = 4096  # copies
 _MINIMA = {"ranks": 3, "iters": 1, "num_sms": 1, "seed": 0}
 
 
@@ -54,6 +57,15 @@ class CalibrateSettings:
     def section(self) -> str:
         """Return which of the file's engines this is."""
         return "loopback" if self.fabric == "loopback" else self.engine
+
+    @property
+    def short_bytes(self) -> int:
+        """Return the bytes of the expert that hops are timed with.
+
+        On a GPU next to none. On the host enough for the waiting rank to have fallen asleep, as it
+        does behind real copies; to wake it takes longer than a flag.
+        """
+        return self.copy_bytes // SHORTER if self.engine == "host" else TINY
 
     @property
     def tile_bytes(self) -> int:
@@ -95,6 +107,11 @@ def make_calibrate_settings(options: argparse.Namespace) -> CalibrateSettings:
     check_minima(options, _MINIMA)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_ranks = count_ranks(options)
+    copy_bytes = parse_size(options.copy_bytes)
+    if copy_bytes < _SMALLEST:
+        raise InvalidArgumentError(
+            f"--bytes is {options.copy_bytes}; expected at least {_SMALLEST}, to time a copy"
+        )
     if num_ranks < 3:
         raise InvalidArgumentError(f"there are {num_ranks} ranks; expected three or more")
     kept: Mapping[str, MeasuredCosts] = {}
@@ -104,7 +121,7 @@ def make_calibrate_settings(options: argparse.Namespace) -> CalibrateSettings:
             kept = read_calibration(options.output).costs
     return CalibrateSettings(
         num_ranks=num_ranks,
-        copy_bytes=parse_size(options.copy_bytes),
+        copy_bytes=copy_bytes,
         output=options.output,
         kept=kept,
         iters=options.iters,

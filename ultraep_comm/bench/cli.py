@@ -19,6 +19,7 @@ from ultraep_comm.bench import (
     plan_device,
     reduce,
     replicate,
+    validate,
 )
 from ultraep_comm.bench.calibrate_settings import (
     add_calibrate_command,
@@ -32,6 +33,7 @@ from ultraep_comm.bench.model_settings import add_model_command, make_model_sett
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
+from ultraep_comm.bench.validate_settings import add_validate_command, make_validate_settings
 from ultraep_comm.errors import CalibrationError, InvalidArgumentError
 
 
@@ -74,6 +76,8 @@ def _choose(options: argparse.Namespace) -> tuple[Callable[[Any], int], Any]:
         return calibrate.run, make_calibrate_settings(options)
     if options.command == "links":
         return links.run, make_links_settings(options)
+    if options.command == "validate":
+        return validate.run, make_validate_settings(options)
     if options.command == "layer":
         return layer.run, make_layer_settings(options)
     settings = make_settings(options)
@@ -98,4 +102,5 @@ def _parser() -> argparse.ArgumentParser:
     add_layer_command(commands)
     add_links_command(commands)
     add_calibrate_command(commands)
+    add_validate_command(commands)
     return parser

@@ -22,6 +22,8 @@ def transfer_bound_us(
     exports and imports, the busiest of these links decides. Otherwise a linear program over who
     sends how much of what does. Across domains, near and far links of a rank count together, and
     what enters or leaves a domain has to pass its far links: a bound, and not always the best one.
+    Where cores copy in one memory any of an expert's ranks can make a copy, and only their sum
+    counts: as many stores at a time as the memory bears.
 
     Args:
         slot_expert: ``[G, S]``, a legal plan; -1: empty.
@@ -36,6 +38,9 @@ def transfer_bound_us(
     rank, slot = np.nonzero(slot_expert >= 0)
     if not len(rank) or not expert_bytes:
         return 0.0
+    if machine.parallel is not None:
+        at_once = min(machine.parallel, float(num_ranks))
+        return len(rank) * expert_bytes / (machine.egress_gbps * at_once) / 1e3
     expert = slot_expert[rank, slot]
     crossings = _crossings(rank, expert, home, machine)
     far_gbps = (machine.cross_gbps or 0.0) if len(crossings) else 0.0

@@ -1,16 +1,18 @@
-"""Machines to predict times for: links, latencies and what a rank keeps in flight."""
+"""Machines to predict times for: links or cores, latencies and what a rank keeps in flight."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.errors import InvalidArgumentError
 
 _MAX_US = 1e6
 _MAX_GBPS = 1e6
 _MIN_GBPS = 1e-3
 _MAX_WORKERS = 1024
+_HOST_TILE_BYTES, _HOST_STAGES = 64 << 10, 4  # of the host engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,14 @@ class Machine:
         cross_gbps: what leaves, and what enters, a rank from other domains, over a link of its own;
             None: there is no such link.
         cross_us: what a delivery, a flag or a load takes more between domains.
+        call_us: what a call takes before anything else.
+        parallel: None: ranks have links. Else they are processes that copy with cores of their own
+            in one memory, at least 1: how many ranks' copies it bears at their full rate. A core is
+            busy with ``egress_gbps`` for every store, also to the rank's own slot; a remote load is
+            part of the first store. ``ingress_gbps``, ``load_us`` and ``read_efficiency`` do not
+            count, and there is one domain.
+        read_gbps: of a core that reads a tile, once for all its stores; None: at no cost.
+        group_us: of a hub's core, to hand on a flag group.
     """
 
     name: str = "custom"
@@ -52,14 +62,19 @@ class Machine:
     domain_size: int | None = None
     cross_gbps: float | None = None
     cross_us: float = 0.0
+    call_us: float = 0.0
+    parallel: float | None = None
+    read_gbps: float | None = None
+    group_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("egress_gbps", "ingress_gbps", "cross_gbps"):
-            if name == "cross_gbps" and self.cross_gbps is None:
+        for name in ("egress_gbps", "ingress_gbps", "cross_gbps", "read_gbps"):
+            if name in ("cross_gbps", "read_gbps") and getattr(self, name) is None:
                 continue
             self._check(name, _MIN_GBPS, _MAX_GBPS)
-        for name in ("deliver_us", "flag_us", "load_us", "cross_us"):
+        for name in ("deliver_us", "flag_us", "load_us", "cross_us", "call_us", "group_us"):
             self._check(name, 0.0, _MAX_US)
+        self._check_cores()
         for name in ("write_efficiency", "read_efficiency"):
             self._check(name, 1e-3, 1.0)
         self._check_int("num_sms", _MAX_WORKERS)
@@ -71,6 +86,48 @@ class Machine:
             raise InvalidArgumentError(
                 f"tiles_in_flight is {self.tiles_in_flight}; expected a multiple of num_sms"
                 f" ({self.num_sms}), of at most {_MAX_WORKERS} each"
+            )
+
+    @classmethod
+    def from_calibration(cls, costs: MeasuredCosts, *, num_sms: int = 1) -> Machine:
+        """Return the machine that ``bench calibrate`` measured for the host engine.
+
+        A flag takes the measured hop, the call an empty one's time. Nothing else is added.
+
+        Args:
+            costs: of the engine "host", as ``read_calibration(path).costs["host"]`` has them.
+            num_sms: workers of a rank, as they were calibrated with.
+        """
+        return cls(
+            name=f"calibrated: {costs.device}",
+            egress_gbps=costs.store_gbps,
+            ingress_gbps=min(costs.store_gbps * costs.parallel, _MAX_GBPS),
+            deliver_us=0.0,
+            flag_us=costs.hop_us,
+            load_us=0.0,
+            num_sms=num_sms,
+            tiles_in_flight=num_sms * _HOST_STAGES,
+            tile_bytes=_HOST_TILE_BYTES,
+            call_us=costs.call_us,
+            parallel=costs.parallel,
+            read_gbps=costs.load_gbps,
+            group_us=costs.flag_us,
+        )
+
+    def _check_cores(self) -> None:
+        if self.parallel is None:
+            for name in ("read_gbps", "group_us"):
+                if getattr(self, name):
+                    raise InvalidArgumentError(
+                        f"{name} is {getattr(self, name)!r}, but parallel is None; expected neither"
+                        " for ranks that have links, or both for ranks that copy with their cores"
+                    )
+            return
+        self._check("parallel", 1.0, _MAX_GBPS)
+        if self.domain_size is not None:
+            raise InvalidArgumentError(
+                f"domain_size is {self.domain_size!r}; expected None with parallel, since ranks"
+                " that copy in one memory are one domain"
             )
 
     def _check(self, name: str, least: float, most: float) -> None:

@@ -144,8 +144,18 @@ def run_transfer(
             for efficiency in (on.write_efficiency, on.read_efficiency)
             for gbps in links
         ],
-        times=[round(us * 1e6) for us in (on.deliver_us, on.flag_us, on.load_us, on.cross_us)],
+        times=[
+            round(us * 1e6)
+            for us in (
+                *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
+                *(on.group_us, on.call_us),
+            )
+        ],
         counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
+        cores=[
+            0.0 if on.parallel is None else 1 / on.parallel,
+            0.0 if on.read_gbps is None else 1e3 / on.read_gbps,
+        ],
         timeline=timeline,
         parent=list(parent),
         chunk_tiles=chunk_tiles,
@@ -199,6 +209,10 @@ def _check_links(slots: NDArray[np.int64], home: NDArray[np.int64], machine: Mac
 def _cost(machine: Machine, num_ranks: int) -> list[int]:
     """Return the constants of `CostModel` in src/core/cost.hpp."""
     store = round(1024e3 / (machine.egress_gbps * machine.write_efficiency))
+    if machine.parallel is not None:  # a host: what its calibration says, as for groups there
+        load = round(1024e3 / machine.read_gbps) if machine.read_gbps else 0
+        rest = (round(1e6 * us) for us in (machine.group_us, machine.hop_us))
+        return [store, load, *rest, max(100, round(100 * machine.parallel))]
     return [store, _LOAD_PER_KIB, _GROUP, round(machine.hop_us * 1e6), 100 * num_ranks]
 
 
