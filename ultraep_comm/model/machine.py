@@ -17,6 +17,8 @@ _MAX_WORKERS = 1024
 class Machine:
     """A described machine. Rates are in 10^9 bytes a second and one way, times in microseconds.
 
+    Raises InvalidArgumentError, with the attribute's name and value, where one is impossible.
+
     Attributes:
         name: for tables.
         egress_gbps: what leaves a rank.
@@ -54,6 +56,10 @@ class Machine:
     cross_us: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidArgumentError(f"name is {self.name!r}; expected a string")
+        if not isinstance(self.fair_loads, bool):
+            raise InvalidArgumentError(f"fair_loads is {self.fair_loads!r}; expected True or False")
         for name in ("egress_gbps", "ingress_gbps", "cross_gbps"):
             if name == "cross_gbps" and self.cross_gbps is None:
                 continue
