@@ -19,6 +19,8 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.cuda import device as device_module
 from ultraep_comm.cuda import kernels as kernels_module
 from ultraep_comm.cuda import making
+from ultraep_comm.cuda.kernels import choose_num_sms
+from ultraep_comm.model import MACHINES
 from ultraep_comm.reach import check_domains, find_domains
 
 E, S = 6, 2
@@ -222,6 +224,16 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
         _groups(num_sms=5)
     with pytest.raises(errors.InvalidArgumentError, match="fewer ranks"):
         _groups(9)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "num_ranks", "blocks"),
+    [(132, 1, 64), (132, 2, 64), (132, 3, 44), (132, 8, 16), (46, 1, 46), (1, 1, 1)],
+)
+def test_blocks_of_a_rank_by_default(on_device: int, num_ranks: int, blocks: int) -> None:
+    device = FakeDevice(num_sms=on_device)
+    assert choose_num_sms(None, device, num_ranks) == blocks
+    assert MACHINES["nvl72"].num_sms == choose_num_sms(None, FakeDevice(), 1)  # as predicted
 
 
 def test_weights_on_another_device_are_named(device: FakeDevice) -> None:
