@@ -466,6 +466,28 @@ def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
         assert uids == []  # somebody else had initialised it
 
 
+def _unlike_devices(rank: int, process_group: Any) -> list[int]:
+    apart = [[1, 0], [0, 1]]
+    device, runtime = FakeDevice(num_sms=132 if rank else 40, reaches=apart[rank]), FakeNvshmem()
+    asked, malloc = list[int](), runtime.malloc
+
+    def asked_for(num_bytes: int) -> int:
+        asked.append(num_bytes)
+        return malloc(num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "malloc", asked_for)
+        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True).close()
+    return asked
+
+
+def test_symmetric_memory_is_as_large_on_every_rank(ranks: RankPool) -> None:
+    """A rank with fewer blocks than others allocates what they do: NVSHMEM demands it."""
+    one, other = ranks.run(2, _unlike_devices)
+    assert one == other
+    assert _core.cuda_staging_bytes(64, 32 << 10) in one
+
+
 def _refuse(*_: Any) -> int:
     raise errors.DeviceError("the device is out of order")
 
