@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <queue>
@@ -156,6 +157,13 @@ class World {
   struct Stream {
     std::vector<Copy> copies;
     size_t next = 0;
+
+    // Those that have begun, now and then: a stream may never be empty before its end.
+    void forget() {
+      if (next < copies.size() && (next < 32 || 2 * next < copies.size())) return;
+      copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(next));
+      next = 0;
+    }
   };
 
   static void check_time(int64_t time) {
@@ -197,12 +205,8 @@ class World {
     turns.pop_front();
     Stream& stream = streams_[id];
     const Copy copy = stream.copies[stream.next++];
-    if (stream.next == stream.copies.size()) {
-      stream.copies.clear();
-      stream.next = 0;
-    } else {
-      turns.push_back(id);
-    }
+    if (stream.next < stream.copies.size()) turns.push_back(id);
+    stream.forget();
     l.busy = true;
     schedule(now_ + pass(copy), EventKind::kLink, link, 0, 0);
   }
