@@ -11,7 +11,6 @@ docs/model.md has the table.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,10 @@ from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.families import adversarial_loads, tuned_load
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.model_published import EXPERT_BYTES
+from ultraep_comm.bench.outputs import check_writable, write_outputs
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.table import format_table
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import MACHINES, Machine, predict
 
 NVL72 = MACHINES["nvl72"]
@@ -81,6 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-J", "--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    try:
+        if options.json is not None:
+            check_writable(options.json, "--json")
+    except InvalidArgumentError as error:
+        parser.error(str(error))
     plans, records = make_plans(), list[dict[str, Any]]()
     changes = list(variants())
     for i, (name, machine, expert_bytes) in enumerate(changes):
@@ -107,7 +113,7 @@ def main() -> None:
     print(format_table(headers, rows))
     if options.json is not None:
         document = {"records": records, "machine": describe_machine(), "commit": find_commit()}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_outputs(document, json_path=options.json, csv_path=None)
 
 
 if __name__ == "__main__":

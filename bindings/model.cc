@@ -26,7 +26,7 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
     throw nb::value_error("cores has a value that is not sane");
   for (const double rate : rates)
-    if (!(rate > 0 && rate < 1e9)) throw nb::value_error("rates has a value that is not sane");
+    if (!(rate > 0 && rate < 2e9)) throw nb::value_error("rates has a value that is not sane");
   for (const int64_t time : times)
     if (time < 0 || time > int64_t{1} << 50) reject("times", time, "0 to 2**50");
   if (counts[0] < 0) reject("counts[0], domain_size,", counts[0], "0 or more");
@@ -66,7 +66,7 @@ void check_transfer(const model::Transfer& transfer, size_t num_slots) {
   int64_t num_tiles = 0;
   for (const int64_t bytes : transfer.segment_bytes) {
     if (bytes < 0 || bytes > int64_t{1} << 36) reject("segment_bytes", bytes, "0 to 2**36");
-    num_tiles += bytes / transfer.tile_bytes + 1;
+    num_tiles += ceil_div(bytes, transfer.tile_bytes);
     if (num_tiles > 1 << 22) reject("number of tiles", num_tiles, "at most 2**22");
   }
   if (transfer.mode < -1 || transfer.mode >= kNumModes) reject("mode", transfer.mode, "-1 to 2");

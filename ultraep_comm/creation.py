@@ -51,7 +51,7 @@ def new_group(
         timeout: seconds for every wait, 0: no limit. None: the process group's timeout until every
             rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or
-            blocks on the GPU (None: 32, or all multiprocessors where there are fewer).
+            blocks on the GPU (None: 64, or all multiprocessors where there are fewer).
         tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
 
     Raises:

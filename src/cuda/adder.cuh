@@ -3,7 +3,8 @@
 // Bytes under way. What is added comes from peers, over a link: with one of 900 GB/s and two
 // microseconds from a load to its value (both estimates), 1.8 MB have to be under way at a time.
 // Each lane has kAddsInFlight loads of 16 bytes, so that a block of kReduceWarps warps has 64 KiB,
-// and 32 blocks have 2 MiB. Sums are in registers: there is no ring of stages, and no async proxy.
+// and 32 blocks have 2 MiB; by default there are 64. Sums are in registers: there is no ring of
+// stages, and no async proxy.
 #pragma once
 
 #include <cstdint>

@@ -38,12 +38,12 @@ class Simulation {
       : machine_(machine),
         job_(job),
         num_ranks_(static_cast<int32_t>(job.calls.size())),
-        world_(machine, num_ranks_, job.calls[0].layout.slots_base, keeps_spans),
+        world_(machine, num_ranks_, job.calls[0].layout.gathered_base, keeps_spans),
         ranks_(num_ranks_) {
     const size_t workers = static_cast<size_t>(num_ranks_) * machine.workers;
     outcome_.finish.resize(num_ranks_);
     outcome_.received.resize(static_cast<size_t>(num_ranks_) * job.slots_per_rank);
-    blocked_.resize(workers);
+    place_.resize(workers, -1);
     due_flag_.resize(workers);
     workers_.reserve(workers);
     for (int32_t r = 0; r < num_ranks_; ++r) {
@@ -85,7 +85,7 @@ class Simulation {
   struct Rank {
     std::unique_ptr<ModelMemory> memory;
     std::unique_ptr<Finish<ModelMemory>> finish;
-    std::vector<int32_t> blocked;  // workers, some no longer
+    std::vector<int32_t> blocked;  // workers
     int32_t at_work = 0;           // workers
     int32_t held = 0;              // stages
     int64_t idle_since = 0;
@@ -106,7 +106,7 @@ class Simulation {
     std::vector<uint8_t> open, state;
     ModelMover mover;
     ModelWorker worker;
-    bool fetched = false, ended = false;
+    bool slept = false, fetched = false, ended = false;
   };
 
   void wake(int32_t w) {
@@ -118,18 +118,30 @@ class Simulation {
   // One that sleeps until a flag changes or others have claimed all that it waits for. One is
   // enough for a flag of one group; it wakes the next if it got something.
   void wake_one(int32_t r) {
-    std::vector<int32_t>& blocked = ranks_[r].blocked;
-    while (!blocked.empty()) {
-      const int32_t w = blocked.back();
-      blocked.pop_back();
-      if (!blocked_[w]) continue;
-      blocked_[w] = 0;
-      wake(w);
-      return;
-    }
+    if (ranks_[r].blocked.empty()) return;
+    const int32_t w = ranks_[r].blocked.back();
+    note_awake(w);
+    wake(w);
   }
   void wake_all(int32_t r) {
     while (!ranks_[r].blocked.empty()) wake_one(r);
+  }
+
+  // A rank's blocked workers are exactly those whose last step was: a flag that woke another one
+  // would be lost on it.
+  void note_blocked(int32_t w) {
+    if (place_[w] >= 0) return;
+    std::vector<int32_t>& blocked = ranks_[world_.rank_of(w)].blocked;
+    place_[w] = static_cast<int32_t>(blocked.size());
+    blocked.push_back(w);
+  }
+  void note_awake(int32_t w) {
+    if (place_[w] < 0) return;
+    std::vector<int32_t>& blocked = ranks_[world_.rank_of(w)].blocked;
+    place_[blocked.back()] = place_[w];
+    blocked[place_[w]] = blocked.back();
+    blocked.pop_back();
+    place_[w] = -1;
   }
 
   void handle(const Event& event) {
@@ -183,15 +195,15 @@ class Simulation {
     // Workers of a moment take their steps in turns, as they do side by side on a device: one that
     // filled its stages first would hold groups that others' stages could send sooner.
     if (stored == Step::kProgress || claimed || ends) wake(w);
-    if (fetched == Step::kBlocked && !blocked_[w]) {
-      blocked_[w] = 1;
-      ranks_[r].blocked.push_back(w);
-    }
+    const bool is_blocked = fetched == Step::kBlocked;
+    const bool got_something = claimed || ends || (agent.slept && !is_blocked);
+    agent.slept = is_blocked;
+    is_blocked ? note_blocked(w) : note_awake(w);
     if (stored == Step::kFinished) {
       agent.ended = true;
       if (--ranks_[r].at_work == 0) finish(r);
     }
-    if (claimed || ends) wake_one(r);
+    if (got_something) wake_one(r);
   }
 
   void finish(int32_t r) {
@@ -216,7 +228,8 @@ class Simulation {
   World world_;
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<Agent>> workers_;
-  std::vector<uint8_t> blocked_, due_flag_;
+  std::vector<uint8_t> due_flag_;
+  std::vector<int32_t> place_;  // [workers] among the blocked of its rank; -1: it is not
   std::deque<int32_t> due_;
   Outcome outcome_;
 };

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "core/prepare.hpp"
@@ -31,7 +33,20 @@ struct Result {
   Outcome outcome;
 };
 
-// Makes the schedule once, as every rank would, and runs it.
+// Raises std::overflow_error where addresses would run into each other, or memory would run out.
+inline void check_sizes(const SymmetricLayout& layout, const Machine& machine) {
+  const int64_t ranks = layout.num_ranks;
+  const auto check = [](const char* what, int64_t count, int32_t most_bits) {
+    if (count > int64_t{1} << most_bits)
+      throw std::overflow_error(std::string(what) + ": " + std::to_string(count) +
+                                ", expected at most 2**" + std::to_string(most_bits));
+  };
+  check("bytes of a rank's slots", layout.total, kRankShift - 1);
+  check("bytes of all ranks' flags", ranks * layout.gathered_base, 31);
+  check("tiles in flight of all ranks", ranks * machine.workers * machine.stages, 20);
+}
+
+// Makes the schedule once, as every rank would, and runs it. Raises as check_sizes() and World.
 inline Result model_transfer(const Transfer& transfer, const Machine& machine, bool keeps_spans) {
   const Topology& t = transfer.topology;
   const auto num_segments = static_cast<int32_t>(transfer.segment_bytes.size());
@@ -59,6 +74,7 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
                                  : ceil_div(tiles.num_tiles(), transfer.chunk_tiles);
   const SymmetricLayout layout = SymmetricLayout::make(
       t, max_mains, max_groups, num_segments, transfer.segment_bytes.data(), slot_offset.data());
+  check_sizes(layout, machine);
   std::vector<uint8_t*> bases(t.num_ranks);
   for (int32_t r = 0; r < t.num_ranks; ++r) bases[r] = base_of(r);
   const std::vector<const uint8_t*> mains(static_cast<size_t>(num_segments) * max_mains,

@@ -10,14 +10,19 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <queue>
+#include <stdexcept>
 #include <vector>
 
 #include "model/machine.hpp"
 
 namespace uec::model {
+
+// The clock's end, 26 days: no copy and no latency takes as long, so sums of two stay in range.
+inline constexpr int64_t kEndOfTime = int64_t{1} << 61;
 
 // As Span in ultraep_comm/timeline.py.
 enum class SpanKind : int32_t { kCall = 0, kStore = 1, kLoad = 2, kWait = 3 };
@@ -122,6 +127,7 @@ class World {
   }
 
   void schedule(int64_t time, EventKind kind, int32_t who, int64_t what, uint64_t value) {
+    check_time(time);
     events_.push({time, num_events_++, kind, who, what, value});
   }
 
@@ -156,7 +162,19 @@ class World {
   struct Stream {
     std::vector<Copy> copies;
     size_t next = 0;
+
+    // Those that have begun, now and then: a stream may never be empty before its end.
+    void forget() {
+      if (next < copies.size() && (next < 32 || 2 * next < copies.size())) return;
+      copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(next));
+      next = 0;
+    }
   };
+
+  static void check_time(int64_t time) {
+    if (time > kEndOfTime)
+      throw std::overflow_error("the transfer takes more than 2**61 picoseconds, 26 days");
+  }
 
   size_t num_load_streams() const {
     const auto ranks = static_cast<size_t>(num_ranks_);
@@ -192,12 +210,8 @@ class World {
     turns.pop_front();
     Stream& stream = streams_[id];
     const Copy copy = stream.copies[stream.next++];
-    if (stream.next == stream.copies.size()) {
-      stream.copies.clear();
-      stream.next = 0;
-    } else {
-      turns.push_back(id);
-    }
+    if (stream.next < stream.copies.size()) turns.push_back(id);
+    stream.forget();
     l.busy = true;
     schedule(now_ + pass(copy), EventKind::kLink, link, 0, 0);
   }
@@ -213,6 +227,7 @@ class World {
     int64_t& free = ingress_free_[cores ? 0 : 2 * copy.to + far];
     free = std::max(free, now_) + in;
     const int64_t end = std::max(free, now_ + out);
+    check_time(end);
     egress_busy[copy.from] += out;
     ingress_busy[copy.to] += in;
     sent[copy.from] += copy.bytes;

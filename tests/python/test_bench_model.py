@@ -59,6 +59,45 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(document["published"]) == len(PUBLISHED_RUNS)
 
 
+def test_domains_are_the_machine_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Replicas stay where links are fast: times are those of one domain, not of slow cards."""
+    path = tmp_path / "out.json"
+    chosen = ["--sizes", "16/32/1", "--imbalances", "", "--families", "zipf1.0"]
+    assert main([*TINY, *chosen, "--machine", "hgx8", "--json", str(path)]) == 0
+    assert "16/32/1 by 8" in capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert document["settings"]["sizes"] == ["16/32/1 by 8"]
+    (record,) = document["records"]
+    assert record["over_bound"]["push"]["worst"] * record["bound_us"] < 3 * (1 << 20) / 355e3 + 30
+
+
+def test_flat_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.csv"
+    chosen = ["--sizes", "4/16/2", "--imbalances", "2", "--families", ""]
+    assert main([*TINY, *chosen, "--csv", str(path)]) == 0
+    capsys.readouterr()
+    names, values = (line.split(",") for line in path.read_text().splitlines())
+    assert "over_bound.push.worst" in names
+    assert values[names.index("load")] == "imbalance2"
+
+
+def test_a_run_that_fails_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    wrong = ["--sizes", "4/16/2", "--expert-bytes", "128G", "--json", str(path)]
+    assert main([*TINY, *wrong]) == 2
+    assert "error: expert_bytes is 137438953472" in capsys.readouterr().err
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_size_without_loads_has_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--sizes", "1/8/1", "--imbalances", "2", "--families", "zipf1.0"]) == 0
+    assert "1/8/1" not in capsys.readouterr().out
+
+
 def test_what_a_claim_says() -> None:
     assert target_us(np.array([10.0, 80.0, 100.0])).tolist() == pytest.approx([18, 88, 110])
     (size,) = parse_plan_sizes("4/16/2", None)
@@ -106,6 +145,9 @@ def test_the_claim_holds(size: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--seeds", "0"], "--seeds is 0"),
         (["--expert-bytes", "0"], "is not a size"),
         (["--json", "/nowhere/at/all.json"], "there is no such folder"),
+        (["--json", "/tmp"], "is a folder; expected a file"),
+        (["--csv", "/nowhere/at/all.csv"], "there is no such folder"),
+        (["--imbalances", "", "--families", ","], "are both empty"),
     ],
 )
 def test_bad_arguments(wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

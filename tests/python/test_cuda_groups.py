@@ -19,6 +19,8 @@ from ultraep_comm import Segment, _core, errors
 from ultraep_comm.cuda import device as device_module
 from ultraep_comm.cuda import kernels as kernels_module
 from ultraep_comm.cuda import making
+from ultraep_comm.cuda.kernels import choose_num_sms
+from ultraep_comm.model import MACHINES
 from ultraep_comm.reach import check_domains, find_domains
 
 E, S = 6, 2
@@ -222,6 +224,16 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
         _groups(num_sms=5)
     with pytest.raises(errors.InvalidArgumentError, match="fewer ranks"):
         _groups(9)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "num_ranks", "blocks"),
+    [(132, 1, 64), (132, 2, 64), (132, 3, 44), (132, 8, 16), (46, 1, 46), (1, 1, 1)],
+)
+def test_blocks_of_a_rank_by_default(on_device: int, num_ranks: int, blocks: int) -> None:
+    device = FakeDevice(num_sms=on_device)
+    assert choose_num_sms(None, device, num_ranks) == blocks
+    assert MACHINES["nvl72"].num_sms == choose_num_sms(None, FakeDevice(), 1)  # as predicted
 
 
 def test_weights_on_another_device_are_named(device: FakeDevice) -> None:
@@ -452,6 +464,28 @@ def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
         assert launch == "ultraep_replicate_32768_far"
         assert domain == [0, 0, 1, 1]
         assert uids == []  # somebody else had initialised it
+
+
+def _unlike_devices(rank: int, process_group: Any) -> list[int]:
+    apart = [[1, 0], [0, 1]]
+    device, runtime = FakeDevice(num_sms=132 if rank else 40, reaches=apart[rank]), FakeNvshmem()
+    asked, malloc = list[int](), runtime.malloc
+
+    def asked_for(num_bytes: int) -> int:
+        asked.append(num_bytes)
+        return malloc(num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "malloc", asked_for)
+        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True).close()
+    return asked
+
+
+def test_symmetric_memory_is_as_large_on_every_rank(ranks: RankPool) -> None:
+    """A rank with fewer blocks than others allocates what they do: NVSHMEM demands it."""
+    one, other = ranks.run(2, _unlike_devices)
+    assert one == other
+    assert _core.cuda_staging_bytes(64, 32 << 10) in one
 
 
 def _refuse(*_: Any) -> int:

@@ -14,14 +14,15 @@ from ultraep_comm.bench.model_report import (
     WAYS,
     ModelRow,
     PublishedRow,
+    describe_results,
     format_claims,
     format_model_header,
     format_model_table,
     format_published_table,
     sum_up,
-    write_model_json,
 )
 from ultraep_comm.bench.model_settings import ModelSettings
+from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.plan_settings import PlanSize
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.model import Machine, predict
@@ -50,8 +51,8 @@ def run(settings: ModelSettings) -> int:
     print(format_model_table(rows), flush=True)
     print(format_claims(sum_up(rows)), flush=True)
     print(format_published_table(published), flush=True)
-    if settings.json is not None:
-        write_model_json(settings.json, settings, rows, published)
+    document = describe_results(settings, rows, published)
+    write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 0
 
 

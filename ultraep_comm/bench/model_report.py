@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -244,14 +242,13 @@ def format_published_table(rows: Sequence[PublishedRow]) -> str:
     )
 
 
-def write_model_json(
-    path: Path,
+def describe_results(
     settings: ModelSettings,
     rows: Sequence[ModelRow],
     published: Sequence[PublishedRow],
-) -> None:
-    """Write the records with what they were computed for and on."""
-    document = {
+) -> dict[str, Any]:
+    """Return the records with what they were computed for and on, as JSON."""
+    return {
         "records": [row.record() for row in rows],
         "claims": [claim.record() for claim in sum_up(rows)],
         "published": [row.record() for row in published],
@@ -268,4 +265,3 @@ def write_model_json(
             "expert_bytes": settings.expert_bytes,
         },
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")

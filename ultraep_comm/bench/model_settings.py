@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ultraep_comm.bench.families import FAMILIES, PUBLISHED
+from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.plan_settings import PlanSize, check_load, parse_plan_sizes
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -33,6 +34,7 @@ class ModelSettings:
         expert_bytes: W.
         machine: whose times are predicted.
         json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
     """
 
     sizes: tuple[PlanSize, ...]
@@ -44,6 +46,7 @@ class ModelSettings:
     expert_bytes: int
     machine: Machine
     json: Path | None = None
+    csv: Path | None = None
 
 
 def add_model_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -88,7 +91,7 @@ def add_model_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         choices=sorted(MACHINES),
         help="whose times are predicted (default nvl72)",
     )
-    add("-J", "--json", type=Path, metavar="FILE", help="write the records there")
+    add_output_arguments(add)
 
 
 def make_model_settings(options: argparse.Namespace) -> ModelSettings:
@@ -101,21 +104,25 @@ def make_model_settings(options: argparse.Namespace) -> ModelSettings:
         value = getattr(options, name)
         if value < 1:
             raise InvalidArgumentError(f"--{name} is {value}; expected at least 1")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"--json {options.json}: there is no such folder")
-    sizes = parse_plan_sizes(options.sizes, None)
+    check_outputs(options)
+    machine = find_machine(options.machine)
+    sizes = parse_plan_sizes(options.sizes, machine.domain_size)
     for size in sizes:
         check_load(size, options.tokens, options.topk)
+    imbalances, families = _parse_imbalances(options.imbalances), _parse_families(options.families)
+    if not imbalances and not families:
+        raise InvalidArgumentError("--imbalances and --families are both empty; expected a load")
     return ModelSettings(
         sizes=sizes,
-        imbalances=_parse_imbalances(options.imbalances),
-        families=_parse_families(options.families),
+        imbalances=imbalances,
+        families=families,
         seeds=options.seeds,
         tokens=options.tokens,
         topk=options.topk,
         expert_bytes=parse_size(options.expert_bytes),
-        machine=find_machine(options.machine),
+        machine=machine,
         json=options.json,
+        csv=options.csv,
     )
 
 

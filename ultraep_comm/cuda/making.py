@@ -158,11 +158,10 @@ def make_nvshmem_group(
         far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
         fabric.can_pull = not crosses
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-        staging = (
-            fabric.allocate(_core.cuda_staging_bytes(num_sms, config.tile_bytes)).local
-            if crosses
-            else None
-        )
+        staging = None
+        if crosses:  # symmetric memory is as large on all ranks, whatever blocks their devices have
+            most = max(row[0] for row in meeting.gather_ints(num_sms))
+            staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads with ranks that they reach, and puts are for groups that cross.
         apart = not topology.allow_cross_domain and not all(map(all, reaches))

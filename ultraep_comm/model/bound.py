@@ -19,11 +19,11 @@ def transfer_bound_us(
     """Return T* in microseconds, latencies apart.
 
     Each replicated expert leaves its home once and each slot is filled once. Where no rank both
-    exports and imports, the busiest of these links decides. Otherwise a linear program over who
-    sends how much of what does. Across domains, near and far links of a rank count together, and
-    what enters or leaves a domain has to pass its far links: a bound, and not always the best one.
-    Where cores copy in one memory any of an expert's ranks can make a copy, and only their sum
-    counts: as many stores at a time as the memory bears.
+    exports and imports, the busiest of these links decides, unless links out are slower than links
+    in. Otherwise a linear program over who sends how much of what does. Across domains, near and
+    far links of a rank count together, and what enters or leaves a domain has to pass its far
+    links: a bound, and not always the best one. Where cores copy in one memory any of an expert's
+    ranks can make a copy, and only their sum counts: as many stores at a time as the memory bears.
 
     Args:
         slot_expert: ``[G, S]``, a legal plan; -1: empty.
@@ -48,11 +48,13 @@ def transfer_bound_us(
     in_us = expert_bytes / (machine.ingress_gbps + far_gbps) / 1e3
     imports = np.bincount(rank, minlength=num_ranks)
     exports = np.bincount(home[np.unique(expert)], minlength=num_ranks)
-    slowest = in_us * float(imports.max())
-    if ((exports > 0) & (imports > 0)).any():
-        bound = _solve(rank, expert, home, num_ranks, out_us, slowest)
-    else:
-        bound = max(out_us * float(exports.max()), slowest)
+    most_out, most_in = float(exports.max()), float(imports.max())
+    # Without such chains no set of ranks has to send more, for each of them, than the busiest home
+    # exports or the fullest rank imports.
+    chained = bool(((exports > 0) & (imports > 0)).any())
+    if chained or (most_in > most_out and out_us > in_us):
+        most_out = _least_egress(rank, expert, home, num_ranks)
+    bound = max(out_us * most_out, in_us * most_in)
     if far_gbps:
         bound = max(bound, crossings.max() * expert_bytes / far_gbps / 1e3)
     return bound
@@ -77,15 +79,11 @@ def _crossings(
     return np.append(np.bincount(into), np.bincount(out_of)) / size
 
 
-def _solve(
-    rank: Int64Array,
-    expert: Int64Array,
-    home: Int64Array,
-    num_ranks: int,
-    out_us: float,
-    slowest_us: float,
-) -> float:
-    """Minimise the time T: instances of an expert with n replicas send n in all, its home 1."""
+def _least_egress(rank: Int64Array, expert: Int64Array, home: Int64Array, num_ranks: int) -> float:
+    """Return the least that the busiest rank can send, in experts.
+
+    Instances of an expert with n replicas send n in all, its home at least 1.
+    """
     linprog, coo_array = _scipy()
     experts, x = np.unique(expert, return_inverse=True)
     at_home = home[experts]
@@ -96,19 +94,19 @@ def _solve(
     in_all = coo_array((np.ones(count), (of, columns)), (len(experts), count + 1))
     by_rank = coo_array(
         (
-            np.append(np.full(count, out_us), np.full(num_ranks, -1.0)),
+            np.append(np.ones(count), np.full(num_ranks, -1.0)),
             (np.append(sender, ranks), np.append(columns, np.full(num_ranks, count))),
         ),
         (num_ranks, count + 1),
     )
-    least = np.append(np.ones(len(experts)), np.zeros(len(rank)))
+    least = np.append(np.ones(len(experts)), np.zeros(len(rank) + 1))
     solution = linprog(
         np.append(np.zeros(count), 1.0),
         A_eq=in_all,
         b_eq=np.bincount(x),
         A_ub=by_rank,
         b_ub=np.zeros(num_ranks),
-        bounds=[*((value, None) for value in least), (slowest_us, None)],
+        bounds=[(value, None) for value in least],
     )
     if not solution.success:
         raise UnsupportedError(f"the bound's linear program has no solution: {solution.message}")
@@ -121,7 +119,8 @@ def _scipy() -> tuple[Any, Any]:
         from scipy.sparse import coo_array
     except ImportError:
         raise UnsupportedError(
-            "the bound of a plan in which ranks both export and import is a linear program, for"
-            " which SciPy is not installed; run: pip install 'ultraep_comm[model]'"
+            "the bound of a plan in which ranks both export and import, or of links out that are"
+            " slower than links in, is a linear program, for which SciPy is not installed; run:"
+            " pip install 'ultraep_comm[model]'"
         ) from None
     return linprog, coo_array

@@ -19,6 +19,8 @@ _HOST_TILE_BYTES, _HOST_STAGES = 64 << 10, 4  # of the host engine
 class Machine:
     """A described machine. Rates are in 10^9 bytes a second and one way, times in microseconds.
 
+    Raises InvalidArgumentError, with the attribute's name and value, where one is impossible.
+
     Attributes:
         name: for tables.
         egress_gbps: what leaves a rank.
@@ -68,6 +70,10 @@ class Machine:
     group_us: float = 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidArgumentError(f"name is {self.name!r}; expected a string")
+        if not isinstance(self.fair_loads, bool):
+            raise InvalidArgumentError(f"fair_loads is {self.fair_loads!r}; expected True or False")
         for name in ("egress_gbps", "ingress_gbps", "cross_gbps", "read_gbps"):
             if name in ("cross_gbps", "read_gbps") and getattr(self, name) is None:
                 continue

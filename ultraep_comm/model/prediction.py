@@ -23,6 +23,8 @@ ExpertBytes = int | Sequence[int] | Mapping[str, int]
 _MAX_SEGMENT = 1 << 36
 _MAX_TILES = 1 << 22
 _MAX_RANKS = 1024
+_MAX_SEGMENTS = 1024
+_MAX_COST = 5e13  # picoseconds of all stores, one after the other, that the cost model can add up
 
 # What mode="auto" goes by besides links, as for groups on GPUs: picoseconds for a KiB of memory and
 # for the flag of a group.
@@ -74,16 +76,19 @@ def predict(
 
     Args:
         plan: any legal plan; on a device it is copied to the CPU.
-        expert_bytes: of one expert; or of each segment, in a sequence or by name.
+        expert_bytes: bytes of one expert; or of each segment, in a sequence or by name.
         machine: a name in ``MACHINES``, or a Machine.
         mode: "push", "pull", "direct", or "auto": by the cost model, with the machine's constants.
         may_pull: "auto" considers pull; otherwise main weights are where peers cannot read them.
         timeline: keep what happened when.
 
     Raises:
-        InvalidArgumentError: a name, a mode or a size is wrong.
-        UnsupportedError: the plan crosses domains and the machine has no links there; or SciPy is
-            needed for the bound and not installed.
+        InvalidArgumentError: an argument is none of these; or the transfer is too large to model:
+            its time, or the memory that modelling takes.
+        InvalidPlanError: the plan is not legal.
+        UnsupportedError: the plan crosses domains and the machine has no links there, or the mode
+            is "pull", which needs load/store access; or SciPy is needed for the bound and not
+            installed.
     """
     if mode != "auto" and mode not in MODES:
         raise InvalidArgumentError(f"mode is {mode!r}; expected one of auto, {', '.join(MODES)}")
@@ -117,6 +122,8 @@ def run_transfer(
             library's schedule.
         chunk_tiles: tiles that a relay passes on together.
     """
+    if not isinstance(plan, Plan):
+        raise InvalidArgumentError(f"plan is {plan!r}; expected a Plan")
     on = find_machine(machine)
     segments = _segment_bytes(expert_bytes, on.tile_bytes)
     host = plan.cpu()
@@ -127,39 +134,45 @@ def run_transfer(
             f"the plan has {len(slots)} ranks; expected at most {_MAX_RANKS}"
         )
     host.validate(allow_cross_domain=True)
-    _check_links(slots, home, on)
+    crosses = _check_links(slots, home, on, mode)
     cross = on.cross_gbps or on.egress_gbps  # not used where there is none
-    found = _core.model_transfer(
-        slot_expert=slots.ravel().tolist(),
-        home=home.tolist(),
-        num_ranks=len(slots),
-        segment_bytes=segments,
-        tile_bytes=on.tile_bytes,
-        mode=mode,
-        may_pull=may_pull,
-        cost=_cost(on, len(slots)),
-        rates=[
-            1e3 / (gbps * efficiency)  # picoseconds a byte
-            for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
-            for efficiency in (on.write_efficiency, on.read_efficiency)
-            for gbps in links
-        ],
-        times=[
-            round(us * 1e6)
-            for us in (
-                *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
-                *(on.group_us, on.call_us),
-            )
-        ],
-        counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
-        cores=[
-            0.0 if on.parallel is None else 1 / on.parallel,
-            0.0 if on.read_gbps is None else 1e3 / on.read_gbps,
-        ],
-        timeline=timeline,
-        parent=list(parent),
-        chunk_tiles=chunk_tiles,
-    )
+    try:
+        found = _core.model_transfer(
+            slot_expert=slots.ravel().tolist(),
+            home=home.tolist(),
+            num_ranks=len(slots),
+            segment_bytes=segments,
+            tile_bytes=on.tile_bytes,
+            mode=mode,
+            may_pull=may_pull and not crosses,
+            cost=_cost(on, len(slots), sum(segments) * host.num_replicas),
+            rates=[
+                1e3 / (gbps * efficiency)  # picoseconds a byte
+                for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
+                for efficiency in (on.write_efficiency, on.read_efficiency)
+                for gbps in links
+            ],
+            times=[
+                round(us * 1e6)
+                for us in (
+                    *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
+                    *(on.group_us, on.call_us),
+                )
+            ],
+            counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
+            cores=[
+                0.0 if on.parallel is None else 1 / on.parallel,
+                0.0 if on.read_gbps is None else 1e3 / on.read_gbps,
+            ],
+            timeline=timeline,
+            parent=list(parent),
+            chunk_tiles=chunk_tiles,
+        )
+    except OverflowError as error:
+        raise InvalidArgumentError(
+            f"a transfer of {sum(segments)} bytes for each of {host.num_replicas} replicas cannot"
+            f" be modelled on machine {on.name!r}: {error}"
+        ) from None
     return Prediction(
         time_us=float(found["finish_ps"].max()) / 1e6,
         bound_us=transfer_bound_us(slots, home, sum(segments), on),
@@ -177,6 +190,10 @@ def _segment_bytes(expert_bytes: ExpertBytes, tile_bytes: int) -> list[int]:
     if isinstance(expert_bytes, Mapping):
         expert_bytes = list(expert_bytes.values())
     sizes = expert_bytes if isinstance(expert_bytes, Sequence) else [expert_bytes]
+    if len(sizes) > _MAX_SEGMENTS:
+        raise InvalidArgumentError(
+            f"expert_bytes has {len(sizes)} segments; expected at most {_MAX_SEGMENTS}"
+        )
     segments = [as_int(size, "expert_bytes") for size in sizes]
     if not segments or not all(0 < size <= _MAX_SEGMENT for size in segments):
         raise InvalidArgumentError(
@@ -184,36 +201,56 @@ def _segment_bytes(expert_bytes: ExpertBytes, tile_bytes: int) -> list[int]:
         )
     if sum(-(-size // tile_bytes) for size in segments) > _MAX_TILES:
         raise InvalidArgumentError(
-            f"expert_bytes is {expert_bytes!r}, more than {_MAX_TILES} tiles of {tile_bytes} bytes;"
-            " use larger tiles"
+            f"expert_bytes is {expert_bytes!r}; expected at most {_MAX_TILES} tiles of {tile_bytes}"
+            " bytes; use larger tiles"
         )
     return segments
 
 
-def _check_links(slots: NDArray[np.int64], home: NDArray[np.int64], machine: Machine) -> None:
+def _check_links(
+    slots: NDArray[np.int64], home: NDArray[np.int64], machine: Machine, mode: int
+) -> bool:
+    """Return whether the plan crosses domains of the machine, if it can."""
     size = machine.domain_size
-    if size is None or machine.cross_gbps is not None:
-        return
+    if size is None:
+        return False
     rank, slot = np.nonzero(slots >= 0)
     expert = slots[rank, slot]
     far = np.flatnonzero(rank // size != home[expert] // size)
-    if len(far):
-        i = far[0]
+    if not len(far):
+        return False
+    i = far[0]
+    crossing = (
+        f"rank {rank[i]} has a replica of expert {expert[i]} from rank {home[expert[i]]}, in"
+        f" another domain of {size} ranks"
+    )
+    if machine.cross_gbps is None:
         raise UnsupportedError(
-            f"rank {rank[i]} has a replica of expert {expert[i]} from rank {home[expert[i]]}, in"
-            f" another domain of {size} ranks, and machine {machine.name!r} has no links between"
-            " domains; give it cross_gbps, or plan with domains"
+            f"{crossing}, and machine {machine.name!r} has no links between domains; give it"
+            " cross_gbps, or plan with domains"
         )
+    if mode == MODES.index("pull"):
+        raise UnsupportedError(
+            f"{crossing}, whose memory it cannot load from; expected a plan inside domains, or"
+            " mode 'push' or 'direct'"
+        )
+    return True
 
 
-def _cost(machine: Machine, num_ranks: int) -> list[int]:
-    """Return the constants of `CostModel` in src/core/cost.hpp."""
-    store = round(1024e3 / (machine.egress_gbps * machine.write_efficiency))
+def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
+    """Return the constants of `CostModel` in src/core/cost.hpp.
+
+    Of a transfer that takes longer than the cost model can count, all are smaller by one factor:
+    only their proportions decide.
+    """
+    store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
+    load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
     if machine.parallel is not None:  # a host: what its calibration says, as for groups there
-        load = round(1024e3 / machine.read_gbps) if machine.read_gbps else 0
-        rest = (round(1e6 * us) for us in (machine.group_us, machine.hop_us))
-        return [store, load, *rest, max(100, round(100 * machine.parallel))]
-    return [store, _LOAD_PER_KIB, _GROUP, round(machine.hop_us * 1e6), 100 * num_ranks]
+        load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
+        group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))
+    scale = max(1.0, max(store, load) * total_bytes / 1024 / _MAX_COST)
+    times = (store, load, group, machine.hop_us * 1e6)
+    return [*(round(time / scale) for time in times), percent]
 
 
 def _timeline(found: dict[str, Any], num_ranks: int) -> Timeline:

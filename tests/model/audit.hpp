@@ -1,0 +1,108 @@
+// What no transfer on a described machine may do, said of its spans without the model's own clock.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "check.hpp"
+#include "model/machine.hpp"
+#include "model/simulation.hpp"
+
+namespace audit {
+
+using uec::model::Machine;
+using uec::model::Outcome;
+using uec::model::Rate;
+using uec::model::Span;
+using uec::model::SpanKind;
+
+// A copy on its way: what a span says, in terms of links.
+struct Way {
+  int32_t from, to;
+  bool is_load, far;
+  int64_t out, in;  // picoseconds of the sender's link and of the receiver's
+};
+
+inline bool is_copy(const Span& s) {
+  return s.kind == SpanKind::kStore || s.kind == SpanKind::kLoad;
+}
+
+inline Way way_of(const Machine& m, const Span& s) {
+  const bool is_load = s.kind == SpanKind::kLoad;
+  const int32_t from = is_load ? s.peer : s.rank, to = is_load ? s.rank : s.peer;
+  const bool far = m.domain_size > 0 && from / m.domain_size != to / m.domain_size;
+  const Rate& rate = m.rate(is_load, far);
+  return {
+      from, to, is_load, far, Rate::time(rate.egress, s.bytes), Rate::time(rate.ingress, s.bytes)};
+}
+
+// Spans are in the order in which copies began. A link out takes one copy after the other, and so
+// does a link in; a copy ends when its last byte has been sent and has come in.
+inline void check_links(const Machine& m, const Outcome& found) {
+  std::map<std::pair<int32_t, bool>, int64_t> out_free, in_free;
+  std::vector<int64_t> egress(found.finish.size()), ingress(found.finish.size());
+  std::vector<int64_t> sent(found.finish.size());
+  for (const Span& s : found.spans) {
+    if (!is_copy(s)) continue;
+    const Way way = way_of(m, s);
+    CHECK(way.from != way.to);
+    int64_t& out = out_free[{way.from, way.far}];
+    int64_t& in = in_free[{way.to, way.far}];
+    CHECK(s.begin >= out);
+    out = s.begin + way.out;
+    in = std::max(in, s.begin) + way.in;
+    CHECK_EQ(s.end, std::max(in, s.begin + way.out));
+    egress[way.from] += way.out;
+    ingress[way.to] += way.in;
+    sent[way.from] += s.bytes;
+  }
+  CHECK(egress == found.egress_busy);
+  CHECK(ingress == found.ingress_busy);
+  CHECK(sent == found.sent);
+}
+
+// Who may write waits for `open`, who may read asks first, and whoever is written to ends its call
+// only when it can know of it; so does who wrote.
+inline void check_latencies(const Machine& m, const Outcome& found) {
+  for (const Span& s : found.spans) {
+    if (!is_copy(s)) continue;
+    const Way way = way_of(m, s);
+    const int64_t far = way.far ? m.far_ps : 0, open = m.flag_ps + far;
+    CHECK(s.begin >= open + (way.is_load ? m.load_ps + far : 0));
+    if (way.is_load) {
+      CHECK(found.finish[way.to] >= s.end);
+      CHECK(found.finish[way.from] >= s.end + m.flag_ps + far);  // the home, of `pulled`
+    } else {
+      CHECK(found.finish[way.from] >= s.end + m.store_ps + far);
+      CHECK(found.finish[way.to] >= s.end + m.store_ps + m.flag_ps + 2 * far);
+    }
+  }
+}
+
+// A rank that is not an expert's home passes on to each other rank no more of it than it has been
+// told of, at any time.
+inline void check_causes(const Machine& m, const int32_t* home, const Outcome& found) {
+  struct Arrival {
+    int64_t known, bytes;
+  };
+  std::map<std::pair<int32_t, int32_t>, std::vector<Arrival>> arrived;  // by rank and expert
+  for (const Span& s : found.spans) {
+    if (!is_copy(s)) continue;
+    const Way way = way_of(m, s);
+    const int64_t told = way.is_load ? 0 : m.store_ps + m.flag_ps + (way.far ? 2 * m.far_ps : 0);
+    arrived[{way.to, s.expert}].push_back({s.end + told, s.bytes});
+  }
+  std::map<std::tuple<int32_t, int32_t, int32_t>, int64_t> passed;  // by rank, peer and expert
+  for (const Span& s : found.spans) {
+    if (!is_copy(s) || way_of(m, s).from == home[s.expert]) continue;
+    CHECK(s.kind == SpanKind::kStore);  // main weights are read where they are
+    int64_t known = 0;
+    for (const Arrival& a : arrived[{s.rank, s.expert}])
+      if (a.known <= s.begin) known += a.bytes;
+    CHECK((passed[{s.rank, s.peer, s.expert}] += s.bytes) <= known);
+  }
+}
+
+}  // namespace audit
