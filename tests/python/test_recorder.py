@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -11,11 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_device import EmulatedDevice
 from ranks import RankPool, fill_weights, make_weights
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, errors
+import ultraep_comm.recorder
+from ultraep_comm import Segment, errors, npz
 from ultraep_comm.recording import (
     OPERATIONS,
     Known,
@@ -280,18 +291,173 @@ def test_recording_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [r.rank for r in found] == [0, 1]
     assert [r.calls["epoch"].tolist() for r in found] == [[2, 3], [2, 3]]
     names = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert names == {f"group{made[0].name}-rank{rank}.npz" for rank in range(2)}
+    assert names == {f"{found[0].run}-rank{rank}.npz" for rank in range(2)}
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", found[0].run)
 
 
-def test_a_recording_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_groups_and_runs_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankPool
 ) -> None:
+    monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path))
+    runs = set()
+    for _ in range(2):
+        made = make_groups()
+        for group in made:
+            group.close()
+        runs.add(made[0]._run)
+    assert len(runs) == 2
+    assert len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(errors.RecordingError, match="two groups, or of two runs"):
+        load_recordings([tmp_path])
+    for run in runs:
+        assert len(load_recordings(sorted(tmp_path.glob(f"{run}-*")))) == 2
+    # Groups beside each other, as with several expert-parallel groups: all have a rank 0.
+    folder = tmp_path / "beside"
+    ranks.run(2, _record_alone, str(folder))
+    assert len(list(folder.iterdir())) == 2
+    with pytest.raises(errors.RecordingError, match="two groups"):
+        load_recordings([folder])
+
+
+def _record_alone(rank: int, process_group: Any, folder: str) -> None:
+    os.environ["ULTRAEP_RECORD"] = folder
+    try:
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+        uec.new_group(alone, num_experts=E, slots_per_rank=S, expert=EXPERT).close()
+    finally:
+        del os.environ["ULTRAEP_RECORD"]
+
+
+def test_ranks_of_a_group_share_its_name(ranks: RankPool) -> None:
+    one, two = ranks.run(2, _run_name)
+    assert one == two != ""
+
+
+def _run_name(rank: int, process_group: Any) -> str:
+    with uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT) as group:
+        return group.start_recording().recording().run
+
+
+@pytest.mark.parametrize("action", ["error", "default"])
+def test_a_recording_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Any
+) -> None:
+    folder = tmp_path / "folder"
+    monkeypatch.setenv("ULTRAEP_RECORD", str(folder))
+    made = make_groups()
+    folder.rmdir()
+    folder.write_text("")
+    for group in made:
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)
+            if action == "error":
+                with pytest.raises(UserWarning, match="the recording of a group is lost"):
+                    group.close()
+            else:
+                with pytest.warns(UserWarning, match="the recording of a group is lost"):
+                    group.close()
+        assert not group._finalizer.alive  # the peers got their goodbye, and threads have ended
+
+
+def test_a_bad_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path / "file"))
-    made = make_groups()
-    for group in made:
-        with pytest.warns(UserWarning, match="the recording of a group is lost"):
-            group.close()
+    with pytest.raises(errors.InvalidArgumentError, match=r"ULTRAEP_RECORD is .*file"):
+        make_groups()
+
+
+def test_a_ring_that_memory_cannot_hold_is_an_error(
+    groups: list[uec.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ultraep_comm.recorder, "physical_bytes", lambda: 100_000)
+        with pytest.raises(errors.InvalidArgumentError, match=r"takes \d+ bytes.*or loads=False"):
+            groups[0].start_recording(1000)
+        with pytest.raises(errors.InvalidArgumentError, match=r"takes \d+ bytes.*fewer calls$"):
+            groups[0].start_recording(1000, loads=False)
+        assert groups[0]._recorder is None
+        assert groups[0].start_recording(10).nbytes <= 50_000
+        patched.setenv("ULTRAEP_RECORD", str(tmp_path))
+        patched.setenv("ULTRAEP_RECORD_CALLS", "1000")
+        with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_RECORD_CALLS is 1000"):
+            make_groups()
+
+
+FORGOTTEN = """
+import os, sys, torch
+import ultraep_comm as uec
+groups = uec.new_loopback_groups(
+    2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)})
+if os.fork() == 0:
+    for group in groups:
+        group._on_close()  # what the end of a process does
+    os._exit(0)
+os.wait()
+assert not os.listdir(os.environ["ULTRAEP_RECORD"])
+plan = uec.Plan.from_slots([[2], [0]], num_experts=4)
+works = [uec.replicate_experts({"w": torch.zeros(2, 4)}, plan, group=g, async_op=True)
+         for g in groups]
+for work in works:
+    work.wait()
+if sys.argv[1] == "collected":
+    del groups, works, work
+    assert len(os.listdir(os.environ["ULTRAEP_RECORD"])) == 2
+"""
+
+
+@pytest.mark.parametrize("how", ["at the end", "collected"])
+def test_groups_that_nobody_closes_write_recordings_too(tmp_path: Path, how: str) -> None:
+    environment = {**os.environ, "ULTRAEP_RECORD": str(tmp_path)}
+    command = [sys.executable, "-c", FORGOTTEN, how]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for recording in load_recordings([tmp_path]):
+        assert recording.calls["epoch"].tolist() == [1]
+        assert recording.calls["end_ns"][0] > 0
+
+
+def test_failed_calls_are_known(groups: list[uec.Group]) -> None:
+    recorders = [group.start_recording() for group in groups]
+    transfer(groups, plan_of(50))
+    work = uec.replicate_experts(
+        make_weights(groups[0]), plan_of(50), group=groups[0], async_op=True
+    )
+    groups[1].abort()
+    assert work is not None
+    with pytest.raises(errors.TransferAbortedError):
+        work.wait()
+    found = recorders[0].recording()
+    assert found.failed_epoch == 2
+    assert found.calls["end_ns"][0] > 0
+    assert found.calls["end_ns"][1] == -1
+    for group in groups:
+        group.close()
+    assert recorders[0].recording().failed_epoch == 2  # also when the group is gone
+
+
+def test_more_calls_than_an_engine_holds_are_recorded_whole(groups: list[uec.Group]) -> None:
+    recorders = [group.start_recording() for group in groups]
+    works = []
+    for _ in range(20):  # nobody waits, and the engine takes four at a time
+        plan = plan_of(50)
+        works += [
+            threading.Thread(
+                target=uec.replicate_experts,
+                args=(make_weights(group), plan),
+                kwargs={"group": group},
+            )
+            for group in groups
+        ]
+        for thread in works[-2:]:
+            thread.start()
+        for thread in works[-2:]:
+            thread.join()
+    for recorder in recorders:
+        calls = recorder.recording().calls
+        assert (calls["end_ns"] >= calls["begin_ns"]).all()
+        assert (calls["end_ns"][:-1] <= calls["begin_ns"][1:]).all()
 
 
 @pytest.mark.parametrize("value", ["0", "-4", "99999999999", "lots"])
@@ -342,14 +508,112 @@ def test_no_file_is_left_half_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as raised:
         save_recording(recorded[0], path)
+    assert raised.value.filename == str(path)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(OSError, match="missing"):
         save_recording(recorded[0], tmp_path / "missing" / "r.npz")
     with pytest.raises(OSError, match="folder"):
         save_recording(recorded[0], tmp_path)
+
+
+def test_a_full_disk_leaves_the_file_of_before(recorded: list[Recording], tmp_path: Path) -> None:
+    path = tmp_path / "r.npz"
+    path.write_bytes(b"before")
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # as if so many bytes were left
+    try:
+        with pytest.raises(OSError, match="cannot be written") as raised:
+            save_recording(recorded[0], path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert raised.value.filename == str(path)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_have_the_rights_of_new_files(
+    recorded: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            # To ask for it is to change it, for all threads.
+            patched.setattr(os, "umask", lambda mask: pytest.fail("the mask was changed"))
+            save_recording(recorded[0], tmp_path / "r.npz")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "r.npz").stat().st_mode & 0o777 == 0o640
+
+
+def rewritten(path: Path, name: str, header: dict[str, Any], data: bytes = b"") -> None:
+    """A file with one array replaced by such a header and data."""
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, header)
+    members[f"{name}.npy"] = text.getvalue() + data
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+
+
+HUGE = {
+    "calls": ("<i8", (1 << 40,)),
+    "home": ("<i4", (1 << 33,)),
+    "slot_expert": ("<i4", (3, G, 1 << 38)),
+    "load": ("<i4", (3, G, 1 << 40)),
+    "magic": ("<U2000000000", ()),
+    "domain": ("<i4", (-1,)),
+    "rank": ("|V1000000000000", ()),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_sizes_are_checked_before_memory_is_taken(
+    recorded: list[Recording], tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "r.npz"
+    save_recording(recorded[0], path)
+    descr, shape = HUGE[name]
+    rewritten(path, name, {"descr": descr, "fortran_order": False, "shape": shape}, bytes(64))
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.RecordingError) as raised:
+            load_recording(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(raised.value)
+
+
+def test_files_that_unpack_to_more_than_memory_are_refused(
+    recorded: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.npz"
+    save_recording(recorded[0], path)
+    header = {"descr": "<i4", "fortran_order": False, "shape": (1 << 20,)}
+    rewritten(path, "home", header, bytes(4 << 20))
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr(npz, "physical_bytes", lambda: 8 << 20)
+    with pytest.raises(errors.RecordingError, match="its arrays take 4"):
+        load_recording(path)
+
+
+def test_loads_are_left_out_where_nobody_wants_them(
+    recorded: list[Recording], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.npz"
+    save_recording(recorded[0], path)
+    found = load_recording(path, loads=False)
+    assert found.load.shape == (0, G, E)
+    assert equal(replace(found, load=recorded[0].load), recorded[0])
+    header = {"descr": "<i4", "fortran_order": False, "shape": (3, G, E + 1)}
+    rewritten(path, "load", header, bytes(3 * G * (E + 1) * 4))
+    with pytest.raises(errors.RecordingError, match="load has dtype"):
+        load_recordings([path], loads=False)
 
 
 def test_damaged_files_are_typed_errors_or_the_same(
@@ -411,6 +675,21 @@ BAD_ARRAYS = {
     "num_calls is 2": _with(num_calls=np.int64(2)),
     "does not grow": _edit("calls", "epoch", 1),
     "ends before": _edit("calls", "end_ns", 1),
+    "'epoch'\\] has values": _edit("calls", "epoch", 1 << 62),
+    "'begin_ns'": _edit("calls", "begin_ns", -1),
+    "'end_ns'\\] has values": _edit("calls", "end_ns", 2**63 - 1),
+    "'expert_bytes'": _edit("calls", "expert_bytes", 1 << 60),
+    "epoch_ns has values": _with(epoch_ns=np.int64(-(2**63))),
+    "failed_epoch has values": _with(failed_epoch=np.int64(-1)),
+    "domain has values": _edit("domain", None, -1),
+    "for an empty slot": _with(
+        slot_expert=np.full((3, G, S), -1, np.int32), slot_quota=np.ones((3, G, S), np.int32)
+    ),
+    "whose plan is not known": _edit("calls", "known", 0),
+    "run has dtype": _with(run=np.int64(1)),
+    "machine has dtype": _with(machine="x" * 129),
+    "at most 128": _with(run=np.array(["a", "b"])),
+    "no array 'failed_epoch'": lambda a: {k: v for k, v in a.items() if k != "failed_epoch"},
 }
 
 
@@ -461,9 +740,10 @@ def test_files_have_to_belong_together(recorded: list[Recording], tmp_path: Path
 
     first, second = recorded
     refused("both of rank 0", first, first)
+    refused("two groups, or of two runs", first, replace(second, run="another"))
     refused("with ranks, experts and slots", first, replace(second, home=second.home[::-1].copy()))
     other = second.slot_expert.copy()
-    other[1] = [[3], [-1]]
+    other[1] = np.where(other[1] >= 0, (other[1] + 1) % E, -1)
     refused("call 2 is not the same", first, replace(second, slot_expert=other))
     calls = second.calls.copy()
     calls["operation"][0] = OPERATIONS.index("reduce_expert_grads")
