@@ -78,7 +78,7 @@ def main() -> int:
             records.append(record)
             print(
                 f"{num_ranks:3} ranks, recorder {name:13}: least {record['least_us']:6.2f} us,"
-                f" median {record['median_us']:6.2f}, added (median) {record['added_median_us']:.2f}"
+                f" median {record['median_us']:6.2f}, median added {record['added_median_us']:.2f}"
             )
     if arguments.json is not None:
         document = {"records": records, "machine": machine, "commit": commit}

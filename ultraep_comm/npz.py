@@ -109,6 +109,7 @@ class ArrayFile:
                 member: Any = opened  # which has a method that its type does not
                 header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
                 flat = np.empty(math.prod(header.shape), header.dtype)
+                # With its last byte the member compares its checksum.
                 data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
                 at = 0
                 while at < len(data):
@@ -116,7 +117,6 @@ class ArrayFile:
                     if not count:
                         raise EOFError("it ends too early")
                     at += count
-                member.read()  # its checksum is compared at the end
         except _DAMAGE as error:
             raise _unreadable(name, error) from error
         return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
