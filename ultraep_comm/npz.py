@@ -82,7 +82,7 @@ class ArrayFile:
             raise
         except _DAMAGE as error:
             self._file.close()
-            raise ArrayFileError(f"it is no .npz file, or a damaged one: {error}") from error
+            raise ArrayFileError(f"it is no .npz file: {error}") from error
         self.names = [info.filename.removesuffix(".npy") for info in members]
 
     def header(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
