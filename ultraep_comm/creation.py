@@ -11,7 +11,7 @@ from ultraep_comm.fabrics.bootstrap import Hello, Meeting, check_same_arguments
 from ultraep_comm.gradients import GradSpec
 from ultraep_comm.group import Group
 from ultraep_comm.options import ExpertSpec, Options
-from ultraep_comm.recorder import record_to_folder
+from ultraep_comm.recorder import name_run, new_run, prepare_folder, record_to_folder
 from ultraep_comm.topology import IntsLike, Topology
 
 
@@ -85,6 +85,7 @@ def new_group(
             domains=domains,
             allow_cross_domain=allow_cross_domain,
         )
+        _prepare_recording(options, topology)
     except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
         error = bad_argument
     meeting.agree(error)
@@ -92,15 +93,16 @@ def new_group(
     assert topology is not None
 
     # Before ranks go different ways: what follows is not the same for all engines.
-    hello = Hello(digest=options.digest(topology, domains is not None))
-    check_same_arguments(meeting.exchange(hello))
+    hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
+    hellos = meeting.exchange(hello)
+    check_same_arguments(hellos)
     group = None
     if engine != "host" and fabric != "shm":
         from ultraep_comm.cuda import making
 
         group = making.make_group(meeting, options, topology, domains is not None)
     group = group or hosting.make_shm_group(meeting, options, topology, domains is not None)
-    return _recorded([group], options)[0]
+    return _recorded([group], options, hellos[0].token)[0]
 
 
 def new_loopback_groups(
@@ -149,8 +151,10 @@ def new_loopback_groups(
         domains=domains,
         allow_cross_domain=allow_cross_domain,
     )
+    _prepare_recording(options, topology)
+    run = new_run()
     if engine == "host":
-        return _recorded(hosting.make_loopback_groups(options, topology), options)
+        return _recorded(hosting.make_loopback_groups(options, topology), options, run)
     from ultraep_comm.cuda import making
     from ultraep_comm.cuda.device import find_device
     from ultraep_comm.cuda.kernels import load_kernels
@@ -161,12 +165,19 @@ def new_loopback_groups(
     except UnsupportedError:
         if engine == "cuda":
             raise
-        return _recorded(hosting.make_loopback_groups(options, topology), options)
-    return _recorded(making.make_loopback_groups(options, topology, device, kernels), options)
+        return _recorded(hosting.make_loopback_groups(options, topology), options, run)
+    return _recorded(making.make_loopback_groups(options, topology, device, kernels), options, run)
 
 
-def _recorded(groups: list[Group], options: Options) -> list[Group]:
-    """Return the groups, recorded if an environment variable says so."""
+def _prepare_recording(options: Options, topology: Topology) -> None:
+    if options.record_folder is not None:
+        prepare_folder(options.record_folder, options.record_calls, topology)
+
+
+def _recorded(groups: list[Group], options: Options, run: bytes) -> list[Group]:
+    """Return the groups of one making, named by it; recorded if an environment variable says so."""
+    for group in groups:
+        group._run = name_run(run)
     if options.record_folder is not None:
         record_to_folder(groups, options.record_folder, options.record_calls)
     return groups

@@ -11,7 +11,7 @@
 |                      |                       | and mode="auto" goes by its figures           |
 | ULTRAEP_RECORD       | none                  | folder: every group records its calls as by   |
 |                      |                       | start_recording(), and writes them to a file  |
-|                      |                       | there when it is closed                       |
+|                      |                       | there when it is closed, or at the end        |
 | ULTRAEP_RECORD_CALLS | none                  | how many calls such a recording holds, 1024   |
 """
 

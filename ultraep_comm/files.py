@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -20,17 +21,23 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; expected a file's name", str(path))
+    part = path.parent / f".{secrets.token_hex(8)}.part"
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        file = part.open("xb")  # with the rights of any new file
     except OSError as error:
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from None
+        raise _named(error, path) from None
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             write(file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # as of an ordinary new file; a temporary one is private
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+        os.replace(part, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if isinstance(error, OSError):
+            raise _named(error, path) from error
         raise
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    text = error.strerror or str(error)
+    return OSError(error.errno or errno.EIO, f"cannot be written: {text}", str(path))

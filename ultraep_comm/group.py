@@ -112,7 +112,8 @@ class Group:
         self._filled_by: Plan | PlanHandle | None = None  # of the last transfer
         self._captured: list[tuple[object, ...]] = []
         self._recorder: Recorder | None = None
-        self._on_close: Callable[[], None] | None = None
+        self._run = ""  # names this group in its recordings; the same on all ranks
+        self._on_close: Callable[[], object] | None = None
         self._state = "open"
         self._aborted = False
         self._first_error: Exception | None = None  # the one that this rank raised first
@@ -525,8 +526,6 @@ class Group:
             engine.abort()
             raise
         finally:
-            if self._on_close is not None:
-                self._on_close()
             if self._recorder is not None:
                 self._recorder.stop()
             peer = engine.close()
@@ -535,6 +534,8 @@ class Group:
             self._in_flight.clear()
             self._captured.clear()
             self._finalizer.detach()
+            if self._on_close is not None:
+                self._on_close()  # writes a file, for which no peer has to wait
         failed = engine.failed_epoch()
         if failed != 0 and self._first_error is None and not self._aborted:
             raise self._failure(failed, "a call that nobody waited for")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 import warnings
 import weakref
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.npz import physical_bytes
 from ultraep_comm.plan import Plan
 from ultraep_comm.recording import CALL, OPERATIONS, Known, Recording, save_recording
 from ultraep_comm.schedule import MODES
@@ -40,10 +43,12 @@ class Recorder:
     - when the caller entered it, and when this rank's part of it was finished: the host engine
       notes that, also of calls that nobody has waited for. The CUDA engine's calls belong to
       streams, and have no end here;
+    - which call was the first that failed: it and those after it have no end;
     - of a plan on the CPU its slots, quotas and load; of one on a device nothing, because reading
       it would synchronise.
 
-    Calls that are captured into a CUDA graph are left out: the host does not see their replays.
+    Calls that are captured into a CUDA graph are left out: the host does not see their replays. So
+    are calls that an engine never got: rejected ones, and loads that the process group exchanges.
     One thread at a time may make calls, dump and stop, as with the group itself.
     """
 
@@ -56,12 +61,11 @@ class Recorder:
         loads: bool,
         finished_at: Callable[[int], int],
         on_stop: Callable[[], None],
+        failed_epoch: Callable[[], int] = lambda: 0,
+        run: str = "",
     ) -> None:
         count = as_int(capacity, "capacity")
-        if not 1 <= count <= MAX_CAPACITY:
-            raise InvalidArgumentError(
-                f"rank {rank}: capacity is {capacity}; expected 1 to {MAX_CAPACITY} calls"
-            )
+        check_capacity(count, topology, loads=loads, what=f"rank {rank}: capacity")
         t = topology
         slots, experts = (count, t.num_ranks, t.slots_per_rank), t.num_experts
         # Filled, so that the memory is there before the first call.
@@ -79,6 +83,8 @@ class Recorder:
         self._begin = 0
         self._unfinished: deque[tuple[int, int]] = deque()  # place in the ring, epoch
         self._finished_at = finished_at
+        self._failed_epoch = failed_epoch
+        self._run = run
         self._on_stop: Callable[[], None] | None = on_stop
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
@@ -177,9 +183,12 @@ class Recorder:
         order: NDArray[np.int64] = np.arange(self._count - kept, self._count) % self._capacity
         return Recording(
             source=f"rank {self._rank}",
+            run=self._run,
             rank=self._rank,
+            machine=_machine(),
             epoch_ns=self._epoch_ns,
             num_calls=self._count,
+            failed_epoch=self._failed_epoch(),
             home=self._topology.home,
             domain=self._topology.domain,
             calls=self._calls[order],
@@ -228,6 +237,40 @@ class Recorder:
         return f"Recorder(rank={self._rank}, {self._count} calls, {state})"
 
 
+def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str) -> None:
+    """Raise InvalidArgumentError for a ring of no calls, or of more than could be held."""
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise InvalidArgumentError(f"{what} is {capacity}; expected 1 to {MAX_CAPACITY} calls")
+    t = topology
+    numbers = 2 * t.num_ranks * t.slots_per_rank + t.num_experts
+    numbers += t.num_ranks * t.num_experts if loads else 0
+    num_bytes, most = capacity * (CALL.itemsize + 4 * numbers), physical_bytes() // 2
+    if num_bytes > most:
+        raise InvalidArgumentError(
+            f"{what} is {capacity}, which takes {num_bytes} bytes; expected at most half of this"
+            f" machine's memory, {most} bytes: fewer calls{', or loads=False' if loads else ''}"
+        )
+
+
+def new_run() -> bytes:
+    """Return 16 bytes that name a group of a run: when it was made, and a random number."""
+    return time.time_ns().to_bytes(8, "big") + secrets.token_bytes(8)
+
+
+def name_run(run: bytes) -> str:
+    """Return the name of such bytes: names sort by time."""
+    seconds = int.from_bytes(run[:8], "big") // 10**9
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds)) + f"-{run[8:12].hex()}"
+
+
+def _machine() -> str:
+    """Name this boot of this machine: ranks where it is the same have one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename[:64]
+
+
 def record_group(group: Group, capacity: int, loads: bool) -> Recorder:
     """Start what ``group.start_recording`` describes.
 
@@ -239,7 +282,7 @@ def record_group(group: Group, capacity: int, loads: bool) -> Recorder:
             f"rank {group.rank}: start_recording on a group that is being recorded already (by"
             " ULTRAEP_RECORD?); stop() that recorder first"
         )
-    found = weakref.ref(group)  # a recorder may outlive its group
+    found = weakref.ref(group)  # a recorder may outlive its group, not so its engine
 
     def stop() -> None:
         if (alive := found()) is not None:
@@ -250,37 +293,55 @@ def record_group(group: Group, capacity: int, loads: bool) -> Recorder:
         topology=group.topology,
         capacity=capacity,
         loads=loads,
-        finished_at=lambda epoch: alive._engine.finished_at(epoch) if (alive := found()) else 0,
+        finished_at=group._engine.finished_at,
         on_stop=stop,
+        failed_epoch=group._engine.failed_epoch,
+        run=group._run,
     )
     return group._recorder
+
+
+def prepare_folder(folder: Path, capacity: int, topology: Topology) -> None:
+    """Make the folder of recordings, before a group is made whose calls go there.
+
+    Raises:
+        InvalidArgumentError: it cannot be made or written to, or so many calls cannot be held.
+    """
+    check_capacity(capacity, topology, loads=True, what="ULTRAEP_RECORD_CALLS")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        problem = str(error.strerror)
+    if problem:
+        raise InvalidArgumentError(
+            f"ULTRAEP_RECORD is {folder}: {problem}; expected a folder for recordings"
+        )
 
 
 def record_to_folder(groups: Sequence[Group], folder: Path, capacity: int) -> None:
     """Have ranks of one group recorded, and their recordings written when they are closed.
 
-    A file that cannot be written then is a warning: closing a group has worked all the same.
+    Groups that nobody closes write theirs when they are collected, or the process ends. A file that
+    cannot be written is a warning then: closing a group has worked all the same.
 
     Args:
         groups: of this process, of one collective making.
-        folder: made where it is missing; gets ``group<name>-rank<rank>.npz``.
+        folder: gets ``<group._run>-rank<rank>.npz``.
         capacity: of each recorder.
     """
     for group in groups:
-        path = folder / f"group{groups[0].name}-rank{group.rank}.npz"
-        group._on_close = _Dump(group.start_recording(capacity), path)
+        path = folder.absolute() / f"{group._run}-rank{group.rank}.npz"
+        recorder = group.start_recording(capacity)
+        group._on_close = weakref.finalize(group, _dump, recorder, path, os.getpid())
 
 
-class _Dump:
-    """What a recorded group does when it is closed."""
-
-    def __init__(self, recorder: Recorder, path: Path) -> None:
-        self._recorder = recorder
-        self._path = path
-
-    def __call__(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._recorder.dump(self._path)
-        except OSError as error:
-            warnings.warn(f"the recording of a group is lost: {error}", stacklevel=3)
+def _dump(recorder: Recorder, path: Path, process: int) -> None:
+    """Write a recording, unless this is a fork of the process that made it."""
+    if os.getpid() != process:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorder.dump(path)
+    except (OSError, MemoryError) as error:
+        warnings.warn(f"the recording of a group is lost: {error}", stacklevel=3)

@@ -5,9 +5,12 @@ An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E exp
 | array                        | what                                                         |
 |------------------------------|--------------------------------------------------------------|
 | ``magic``, ``version``       | ``"ultraep_comm recording"``, 1                              |
+| ``run``                      | a text: the same in files of one group of one run, and no others |
 | ``rank``                     | whose calls these are                                        |
+| ``machine``                  | a text: ranks where it is the same have one monotonic clock  |
 | ``epoch_ns``                 | to be added to times, for nanoseconds since 1970             |
 | ``num_calls``                | calls made while it recorded, of which the last N are here   |
+| ``failed_epoch``             | the first call that failed, which may not be here; 0: none   |
 | ``home [E]``, ``domain [G]`` | the group's constants                                        |
 | ``calls [N]`` of ``CALL``    | what was called, when, and what is known of its plan         |
 | ``slot_expert [N, G, S]``    | -1 where the plan is not known                               |
@@ -19,9 +22,6 @@ An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E exp
 from __future__ import annotations
 
 import itertools
-import struct
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntFlag
@@ -33,10 +33,12 @@ from numpy.typing import NDArray
 
 from ultraep_comm.errors import RecordingError
 from ultraep_comm.files import write_whole
+from ultraep_comm.npz import ArrayFile, ArrayFileError
 from ultraep_comm.schedule import MODES
 
 MAGIC = "ultraep_comm recording"
 VERSION = 1
+MAX_TEXT = 128  # characters of run and machine
 OPERATIONS = ("gather_load", "gather_and_plan", "replicate_experts", "reduce_expert_grads")
 
 
@@ -56,7 +58,7 @@ CALL = np.dtype(
         ("layer", np.int64),  # of the handle that was given; -1: a plan, or none
         ("microbatch", np.int64),  # likewise
         ("begin_ns", np.int64),  # the caller entered the call; the rank's monotonic clock
-        ("end_ns", np.int64),  # the rank's part was finished; -1: not known
+        ("end_ns", np.int64),  # the rank's part was finished; -1: not known, or it failed
         ("expert_bytes", np.int64),  # that the call moves for each replica
         ("known", np.int32),  # of the plan: Known
     ]
@@ -69,9 +71,12 @@ class Recording:
 
     Attributes:
         source: where it comes from, for messages.
+        run: the same in recordings of one group of one run, and in no others.
         rank: whose calls these are.
+        machine: ranks where it is the same have one monotonic clock.
         epoch_ns: added to times of ``calls`` it gives nanoseconds since 1970.
         num_calls: calls that were made while it recorded, of which the last N are here.
+        failed_epoch: the first call that failed, which may not be among these; 0: none.
         home: int32 ``[E]``.
         domain: int32 ``[G]``.
         calls: ``[N]`` of :data:`CALL`, oldest first.
@@ -82,9 +87,12 @@ class Recording:
     """
 
     source: str
+    run: str
     rank: int
+    machine: str
     epoch_ns: int
     num_calls: int
+    failed_epoch: int
     home: NDArray[np.int32]
     domain: NDArray[np.int32]
     calls: NDArray[np.void]
@@ -145,67 +153,84 @@ def save_recording(recording: Recording, path: Path) -> None:
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def load_recording(path: Path) -> Recording:
+def load_recording(path: Path, *, loads: bool = True) -> Recording:
     """Read a recording, and check all of it.
+
+    Args:
+        path: the file.
+        loads: read ``load`` too, which is most of it; else it has no rows.
 
     Raises:
         RecordingError: it is something else, damaged, or of another version; names the file.
         OSError: it cannot be read.
     """
     try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise RecordingError(f"{path} is a single array; expected a recording, an .npz file")
-        with archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except RecordingError:
-        raise
-    except (
-        ValueError,
-        EOFError,
-        KeyError,
-        RuntimeError,  # a zip file that says it is encrypted, or compressed otherwise
-        OverflowError,
-        MemoryError,
-        struct.error,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+        with ArrayFile(path) as file:
+            return _read(_Checker(path, file), loads)
+    except ArrayFileError as error:
         raise RecordingError(
             f"{path} is no recording, or a damaged one: {error}; expected what recorder.dump()"
             " writes"
         ) from error
-    return _checked(path, arrays)
 
 
 class _Checker:
     """The arrays of a file, and what to say of one that is not as expected."""
 
-    def __init__(self, path: Path, arrays: dict[str, Any]) -> None:
-        self._path = path
-        self._arrays = arrays
+    def __init__(self, path: Path, file: ArrayFile) -> None:
+        self.path = path
+        self._file = file
 
     def fail(self, text: str) -> RecordingError:
-        return RecordingError(f"{self._path} is no recording of version {VERSION}: {text}")
+        return RecordingError(f"{self.path} is no recording of version {VERSION}: {text}")
+
+    def magic(self) -> None:
+        """Raise unless the file says that it is a recording, of this version."""
+        if "magic" not in self._file.names or self.text("magic") != MAGIC:
+            raise RecordingError(
+                f"{self.path} has the arrays {sorted(self._file.names)[:20]}, and no magic word"
+                f" {MAGIC!r}; expected what recorder.dump() writes"
+            )
+        version = self.integer("version")
+        if version != VERSION:
+            raise RecordingError(
+                f"{self.path} is a recording of version {version}; expected version {VERSION}."
+                " Read it with the ultraep_comm that wrote it"
+            )
+
+    def shape(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> list[int]:
+        """Return the shape of an array, which is not read; None: any length."""
+        if name not in self._file.names:
+            raise self.fail(f"it has no array {name!r}")
+        found, lengths = self._file.header(name)
+        same = len(lengths) == len(shape) and all(
+            b is None or a == b for a, b in zip(lengths, shape, strict=True)
+        )
+        if found != dtype or not same:
+            wanted = ["any" if length is None else length for length in shape]
+            raise self.fail(
+                f"{name} has dtype {found} and shape {lengths}; expected {dtype}, {wanted}"
+            )
+        return list(lengths)
 
     def array(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> NDArray[Any]:
         """Return an array of this dtype and shape; None: any length."""
-        if name not in self._arrays:
-            raise self.fail(f"it has no array {name!r}")
-        array: NDArray[Any] = self._arrays[name]
-        same = len(array.shape) == len(shape) and all(
-            b is None or a == b for a, b in zip(array.shape, shape, strict=True)
-        )
-        if array.dtype != dtype or not same:
-            wanted = ["any" if length is None else length for length in shape]
-            raise self.fail(
-                f"{name} has dtype {array.dtype} and shape {array.shape}; expected {dtype},"
-                f" {wanted}"
-            )
-        return array
+        self.shape(name, dtype, shape)
+        return self._file.read(name)
 
     def integer(self, name: str) -> int:
         return int(self.array(name, np.dtype(np.int64), ()))
+
+    def text(self, name: str) -> str:
+        if name not in self._file.names:
+            raise self.fail(f"it has no array {name!r}")
+        dtype, shape = self._file.header(name)
+        if dtype.kind != "U" or shape != () or dtype.itemsize > 4 * MAX_TEXT:
+            raise self.fail(
+                f"{name} has dtype {dtype} and shape {shape}; expected a text of at most {MAX_TEXT}"
+                " characters"
+            )
+        return str(self._file.read(name))
 
     def within(self, name: str, array: NDArray[Any], low: int, high: int) -> None:
         """Raise unless all values are in ``[low, high)``."""
@@ -215,33 +240,28 @@ class _Checker:
             )
 
 
-def _checked(path: Path, arrays: dict[str, Any]) -> Recording:
-    check = _Checker(path, arrays)
-    magic = arrays.get("magic")
-    if magic is None or magic.dtype.kind != "U" or magic.shape != () or magic.item() != MAGIC:
-        raise RecordingError(
-            f"{path} has the arrays {sorted(arrays)}, and no magic word {MAGIC!r}; expected what"
-            " recorder.dump() writes"
-        )
-    version = check.integer("version")
-    if version != VERSION:
-        raise RecordingError(
-            f"{path} is a recording of version {version}; expected version {VERSION}. Read it with"
-            " the ultraep_comm that wrote it"
-        )
+def _read(check: _Checker, loads: bool) -> Recording:
+    check.magic()
     i32 = np.dtype(np.int32)
     home, domain = check.array("home", i32, [None]), check.array("domain", i32, [None])
     num_ranks, num_experts = len(domain), len(home)
     calls = check.array("calls", CALL, [None])
     slot_expert = check.array("slot_expert", i32, [len(calls), num_ranks, None])
-    load = check.array("load", i32, [None, num_ranks, num_experts])
-    if len(load) not in (0, len(calls)):
-        raise check.fail(f"load has {len(load)} rows; expected {len(calls)}, or none")
+    rows = check.shape("load", i32, [None, num_ranks, num_experts])[0]
+    if rows not in (0, len(calls)):
+        raise check.fail(f"load has {rows} rows; expected {len(calls)}, or none")
+    if loads:
+        load = check.array("load", i32, [rows, num_ranks, num_experts])
+    else:
+        load = np.empty((0, num_ranks, num_experts), np.int32)
     recording = Recording(
-        source=str(path),
+        source=str(check.path),
+        run=check.text("run"),
         rank=check.integer("rank"),
+        machine=check.text("machine"),
         epoch_ns=check.integer("epoch_ns"),
         num_calls=check.integer("num_calls"),
+        failed_epoch=check.integer("failed_epoch"),
         home=home,
         domain=domain,
         calls=calls,
@@ -256,18 +276,24 @@ def _checked(path: Path, arrays: dict[str, Any]) -> Recording:
 
 def _check_values(check: _Checker, recording: Recording) -> None:
     r, calls = recording, recording.calls
-    top = 2**31
+    top, ever = 2**31, 1 << 62  # nanoseconds: 146 years
     check.within("rank", np.array(r.rank), 0, r.num_ranks)
+    check.within("epoch_ns", np.array(r.epoch_ns), -ever, ever)
+    check.within("failed_epoch", np.array(r.failed_epoch), 0, ever)
     check.within("home", r.home, 0, r.num_ranks)
+    check.within("domain", r.domain, 0, r.num_ranks)
     check.within("slot_expert", r.slot_expert, -1, r.num_experts)
     for name in ("slot_quota", "home_quota", "load"):
         check.within(name, getattr(r, name), 0, top)
     check.within("calls['operation']", calls["operation"], 0, len(OPERATIONS))
     check.within("calls['mode']", calls["mode"], -1, len(MODES))
     check.within("calls['known']", calls["known"], 0, 1 << len(Known))
+    check.within("calls['epoch']", calls["epoch"], 1, ever)
     check.within("calls['layer']", calls["layer"], -1, top)
     check.within("calls['microbatch']", calls["microbatch"], -1, 1 << 32)
-    check.within("calls['expert_bytes']", calls["expert_bytes"], 0, 1 << 62)
+    check.within("calls['begin_ns']", calls["begin_ns"], 0, ever)
+    check.within("calls['end_ns']", calls["end_ns"], -1, ever)
+    check.within("calls['expert_bytes']", calls["expert_bytes"], 0, 1 << 48)
     if r.num_calls < len(calls):
         raise check.fail(f"num_calls is {r.num_calls}; expected at least {len(calls)}")
     if (np.diff(calls["epoch"]) <= 0).any():
@@ -275,16 +301,22 @@ def _check_values(check: _Checker, recording: Recording) -> None:
     ended = calls["end_ns"] != -1
     if (calls["end_ns"] < calls["begin_ns"])[ended].any():
         raise check.fail("calls['end_ns'] has a call that ends before it begins")
+    if (r.slot_quota[r.slot_expert < 0] != 0).any():
+        raise check.fail("slot_quota has tokens for an empty slot")
+    unknown = (calls["known"] & Known.PLACEMENT) == 0
+    if (r.slot_expert[unknown] >= 0).any() or (calls["known"][unknown] != 0).any():
+        raise check.fail("slot_expert has replicas in a call whose plan is not known")
 
 
 # ---- several ranks ------------------------------------------------------------------------------
 
 
-def load_recordings(paths: Iterable[Path]) -> list[Recording]:
+def load_recordings(paths: Iterable[Path], *, loads: bool = True) -> list[Recording]:
     """Read the files of one group's ranks, and check that they belong together.
 
     Args:
         paths: files; a folder stands for all files ``*.npz`` in it.
+        loads: as for :func:`load_recording`.
 
     Returns:
         A recording of each rank that has a file, by rank.
@@ -301,19 +333,25 @@ def load_recordings(paths: Iterable[Path]) -> list[Recording]:
             raise RecordingError(f"{path} has no *.npz files; expected recordings")
     if not files:
         raise RecordingError("no file was named; expected recordings of one group's ranks")
-    recordings = sorted((load_recording(file) for file in files), key=lambda r: r.rank)
+    found = (load_recording(file, loads=loads) for file in files)
+    recordings = sorted(found, key=lambda r: r.rank)
     first = recordings[0]
     for previous, other in itertools.pairwise(recordings):
+        _check_same_run(first, other)
         if other.rank == previous.rank:
             raise RecordingError(
                 f"{previous.source} and {other.source} are both of rank {other.rank}; expected one"
                 " group's files, one of each rank"
             )
-        _check_same_run(first, other)
     return recordings
 
 
 def _check_same_run(first: Recording, other: Recording) -> None:
+    if other.run != first.run:
+        raise RecordingError(
+            f"{other.source} and {first.source} are of two groups, or of two runs; expected one"
+            " group's files of one run"
+        )
     constants = ("num_ranks", "num_experts", "slots_per_rank")
     found, expected = ([getattr(r, name) for name in constants] for r in (other, first))
     if found != expected or not (

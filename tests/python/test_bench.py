@@ -328,6 +328,16 @@ def test_shares_cover_every_byte_once() -> None:
     assert max(work) - min(work) <= 2 * 4096
 
 
+def test_recorder_cost_needs_no_gpu(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "bench" / "recorder_cost.py"
+    done = run(str(script), "--ranks", "8", "--iters", "3", "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "r.json").read_text())["records"]
+    assert [r["recorder"] for r in records] == ["off", "without loads", "all"]
+    assert records[0]["added_median_us"] == 0
+    assert all(0 < r["least_us"] <= r["median_us"] <= r["p95_us"] for r in records)
+
+
 def test_host_cost_needs_no_gpu(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "bench" / "host_cost.py"
     done = run(str(script), "--ranks", "8", "--iters", "3", "--json", "r.json", cwd=tmp_path)

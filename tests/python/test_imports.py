@@ -48,6 +48,7 @@ PYTHON_ORDER = [
     "model.published",
     "model",
     "files",
+    "npz",
     "recording",
     "recorder",
     "options",

@@ -1,38 +1,35 @@
-"""The recorder: what it keeps of calls, and the files that it writes."""
+"""The recorder: what it keeps of calls, and when it writes a file."""
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_device import EmulatedDevice
 from ranks import RankPool, fill_weights, make_weights
+from recorded_groups import EXPERT, GRADS, E, G, S, W, make_groups, plan_of, transfer
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, errors
+import ultraep_comm.recorder
+from ultraep_comm import errors
 from ultraep_comm.recording import (
     OPERATIONS,
     Known,
     Recording,
     load_recording,
     load_recordings,
-    save_recording,
 )
-
-G, E, S = 2, 4, 1
-EXPERT = {"w": Segment((8, 4), torch.float32), "s": Segment((3,), torch.uint8)}
-W, GRADS = 8 * 4 * 4 + 3, 8 * 4 * 4
-
-
-def make_groups(**options: Any) -> list[uec.Group]:
-    options = {"grads": {"w": torch.float32}, "timeout": 20.0, **options}
-    return uec.new_loopback_groups(G, num_experts=E, slots_per_rank=S, expert=EXPERT, **options)
 
 
 @pytest.fixture
@@ -44,24 +41,6 @@ def groups() -> Iterator[list[uec.Group]]:
         group.close()
 
 
-def plan_of(first: int) -> uec.Plan:
-    """A plan with quotas and load; rank 0 has so many tokens of expert 0."""
-    load = torch.tensor([[first, 1, 1, 1], [7, 2, 2, 2]], dtype=torch.int32)
-    return uec.plan_replicas(load, slots_per_rank=S)
-
-
-def transfer(groups: list[uec.Group], plans: Any, **options: Any) -> None:
-    works = []
-    for group in groups:
-        plan = plans[group.rank] if isinstance(plans, list) else plans
-        weights = make_weights(group)
-        work = uec.replicate_experts(weights, plan, group=group, async_op=True, **options)
-        assert work is not None
-        works.append(work)
-    for work in works:
-        work.wait()
-
-
 def reduce(groups: list[uec.Group], plans: list[uec.PlanHandle]) -> None:
     works = []
     for group, plan in zip(groups, plans, strict=True):
@@ -70,11 +49,6 @@ def reduce(groups: list[uec.Group], plans: list[uec.PlanHandle]) -> None:
     for work in works:
         assert work is not None
         work.wait()
-
-
-def equal(one: Recording, two: Recording) -> bool:
-    pairs = [(getattr(one, f.name), getattr(two, f.name)) for f in fields(one)]
-    return all(np.array_equal(a, b) for a, b in pairs if not isinstance(a, str))
 
 
 def contents(plan: uec.Plan, recording: Recording, i: int) -> bool:
@@ -280,18 +254,173 @@ def test_recording_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [r.rank for r in found] == [0, 1]
     assert [r.calls["epoch"].tolist() for r in found] == [[2, 3], [2, 3]]
     names = {path.name for path in (tmp_path / "runs").iterdir()}
-    assert names == {f"group{made[0].name}-rank{rank}.npz" for rank in range(2)}
+    assert names == {f"{found[0].run}-rank{rank}.npz" for rank in range(2)}
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", found[0].run)
 
 
-def test_a_recording_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_groups_and_runs_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: RankPool
 ) -> None:
+    monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path))
+    runs = set()
+    for _ in range(2):
+        made = make_groups()
+        for group in made:
+            group.close()
+        runs.add(made[0]._run)
+    assert len(runs) == 2
+    assert len(list(tmp_path.iterdir())) == 4
+    with pytest.raises(errors.RecordingError, match="two groups, or of two runs"):
+        load_recordings([tmp_path])
+    for run in runs:
+        assert len(load_recordings(sorted(tmp_path.glob(f"{run}-*")))) == 2
+    # Groups beside each other, as with several expert-parallel groups: all have a rank 0.
+    folder = tmp_path / "beside"
+    ranks.run(2, _record_alone, str(folder))
+    assert len(list(folder.iterdir())) == 2
+    with pytest.raises(errors.RecordingError, match="two groups"):
+        load_recordings([folder])
+
+
+def _record_alone(rank: int, process_group: Any, folder: str) -> None:
+    os.environ["ULTRAEP_RECORD"] = folder
+    try:
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+        uec.new_group(alone, num_experts=E, slots_per_rank=S, expert=EXPERT).close()
+    finally:
+        del os.environ["ULTRAEP_RECORD"]
+
+
+def test_ranks_of_a_group_share_its_name(ranks: RankPool) -> None:
+    one, two = ranks.run(2, _run_name)
+    assert one == two != ""
+
+
+def _run_name(rank: int, process_group: Any) -> str:
+    with uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT) as group:
+        return group.start_recording().recording().run
+
+
+@pytest.mark.parametrize("action", ["error", "default"])
+def test_a_recording_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: Any
+) -> None:
+    folder = tmp_path / "folder"
+    monkeypatch.setenv("ULTRAEP_RECORD", str(folder))
+    made = make_groups()
+    folder.rmdir()
+    folder.write_text("")
+    for group in made:
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)
+            if action == "error":
+                with pytest.raises(UserWarning, match="the recording of a group is lost"):
+                    group.close()
+            else:
+                with pytest.warns(UserWarning, match="the recording of a group is lost"):
+                    group.close()
+        assert not group._finalizer.alive  # the peers got their goodbye, and threads have ended
+
+
+def test_a_bad_folder_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ULTRAEP_RECORD", str(tmp_path / "file"))
-    made = make_groups()
-    for group in made:
-        with pytest.warns(UserWarning, match="the recording of a group is lost"):
-            group.close()
+    with pytest.raises(errors.InvalidArgumentError, match=r"ULTRAEP_RECORD is .*file"):
+        make_groups()
+
+
+def test_a_ring_that_memory_cannot_hold_is_an_error(
+    groups: list[uec.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ultraep_comm.recorder, "physical_bytes", lambda: 100_000)
+        with pytest.raises(errors.InvalidArgumentError, match=r"takes \d+ bytes.*or loads=False"):
+            groups[0].start_recording(1000)
+        with pytest.raises(errors.InvalidArgumentError, match=r"takes \d+ bytes.*fewer calls$"):
+            groups[0].start_recording(1000, loads=False)
+        assert groups[0]._recorder is None
+        assert groups[0].start_recording(10).nbytes <= 50_000
+        patched.setenv("ULTRAEP_RECORD", str(tmp_path))
+        patched.setenv("ULTRAEP_RECORD_CALLS", "1000")
+        with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_RECORD_CALLS is 1000"):
+            make_groups()
+
+
+FORGOTTEN = """
+import os, sys, torch
+import ultraep_comm as uec
+groups = uec.new_loopback_groups(
+    2, num_experts=4, slots_per_rank=1, expert={"w": ((4,), torch.float32)})
+if os.fork() == 0:
+    for group in groups:
+        group._on_close()  # what the end of a process does
+    os._exit(0)
+os.wait()
+assert not os.listdir(os.environ["ULTRAEP_RECORD"])
+plan = uec.Plan.from_slots([[2], [0]], num_experts=4)
+works = [uec.replicate_experts({"w": torch.zeros(2, 4)}, plan, group=g, async_op=True)
+         for g in groups]
+for work in works:
+    work.wait()
+if sys.argv[1] == "collected":
+    del groups, works, work
+    assert len(os.listdir(os.environ["ULTRAEP_RECORD"])) == 2
+"""
+
+
+@pytest.mark.parametrize("how", ["at the end", "collected"])
+def test_groups_that_nobody_closes_write_recordings_too(tmp_path: Path, how: str) -> None:
+    environment = {**os.environ, "ULTRAEP_RECORD": str(tmp_path)}
+    command = [sys.executable, "-c", FORGOTTEN, how]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for recording in load_recordings([tmp_path]):
+        assert recording.calls["epoch"].tolist() == [1]
+        assert recording.calls["end_ns"][0] > 0
+
+
+def test_failed_calls_are_known(groups: list[uec.Group]) -> None:
+    recorders = [group.start_recording() for group in groups]
+    transfer(groups, plan_of(50))
+    work = uec.replicate_experts(
+        make_weights(groups[0]), plan_of(50), group=groups[0], async_op=True
+    )
+    groups[1].abort()
+    assert work is not None
+    with pytest.raises(errors.TransferAbortedError):
+        work.wait()
+    found = recorders[0].recording()
+    assert found.failed_epoch == 2
+    assert found.calls["end_ns"][0] > 0
+    assert found.calls["end_ns"][1] == -1
+    for group in groups:
+        group.close()
+    assert recorders[0].recording().failed_epoch == 2  # also when the group is gone
+
+
+def test_more_calls_than_an_engine_holds_are_recorded_whole(groups: list[uec.Group]) -> None:
+    recorders = [group.start_recording() for group in groups]
+    works = []
+    for _ in range(20):  # nobody waits, and the engine takes four at a time
+        plan = plan_of(50)
+        works += [
+            threading.Thread(
+                target=uec.replicate_experts,
+                args=(make_weights(group), plan),
+                kwargs={"group": group},
+            )
+            for group in groups
+        ]
+        for thread in works[-2:]:
+            thread.start()
+        for thread in works[-2:]:
+            thread.join()
+    for recorder in recorders:
+        calls = recorder.recording().calls
+        assert (calls["end_ns"] >= calls["begin_ns"]).all()
+        assert (calls["end_ns"][:-1] <= calls["begin_ns"][1:]).all()
 
 
 @pytest.mark.parametrize("value", ["0", "-4", "99999999999", "lots"])
@@ -299,180 +428,6 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("ULTRAEP_RECORD_CALLS", value)
     with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_RECORD_CALLS"):
         make_groups()
-
-
-# ---- files ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recorded(groups: list[uec.Group]) -> list[Recording]:
-    recorders = [group.start_recording(4) for group in groups]
-    for first in (50, 3, 9):
-        transfer(groups, plan_of(first))
-    return [recorder.recording() for recorder in recorders]
-
-
-def test_files_hold_what_was_recorded(recorded: list[Recording], tmp_path: Path) -> None:
-    for recording in recorded:
-        save_recording(recording, tmp_path / f"r{recording.rank}.npz")
-    assert all(map(equal, load_recordings([tmp_path]), recorded))
-    files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["r0.npz", "r1.npz"]
-    assert all(map(equal, load_recordings(reversed(files)), recorded))
-    before = files[0].read_bytes()
-    save_recording(recorded[0], files[0])
-    assert files[0].read_bytes() == before
-
-
-def test_a_recording_without_calls(groups: list[uec.Group], tmp_path: Path) -> None:
-    recorder = groups[0].start_recording(4)
-    found = load_recording(recorder.dump(tmp_path / "r.npz"))
-    assert found.calls.shape == (0,)
-    assert found.load.shape == (0, G, E)
-
-
-def test_no_file_is_left_half_written(
-    recorded: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "r.npz"
-    path.write_bytes(b"before")
-
-    def full(file: Any, **arrays: Any) -> None:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space"):
-        save_recording(recorded[0], path)
-    assert path.read_bytes() == b"before"
-    assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(OSError, match="missing"):
-        save_recording(recorded[0], tmp_path / "missing" / "r.npz")
-    with pytest.raises(OSError, match="folder"):
-        save_recording(recorded[0], tmp_path)
-
-
-def test_damaged_files_are_typed_errors_or_the_same(
-    recorded: list[Recording], tmp_path: Path
-) -> None:
-    path = tmp_path / "r.npz"
-    save_recording(recorded[0], path)
-    whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    texts = []
-    cut = [whole[:n] for n in {*range(0, len(whole), 97), len(whole) - 1}]
-    flipped = []
-    for at in rng.integers(0, len(whole), 300):
-        damaged = bytearray(whole)
-        damaged[at] ^= 1 << int(rng.integers(8))
-        flipped.append(bytes(damaged))
-    for damaged in [*cut, *flipped]:
-        path.write_bytes(damaged)
-        try:
-            assert equal(load_recording(path), recorded[0])
-        except errors.RecordingError as error:
-            texts.append(str(error))
-    assert all(str(path) in text for text in texts)
-    refused = len(texts)
-    assert refused > len(cut) + len(flipped) // 2
-
-
-def _with(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda arrays: {**arrays, **changes}
-
-
-def _edit(name: str, field: str | None, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def edit(arrays: dict[str, Any]) -> dict[str, Any]:
-        array = arrays[name].copy()
-        if field is None:
-            array.flat[-1] = value
-        else:
-            array[field][-1] = value
-        return {**arrays, name: array}
-
-    return edit
-
-
-BAD_ARRAYS = {
-    "magic word": _with(magic="something else"),
-    "version 9": _with(version=np.int64(9)),
-    "no array 'home'": lambda arrays: {k: v for k, v in arrays.items() if k != "home"},
-    "rank has values from 2": _with(rank=np.int64(2)),
-    "rank has dtype": _with(rank=np.float64(0)),
-    "slot_quota has dtype": _with(slot_quota=np.zeros((3, G, S + 1), np.int32)),
-    "calls has dtype": _with(calls=np.zeros(3)),
-    "load has 2 rows": _with(load=np.zeros((2, G, E), np.int32)),
-    "slot_expert has values": _edit("slot_expert", None, E),
-    "home has values": _edit("home", None, G),
-    "load has values": _edit("load", None, -1),
-    "'operation'": _edit("calls", "operation", 4),
-    "'mode'": _edit("calls", "mode", 3),
-    "'known'": _edit("calls", "known", 8),
-    "num_calls is 2": _with(num_calls=np.int64(2)),
-    "does not grow": _edit("calls", "epoch", 1),
-    "ends before": _edit("calls", "end_ns", 1),
-}
-
-
-@pytest.mark.parametrize("text", BAD_ARRAYS)
-def test_every_array_is_checked(recorded: list[Recording], tmp_path: Path, text: str) -> None:
-    path = tmp_path / "r.npz"
-    save_recording(recorded[0], path)
-    with np.load(path) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    np.savez(path, **BAD_ARRAYS[text](arrays))
-    with pytest.raises(errors.RecordingError, match=text) as raised:
-        load_recording(path)
-    assert str(path) in str(raised.value)
-
-
-def test_foreign_files(tmp_path: Path) -> None:
-    path = tmp_path / "f.npz"
-    np.savez(path, counts_src=np.zeros(3))
-    with pytest.raises(errors.RecordingError, match=r"\['counts_src'\], and no magic word"):
-        load_recording(path)
-    with path.open("wb") as file:
-        np.save(file, np.zeros(3))
-    with pytest.raises(errors.RecordingError, match="single array"):
-        load_recording(path)
-    path.write_text("a text")
-    with pytest.raises(errors.RecordingError, match="no recording"):
-        load_recording(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("hello.txt", "hello")
-    with pytest.raises(errors.RecordingError, match="no magic word"):
-        load_recording(path)
-    with path.open("wb") as file:
-        np.savez(file, magic=np.array([{}], dtype=object))
-    with pytest.raises(errors.RecordingError, match="no recording"):
-        load_recording(path)
-    with pytest.raises(FileNotFoundError):
-        load_recording(tmp_path / "missing.npz")
-
-
-def test_files_have_to_belong_together(recorded: list[Recording], tmp_path: Path) -> None:
-    def refused(text: str, *recordings: Recording) -> None:
-        paths = [tmp_path / f"{i}.npz" for i in range(len(recordings))]
-        for path, recording in zip(paths, recordings, strict=True):
-            save_recording(recording, path)
-        with pytest.raises(errors.RecordingError, match=text) as raised:
-            load_recordings(paths)
-        assert all(str(path) in str(raised.value) for path in paths)
-
-    first, second = recorded
-    refused("both of rank 0", first, first)
-    refused("with ranks, experts and slots", first, replace(second, home=second.home[::-1].copy()))
-    other = second.slot_expert.copy()
-    other[1] = [[3], [-1]]
-    refused("call 2 is not the same", first, replace(second, slot_expert=other))
-    calls = second.calls.copy()
-    calls["operation"][0] = OPERATIONS.index("reduce_expert_grads")
-    refused("call 1 is not the same", first, replace(second, calls=calls))
-    with pytest.raises(errors.RecordingError, match="no file was named"):
-        load_recordings([])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(errors.RecordingError, match=r"no \*.npz files"):
-        load_recordings([tmp_path / "empty"])
 
 
 def test_a_transfer_is_the_same_while_it_is_recorded(groups: list[uec.Group]) -> None:

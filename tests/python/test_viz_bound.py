@@ -26,13 +26,13 @@ def test_lines_are_medians_of_records() -> None:
     figure.draw_without_rendering()
     small, large = figure.axes
     lines = {
-        line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist())
+        line.get_gid(): (line.get_xdata().tolist(), line.get_ydata().tolist())
         for axis in (small, large)
         for line in axis.lines
-        if not line.get_label().startswith("_") and axis is small
+        if line.get_gid() and axis is small
     }
     assert lines == {"push": ([1, 4], [1.5, 1.3]), "direct": ([1, 4], [1.1, 3.9])}
-    others = {line.get_label(): list(line.get_ydata()) for line in large.lines}
+    others = {line.get_gid(): list(line.get_ydata()) for line in large.lines}
     assert others["push"] == [1.03, 1.04]
     assert others["other"] == [2.0]
     (band,) = small.collections  # of the two results for push with 4
@@ -96,6 +96,38 @@ def test_results_of_the_model(tmp_path: Path) -> None:
     assert figure.get_suptitle() == "Time over the bound, by mode and load"
 
 
+def test_modes_of_any_name_are_in_the_legend_and_look_different() -> None:
+    pytest.importorskip("matplotlib")
+    modes = ["push", "", "_hidden", "$x$", "a", "b", "c"]
+    results = [
+        Result(size=1, mode=mode, case=fan, over_bound=1.2, worst=1.2)
+        for mode in modes
+        for fan in (1, 2)
+    ]
+    figure = draw_bound(results, source="made")
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == modes
+    lines = [line for line in axis.lines if line.get_gid() is not None]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(modes)
+
+
+def test_panels_have_one_distance() -> None:
+    pytest.importorskip("matplotlib")
+    results = [
+        Result(size=size, mode="push", case=1, over_bound=1.2, worst=1.2) for size in (1, 2, 3)
+    ]
+    figure = draw_bound(results, source="a name of a file that is longer than a panel" * 2)
+    figure.draw_without_rendering()
+    left = [axis.get_position().x0 for axis in figure.axes]
+    width = [axis.get_position().width for axis in figure.axes]
+    assert left[1] - left[0] - width[0] < 0.06
+    assert left[1] - left[0] == pytest.approx(left[2] - left[1], rel=0.1)
+    (subtitle,) = [text for text in figure.texts if text.get_gid() == "subtitle"]
+    legend = figure.axes[0].get_legend().get_window_extent()
+    assert not legend.overlaps(subtitle.get_window_extent())
+
+
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outs = [tmp_path / "a.png", tmp_path / "b.png"]
@@ -105,6 +137,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 BAD = {
+    "[" * 100_000: "is no JSON file",
     "{": "is no JSON file",
     "[]": "has no records",
     '{"records": 3}': "has no records",

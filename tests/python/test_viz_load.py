@@ -183,7 +183,11 @@ def test_the_picture_shows_every_load(series: LoadSeries) -> None:
     texts = [text.get_text() for text in lines.get_legend().get_texts()]
     worst = np.nanmax(imbalance(series.before, known))
     assert f"worst {worst:.3f}" in texts[0]
-    assert "1 of these plans not recorded" in lines.get_title(loc="left")
+    (subtitle,) = [text for text in figure.texts if text.get_gid() == "subtitle"]
+    assert "1 of these plans not recorded" in subtitle.get_text()
+    low, high = lines.get_ylim()
+    assert low < 1
+    assert high > worst
 
 
 @pytest.mark.parametrize("part", [np.s_[:1, :], np.s_[:, :1], np.s_[:1, :1]])
@@ -238,6 +242,7 @@ def test_the_page_needs_no_network(series: LoadSeries) -> None:
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
     assert not re.search(r"\bsrc=|@import|url\(|fetch\(|XMLHttpRequest", page)
+    assert "default-src 'none'" in page  # and a browser would not let it
     assert 'lang="en"' in page
     assert "<title>Load per rank" in page
 
@@ -312,6 +317,7 @@ ACTS = """<script>
 const grid = document.getElementById("grid-after"), box = grid.getBoundingClientRect();
 const at = {clientX: box.left + LEFT + 2.5 * cellW, clientY: box.top + TOP + 1.5 * cellH};
 grid.dispatchEvent(new MouseEvent("mousemove", at));  // step 2, layer 1
+fetch("data:,x").catch(() => { document.body.dataset.fetched = "nothing"; });
 const hover = document.getElementById("tip").textContent;
 grid.dispatchEvent(new MouseEvent("click", at));
 grid.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
@@ -336,6 +342,7 @@ def test_the_page_answers_pointer_and_keys(series: LoadSeries, tmp_path: Path) -
     )
     expected = f"step 2, layer 1\nimbalance {before:.3f} before, {after:.3f} after"
     assert f'data-hover="{expected}"' in dom
+    assert 'data-fetched="nothing"' in dom
     assert text_of(dom, "ranks-title") == "Step 1, layer 1: tokens of every rank"
     assert text_of(dom, "experts-title").startswith("Rank 3: ")
     assert 'data-focused="rank-3"' in dom  # drawn anew, and still where the keys go
@@ -344,6 +351,29 @@ def test_the_page_answers_pointer_and_keys(series: LoadSeries, tmp_path: Path) -
         if expert >= 0:
             quotas.append((series.slot_quota[1, 1, 3, slot], -expert))
     assert text_of(dom, "expert-title").startswith(f"Expert {-max(quotas)[1]}: ")
+
+
+def test_a_page_of_many_steps_shows_each_of_them(series: LoadSeries, tmp_path: Path) -> None:
+    find_browser()
+    steps = 7000
+    arrays = {
+        name: getattr(series, name) for name in ("known", "slot_expert", "slot_quota", "home_quota")
+    }
+    long: dict[str, Any] = {name: np.repeat(a[:1, :1], steps, axis=0) for name, a in arrays.items()}
+    wide = replace(series, steps=np.arange(steps), layers=series.layers[:1], **long)
+    act = """<script>
+    const cell = document.getElementById("grid-before").getContext("2d").getImageData(
+      Math.round((LEFT + 3) * devicePixelRatio), (TOP + 4) * devicePixelRatio, 1, 1).data;
+    document.body.dataset.cell = cell[3];
+    document.body.dataset.left = document.querySelector(".scroll").scrollLeft > 100;
+    </script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(make_page(wide).replace("</body>", act))
+    dom = shown(path, "step=6900", tmp_path / "profile")
+    opaque = re.search(r'data-cell="(\d+)"', dom)
+    assert opaque is not None
+    assert int(opaque[1]) > 100
+    assert 'data-left="true"' in dom  # the chosen step is in view
 
 
 def test_the_page_in_a_browser_with_lost_plans(series: LoadSeries, tmp_path: Path) -> None:
@@ -408,6 +438,8 @@ BAD = {
     "no magic word": ["load", "TRACE"],
     "target imbalance is 0.5": ["load", "--trace", "TRACE", "--target", "0.5"],
     "--layers is for recordings": ["load", "--trace", "TRACE", "--layers", "2"],
+    "damaged": ["load", "--trace", "DAMAGED"],
+    "not enough memory": ["load", "--trace", "TRACE", "--ranks", "1000000", "--slots", "1000000"],
 }
 
 
@@ -416,7 +448,11 @@ def test_bad_input(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
     out = tmp_path / "out.html"
-    arguments = [str(trace) if a == "TRACE" else a for a in BAD[text]]
+    damaged = bytearray(trace.read_bytes())
+    damaged[len(damaged) // 2] ^= 1  # a compressed or stored array, whose checksum is wrong then
+    (tmp_path / "damaged.npz").write_bytes(damaged)
+    files = {"TRACE": str(trace), "DAMAGED": str(tmp_path / "damaged.npz")}
+    arguments = [files.get(a, a) for a in BAD[text]]
     assert main([*arguments, "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -441,6 +477,12 @@ def test_bad_outputs(
     assert main(["load", "--trace", str(trace), "--out", str(tmp_path / out)]) == 2
     assert text in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("bad", [["--slots", "-1"], ["--ranks", "0"], ["--tokens", "\u0663"]])
+def test_bad_numbers(trace: Path, tmp_path: Path, bad: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["load", "--trace", str(trace), *bad, "--out", str(tmp_path / "out.html")])
 
 
 def test_without_matplotlib(

@@ -13,7 +13,6 @@ Two kinds of file, told apart by the array in them:
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError
+from ultraep_comm.npz import ArrayFile, ArrayFileError
 
 MAX_LOAD = 2**31 - 1
 Ints = NDArray[np.integer]
@@ -104,21 +104,16 @@ def open_trace(path: Path) -> Trace:
         OSError: it cannot be read.
     """
     try:
-        archive = np.load(path, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise TraceError(f"{path} is a single array; expected an .npz file")
-        with archive:
-            name = next((n for n in ("counts_src", "topk") if n in archive.files), None)
+        with ArrayFile(path) as file:
+            name = next((n for n in ("counts_src", "topk") if n in file.names), None)
             if name is None:
                 raise TraceError(
-                    f"{path} has the arrays {sorted(archive.files)}; expected 'counts_src'"
+                    f"{path} has the arrays {sorted(file.names)[:20]}; expected 'counts_src'"
                     " [steps, layers, G, E] or 'topk' [tokens, layers, k]"
                 )
-            array = archive[name]
-            num_experts = archive["n_experts"] if "n_experts" in archive.files else None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        if isinstance(error, TraceError):
-            raise
+            array = file.read(name)
+            num_experts = file.read("n_experts") if "n_experts" in file.names else None
+    except ArrayFileError as error:
         raise TraceError(f"{path} is not an .npz file of plain arrays: {error}") from error
     place = f"{path}: {name}"
     if array.dtype.kind not in "iu" or array.ndim != {"counts_src": 4, "topk": 3}[name]:

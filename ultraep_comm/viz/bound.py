@@ -18,10 +18,15 @@ from ultraep_comm.viz.style import (
     GREEN,
     INK,
     MUTED,
+    ORANGE,
     PURPLE,
+    SKY,
     VERMILION,
+    YELLOW,
     clean,
+    count,
     new_figure,
+    plain_settings,
     set_titles,
 )
 
@@ -37,7 +42,7 @@ LOOKS = {
     "auto": (INK, "D"),
     "relay": (PURPLE, "v"),
 }
-_MORE = [("#8c6d00", "P"), (MUTED, "X")]
+_MORE = [("#8c6d00", "P"), (MUTED, "X"), (SKY, "*"), (ORANGE, "p"), (INK, "h"), (YELLOW, "<")]
 _COLUMNS = 3
 
 
@@ -72,7 +77,7 @@ def load_results(path: Path) -> list[Result]:
     """
     try:
         document = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path} is no JSON file: {error}") from None
     records = document.get("records") if isinstance(document, dict) else document
     if not isinstance(records, list) or not records:
@@ -115,7 +120,7 @@ def _check(record: Any, place: str) -> list[Result]:
 def _check_model(record: dict[str, Any], place: str) -> list[Result]:
     """Return what a row of the model's benchmark says, of every way that it compares."""
     try:
-        size = f"{record['ranks']} ranks, {record['experts']} experts, {record['slots']} slots"
+        size = ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))
         results = [
             Result(
                 size=size,
@@ -137,6 +142,7 @@ def _check_model(record: dict[str, Any], place: str) -> list[Result]:
     return results
 
 
+@plain_settings()
 def draw_bound(results: list[Result], *, source: str) -> Figure:
     """Return the picture: a panel for each size, a line for each mode, over fan-outs or loads.
 
@@ -187,8 +193,7 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
             axis.tick_params(axis="x", rotation=90, labelbottom=True)
     handles: dict[str, Any] = {}
     for axis in panels[: len(sizes)]:
-        found, names = axis.get_legend_handles_labels()
-        handles |= dict(zip(names, found, strict=True))
+        handles |= {line.get_gid(): line for line in axis.lines if line.get_gid() is not None}
     panels[0].legend(
         [handles[mode] for mode in looks],
         list(looks),
@@ -203,7 +208,7 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
     subtitle = f"{source}; the dashed line is the least time that any schedule needs"
     subtitle += "; lines: mean of plans, bands: up to the worst" if named else ""
     title = f"Time over the bound, by mode and {'load' if named else 'fan-out'}"
-    set_titles(figure, title, subtitle, legend_rows=1)
+    set_titles(figure, title, subtitle)
     return figure
 
 
@@ -233,7 +238,7 @@ def _draw_mode(
     high = [max(r.worst for r in group) for group in groups]
     # Lines of modes that are as good lie on each other; both markers can be seen.
     size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
-    axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, label=mode)
+    axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, gid=mode)
     if low != high:
         axis.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
 

@@ -16,7 +16,8 @@ from ultraep_comm.timeline import Span, Timeline
 from ultraep_comm.viz.style import count
 
 CALL_LANE = -1
-ONE_CLOCK_NS = 50_000_000  # of machines that differ by more, monotonic clocks have no common start
+NEVER = 2**63 - 1
+FAILED = "failed"  # the kind of a call that failed, or came after such a one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,27 +205,30 @@ def chart_calls(
         for i, epoch in enumerate(r.calls["epoch"].tolist())
         if epochs is None or epoch in epochs
     ]
-    offsets = [r.epoch_ns for r in recordings]
-    one_clock = max(offsets) - min(offsets) < ONE_CLOCK_NS
-    shift = {id(r): 0 if one_clock else r.epoch_ns - min(offsets) for r in recordings}
+    clocks: dict[str, int] = {}  # of each machine, to wall time: as one of its ranks saw it
+    for recording in recordings:
+        clocks.setdefault(recording.machine, recording.epoch_ns)
+    shift = {id(r): clocks[r.machine] - min(clocks.values()) for r in recordings}
     start = min((int(r.calls["begin_ns"][i]) + shift[id(r)] for r, i in shown), default=0)
     moved = {id(r): r.bytes_of_rank() for r in recordings}
     bars, endless = [], 0
+    failed = min((r.failed_epoch for r in recordings if r.failed_epoch), default=0)
     for recording in recordings:
         own = [i for r, i in shown if r is recording]
         calls = recording.calls[own]
         begin = (calls["begin_ns"] + shift[id(recording)] - start) / 1e3
         end = (calls["end_ns"] + shift[id(recording)] - start) / 1e3
         end = np.where(calls["end_ns"] < 0, begin, end)
-        endless += int((calls["end_ns"] < 0).sum())
+        lost = (calls["end_ns"] < 0) & (calls["epoch"] >= (recording.failed_epoch or NEVER))
+        endless += int(((calls["end_ns"] < 0) & ~lost).sum())
         extents = list(zip(begin.tolist(), end.tolist(), strict=True))
-        for i, extent, lane in zip(own, extents, _pack(extents), strict=True):
+        for i, extent, lane, is_lost in zip(own, extents, _pack(extents), lost, strict=True):
             call = recording.calls[i]
             bars.append(
                 Bar(
                     rank=recording.rank,
                     lane=lane,
-                    kind=OPERATIONS[call["operation"]],
+                    kind=FAILED if is_lost else OPERATIONS[call["operation"]],
                     begin_us=extent[0],
                     end_us=extent[1],
                     label=_call_label(call),
@@ -234,6 +238,7 @@ def chart_calls(
     subtitle = f"{source}: {count(len(recordings), 'rank')} of {recordings[0].num_ranks}"
     subtitle += f", {count(len(shown), 'call')}"
     subtitle += f"; of {count(endless, 'call')} only the begin is known" if endless else ""
+    subtitle += f"; call {failed} failed" if failed else ""
     title = "Calls of every rank, as recorded"
     return _sorted_chart(title, subtitle, recordings[0].num_ranks, bars, {})
 
@@ -245,7 +250,8 @@ def _call_label(call: np.void) -> str:
 
 
 def _call_details(call: np.void, num_bytes: int) -> dict[str, int | str]:
-    details: dict[str, int | str] = {"epoch": int(call["epoch"])}
+    operation = OPERATIONS[call["operation"]]
+    details: dict[str, int | str] = {"operation": operation, "epoch": int(call["epoch"])}
     if call["layer"] >= 0:
         details |= {"layer": int(call["layer"]), "microbatch": int(call["microbatch"])}
     if call["mode"] >= 0:

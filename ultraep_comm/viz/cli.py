@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.bench.traces import open_trace
-from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan import Plan
 from ultraep_comm.recording import Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
@@ -27,10 +27,11 @@ from ultraep_comm.viz.load import draw_load
 from ultraep_comm.viz.loads import LoadSeries, plan_trace, series_of
 from ultraep_comm.viz.page import make_page
 from ultraep_comm.viz.prediction import predict_charts
-from ultraep_comm.viz.style import save_png, save_text
+from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
 
 FAILED = 2
+MOST = 1 << 20  # of ranks, slots, tokens of a rank, and layers
 Shown = TypeVar("Shown")
 Writers = dict[str, Callable[[Shown, Path], None]]
 
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UltraEPError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except MemoryError:
+        print("error: there is not enough memory; choose fewer calls or steps", file=sys.stderr)
+        return FAILED
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"error: {text}", file=sys.stderr)
@@ -96,7 +100,7 @@ def _planned(options: argparse.Namespace) -> LoadSeries:
         raise InvalidArgumentError(f"{options.trace} has no number of ranks; expected --ranks")
     return plan_trace(
         trace,
-        source=options.trace.name,
+        source=short(options.trace.name),
         num_ranks=ranks,
         slots_per_rank=options.slots,
         tokens_per_rank=options.tokens,
@@ -105,13 +109,13 @@ def _planned(options: argparse.Namespace) -> LoadSeries:
 
 
 def _recorded_loads(options: argparse.Namespace) -> LoadSeries:
-    recordings = load_recordings(options.files)
+    recordings = load_recordings(options.files, loads=False)
     return series_of(recordings, source=_name(options.files), num_layers=options.layers)
 
 
 def _timeline(options: argparse.Namespace) -> None:
     _check_outputs(options.out, TIMELINE_WRITERS)
-    recordings = load_recordings(options.files)
+    recordings = load_recordings(options.files, loads=False)
     source = _name(options.files)
     if options.predict is None:
         chart = chart_calls(recordings, source=source, epochs=_epochs(options.calls))
@@ -169,7 +173,9 @@ def _epochs(text: str | None) -> range | None:
 
 def _bound(options: argparse.Namespace) -> None:
     writers: Writers[Path] = {
-        ".png": lambda file, path: save_png(draw_bound(load_results(file), source=file.name), path)
+        ".png": lambda file, path: save_png(
+            draw_bound(load_results(file), source=short(file.name)), path
+        )
     }
     _check_outputs(options.out, writers)
     _write(options.file, options.out, writers)
@@ -181,7 +187,9 @@ def _bound(options: argparse.Namespace) -> None:
 def _name(files: Sequence[Path]) -> str:
     """Return what to call some files in a subtitle."""
     first = files[0].resolve()
-    return first.name if len(files) == 1 else f"{first.parent.name} ({len(files)} files)"
+    if len(files) == 1:
+        return short(first.name)
+    return f"{short(first.parent.name)} ({len(files)} files)"
 
 
 def _check_outputs(paths: Sequence[Path], writers: Writers[Shown]) -> None:
@@ -198,13 +206,8 @@ def _check_outputs(paths: Sequence[Path], writers: Writers[Shown]) -> None:
 
 def _write(shown: Shown, paths: Sequence[Path], writers: Writers[Shown]) -> None:
     for path in paths:
-        try:
-            writers[path.suffix.lower()](shown, path)
-        except MemoryError:
-            raise UnsupportedError(
-                f"there is not enough memory for {path}; choose fewer calls or steps"
-            ) from None
-        print(path)
+        writers[path.suffix.lower()](shown, path)
+        print(str(path).encode(errors="backslashreplace").decode())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_files(load, "*")
     load.add_argument("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead")
     load.add_argument("--ranks", type=_positive, help="with --trace; default: the file's")
-    load.add_argument("--slots", type=int, default=2, help="with --trace: per rank (2)")
+    load.add_argument("--slots", type=_not_negative, default=2, help="with --trace: per rank (2)")
     load.add_argument(
         "--tokens",
         type=_positive,
@@ -293,6 +296,14 @@ def _add_out(parser: argparse.ArgumentParser, writers: Writers[Shown]) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return _number(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not (text.isascii() and text.isdecimal() and least <= int(text[:11]) <= MOST):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {MOST}")
     return int(text)

@@ -18,6 +18,7 @@ from ultraep_comm.viz.style import (
     clean,
     count,
     new_figure,
+    plain_settings,
     set_titles,
 )
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _MAX_GROUPS = 16  # of columns that have a label and a line each; of more, some
 
 
+@plain_settings()
 def draw_load(series: LoadSeries) -> Figure:
     """Return the picture: imbalance over steps and layers, and every rank's load as a colour.
 
@@ -67,9 +69,7 @@ def draw_load(series: LoadSeries) -> Figure:
     bar.ax.spines[:].set_visible(False)
     _label_columns(series, list(axes))
     figure.align_ylabels()
-    set_titles(
-        figure, "Load per rank before and after replication", describe_series(series), legend_rows=1
-    )
+    set_titles(figure, "Load per rank before and after replication", describe_series(series))
     return figure
 
 
@@ -104,8 +104,8 @@ def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.f
             at.ravel(), lines.ravel(), color=colour, label=label, lw=1.6, marker=marker, ms=3.5
         )
     axis.axhline(1, color=MUTED, lw=0.8, ls=":")
-    axis.set_ylim(bottom=0.95)
-    axis.margins(y=0.12)
+    top = float(np.nanmax([np.nanmax(before), np.nanmax(after), 1.1]))
+    axis.set_ylim(1 - 0.05 * (top - 1), top + 0.08 * (top - 1))
     axis.set_ylabel("busiest rank / mean")
     axis.grid(axis="y", color=FAINT, lw=0.6)
     axis.legend(

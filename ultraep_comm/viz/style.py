@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,21 +29,34 @@ DIVERGING = (
 )
 
 DPI = 150
+_MARGIN = 0.1  # inches
 
 
-def new_figure(width: float, height: float, **options: Any) -> Figure:
-    """Return an empty figure of so many inches, laid out by itself.
+@contextmanager
+def plain_settings() -> Iterator[None]:
+    """Draw as matplotlib does by itself, whatever a user has set; ``$`` in names is no formula.
 
     Raises:
         UnsupportedError: there is no matplotlib.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib
+        import matplotlib.figure
     except ImportError:
         raise UnsupportedError(
             "PNG pictures need matplotlib, and there is none; run: .venv/bin/pip install -c"
             " constraints.txt -e '.[viz]'. Other kinds of output do without it"
         ) from None
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["text.parse_math"] = False
+        yield
+
+
+def new_figure(width: float, height: float, **options: Any) -> Figure:
+    """Return an empty figure of so many inches, laid out by itself."""
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", facecolor="white", **options)
 
 
@@ -53,7 +68,8 @@ def save_png(figure: Figure, path: Path) -> None:
     """
 
     def write(file: BinaryIO) -> None:
-        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+        with plain_settings():
+            figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
     write_whole(path, write)
 
@@ -67,12 +83,23 @@ def save_text(text: str, path: Path) -> None:
     write_whole(path, write)
 
 
-def set_titles(figure: Figure, title: str, subtitle: str, *, legend_rows: int = 0) -> None:
-    """Put a title and a line below it, left-aligned, and leave rows for a legend below those."""
-    figure.suptitle(title, x=0.008, ha="left", fontsize=15, fontweight="bold", color=INK)
-    figure.axes[0].set_title(
-        subtitle, loc="left", fontsize=9.5, color=MUTED, pad=8 + 18 * legend_rows
+def set_titles(figure: Figure, title: str, subtitle: str) -> None:
+    """Put a title and a line below it over the axes and their legend, left-aligned.
+
+    The layout does not know of them: a long line would push columns of axes apart.
+    """
+    width, height = figure.get_size_inches()
+    x = _MARGIN / width
+    texts = (
+        figure.suptitle(
+            title, x=x, y=1 - _MARGIN / height, fontsize=15, fontweight="bold", color=INK
+        ),
+        figure.text(x, 1 - 0.42 / height, subtitle, fontsize=9.5, color=MUTED, gid="subtitle"),
     )
+    for text in texts:
+        text.set(ha="left", va="top", in_layout=False)
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, 0, 1, 1 - 0.66 / height))
 
 
 def clean(axis: Axes) -> None:
@@ -84,6 +111,12 @@ def clean(axis: Axes) -> None:
     axis.tick_params(color=FAINT, labelcolor=INK, labelsize=9)
     axis.xaxis.label.set_color(INK)
     axis.yaxis.label.set_color(INK)
+
+
+def short(name: str, most: int = 60) -> str:
+    """Return a file's name for a subtitle: on one line, and not longer than there is room for."""
+    text = "".join(c if c.isprintable() else "?" for c in name)
+    return text if len(text) <= most else f"{text[: most // 2]}\u2026{text[1 - most // 2 :]}"
 
 
 def count(number: int, what: str) -> str:

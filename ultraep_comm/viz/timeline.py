@@ -17,6 +17,7 @@ from ultraep_comm.viz.style import (
     VERMILION,
     clean,
     new_figure,
+    plain_settings,
     set_titles,
 )
 
@@ -34,6 +35,7 @@ LOOKS = {
     "gather_and_plan": (ORANGE, "gather_and_plan"),
     "replicate_experts": (SKY, "replicate_experts"),
     "reduce_expert_grads": (VERMILION, "reduce_expert_grads"),
+    "failed": (INK, "failed call"),
 }
 _ROW, _GAP = 1.0, 0.16  # heights in the axis' units: a row, and the room between two
 _WIDTH, _PLOT = 12.0, 10.8  # inches
@@ -41,6 +43,7 @@ _NARROW = 0.04  # inches
 _MAX_HEIGHT = 17.0
 
 
+@plain_settings()
 def draw_timeline(chart: Chart) -> Figure:
     """Return the picture: a row for each rank, bars for what it did.
 
@@ -87,7 +90,7 @@ def draw_timeline(chart: Chart) -> Figure:
             borderaxespad=0.5,
             handlelength=1.4,
         )
-    set_titles(figure, chart.title, chart.subtitle, legend_rows=1)
+    set_titles(figure, chart.title, chart.subtitle)
     return figure
 
 
@@ -171,34 +174,36 @@ def _write_labels(
 def trace_events(chart: Chart) -> dict[str, Any]:
     """Return the chart in the Trace Event Format: a process for each rank, a thread for each lane.
 
-    Times are microseconds. What has no known end is an instant.
+    Times are microseconds, in whole nanoseconds: readers round to those, and drop bars of a thread
+    that overlap after it. What has no known end is an instant. Numbers of processes and threads
+    begin at 1, because Perfetto takes 0 for the idle task.
     """
     events: list[dict[str, Any]] = []
     for rank in range(chart.num_ranks):
-        events.append(_named("process_name", rank, 0, f"rank {rank}"))
-        events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0}
-            | {"args": {"sort_index": rank}}
-        )
+        events.append(_meta("process_name", rank, CALL_LANE, name=f"rank {rank}"))
+        events.append(_meta("process_sort_index", rank, CALL_LANE, sort_index=rank))
         for lane in sorted({bar.lane for bar in chart.bars if bar.rank == rank}):
             name = "call" if lane == CALL_LANE else f"lane {lane}"
-            events.append(_named("thread_name", rank, lane + 1, name))
+            events.append(_meta("thread_name", rank, lane, name=name))
+            events.append(_meta("thread_sort_index", rank, lane, sort_index=lane))
     for bar in chart.bars:
+        begin, end = round(bar.begin_us * 1e3), round(bar.end_us * 1e3)
         event = {
             "name": f"{bar.kind} {bar.label}".strip(),
             "cat": bar.kind,
-            "pid": bar.rank,
-            "tid": bar.lane + 1,
-            "ts": bar.begin_us,
+            "pid": bar.rank + 1,
+            "tid": _thread(bar.lane),
+            "ts": begin / 1e3,
             "args": bar.details,
         }
         if bar.end_us > bar.begin_us:
-            event |= {"ph": "X", "dur": bar.end_us - bar.begin_us}
+            event |= {"ph": "X", "dur": (end - begin) / 1e3}
         else:
             event |= {"ph": "i", "s": "t"}
         events.append(event)
     marks = [
-        {"ph": "i", "s": "g", "name": text, "cat": "mark", "pid": 0, "tid": 0, "ts": time}
+        {"ph": "i", "s": "g", "name": text, "cat": "mark", "ts": round(time, 3)}
+        | {"pid": 1, "tid": _thread(CALL_LANE)}
         for text, time in chart.marks.items()
     ]
     return {
@@ -208,8 +213,12 @@ def trace_events(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+def _thread(lane: int) -> int:
+    return lane - CALL_LANE + 1
+
+
+def _meta(what: str, rank: int, lane: int, **arguments: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank + 1, "tid": _thread(lane), "args": arguments}
 
 
 def format_trace(chart: Chart) -> str:
