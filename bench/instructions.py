@@ -260,13 +260,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"# {tools['compiler']}, {tools['target']}, {tools['flags']}")
         print(format_table([("call", "size", "loads", *FIGURES), ("", "G/E/S", *[""] * 4)], rows))
         changes = None if baseline is None else compare(records, baseline)
-    except (CountError, InvalidArgumentError) as error:
+        if options.json is not None:
+            machine = {"tools": tools, "machine": describe_machine(), "commit": find_commit()}
+            document = {"records": records, **machine}
+            options.json.write_text(json.dumps(document, indent=2) + "\n")
+    except (CountError, InvalidArgumentError, OSError) as error:
         print(f"instructions: {error}", file=sys.stderr)
         return FAILED
-    if options.json is not None:
-        machine = {"tools": tools, "machine": describe_machine(), "commit": find_commit()}
-        document = {"records": records, **machine}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0 if changes is None else report_changes(changes, options.max_increase)
 
 

@@ -80,6 +80,14 @@ def test_the_same_source_has_the_same_counts(
     assert "changes: 0 of 10 rows" in capsys.readouterr().out
 
 
+def test_nowhere_to_write(
+    tools: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "no-such-folder" / "now.json"
+    assert instructions.main(["--sizes", SMALL, "--json", str(path)]) == 2
+    assert f"No such file or directory: '{path}'" in capsys.readouterr().err
+
+
 def test_counts_are_close_to_the_committed_ones(
     counted: Path, tools: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
