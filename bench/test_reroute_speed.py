@@ -1,4 +1,4 @@
-"""Planner, schedule and reroute at the size of a rack."""
+"""Physical ids of a rank's tokens: from ids, and from a routing map."""
 
 from __future__ import annotations
 
@@ -7,66 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from rack import TOPK, E, G, S
 
 from ultraep_comm import Plan, _core, new_loopback_groups, plan_replicas, reroute_map
-from ultraep_comm.bench.skew import generate_load
-from ultraep_comm.planner import plan_slots
-from ultraep_comm.topology import contiguous_home
 
-G, E, S = 64, 256, 2
-TOKENS, TOPK = 4096, 8
 ROUTED = 8192  # tokens of the rank that reroutes
-
-
-@pytest.fixture(scope="module", params=[1.5, 2.0, 3.0], ids="imbalance{}".format)
-def load(request: pytest.FixtureRequest) -> torch.Tensor:
-    made = generate_load(
-        num_ranks=G, num_experts=E, imbalance=request.param, num_tokens=G * TOKENS * TOPK, seed=1
-    )
-    return torch.from_numpy(made)
-
-
-def test_planner_core(benchmark: Callable, load: torch.Tensor) -> None:
-    total = load.sum(dim=0).numpy()
-    home, domain = contiguous_home(E, G), np.zeros(G, np.int32)
-    slot_expert, _, _ = benchmark(_core.plan_replicas, total, home, domain, S, False, 1_010_000)
-    assert (slot_expert >= 0).any()
-
-
-def test_planner_api(benchmark: Callable, load: torch.Tensor) -> None:
-    plan = benchmark(plan_replicas, load, slots_per_rank=S, num_ranks=G)
-    assert plan.imbalance < 1.02
-
-
-def test_planner_numpy(benchmark: Callable, load: torch.Tensor) -> None:
-    slot_expert, _, _ = benchmark(
-        plan_slots,
-        load.sum(dim=0).numpy(),
-        num_ranks=G,
-        slots_per_rank=S,
-        home=contiguous_home(E, G),
-        domain=np.zeros(G, np.int32),
-    )
-    assert (slot_expert >= 0).any()
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["push", "pull", "direct"])
-def test_schedule(benchmark: Callable, load: torch.Tensor, mode: int) -> None:
-    plan = plan_replicas(load, slots_per_rank=S, num_ranks=G)
-    schedule = benchmark(
-        _core.make_schedule,
-        slot_expert=plan.slot_expert.flatten().tolist(),
-        home=plan.home.tolist(),
-        domain=[0] * G,
-        slots_per_rank=S,
-        allow_cross_domain=False,
-        segment_bytes=[25 << 20, 12 << 20],
-        tile_bytes=64 << 10,
-        mode=mode,
-        may_pull=True,
-        cost=[80_000, 60_000, 300_000, 10_000_000, G],
-    )
-    assert schedule["mode"] == mode
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +29,7 @@ def _plan_for(routing_map: torch.Tensor) -> Plan:
     return plan_replicas(load, slots_per_rank=S, num_ranks=G)
 
 
+@pytest.mark.benchmark(group="reroute: ids")
 @pytest.mark.parametrize("rank", [0, G - 1])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_reroute(
@@ -98,6 +44,7 @@ def test_reroute(
     assert status.fault is _core.RerouteFault.NONE
 
 
+@pytest.mark.benchmark(group="reroute: shares")
 def test_reroute_shares_alone(benchmark: Callable, routing_map: torch.Tensor) -> None:
     plan = _plan_for(routing_map)
     nothing = np.empty(0, np.int32)
@@ -114,6 +61,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.benchmark(group="reroute: map")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_reroute_map(
