@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
-    if options.command in ("plan", "model"):
-        return run_alone(run, settings)
     try:
+        if options.command in ("plan", "model"):
+            return run_alone(run, settings)
         if settings.fabric == "loopback":
             return run_alone(run, settings)
         return run_ranks(run, settings, settings.num_ranks)

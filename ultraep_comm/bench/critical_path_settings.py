@@ -17,11 +17,13 @@ from ultraep_comm.bench.arguments import (
     choose_engine,
     count_ranks,
     default_imbalance,
+    parse_expert_bytes,
+    parse_tile_bytes,
 )
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES
-from ultraep_comm.bench.sizes import parse_segments, parse_size
+from ultraep_comm.bench.sizes import parse_segments
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import Trace, open_trace
 from ultraep_comm.errors import InvalidArgumentError
@@ -172,14 +174,15 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         )
     trace = None if options.trace is None else _open_trace(options, num_ranks)
     num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
-    given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
     return PathSettings(
         num_ranks=num_ranks,
         num_experts=num_experts if trace is None else trace.num_experts,
         slots=options.slots,
         tokens=options.tokens,
         topk=options.topk,
-        segments=parse_segments(options.segments, given, DEFAULT_EXPERT_BYTES),
+        segments=parse_segments(
+            options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
+        ),
         mode=options.mode,
         imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
         trace=trace,
@@ -188,7 +191,7 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         layer=options.layer,
         fabric=fabric,
         num_sms=options.num_sms,
-        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        tile_bytes=parse_tile_bytes(options),
         link_gbps=options.link_gbps,
         iters=options.iters,
         warmup=options.warmup,

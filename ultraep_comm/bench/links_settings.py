@@ -11,9 +11,11 @@ import torch
 from ultraep_comm.bench.arguments import (
     DEFAULT_RANKS,
     add_round_arguments,
+    check_memory,
     check_minima,
     choose_engine,
     count_ranks,
+    parse_tile_bytes,
 )
 from ultraep_comm.bench.gate import Gate, add_gate_arguments, make_gate
 from ultraep_comm.bench.launch import launched_ranks
@@ -128,9 +130,11 @@ def make_links_settings(options: argparse.Namespace) -> LinksSettings:
     num_ranks = count_ranks(options)
     if num_ranks < 2:
         raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a link")
+    link_bytes = parse_size(options.link_bytes, "--bytes")
+    check_memory(2 * num_ranks * link_bytes, engine)
     return LinksSettings(
         num_ranks=num_ranks,
-        link_bytes=parse_size(options.link_bytes),
+        link_bytes=link_bytes,
         # Ranks in one process share its clock, so theirs cannot be told apart.
         one_at_a_time=options.one_at_a_time or fabric == "loopback",
         statistic=options.statistic,
@@ -145,5 +149,5 @@ def make_links_settings(options: argparse.Namespace) -> LinksSettings:
         engine=engine,
         fabric=fabric,
         num_sms=options.num_sms,
-        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        tile_bytes=parse_tile_bytes(options),
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ultraep_comm.bench.arguments import check_memory
 from ultraep_comm.bench.replicate_settings import add_transfer_arguments, check_transfer
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.errors import InvalidArgumentError
@@ -44,6 +45,13 @@ class ReduceSettings(ReplicateSettings):
     def expert(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return ``new_group``'s argument. Weights are not moved, and as small as can be."""
         return {name: ((count,), torch.uint8) for name, count in self.elements.items()}
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of all ranks' main and slot gradients at the largest size."""
+        mains = self.num_experts * self.main_dtype.itemsize
+        slots = self.num_ranks * self.slots * self.grad_dtype.itemsize
+        return (mains + slots) * (sum(self.sizes[-1].values()) // self.grad_dtype.itemsize)
 
     @property
     def more(self) -> dict[str, Any]:
@@ -114,4 +122,5 @@ def make_reduce_settings(options: argparse.Namespace) -> ReduceSettings:
                 f"segment {name!r} has {size} bytes; expected a multiple of {item}, the bytes of"
                 f" {options.grad_dtype}"
             )
+    check_memory(settings.needed_bytes, settings.engine)
     return settings

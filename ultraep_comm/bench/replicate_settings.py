@@ -16,17 +16,19 @@ from ultraep_comm.bench.arguments import (
     DEFAULT_IMBALANCE,
     DEFAULT_RANKS,
     add_round_arguments,
+    check_memory,
     check_minima,
     choose_engine,
     count_ranks,
     default_imbalance,
+    parse_tile_bytes,
 )
 from ultraep_comm.bench.figures import DEFAULT_TIMES, TIMES, parse_times
 from ultraep_comm.bench.gate import add_gate_arguments, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
-from ultraep_comm.bench.sizes import parse_counts, parse_size
+from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.sweep import add_sweep_arguments, sweep_segments
 from ultraep_comm.bench.traces import load_trace
@@ -110,7 +112,9 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
         InvalidArgumentError: as its text says.
         OSError: the trace cannot be read.
     """
-    return ReplicateSettings(**check_transfer(options, ALL_MODES))
+    settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
+    check_memory(settings.needed_bytes, settings.engine)
+    return settings
 
 
 def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
         "segments": sweep[0],
         "sweep": sweep[1:],
         "modes": modes if options.mode == "all" else (options.mode,),
-        "tile_bytes": None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        "tile_bytes": parse_tile_bytes(options),
         "iters": options.iters,
         "warmup": options.warmup,
         "check": bool(options.check),
