@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from ultraep_comm.bench.arguments import (
     parse_expert_bytes,
     parse_tile_bytes,
 )
+from ultraep_comm.bench.gate import Gate, add_bound_argument, check_rate_known, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES
@@ -61,6 +62,7 @@ class PathSettings:
         check: compare the slots of every iteration instead of the last one's.
         json: where records go; None: nowhere.
         csv: where they go flat; None: nowhere.
+        gate: what whole paths have to reach.
         seed: of ids and payload.
     """
 
@@ -85,6 +87,7 @@ class PathSettings:
     check: bool
     json: Path | None = None
     csv: Path | None = None
+    gate: Gate = field(default_factory=Gate)
     seed: int
 
     @property
@@ -117,7 +120,8 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="time the way from topk_ids to filled slots, on GPUs",
         description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
         " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
-        " has fresh ids and bytes. The exit code is 1 if any plan, id or byte is wrong.",
+        " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
+        " a limit is not met, 2 after other errors.",
     )
     add = parser.add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
@@ -150,6 +154,7 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of ids and payload (default 1)")
     add_output_arguments(add)
+    add_bound_argument(add, "a whole path takes more than X times the transfer's bound")
 
 
 def make_path_settings(options: argparse.Namespace) -> PathSettings:
@@ -162,9 +167,9 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
     """
     check_minima(options, _MINIMA)
     check_outputs(options)
-    if options.link_gbps is not None and not options.link_gbps > 0:
-        raise InvalidArgumentError(f"--link-gbps is {options.link_gbps}; expected more than 0")
+    gate = make_gate(options)
     _, fabric = choose_engine("cuda", options.fabric, launched_ranks())
+    check_rate_known(gate, fabric, options.link_gbps)
     num_ranks = count_ranks(options)
     total = num_ranks * options.tokens * options.topk
     if total >= MAX_LOAD:
@@ -198,6 +203,7 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         check=bool(options.check),
         json=options.json,
         csv=options.csv,
+        gate=gate,
         seed=options.seed,
     )
 

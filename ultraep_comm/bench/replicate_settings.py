@@ -24,7 +24,7 @@ from ultraep_comm.bench.arguments import (
     parse_tile_bytes,
 )
 from ultraep_comm.bench.figures import DEFAULT_TIMES, TIMES, parse_times
-from ultraep_comm.bench.gate import add_gate_arguments, make_gate
+from ultraep_comm.bench.gate import add_gate_arguments, check_rate_known, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
@@ -130,12 +130,7 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
     gate = make_gate(options)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_sms = () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms")
-    unknown_rate = options.link_gbps is None and fabric not in ("shm", "loopback")
-    if gate.max_over_bound is not None and unknown_rate:
-        raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
-            f" {fabric} carries; give --link-gbps"
-        )
+    check_rate_known(gate, fabric, options.link_gbps)
     load, source = _make_load(options, count_ranks(options))
     return {
         "load": load,
