@@ -123,7 +123,7 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
         " a limit is not met, 2 after other errors.",
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("the path").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -151,8 +151,10 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="GB/S",
         help="what a GPU's link carries one way, for the bound over several GPUs",
     )
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of ids and payload (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
     add_bound_argument(add, "a whole path takes more than X times the transfer's bound")
 

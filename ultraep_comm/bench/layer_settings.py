@@ -101,13 +101,14 @@ class LayerSettings:
 
 def add_layer_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``layer`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "layer",
         help="a whole MoE layer, forward and backward, with and without replicas",
         description="Time a MoE layer, forward and backward, on the CPU: with skewed routing as it"
         " is, with replicas, and with force-balanced routing, interleaved. The exit status is 1"
         " if any value is wrong, 3 if a limit is not met, 2 after other errors.",
-    ).add_argument
+    )
+    add = parser.add_argument_group("the layer").add_argument
     add("--ranks", type=int, help=f"ranks to start, no more than cores (default {DEFAULT_RANKS})")
     add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"(default {DEFAULT_EXPERTS})")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -120,8 +121,10 @@ def add_layer_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         type=float,
         help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
     )
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of routing, weights and tokens (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
     add_bound_argument(add, "a step with replicas takes more than X times a balanced one")
 

@@ -77,14 +77,15 @@ class LinksSettings:
 
 def add_links_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``links`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "links",
         help="bandwidth from every rank to every other",
         description="Copy one expert from every rank to every other, check it, and print a matrix"
         " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
         " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
         " met, 2 after other errors.",
-    ).add_argument
+    )
+    add = parser.add_argument_group("what is moved").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add(
         *("-b", "--bytes", "--expert-bytes", "--minbytes"),
@@ -111,8 +112,10 @@ def add_links_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of the payload (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
     add_gate_arguments(add, bound=False)
 

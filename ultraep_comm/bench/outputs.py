@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ultraep_comm import files
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
@@ -82,7 +82,11 @@ def write_whole(path: Path, text: str) -> None:
         with path.open("a") as stream:
             stream.write(text)
         return
-    files.write_whole(path.resolve(), lambda file: file.write(text.encode()))
+
+    def write(file: BinaryIO) -> None:
+        file.write(text.encode())
+
+    files.write_whole(path.resolve(), write)
 
 
 def format_csv(records: Sequence[Mapping[str, Any]]) -> str:

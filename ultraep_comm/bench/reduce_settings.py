@@ -81,17 +81,18 @@ class ReduceSettings(ReplicateSettings):
 
 def add_reduce_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``reduce`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "reduce",
         help="add the gradients of a plan's replicas to the main gradients",
         description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
         " adding out of shared memory, on one plan, with interleaved iterations. Sizes take the"
         " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
         " 2 after other errors.",
-    ).add_argument
-    add_transfer_arguments(
-        add, modes=ALL_REDUCE_MODES, expert_bytes="bytes of one expert's gradients in a slot"
     )
+    add_transfer_arguments(
+        parser, modes=ALL_REDUCE_MODES, expert_bytes="bytes of one expert's gradients in a slot"
+    )
+    add = parser.add_argument_group("gradients").add_argument
     add("--grad-dtype", choices=_DTYPES, default="float32", help="in slots (default float32)")
     add("--main-dtype", choices=_DTYPES, default="float32", help="at home (default float32)")
     add(

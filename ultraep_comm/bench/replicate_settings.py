@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ def add_replicate_command(commands: argparse._SubParsersAction[argparse.Argument
         " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
         " byte is wrong, 3 if a limit is not met, 2 after other errors.",
     )
-    add_transfer_arguments(parser.add_argument, modes=ALL_MODES, expert_bytes="bytes of one expert")
+    add_transfer_arguments(parser, modes=ALL_MODES, expert_bytes="bytes of one expert")
 
 
 def add_transfer_arguments(
-    add: Callable[..., argparse.Action], *, modes: Sequence[str], expert_bytes: str
+    parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
 ) -> None:
     """Add the arguments of a command that times one collective on one plan."""
+    add = parser.add_argument_group("what is moved").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -70,6 +71,7 @@ def add_transfer_arguments(
     add("--step", type=int, default=0, help="of the trace (default 0)")
     add("--layer", type=int, default=0, help="of the trace (default 0)")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add = parser.add_argument_group("what moves it").add_argument
     add(
         "--engine",
         choices=["auto", "host", "cuda"],
@@ -92,10 +94,12 @@ def add_transfer_arguments(
     )
     add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of load and payload (default 1)")
+    add_gate_arguments(parser.add_argument_group("limits").add_argument, bound=True)
+    add = parser.add_argument_group("results").add_argument
     add_output_arguments(add)
-    add_gate_arguments(add, bound=True)
     add(
         "--times",
         default=",".join(DEFAULT_TIMES),
