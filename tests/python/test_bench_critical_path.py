@@ -40,7 +40,7 @@ PATHS = {
 RECORD_KEYS = {
     *("op", "row", "engine", "fabric", "ranks", "experts", "slots", "expert_bytes", "tokens"),
     *("topk", "time_us", "host_us", "kernels", "copies", "over_bound", "speedup_over_host_plan"),
-    *("wrong_bytes", "wrong_values"),
+    *("wrong_bytes", "wrong_values", "rank_time_us", "gate"),
 }
 
 
@@ -82,6 +82,30 @@ def test_end_to_end(
     rows = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(rows) == len(records)
     assert "fresh ids in each" in text
+    assert "# topology: 2 ranks on 1 host, 1 domain; engine cuda, fabric loopback" in text
+    assert [place["rank"] for place in document["topology"]] == [0, 1]
+    assert document["gate"] is None
+    assert {record["gate"] for record in records.values()} == {None}
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
+def test_a_gate(
+    emulated: EmulatedDevice,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    limit: str,
+    status: int,
+) -> None:
+    path = tmp_path / "o.json"
+    settings = _settings(*FEW, "-n", "1", "--max-over-bound", limit, "--json", str(path))
+    assert critical_path.run_on(Emulated(), settings) == status
+    document = json.loads(path.read_text())
+    judged = {r["row"]: r["gate"] for r in document["records"] if r["gate"] is not None}
+    assert judged == dict.fromkeys(PATHS, "bound" if status else "met")
+    assert document["gate"]["met"] is (status == 0)
+    assert ("gate not met by 6 of 6, expected at most 1e-09 times" in capsys.readouterr().err) is (
+        status == 3
+    )
 
 
 @pytest.mark.parametrize("broken", ["", "byte", "empty slot", "no transfer", "load", "plan", "id"])
@@ -191,6 +215,7 @@ def test_a_trace_gives_each_source_its_own_shares(tmp_path: Path) -> None:
 def _row(name: str, time_us: float) -> PathRow:
     times = np.array([time_us, time_us, 3 * time_us])
     counted: dict[str, Any] = {"kernels": 3, "copies": 0, "wrong_bytes": 0, "wrong_values": 0}
+    counted["rank_times_us"] = times[:1]
     return PathRow(name=name, times_us=times, host_us=times / 10, **counted)
 
 

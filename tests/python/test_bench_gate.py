@@ -82,6 +82,11 @@ def test_sizes_of_a_sweep() -> None:
         (["-b", "1K", "-e", "2K", "-f", "-2"], "--stepfactor is -2"),
         (["-b", "1K", "-e", "2K", "-i", "0"], "'0' is not a size"),
         (["-b", "1K", "-e", "2K", "-f", "2", "-i", "1K"], "expected one of them"),
+        (["-b", "-5"], "--expert-bytes: '-5' is not a size"),
+        (["-e", "9" * 5000 + "G"], "--maxbytes: '999"),
+        (["-e", "999999999999G"], "is no memory's size; expected at most 262144G"),
+        (["-b", "1K", "-e", "1024G"], "experts and slots of all ranks take"),
+        (["--ranks", "100000"], "--ranks is 100000; expected at most 1024"),
         (["-b", "1K", "-f", "2"], "there is no --maxbytes"),
         (["-b", "1K", "-i", "2K"], "there is no --maxbytes"),
         (["-b", "1K", "-e", "1G", "-i", "1"], "more than 1000 sizes"),
@@ -320,6 +325,17 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     write_whole(Path(os.devnull), "to nowhere")  # written to, and not replaced
     assert not Path(os.devnull).is_file()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """The other file is written, and figures have been printed."""
+    few = ["--ranks", "2", "--experts", "8", "-b", "16K", "-n", "1", "-w", "0", "--mode", "push"]
+    done = bench(*few, "--json", "/dev/full", "--csv", "o.csv", cwd=tmp_path)
+    assert done.returncode == 2
+    line = "error: --json /dev/full could not be written (No space left on device)\n"
+    assert done.stderr == line
+    assert "push" in rows(done.stdout)
+    assert cells_of((tmp_path / "o.csv").read_text())[0]["mode"] == "push"
 
 
 def test_records_on_standard_output(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +132,61 @@ def test_the_benchmark_as_a_step_of_srun(plain: pytest.MonkeyPatch, tmp_path: Pa
     assert [process.returncode for process in started] == [0, 0], texts
     assert [text.count("#wrong") for text in texts] == [1, 0]  # one rank prints
     assert "ranks 2, experts 16" in texts[0]
+
+
+# ---- the end of a run ---------------------------------------------------------------------------
+
+LONG = ["replicate", "--ranks", "2", "-b", "1M", "-n", "1000000", "--json", "o.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "status"),
+    [
+        (signal.SIGINT, True, 130),  # a terminal's
+        (signal.SIGTERM, False, 128 + signal.SIGTERM),
+        (signal.SIGKILL, False, -signal.SIGKILL),
+    ],
+)
+def test_nothing_outlives_a_run(
+    tmp_path: Path, number: signal.Signals, to_all: bool, status: int
+) -> None:
+    """Ranks hold standard output, so it ends only with the last of them."""
+    (tmp_path / "tmp").mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "ultraep_comm.bench", *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        start_new_session=True,
+    ) as bench:
+        assert bench.stdout is not None
+        try:
+            while not bench.stdout.readline().startswith("# 1000000 iterations"):
+                assert bench.poll() is None
+            (os.killpg if to_all else os.kill)(bench.pid, number)
+            _, errors = bench.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(bench.pid, signal.SIGKILL)
+    assert bench.returncode == status
+    assert "Traceback" not in errors
+    assert not (tmp_path / "o.json").exists()
+    if number != signal.SIGKILL:
+        assert not list((tmp_path / "tmp").iterdir())
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared if "ultraep" in name}
+
+
+def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ultraep_comm.bench", *LONG[:-2], "-n", "1", "-w", "0"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 2
+    assert done.stderr.count("error: nobody reads standard output any more") == 1
+    assert "Traceback" not in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_bench import rows, run
+from test_bench_gate import check_csv
 
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.layer_report import LayerRow
@@ -16,6 +17,11 @@ from ultraep_comm.bench.layer_settings import LayerSettings, make_layer_settings
 
 FEW = ["--experts", "8", "--tokens", "64", "--topk", "2", "--hidden", "32", "--inner", "48"]
 FEW += ["-n", "2", "-w", "1"]
+RECORD_KEYS = {
+    *("op", "routing", "ranks", "experts", "slots", "time_us", "rank_time_us", "tokens_per_s"),
+    *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
+    *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
+}
 
 
 def records_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -32,6 +38,12 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     records = records_of(tmp_path / "o.json")
     assert list(records) == routings
     for record in records.values():
+        assert set(record) == RECORD_KEYS
+        assert record["gate"] is None
+        times, own = record["time_us"], record["rank_time_us"]
+        assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
+        assert 0 < own["min"] <= own["avg"] <= own["max"] <= times["max"]
+        assert (record["over_bound"] is None) == (record["routing"] != "replicated")
         assert record["wrong_values"] == 0
         assert record["tokens_per_s"] == pytest.approx(ranks * 64e6 / record["time_us"]["p50"])
     assert records["replicated"]["replicas"] >= 1
@@ -39,6 +51,24 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
     assert all(us > 0 for us in records["replicated"]["phases_us"].values())
     assert not any(records["plain"]["phases_us"].values())
     assert records["balanced"]["share_of_balanced"] == 1
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
+def test_a_gate(tmp_path: Path, limit: str, status: int) -> None:
+    """The step with replicas is held against the balanced one, and no other."""
+    arguments = ["layer", *FEW, "--max-over-bound", limit, "--json", "o.json", "--csv", "o.csv"]
+    done = run("-m", "ultraep_comm.bench", *arguments, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.count("# topology: 2 ranks on 1 host, 1 domain; engine host") == 1
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert [place["rank"] for place in document["topology"]] == [0, 1]
+    assert document["gate"]["met"] is (status == 0)
+    verdict = "bound" if status else "met"
+    assert [r["gate"] for r in document["records"]] == [None, verdict, None]
+    replicated = document["records"][1]
+    assert replicated["over_bound"] == pytest.approx(1 / replicated["share_of_balanced"])
+    assert ("gate not met by 1 of 1" in done.stderr) is (status == 3)
+    check_csv(tmp_path / "o.csv", document["records"])
 
 
 BROKEN = """
@@ -114,6 +144,7 @@ def test_shares_are_of_the_same_iteration() -> None:
         return LayerRow(
             routing="plain",
             times=np.array(times),
+            rank_times=np.array(times, np.float64),
             phases=np.array([[1000, 2000, 3000, 4000]] * len(times)),
             compute=np.array(times),
             imbalance=np.ones(len(times)),
@@ -133,6 +164,7 @@ def test_shares_are_of_the_same_iteration() -> None:
         (["--ranks", "9"], "at least one for each of 9 ranks"),
         (["--tokens", "0"], "--tokens is 0"),
         (["--imbalance", "5"], "expected 1 to 2"),
+        (["--max-over-bound", "-1"], "--max-over-bound is -1.0"),
         (["--json", "none/o.json"], "no such folder"),
     ],
 )

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 
 from ultraep_comm.bench import gpu
 from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.sizes import format_size, parse_size
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.fabrics.shm import available_bytes
 
 DEFAULT_RANKS = 4
+MAX_RANKS = 1024
 DEFAULT_EXPERTS = 32
 DEFAULT_EXPERT_BYTES = 16 << 20
 DEFAULT_IMBALANCE = 3.0
@@ -69,9 +72,11 @@ def count_ranks(options: argparse.Namespace) -> int:
     """Return G: the launcher's, else ``--ranks``.
 
     Raises:
-        InvalidArgumentError: they are not the same.
+        InvalidArgumentError: they are not the same, or far too many.
     """
     launched = launched_ranks()
+    if options.ranks is not None and options.ranks > MAX_RANKS:
+        raise InvalidArgumentError(f"--ranks is {options.ranks}; expected at most {MAX_RANKS}")
     if launched is None:
         return DEFAULT_RANKS if options.ranks is None else int(options.ranks)
     if options.ranks not in (None, launched):
@@ -84,3 +89,28 @@ def count_ranks(options: argparse.Namespace) -> int:
 def default_imbalance(num_ranks: int) -> float:
     """Return the imbalance of a generated load: 3, or three quarters of fewer ranks."""
     return max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))
+
+
+def parse_expert_bytes(options: argparse.Namespace) -> int | None:
+    """Return the bytes of ``--expert-bytes``; None: it was not given."""
+    given = options.expert_bytes
+    return None if given is None else parse_size(given, "--expert-bytes")
+
+
+def parse_tile_bytes(options: argparse.Namespace) -> int | None:
+    """Return the bytes of ``--tile-bytes``; None: the engine's."""
+    return None if options.tile_bytes is None else parse_size(options.tile_bytes, "--tile-bytes")
+
+
+def check_memory(num_bytes: int, engine: str) -> None:
+    """Raise InvalidArgumentError if the largest size of a run on the CPU cannot fit into memory.
+
+    A sweep would find out after hours, by a rank that the system kills, and keep no record.
+    """
+    available = available_bytes()
+    if engine == "host" and num_bytes > available:
+        raise InvalidArgumentError(
+            f"experts and slots of all ranks take {format_size(num_bytes)}, but this machine has"
+            f" {format_size(available)} of memory available; give smaller sizes, or fewer experts,"
+            " slots or ranks"
+        )

@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
-    if options.command in ("plan", "model"):
-        return run_alone(run, settings)
     try:
+        if options.command in ("plan", "model"):
+            return run_alone(run, settings)
         if settings.fabric == "loopback":
             return run_alone(run, settings)
         return run_ranks(run, settings, settings.num_ranks)
@@ -92,8 +92,14 @@ def _speaks() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ultraep_comm.bench", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m ultraep_comm.bench",
+        description="Measure transfers of experts, what surrounds them, and the links under them."
+        " Flags are those of nccl-tests where it has them; COMMAND --help lists a command's.",
+        epilog="Exit status: 0 all is well, 1 wrong bytes or values, 2 other errors, 3 a limit is"
+        " not met, 130 interrupted.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_replicate_command(commands)
     add_reduce_command(commands)
     add_plan_command(commands)

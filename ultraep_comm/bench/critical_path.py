@@ -17,12 +17,15 @@ from ultraep_comm.bench.critical_path_report import (
     format_path_header,
     format_path_results,
     make_path_document,
+    make_path_records,
 )
 from ultraep_comm.bench.critical_path_settings import PathSettings
 from ultraep_comm.bench.device_transfers import RanksHere, count_wrong_slots, mark_slots
+from ultraep_comm.bench.gate import exit_code
 from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.placement import gather_places
 from ultraep_comm.bench.progress import show_progress
 from ultraep_comm.bench.routed_ids import draw_ids
 from ultraep_comm.bench.skew import rank_imbalance
@@ -32,7 +35,7 @@ TILE_BYTES = 32 << 10
 
 
 def run(settings: PathSettings) -> int:
-    """Measure; rank 0 prints. Return the exit code, 1: a wrong plan, id or byte.
+    """Measure; rank 0 prints. Return the exit status, 1: a wrong plan, id or byte, 3: the gate.
 
     Raises:
         UltraEPError: there is no device, a group could not be made, or a call failed.
@@ -53,16 +56,18 @@ def run_on(meter: Meter, settings: PathSettings) -> int:
         num_sms=meter.num_sms(settings.num_sms, settings.num_ranks if settings.loopback else 1),
     )
     device = meter.describe()
+    places = gather_places(ranks.groups[0], device=device, loopback=settings.loopback)
     if speaks:
-        print(format_path_header(settings, device), flush=True)
+        print(format_path_header(settings, device, places), flush=True)
     found = Measurement(meter, settings, ranks, speaks).run()
     found = dataclasses.replace(found, device=device)
     ranks.close()
     if speaks:
         print(format_path_results(settings, found), flush=True)
-        document = make_path_document(settings, found)
+        document = make_path_document(settings, found, places)
         write_outputs(document, json_path=settings.json, csv_path=settings.csv)
-    return 1 if found.wrong else 0
+    records = make_path_records(settings, found)
+    return exit_code(settings.gate, records, int(found.wrong), speaks=speaks)
 
 
 class Measurement:
@@ -105,6 +110,8 @@ class Measurement:
                 loads[:, i] = _describe(expected)
         if self._speaks:
             show_progress(1, 1, "")
+        own = times.mean(axis=1)
+        rank_times = own[:, None] if s.loopback else _gather(own)
         if not s.loopback:
             for figures in (times, host):
                 dist.all_reduce(torch.from_numpy(figures), op=dist.ReduceOp.MAX)
@@ -113,6 +120,7 @@ class Measurement:
             PathRow(
                 name=variant.name,
                 times_us=times[v],
+                rank_times_us=rank_times[v],
                 host_us=host[v] if variant.is_async else None,
                 kernels=max(counts[v])[0],
                 copies=max(counts[v])[1],
@@ -174,6 +182,14 @@ class Measurement:
     def _barrier(self) -> None:
         if not self._settings.loopback:
             dist.barrier()
+
+
+def _gather(own: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what all ranks have of each variant, ``[variants, G]``. Collective."""
+    gathered = [torch.empty(len(own), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.from_numpy(own))
+    found: NDArray[np.float64] = torch.stack(gathered, dim=1).numpy()
+    return found
 
 
 def _describe(expected: Expected) -> NDArray[np.float64]:

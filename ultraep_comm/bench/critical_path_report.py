@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.critical_path_settings import PathSettings
+from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import describe_run
+from ultraep_comm.bench.placement import format_places
+from ultraep_comm.bench.report import describe_gate, describe_run
 from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.table import format_table
 
@@ -29,7 +31,8 @@ class PathRow:
 
     Attributes:
         name: of the row.
-        times_us: ``[iters]``, on the device.
+        times_us: ``[iters]``, on the device, of the slowest rank.
+        rank_times_us: ``[G]``, each rank's own mean; in loopback, with one clock, one entry.
         host_us: ``[iters]`` that submitting kept the host; None: it waited for the device.
         kernels: launched for it, as one rank has them: counted.
         copies: to the device that were enqueued for it, likewise.
@@ -39,6 +42,7 @@ class PathRow:
 
     name: str
     times_us: NDArray[np.float64]
+    rank_times_us: NDArray[np.float64]
     host_us: NDArray[np.float64] | None
     kernels: int
     copies: int
@@ -117,8 +121,8 @@ def _ratios(row: PathRow, settings: PathSettings, found: PathRun) -> dict[str, f
 
 
 def make_path_records(settings: PathSettings, found: PathRun) -> list[dict[str, Any]]:
-    """Return one JSON record for each row."""
-    return [
+    """Return one JSON record for each row; the gate judges whole paths on the device."""
+    records = [
         {
             "op": "critical-path",
             "row": row.name,
@@ -130,11 +134,7 @@ def make_path_records(settings: PathSettings, found: PathRun) -> list[dict[str, 
             "expert_bytes": settings.expert_bytes,
             "tokens": settings.tokens,
             "topk": settings.topk,
-            "time_us": {
-                "p50": row.p50,
-                "p99": float(np.percentile(row.times_us, 99)),
-                "max": float(row.times_us.max()),
-            },
+            **Times(iterations=row.times_us, ranks=row.rank_times_us).record(),
             "host_us": row.host_p50,
             "kernels": row.kernels,
             "copies": row.copies,
@@ -144,12 +144,20 @@ def make_path_records(settings: PathSettings, found: PathRun) -> list[dict[str, 
         }
         for row in found.rows
     ]
+    judged = set(WHOLE_PATH) - {HOST_PLAN}
+    return [
+        {**record, "gate": settings.gate.judge(record) if record["row"] in judged else None}
+        for record in records
+    ]
 
 
-def make_path_document(settings: PathSettings, found: PathRun) -> dict[str, Any]:
+def make_path_document(
+    settings: PathSettings, found: PathRun, places: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the records with what they were measured on."""
+    records = make_path_records(settings, found)
     return {
-        "records": make_path_records(settings, found),
+        "records": records,
         "plans": {
             "imbalance_before": float(np.median(found.before)),
             "imbalance_after": float(np.median(found.after)),
@@ -158,6 +166,8 @@ def make_path_document(settings: PathSettings, found: PathRun) -> dict[str, Any]
             "bound_us": found.bound_us(settings),
         },
         "machine": {**describe_machine(), **found.device},
+        "topology": list(places),
+        "gate": describe_gate(settings.gate, records),
         "commit": find_commit(),
         "settings": {
             "ids": settings.source,
@@ -174,11 +184,14 @@ def make_path_document(settings: PathSettings, found: PathRun) -> dict[str, Any]
     }
 
 
-def format_path_header(settings: PathSettings, device: Mapping[str, Any]) -> str:
+def format_path_header(
+    settings: PathSettings, device: Mapping[str, Any], places: Sequence[dict[str, Any]]
+) -> str:
     """Return what a reader must know before the figures."""
     memory = format_size(int(device.get("gpu_memory_bytes", 0)))
     lines = [
         *describe_run(f"critical-path, engine cuda, fabric {settings.fabric}"),
+        *format_places(places, engine="cuda", fabric=settings.fabric),
         f"device: {device.get('gpu', 'unknown')}, {memory}, {device.get('gpu_sms', '?')} SMs",
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {describe_segments(settings.segments)}, mode {settings.mode}",

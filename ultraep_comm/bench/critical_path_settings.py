@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,11 +17,14 @@ from ultraep_comm.bench.arguments import (
     choose_engine,
     count_ranks,
     default_imbalance,
+    parse_expert_bytes,
+    parse_tile_bytes,
 )
+from ultraep_comm.bench.gate import Gate, add_bound_argument, check_rate_known, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES
-from ultraep_comm.bench.sizes import parse_segments, parse_size
+from ultraep_comm.bench.sizes import parse_segments
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import Trace, open_trace
 from ultraep_comm.errors import InvalidArgumentError
@@ -59,6 +62,7 @@ class PathSettings:
         check: compare the slots of every iteration instead of the last one's.
         json: where records go; None: nowhere.
         csv: where they go flat; None: nowhere.
+        gate: what whole paths have to reach.
         seed: of ids and payload.
     """
 
@@ -83,6 +87,7 @@ class PathSettings:
     check: bool
     json: Path | None = None
     csv: Path | None = None
+    gate: Gate = field(default_factory=Gate)
     seed: int
 
     @property
@@ -115,9 +120,10 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         help="time the way from topk_ids to filled slots, on GPUs",
         description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
         " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
-        " has fresh ids and bytes. The exit code is 1 if any plan, id or byte is wrong.",
+        " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
+        " a limit is not met, 2 after other errors.",
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("the path").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -145,9 +151,12 @@ def add_path_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="GB/S",
         help="what a GPU's link carries one way, for the bound over several GPUs",
     )
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of ids and payload (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
+    add_bound_argument(add, "a whole path takes more than X times the transfer's bound")
 
 
 def make_path_settings(options: argparse.Namespace) -> PathSettings:
@@ -160,9 +169,9 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
     """
     check_minima(options, _MINIMA)
     check_outputs(options)
-    if options.link_gbps is not None and not options.link_gbps > 0:
-        raise InvalidArgumentError(f"--link-gbps is {options.link_gbps}; expected more than 0")
+    gate = make_gate(options)
     _, fabric = choose_engine("cuda", options.fabric, launched_ranks())
+    check_rate_known(gate, fabric, options.link_gbps)
     num_ranks = count_ranks(options)
     total = num_ranks * options.tokens * options.topk
     if total >= MAX_LOAD:
@@ -172,14 +181,15 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         )
     trace = None if options.trace is None else _open_trace(options, num_ranks)
     num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
-    given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
     return PathSettings(
         num_ranks=num_ranks,
         num_experts=num_experts if trace is None else trace.num_experts,
         slots=options.slots,
         tokens=options.tokens,
         topk=options.topk,
-        segments=parse_segments(options.segments, given, DEFAULT_EXPERT_BYTES),
+        segments=parse_segments(
+            options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
+        ),
         mode=options.mode,
         imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
         trace=trace,
@@ -188,13 +198,14 @@ def make_path_settings(options: argparse.Namespace) -> PathSettings:
         layer=options.layer,
         fabric=fabric,
         num_sms=options.num_sms,
-        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        tile_bytes=parse_tile_bytes(options),
         link_gbps=options.link_gbps,
         iters=options.iters,
         warmup=options.warmup,
         check=bool(options.check),
         json=options.json,
         csv=options.csv,
+        gate=gate,
         seed=options.seed,
     )
 

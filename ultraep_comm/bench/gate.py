@@ -54,7 +54,8 @@ class Gate:
         missed = [r for r in records if r["gate"] not in (None, "met")]
         if not missed:
             return ""
-        missed.sort(key=_rate)
+        missed.sort(key=_slowness, reverse=True)
+        judged = sum(r["gate"] is not None for r in records)
         more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
         named = "; ".join(_describe(record) for record in missed[:_NAMED])
         limits = []
@@ -63,9 +64,7 @@ class Gate:
         if self.max_over_bound is not None:
             limits.append(f"at most {self.max_over_bound:g} times the bound")
         expected = " and ".join(limits)
-        return (
-            f"gate not met by {len(missed)} of {len(records)}, expected {expected}: {named}{more}"
-        )
+        return f"gate not met by {len(missed)} of {judged}, expected {expected}: {named}{more}"
 
 
 def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> None:
@@ -77,12 +76,7 @@ def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> N
         help="fail, with exit status 3, " + ("if critbw" if bound else "if a link") + " is lower",
     )
     if bound:
-        add(
-            "--max-over-bound",
-            type=float,
-            metavar="X",
-            help="fail, with exit status 3, if a time is more than X times its bound",
-        )
+        add_bound_argument(add, "a time is more than X times its bound")
         add(
             "--link-gbps",
             type=float,
@@ -90,6 +84,16 @@ def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> N
             help="of a rank's link, one way: the bound is then T* over it (default: the measured"
             " copy rate, where all ranks share one memory)",
         )
+
+
+def add_bound_argument(add: Callable[..., argparse.Action], missed: str) -> None:
+    """Add ``--max-over-bound``; ``missed`` says what it does not let pass."""
+    add(
+        "--max-over-bound",
+        type=float,
+        metavar="X",
+        help=f"fail, with exit status 3, if {missed}",
+    )
 
 
 def make_gate(options: argparse.Namespace) -> Gate:
@@ -104,8 +108,18 @@ def make_gate(options: argparse.Namespace) -> Gate:
             flag = name.replace("_", "-")
             raise InvalidArgumentError(f"--{flag} is {value}; expected a finite number above 0")
     return Gate(
-        min_gbps=options.min_bandwidth, max_over_bound=getattr(options, "max_over_bound", None)
+        min_gbps=getattr(options, "min_bandwidth", None),
+        max_over_bound=getattr(options, "max_over_bound", None),
     )
+
+
+def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
+    """Raise InvalidArgumentError if times are held against a bound that nobody knows."""
+    if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
+        raise InvalidArgumentError(
+            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
+            f" {fabric} carries; give --link-gbps"
+        )
 
 
 def exit_code(gate: Gate, records: Sequence[dict[str, Any]], wrong: int, *, speaks: bool) -> int:
@@ -122,6 +136,13 @@ def _rate(record: dict[str, Any]) -> float:
     return float(record["gbps"] if "gbps" in record else record["critical_gbps"])
 
 
+def _slowness(record: dict[str, Any]) -> float:
+    """Return what orders records: bandwidth where there is one, else the time over the bound."""
+    if "gbps" in record or "critical_gbps" in record:
+        return -_rate(record)
+    return math.inf if record["over_bound"] is None else float(record["over_bound"])
+
+
 def _describe(record: dict[str, Any]) -> str:
     parts = []
     if "bandwidth" in record["gate"]:
@@ -135,6 +156,9 @@ def _describe(record: dict[str, Any]) -> str:
 def _subject(record: dict[str, Any]) -> str:
     if "source" in record:
         return f"{record['source']} to {record['destination']}"
+    for name in ("routing", "row"):
+        if name in record:
+            return str(record[name])
     workers = record.get("num_sms")
     parts = [record["mode"], format_size(record["expert_bytes"])]
     return " ".join(parts + ([f"{workers} SMs"] if workers else []))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -134,7 +138,7 @@ def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int
     # One process imports everything once, and the ranks are its forks.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__, run.__module__])
-    with tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder:
+    with _signals_raise(), tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder:
         meeting = f"file://{folder}/ranks"
         ranks = [
             context.Process(
@@ -151,6 +155,41 @@ def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int
                 if process.is_alive():
                     process.terminate()
                     process.join()
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this process as an exception does, so that ranks end with it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone, however that ended."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def run_alone(run: Callable[[Settings], int], settings: Settings) -> int:
@@ -176,6 +215,7 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
 def _start_rank(
     run: Callable[[Settings], int], settings: Settings, meeting: str, rank: int, num_ranks: int
 ) -> None:
+    _end_with_parent()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
         sys.exit(_run_rank(run, settings))
@@ -194,6 +234,11 @@ def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
             or not isinstance(error, InvalidArgumentError)
         ):
             print(f"error: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    except BrokenPipeError:
+        # What is left in the buffer would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("error: nobody reads standard output any more", file=sys.stderr, flush=True)
         return FAILED
     except Exception:
         traceback.print_exc()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
+from ultraep_comm.bench.gate import exit_code
 from ultraep_comm.bench.interleaved import Transfer, measure
 from ultraep_comm.bench.layer_report import (
     PHASES,
@@ -17,10 +17,13 @@ from ultraep_comm.bench.layer_report import (
     format_layer_header,
     format_layer_results,
     make_layer_document,
+    make_layer_records,
 )
 from ultraep_comm.bench.layer_settings import LayerSettings
 from ultraep_comm.bench.moe import Instance, Passed, run_layer
 from ultraep_comm.bench.outputs import write_outputs
+from ultraep_comm.bench.placement import gather_places
+from ultraep_comm.bench.report import Measurement
 from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.creation import new_group
 from ultraep_comm.group import Group
@@ -35,7 +38,10 @@ _MANY = 1021  # weights come back after so many epochs
 
 
 def run(settings: LayerSettings) -> int:
-    """Measure on an initialised process group; rank 0 prints. Return the exit code, 1: wrong.
+    """Measure on an initialised process group; rank 0 prints.
+
+    Returns:
+        The exit status, 1: wrong values, 3: the gate is not met.
 
     Raises:
         UltraEPError: the group could not be made, or a call failed.
@@ -48,21 +54,23 @@ def run(settings: LayerSettings) -> int:
         grads=torch.float32,
         engine="host",
     ) as group:
+        places = gather_places(group)
         if group.rank == 0:
-            print(format_layer_header(settings), flush=True)
+            print(format_layer_header(settings, places), flush=True)
         stage = LayerStage(settings, group)
         layers = [Layer(stage, routing) for routing in ROUTINGS]
         transfers: list[Transfer[Any]] = [*layers]
         measured = measure(settings, stage, None, transfers)
         rows = [
-            _gather(layer, one.times, one.wrong_bytes, settings.iters)
-            for layer, one in zip(layers, measured, strict=True)
+            _gather(layer, one, settings.iters) for layer, one in zip(layers, measured, strict=True)
         ]
         if group.rank == 0:
             print(format_layer_results(settings, rows), flush=True)
-            document = make_layer_document(settings, rows)
+            document = make_layer_document(settings, rows, places)
             write_outputs(document, json_path=settings.json, csv_path=settings.csv)
-    return 1 if any(row.wrong_values for row in rows) else 0
+        records = make_layer_records(settings, rows)
+        wrong = sum(row.wrong_values for row in rows)
+        return exit_code(settings.gate, records, wrong, speaks=group.rank == 0)
 
 
 class LayerStage:
@@ -231,7 +239,7 @@ def _count_far(found: torch.Tensor, wanted: torch.Tensor) -> int:
     return int((far | found.isnan()).sum())
 
 
-def _gather(layer: Layer, times: NDArray[np.int64], wrong: int, iters: int) -> LayerRow:
+def _gather(layer: Layer, measured: Measurement, iters: int) -> LayerRow:
     """Put together what the ranks found. Collective."""
     mine = torch.tensor(layer.found[-iters:], dtype=torch.int64)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -241,10 +249,11 @@ def _gather(layer: Layer, times: NDArray[np.int64], wrong: int, iters: int) -> L
     rows = ranks[:, :, phases + 1]
     return LayerRow(
         routing=layer.name,
-        times=times,
+        times=measured.times,
+        rank_times=measured.rank_times,
         phases=ranks[:, :, :phases].max(axis=0),
         compute=ranks[:, :, phases].max(axis=0),
         imbalance=rows.max(axis=0) / rows.mean(axis=0),
         replicas=ranks[0, :, phases + 2],
-        wrong_values=wrong,
+        wrong_values=measured.wrong_bytes,
     )

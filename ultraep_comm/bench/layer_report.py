@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.layer_settings import LayerSettings
 from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import describe_run
+from ultraep_comm.bench.placement import format_places
+from ultraep_comm.bench.report import describe_gate, describe_run
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import format_table
 
@@ -26,6 +28,7 @@ class LayerRow:
     Attributes:
         routing: "plain", "replicated" or "balanced".
         times: int64 ``[iters]`` nanoseconds of a step.
+        rank_times: ``[G]`` nanoseconds, each rank's own mean over iterations.
         phases: int64 ``[iters, 4]`` nanoseconds of PHASES on the rank that took longest.
         compute: int64 ``[iters]`` nanoseconds on a core in the experts, of the busiest rank.
         imbalance: ``[iters]`` rows of the busiest rank over the mean.
@@ -35,6 +38,7 @@ class LayerRow:
 
     routing: str
     times: NDArray[np.int64]
+    rank_times: NDArray[np.float64]
     phases: NDArray[np.int64]
     compute: NDArray[np.int64]
     imbalance: NDArray[np.float64]
@@ -60,45 +64,53 @@ def make_layer_records(settings: LayerSettings, rows: Sequence[LayerRow]) -> lis
     """Return one JSON record for each routing; the last one is the ceiling."""
     records = []
     for row in rows:
-        p50, p99, most = (float(np.percentile(row.times, p)) / 1e3 for p in (50, 99, 100))
-        records.append(
-            {
-                "op": "layer",
-                "routing": row.routing,
-                "ranks": settings.num_ranks,
-                "experts": settings.num_experts,
-                "slots": settings.slots,
-                "time_us": {"p50": p50, "p99": p99, "max": most},
-                "tokens_per_s": settings.num_ranks * settings.tokens / p50 * 1e6,
-                "share_of_balanced": row.share_of(rows[-1]),
-                "compute_us": float(np.median(row.compute)) / 1e3,
-                "compute_share_of_balanced": float(np.median(rows[-1].compute / row.compute)),
-                "imbalance": float(np.median(row.imbalance)),
-                "replicas": float(np.mean(row.replicas)),
-                "phases_us": row.phases_us,
-                "phases_share": row.phases_share,
-                "wrong_values": row.wrong_values,
-            }
-        )
+        times = Times(iterations=row.times / 1e3, ranks=row.rank_times / 1e3)
+        share, replicated = row.share_of(rows[-1]), row.routing == "replicated"
+        record = {
+            "op": "layer",
+            "routing": row.routing,
+            "ranks": settings.num_ranks,
+            "experts": settings.num_experts,
+            "slots": settings.slots,
+            **times.record(),
+            "tokens_per_s": settings.num_ranks * settings.tokens / times.get("p50") * 1e6,
+            "share_of_balanced": share,
+            "over_bound": 1 / share if replicated else None,
+            "compute_us": float(np.median(row.compute)) / 1e3,
+            "compute_share_of_balanced": float(np.median(rows[-1].compute / row.compute)),
+            "imbalance": float(np.median(row.imbalance)),
+            "replicas": float(np.mean(row.replicas)),
+            "phases_us": row.phases_us,
+            "phases_share": row.phases_share,
+            "wrong_values": row.wrong_values,
+        }
+        verdict = settings.gate.judge(record) if replicated else None
+        records.append({**record, "gate": verdict})
     return records
 
 
-def make_layer_document(settings: LayerSettings, rows: Sequence[LayerRow]) -> dict[str, Any]:
+def make_layer_document(
+    settings: LayerSettings, rows: Sequence[LayerRow], places: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the records with what they were measured on."""
+    records = make_layer_records(settings, rows)
     names = ("tokens", "topk", "hidden", "inner", "imbalance", "iters", "warmup", "check", "seed")
     return {
-        "records": make_layer_records(settings, rows),
+        "records": records,
         "machine": describe_machine(),
+        "topology": list(places),
         "commit": find_commit(),
+        "gate": describe_gate(settings.gate, records),
         "settings": {name: getattr(settings, name) for name in names},
     }
 
 
-def format_layer_header(settings: LayerSettings) -> str:
+def format_layer_header(settings: LayerSettings, places: Sequence[dict[str, Any]]) -> str:
     """Return what a reader must know before the figures."""
     expert_bytes = sum(4 * a * b for a, b in settings.shapes.values())
     lines = [
         *describe_run("layer"),
+        *format_places(places, engine=settings.engine, fabric=settings.fabric),
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {format_size(expert_bytes)} (hidden {settings.hidden}, inner {settings.inner})",
         f"{settings.tokens} tokens of each rank to {settings.topk} experts; imbalance"
@@ -106,6 +118,8 @@ def format_layer_header(settings: LayerSettings) -> str:
         f"{settings.iters} iterations after {settings.warmup}, interleaved; checked:"
         f" {'every one' if settings.check else 'the last one'}",
     ]
+    if settings.gate.max_over_bound is not None:
+        lines.append(f"gate: replicated at most {settings.gate.max_over_bound:g} times balanced")
     cores = len(os.sched_getaffinity(0))
     if settings.num_ranks > cores:
         lines.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from ultraep_comm.bench.arguments import (
     count_ranks,
     default_imbalance,
 )
+from ultraep_comm.bench.gate import Gate, add_bound_argument, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.skew import generate_load
@@ -48,6 +49,7 @@ class LayerSettings:
         check: verify every iteration instead of the last one.
         json: where records go; None: nowhere.
         csv: where they go flat; None: nowhere.
+        gate: what the layer with replicas has to reach.
         seed: of everything random.
     """
 
@@ -64,7 +66,9 @@ class LayerSettings:
     check: bool
     json: Path | None
     csv: Path | None
+    gate: Gate = field(default_factory=Gate)
     seed: int
+    engine: str = "host"
     fabric: str = "shm"
 
     @property
@@ -97,13 +101,14 @@ class LayerSettings:
 
 def add_layer_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``layer`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "layer",
         help="a whole MoE layer, forward and backward, with and without replicas",
         description="Time a MoE layer, forward and backward, on the CPU: with skewed routing as it"
-        " is, with replicas, and with force-balanced routing, interleaved. The exit code is 1 if"
-        " any value is wrong.",
-    ).add_argument
+        " is, with replicas, and with force-balanced routing, interleaved. The exit status is 1"
+        " if any value is wrong, 3 if a limit is not met, 2 after other errors.",
+    )
+    add = parser.add_argument_group("the layer").add_argument
     add("--ranks", type=int, help=f"ranks to start, no more than cores (default {DEFAULT_RANKS})")
     add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"(default {DEFAULT_EXPERTS})")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -116,9 +121,12 @@ def add_layer_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         type=float,
         help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
     )
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of routing, weights and tokens (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
+    add_bound_argument(add, "a step with replicas takes more than X times a balanced one")
 
 
 def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
@@ -129,6 +137,7 @@ def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
     """
     check_minima(options, _MINIMA)
     check_outputs(options)
+    gate = make_gate(options)
     if options.ranks is None and launched_ranks() is None:
         options.ranks = DEFAULT_RANKS
     num_ranks = count_ranks(options)
@@ -158,5 +167,6 @@ def make_layer_settings(options: argparse.Namespace) -> LayerSettings:
         check=bool(options.check),
         json=options.json,
         csv=options.csv,
+        gate=gate,
         seed=options.seed,
     )

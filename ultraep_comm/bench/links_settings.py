@@ -11,9 +11,11 @@ import torch
 from ultraep_comm.bench.arguments import (
     DEFAULT_RANKS,
     add_round_arguments,
+    check_memory,
     check_minima,
     choose_engine,
     count_ranks,
+    parse_tile_bytes,
 )
 from ultraep_comm.bench.gate import Gate, add_gate_arguments, make_gate
 from ultraep_comm.bench.launch import launched_ranks
@@ -75,14 +77,15 @@ class LinksSettings:
 
 def add_links_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``links`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "links",
         help="bandwidth from every rank to every other",
         description="Copy one expert from every rank to every other, check it, and print a matrix"
         " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
         " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
         " met, 2 after other errors.",
-    ).add_argument
+    )
+    add = parser.add_argument_group("what is moved").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add(
         *("-b", "--bytes", "--expert-bytes", "--minbytes"),
@@ -109,8 +112,10 @@ def add_links_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
     )
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of the payload (default 1)")
+    add = parser.add_argument_group("results and limits").add_argument
     add_output_arguments(add)
     add_gate_arguments(add, bound=False)
 
@@ -128,9 +133,11 @@ def make_links_settings(options: argparse.Namespace) -> LinksSettings:
     num_ranks = count_ranks(options)
     if num_ranks < 2:
         raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a link")
+    link_bytes = parse_size(options.link_bytes, "--bytes")
+    check_memory(2 * num_ranks * link_bytes, engine)
     return LinksSettings(
         num_ranks=num_ranks,
-        link_bytes=parse_size(options.link_bytes),
+        link_bytes=link_bytes,
         # Ranks in one process share its clock, so theirs cannot be told apart.
         one_at_a_time=options.one_at_a_time or fabric == "loopback",
         statistic=options.statistic,
@@ -145,5 +152,5 @@ def make_links_settings(options: argparse.Namespace) -> LinksSettings:
         engine=engine,
         fabric=fabric,
         num_sms=options.num_sms,
-        tile_bytes=None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        tile_bytes=parse_tile_bytes(options),
     )

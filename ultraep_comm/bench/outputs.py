@@ -6,13 +6,13 @@ import argparse
 import csv
 import io
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm import files
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
 FORMAT = 1  # of the documents; under the same number fields are only added
 
@@ -56,31 +56,37 @@ def check_writable(path: Path, name: str) -> None:
 def write_outputs(
     document: Mapping[str, Any], *, json_path: Path | None, csv_path: Path | None
 ) -> None:
-    """Write a document and its records. A file appears whole or not at all."""
-    if json_path is not None:
-        write_whole(json_path, json.dumps({"format": FORMAT, **document}, indent=2) + "\n")
-    if csv_path is not None:
-        write_whole(csv_path, format_csv(document["records"]))
+    """Write a document and its records. A file appears whole or not at all.
+
+    Raises:
+        UltraEPError: a file could not be written; the other one has been.
+    """
+    texts: dict[str, tuple[Path | None, Callable[[], str]]] = {
+        "--json": (json_path, lambda: json.dumps({"format": FORMAT, **document}, indent=2) + "\n"),
+        "--csv": (csv_path, lambda: format_csv(document["records"])),
+    }
+    failed = []
+    for flag, (path, make_text) in texts.items():
+        try:
+            if path is not None:
+                write_whole(path, make_text())
+        except OSError as error:
+            failed.append(f"{flag} {path} could not be written ({error.strerror})")
+    if failed:
+        raise UltraEPError("; ".join(failed))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there."""
+    """Write a file that is whole or not there, at the end of a link too; or into a stream."""
     if _is_stream(path):
         with path.open("a") as stream:
             stream.write(text)
         return
-    target = path.resolve()
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # as any file; a temporary one is private
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+
+    def write(file: BinaryIO) -> None:
+        file.write(text.encode())
+
+    files.write_whole(path.resolve(), write)
 
 
 def format_csv(records: Sequence[Mapping[str, Any]]) -> str:

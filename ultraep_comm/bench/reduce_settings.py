@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ultraep_comm.bench.arguments import check_memory
 from ultraep_comm.bench.replicate_settings import add_transfer_arguments, check_transfer
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.errors import InvalidArgumentError
@@ -46,6 +47,13 @@ class ReduceSettings(ReplicateSettings):
         return {name: ((count,), torch.uint8) for name, count in self.elements.items()}
 
     @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of all ranks' main and slot gradients at the largest size."""
+        mains = self.num_experts * self.main_dtype.itemsize
+        slots = self.num_ranks * self.slots * self.grad_dtype.itemsize
+        return (mains + slots) * (sum(self.sizes[-1].values()) // self.grad_dtype.itemsize)
+
+    @property
     def more(self) -> dict[str, Any]:
         """Return what a header and JSON say of this command alone."""
         names = {dtype: name for name, dtype in _DTYPES.items()}
@@ -73,17 +81,18 @@ class ReduceSettings(ReplicateSettings):
 
 def add_reduce_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``reduce`` and its arguments."""
-    add = commands.add_parser(
+    parser = commands.add_parser(
         "reduce",
         help="add the gradients of a plan's replicas to the main gradients",
         description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
         " adding out of shared memory, on one plan, with interleaved iterations. Sizes take the"
         " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
         " 2 after other errors.",
-    ).add_argument
-    add_transfer_arguments(
-        add, modes=ALL_REDUCE_MODES, expert_bytes="bytes of one expert's gradients in a slot"
     )
+    add_transfer_arguments(
+        parser, modes=ALL_REDUCE_MODES, expert_bytes="bytes of one expert's gradients in a slot"
+    )
+    add = parser.add_argument_group("gradients").add_argument
     add("--grad-dtype", choices=_DTYPES, default="float32", help="in slots (default float32)")
     add("--main-dtype", choices=_DTYPES, default="float32", help="at home (default float32)")
     add(
@@ -114,4 +123,5 @@ def make_reduce_settings(options: argparse.Namespace) -> ReduceSettings:
                 f"segment {name!r} has {size} bytes; expected a multiple of {item}, the bytes of"
                 f" {options.grad_dtype}"
             )
+    check_memory(settings.needed_bytes, settings.engine)
     return settings

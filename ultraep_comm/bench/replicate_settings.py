@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ from ultraep_comm.bench.arguments import (
     DEFAULT_IMBALANCE,
     DEFAULT_RANKS,
     add_round_arguments,
+    check_memory,
     check_minima,
     choose_engine,
     count_ranks,
     default_imbalance,
+    parse_tile_bytes,
 )
 from ultraep_comm.bench.figures import DEFAULT_TIMES, TIMES, parse_times
-from ultraep_comm.bench.gate import add_gate_arguments, make_gate
+from ultraep_comm.bench.gate import add_gate_arguments, check_rate_known, make_gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.settings import ALL_MODES, ReplicateSettings
-from ultraep_comm.bench.sizes import parse_counts, parse_size
+from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.sweep import add_sweep_arguments, sweep_segments
 from ultraep_comm.bench.traces import load_trace
@@ -45,13 +47,14 @@ def add_replicate_command(commands: argparse._SubParsersAction[argparse.Argument
         " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
         " byte is wrong, 3 if a limit is not met, 2 after other errors.",
     )
-    add_transfer_arguments(parser.add_argument, modes=ALL_MODES, expert_bytes="bytes of one expert")
+    add_transfer_arguments(parser, modes=ALL_MODES, expert_bytes="bytes of one expert")
 
 
 def add_transfer_arguments(
-    add: Callable[..., argparse.Action], *, modes: Sequence[str], expert_bytes: str
+    parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
 ) -> None:
     """Add the arguments of a command that times one collective on one plan."""
+    add = parser.add_argument_group("what is moved").add_argument
     add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
     add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
     add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
@@ -68,6 +71,7 @@ def add_transfer_arguments(
     add("--step", type=int, default=0, help="of the trace (default 0)")
     add("--layer", type=int, default=0, help="of the trace (default 0)")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add = parser.add_argument_group("what moves it").add_argument
     add(
         "--engine",
         choices=["auto", "host", "cuda"],
@@ -90,10 +94,12 @@ def add_transfer_arguments(
     )
     add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add = parser.add_argument_group("iterations").add_argument
     add_round_arguments(add)
     add("--seed", type=int, default=1, help="of load and payload (default 1)")
+    add_gate_arguments(parser.add_argument_group("limits").add_argument, bound=True)
+    add = parser.add_argument_group("results").add_argument
     add_output_arguments(add)
-    add_gate_arguments(add, bound=True)
     add(
         "--times",
         default=",".join(DEFAULT_TIMES),
@@ -110,7 +116,9 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
         InvalidArgumentError: as its text says.
         OSError: the trace cannot be read.
     """
-    return ReplicateSettings(**check_transfer(options, ALL_MODES))
+    settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
+    check_memory(settings.needed_bytes, settings.engine)
+    return settings
 
 
 def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
@@ -126,12 +134,7 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
     gate = make_gate(options)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_sms = () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms")
-    unknown_rate = options.link_gbps is None and fabric not in ("shm", "loopback")
-    if gate.max_over_bound is not None and unknown_rate:
-        raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
-            f" {fabric} carries; give --link-gbps"
-        )
+    check_rate_known(gate, fabric, options.link_gbps)
     load, source = _make_load(options, count_ranks(options))
     return {
         "load": load,
@@ -140,7 +143,7 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
         "segments": sweep[0],
         "sweep": sweep[1:],
         "modes": modes if options.mode == "all" else (options.mode,),
-        "tile_bytes": None if options.tile_bytes is None else parse_size(options.tile_bytes),
+        "tile_bytes": parse_tile_bytes(options),
         "iters": options.iters,
         "warmup": options.warmup,
         "check": bool(options.check),

@@ -94,6 +94,12 @@ class ReplicateSettings:
         return (self.segments, *self.sweep)
 
     @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of all ranks' experts and slots at the largest size."""
+        instances = self.num_experts + self.num_ranks * self.slots
+        return instances * sum(self.sizes[-1].values())
+
+    @property
     def more(self) -> dict[str, Any]:
         """Return what a header and JSON say of this command alone."""
         return {}

@@ -7,23 +7,29 @@ from collections.abc import Mapping
 from ultraep_comm.errors import InvalidArgumentError
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MAX_BYTES = 1 << 48  # more than any machine addresses; sums of such sizes still have 64 bits
 _ALIGN = 256  # so that stacked experts keep their alignment
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, name: str = "") -> int:
     """Return the bytes of ``"4096"``, ``"64K"``, ``"16M"`` or ``"1G"``; factors are 1024.
 
     Raises:
-        InvalidArgumentError: not a positive size.
+        InvalidArgumentError: not a positive size, or beyond memory; begins with ``name``, a flag.
     """
+    flag = f"{name}: " if name else ""
     digits = text.strip().upper().removesuffix("B").removesuffix("I")
     suffix = digits[-1:] if digits[-1:].isalpha() else ""
     number = digits.removesuffix(suffix)
-    if suffix not in _SUFFIXES or not number.isdecimal() or int(number) == 0:
+    if suffix not in _SUFFIXES or not number.isdecimal() or not number.strip("0"):
         raise InvalidArgumentError(
-            f"{text!r} is not a size; expected for instance 4096, 64K or 16M"
+            f"{flag}{text!r} is not a size; expected for instance 4096, 64K or 16M"
         )
-    return int(number) * _SUFFIXES[suffix]
+    # Numbers of thousands of digits are not even turned into integers.
+    size = int(number) * _SUFFIXES[suffix] if len(number) < 20 else _MAX_BYTES + 1
+    if size > _MAX_BYTES:
+        raise InvalidArgumentError(f"{flag}{text!r} is no memory's size; expected at most 262144G")
+    return size
 
 
 def parse_counts(text: str, name: str) -> tuple[int, ...]:
@@ -89,7 +95,7 @@ def parse_segments(text: str, expert_bytes: int | None, default_bytes: int) -> d
                 f"--segments {text!r}: {part!r} is not name=size with a new name; expected a number"
                 " of segments, or for instance w13=10M,w2=5M"
             )
-        segments[name] = parse_size(size)
+        segments[name] = parse_size(size, f"--segments {name}")
     total = sum(segments.values())
     if expert_bytes is not None and total != expert_bytes:
         raise InvalidArgumentError(

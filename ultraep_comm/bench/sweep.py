@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ultraep_comm.bench.arguments import parse_expert_bytes
 from ultraep_comm.bench.sizes import parse_segments, parse_size
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -55,8 +56,8 @@ def parse_sizes(options: argparse.Namespace, default_bytes: int) -> tuple[int, .
             if value is not None:
                 raise InvalidArgumentError(f"{flag} is {value}, but there is no --maxbytes")
         return None
-    first = default_bytes if options.expert_bytes is None else parse_size(options.expert_bytes)
-    last = parse_size(options.max_bytes)
+    first = parse_expert_bytes(options) or default_bytes
+    last = parse_size(options.max_bytes, "--maxbytes")
     if last < first:
         raise InvalidArgumentError(
             f"--maxbytes is {last}, below the first size, {first}; give --minbytes a smaller one"
@@ -67,7 +68,7 @@ def parse_sizes(options: argparse.Namespace, default_bytes: int) -> tuple[int, .
         )
     if factor is not None and factor < 2:
         raise InvalidArgumentError(f"--stepfactor is {factor}; expected at least 2")
-    added = 0 if step is None else parse_size(step)
+    added = 0 if step is None else parse_size(step, "--stepbytes")
     sizes = [first]
     while True:
         size = sizes[-1] + added if added else sizes[-1] * (factor or DEFAULT_FACTOR)
@@ -89,7 +90,7 @@ def sweep_segments(options: argparse.Namespace, default_bytes: int) -> tuple[dic
     """
     sizes = parse_sizes(options, default_bytes)
     if sizes is None:
-        given = None if options.expert_bytes is None else parse_size(options.expert_bytes)
+        given = parse_expert_bytes(options)
         return (parse_segments(options.segments, given, default_bytes),)
     if not options.segments.isdecimal():
         raise InvalidArgumentError(
