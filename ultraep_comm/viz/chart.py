@@ -16,6 +16,7 @@ from ultraep_comm.timeline import Span, Timeline
 from ultraep_comm.viz.style import count
 
 CALL_LANE = -1
+WIDTH = 12.0  # inches
 ONE_CLOCK_NS = 50_000_000  # of machines that differ by more, monotonic clocks have no common start
 
 
@@ -52,6 +53,7 @@ class Chart:
         num_ranks: rows.
         bars: by rank, lane and begin.
         marks: times in microseconds that a line is drawn at, by what they are.
+        width: of the picture in inches; texts keep their size.
     """
 
     title: str
@@ -59,6 +61,7 @@ class Chart:
     num_ranks: int
     bars: list[Bar]
     marks: dict[str, float] = field(default_factory=dict)
+    width: float = WIDTH
 
     def lanes_of(self, rank: int) -> int:
         """Return how many lanes a row has, at least 1."""
