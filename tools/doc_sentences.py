@@ -92,6 +92,20 @@ def _worked_critbw(results: Results) -> list[str]:
     return [str(row["replicas"]), p50, str(row["expert_bytes"]), p50, algbw, algbw, critbw]
 
 
+def _worked_reduction(results: Results) -> list[str]:
+    row = _row(results["reduce_4ranks_16M"], mode="pull")
+    algbw, critbw = f"{row['algbw_gbps']:.2f}", f"{row['critical_gbps']:.2f}"
+    p50, replicas = f"{row['time_us']['p50']:.1f}", str(row["replicas"])
+    return [p50, replicas, str(row["expert_bytes"]), algbw, algbw, critbw]
+
+
+def _worked_model(results: Results) -> list[str]:
+    row = _row(results["model_nvl72"], **_SIZE, load="imbalance1.5")
+    bound, push = f"{row['bound_us']:.1f}", f"{row['time_us']['push']:.1f}"
+    over = f"{row['over_bound']['push']['mean']:.3f}", f"{row['over_target']['push']['mean']:.3f}"
+    return [bound, push, push, bound, over[0], push, bound, over[1]]
+
+
 def _worked_link(results: Results) -> list[str]:
     links = results["links_4ranks"]
     slowest = links["slowest"][0]
@@ -314,6 +328,16 @@ SENTENCES: dict[str, list[Sentence]] = {
             "over links of {} GB/s give 2 * 37748736 B / {} GB/s = {} us; a p50 of {} us has"
             " `over_bound` {}",
             _worked_bound,
+        ),
+        Sentence(
+            "`pull` takes {} us for {} replicas of {} B, so algbw is {} GB/s and, with 2 exports,"
+            " critbw {} * 2 / 3 = {} GB/s",
+            _worked_reduction,
+        ),
+        Sentence(
+            "`imbalance1.5` T* is {} us in every load. Push takes {} us on average: {} / {} = {} of"
+            " the bound, and {} / ({} + 8) = {} of the target",
+            _worked_model,
         ),
         Sentence(
             "from {} to {}: {} B in {} us are {} GB/s, the median is {}, so it is {}% below",

@@ -67,6 +67,22 @@ def test_result_files_are_listed() -> None:
         assert path.name in text, path.name
 
 
+def test_worked_numbers_are_worked_right() -> None:
+    """What stands on both sides of an equals sign is equal, to the last digit that is shown."""
+    text = " ".join((ROOT / "bench" / "METRICS.md").read_text().replace("10^6", "1e6").split())
+    number = r"[\d.]+(?:e\d+)?"
+    factor = rf"(?:{number}|\({number} \+ {number}\))"
+    equation = rf"({factor}(?: (?:B|us|GB/s))?(?: [*/] {factor}(?: (?:B|us|GB/s))?)+) = ({number})"
+    found = re.findall(equation, text)
+    assert len(found) >= 8
+    for left, right in found:
+        units = re.sub(" (?:B|us|GB/s)", "", left)
+        value = eval(units)  # digits, brackets, * and /, as the pattern says
+        value /= 1e3 if " B" in left else 1  # B / us in GB/s, and B / (GB/s) in us
+        places = len(right.partition(".")[2])
+        assert value == pytest.approx(float(right), abs=0.51 * 10**-places, rel=2e-3), left
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 
