@@ -109,7 +109,15 @@ class Results:
         """Return what a program may want to read."""
         return {
             "claims": {
-                c.key: {"value": c.value, "limit": c.limit, "holds": c.holds} for c in self.claims()
+                c.key: {
+                    "text": c.text,
+                    "plain": c.plain,
+                    "replicated": c.replicated,
+                    "value": c.value,
+                    "limit": c.limit,
+                    "holds": c.holds,
+                }
+                for c in self.claims()
             },
             "differences": {
                 "outputs": self.comparison.outputs,

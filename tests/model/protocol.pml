@@ -2,7 +2,7 @@
  *
  * RANKS ranks make two calls on one group, each under a plan of its own, and nothing but flags
  * holds them together: a rank may be a call ahead of another. tests/python/test_model.py runs every
- * configuration and every mutant; docs/building.md shows how to run one by hand.
+ * configuration and every mutant; docs/developing.md shows how to run one by hand.
  *
  *   -DMODE=PUSH | PULL | DIRECT
  *   -DRANKS=3 | 4

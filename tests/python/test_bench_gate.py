@@ -350,7 +350,8 @@ def test_records_on_standard_output(tmp_path: Path) -> None:
 
 def test_commands_in_the_documents_are_accepted() -> None:
     found = 0
-    for name in ("docs/benchmark.md", "bench/README.md", "bench/METRICS.md", "README.md"):
+    names = ["README.md", "bench/README.md", "bench/METRICS.md", "bench/results/README.md"]
+    for name in [*names, "docs/benchmark.md", "docs/first-run.md", "docs/building.md"]:
         text = (ROOT / name).read_text().replace("\\\n", " ")
         for arguments in re.findall(r"-m ultraep_comm\.bench ([^`\n]+)$", text, re.MULTILINE):
             _parser().parse_args(shlex.split(arguments))

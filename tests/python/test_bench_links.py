@@ -90,19 +90,16 @@ def test_a_slow_link_is_found() -> None:
     assert slowest_links(matrix, 1) == [(BAD, pytest.approx(0.25))]
     assert len(slowest_links(matrix, 100)) == 30
     assert slow_ranks(matrix) == []  # one link of five does not make a slow rank
-    lines = describe_slow(settings_of("--ranks", "6", "--slowest", "1"), matrix)
+    lines = describe_slow(matrix, 1)
     assert lines[1:] == ["slow: 2 to 0, 2.50 GB/s, 75% below the median"]
-    few = settings_of("--ranks", "6", "--slowest", "9")
-    assert len(describe_slow(few, matrix)) == 2  # the others are no slower than the median
+    assert len(describe_slow(matrix, 9)) == 2  # the others are no slower than the median
 
 
 def test_a_rank_whose_links_are_all_slow_is_found() -> None:
     slow = {(3, other): 200.0 for other in range(6) if other != 3}
     matrix = fake_times(6, slow).gbps(10**6, "median")
     assert slow_ranks(matrix) == [(3, pytest.approx(0.5), pytest.approx(1.0))]
-    assert "rank 3: its links out are 50% below the median" in "\n".join(
-        describe_slow(settings_of("--ranks", "6"), matrix)
-    )
+    assert "rank 3: its links out are 50% below the median" in "\n".join(describe_slow(matrix, 5))
 
 
 def test_the_slowest_iteration() -> None:

@@ -23,7 +23,7 @@ RECORD_KEYS = {
     *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
     *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "time_us"),
     *("rank_time_us", "algbw_gbps", "critical_gbps", "bound_us", "over_bound", "wrong_bytes"),
-    *("over_copy_add", "gloo_time_us", "speedup_over_gloo", "gate"),
+    *("over_model", "over_copy_add", "gloo_time_us", "speedup_over_gloo", "gate"),
 }
 MODES = ["pull", "direct", "auto"]
 

@@ -8,25 +8,71 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ultraep_comm as uec
 from ultraep_comm import env
+from ultraep_comm.viz.cli import main as draw
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = (ROOT / "docs" / "usage.md").read_text()
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "README.md"]
 
 
-def test_the_training_example_runs(tmp_path: Path) -> None:
-    shown = re.search(r"```python\n(# train\.py: .*?)```", USAGE, re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "name", "ranks"), [("usage", "train", 2), ("frameworks", "moe_layer", 4)]
+)
+def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    shown = re.search(rf"```python\n(# {name}\.py: torchrun .*?)```", text, re.DOTALL)
     assert shown is not None
-    script = tmp_path / "train.py"
-    script.write_text(shown[1] + 'print("trained")\n')
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = tmp_path / f"{name}.py"
+    script.write_text(shown[1] + 'print("done")\n')
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [*command, f"--nproc-per-node={ranks}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained") == 2
+    assert done.stdout.count("done") == ranks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```\n", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:docs|bench|tests|tools|examples|src)/[\w/.]+\w)", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_pictures_are_made_by_the_commands_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = set()
+    for line in re.findall(r"^python -m ultraep_comm\.viz (.*)$", README, re.MULTILINE):
+        *arguments, out, name = line.split()
+        assert out == "--out"
+        made.add(name)
+        again = tmp_path / Path(name).name
+        shown = [str(ROOT / a) if a.startswith("bench/") else a for a in arguments]
+        assert draw([*shown, "--out", str(again)]) == 0
+        committed = (ROOT / name).read_bytes()
+        assert len(committed) < 200_000
+        assert committed[:24] == again.read_bytes()[:24]  # a PNG of as many pixels
+    assert made == set(re.findall(r"!\[[^]]*\]\((docs/pictures/[^)]+)\)", README))
+    assert {ROOT / name for name in made} == set((ROOT / "docs" / "pictures").iterdir())
 
 
 def test_environment_variables_are_documented() -> None:

@@ -445,6 +445,38 @@ def test_without_the_model(
     assert "has no ultraep_comm.model; draw recorded calls instead" in capsys.readouterr().err
 
 
+def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--imbalance", "2", "--ranks", "4", "--experts", "8", "--expert-bytes", "1M"]
+    sizes = {}
+    for width in (6, 12):
+        outs = [str(tmp_path / f"{width}.png"), str(tmp_path / f"{width}.json")]
+        shown = ["--mode", "push", "--width", str(width), "--out", *outs]
+        assert main(["timeline", *arguments, *shown]) == 0
+        sizes[width] = int.from_bytes((tmp_path / f"{width}.png").read_bytes()[16:20], "big")
+    assert sizes[12] == 2 * sizes[6] == 12 * 150
+    one, two = (json.loads((tmp_path / f"{width}.json").read_text()) for width in (6, 12))
+    assert one == two
+    assert "4 ranks, 8 experts of 1 MiB, imbalance 2" in one["otherData"]["subtitle"]
+    assert {e["pid"] for e in one["traceEvents"] if e["ph"] == "X"} == set(range(4))
+
+
+GENERATED_BAD = {
+    "one of the two": ["--imbalance", "2", "run"],
+    "files of a recording, or --imbalance": [],
+    "expected 1 to 8": ["--imbalance", "9"],
+    "needs no replicas": ["--imbalance", "1"],
+}
+
+
+@pytest.mark.parametrize("text", GENERATED_BAD)
+def test_bad_generated_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    out = tmp_path / "o.png"
+    assert main(["timeline", *GENERATED_BAD[text], "--out", str(out)]) == 2
+    assert text in capsys.readouterr().err
+    assert not out.exists()
+
+
 BAD = {
     "has none of these calls; it has calls 1 to 3": ["--calls", "7:9"],
     "expected FIRST:LAST": ["--calls", "9"],

@@ -33,6 +33,7 @@ from ultraep_comm.bench.model_settings import add_model_command, make_model_sett
 from ultraep_comm.bench.plan_settings import add_plan_command, make_plan_settings
 from ultraep_comm.bench.reduce_settings import add_reduce_command, make_reduce_settings
 from ultraep_comm.bench.replicate_settings import add_replicate_command, make_settings
+from ultraep_comm.bench.show import add_show_command, show
 from ultraep_comm.bench.validate_settings import add_validate_command, make_validate_settings
 from ultraep_comm.errors import CalibrationError, InvalidArgumentError
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "show":
+            return show(options.file)
         run, settings = _choose(options)
     except (InvalidArgumentError, CalibrationError, OSError) as error:
         if _speaks():
@@ -109,4 +112,5 @@ def _parser() -> argparse.ArgumentParser:
     add_links_command(commands)
     add_calibrate_command(commands)
     add_validate_command(commands)
+    add_show_command(commands)
     return parser

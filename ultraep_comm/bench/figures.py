@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,13 @@ class Times:
             "time_us": {name: self.get(name) for name in _PERCENTILES},
             "rank_time_us": {name.removeprefix("rank-"): self.get(name) for name in _OF_RANKS},
         }
+
+
+def recorded_time(record: Mapping[str, Any], name: str) -> float:
+    """Return one of TIMES out of what `Times.record` has made."""
+    of_ranks = name.startswith("rank-")
+    key = "rank_time_us" if of_ranks else "time_us"
+    return float(record[key][name.removeprefix("rank-") if of_ranks else name])
 
 
 def parse_times(text: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,11 +56,13 @@ def make_links_document(
     places: Sequence[dict[str, Any]],
     *,
     device: Mapping[str, Any] | None,
+    header: str,
 ) -> dict[str, Any]:
     """Return the records with the matrix and what it was measured on."""
     matrix = found.gbps(settings.link_bytes, settings.statistic)
     names = ("link_bytes", "one_at_a_time", "statistic", "num_sms", "tile_bytes", "fabric")
     return {
+        "header": header.splitlines(),
         "records": list(records),
         "matrix_gbps": [[None if np.isnan(x) else float(x) for x in row] for row in matrix],
         "median_gbps": float(np.nanmedian(matrix)),
@@ -99,17 +102,18 @@ def format_links_header(
     return "\n".join(f"# {line}" for line in lines)
 
 
-def print_links(
-    settings: LinksSettings, found: LinkTimes, records: Sequence[Mapping[str, Any]]
-) -> None:
-    """Print the matrix, with colours on a terminal, and below it what stands out."""
-    matrix = found.gbps(settings.link_bytes, settings.statistic)
-    of = "median" if settings.statistic == "median" else "slowest"
-    marked = "; ! misses the gate" if settings.gate else ""
+def print_links(document: Mapping[str, Any]) -> None:
+    """Print a document's matrix, with colours on a terminal, and below it what stands out."""
+    cells = [[math.nan if x is None else x for x in row] for row in document["matrix_gbps"]]
+    matrix, gate, records = np.array(cells), document["gate"], document["records"]
+    of = "median" if document["settings"]["statistic"] == "median" else "slowest"
+    marked = "; ! misses the gate" if gate else ""
     print(f"# GB/s from a row's rank to a column's, in the {of} iteration{marked}")
-    print_coloured(matrix_cells(matrix, settings.gate.min_gbps))
-    print("\n".join(f"# {line}" for line in describe_slow(settings, matrix)))
-    print(f"# wrong bytes: {int(found.wrong_bytes.sum())} of {len(records)} links", flush=True)
+    print_coloured(matrix_cells(matrix, gate["min_bandwidth_gbps"] if gate else None))
+    slow = describe_slow(matrix, len(document["slowest"]))
+    print("\n".join(f"# {line}" for line in slow))
+    wrong = sum(record["wrong_bytes"] for record in records)
+    print(f"# wrong bytes: {wrong} of {len(records)} links", flush=True)
 
 
 def matrix_cells(matrix: NDArray[np.float64], least: float | None) -> list[list[tuple[str, str]]]:
@@ -141,13 +145,13 @@ def _mark(gbps: float, least: float | None) -> str:
     return f"{gbps:.{digits}f}" + ("" if least is None else "!" if gbps < least else " ")
 
 
-def describe_slow(settings: LinksSettings, matrix: NDArray[np.float64]) -> list[str]:
-    """Return lines with the extremes, the slowest links, and ranks whose links are all slow."""
+def describe_slow(matrix: NDArray[np.float64], count: int) -> list[str]:
+    """Return lines with the extremes, so many slowest links, and ranks whose links are all slow."""
     lines = [
         f"median {np.nanmedian(matrix):.2f} GB/s, least {np.nanmin(matrix):.2f}, most"
         f" {np.nanmax(matrix):.2f}"
     ]
-    for (source, destination), over in slowest_links(matrix, settings.slowest):
+    for (source, destination), over in slowest_links(matrix, count):
         if over >= 1:
             break
         gbps = matrix[source, destination]

@@ -72,14 +72,17 @@ def run_on(
     if not rounds:
         raise InvalidArgumentError(f"the ranks' domains are {domains}; expected two ranks of one")
     places = gather_places(first, device=device, loopback=ranks.loopback)
+    header = format_links_header(settings, places, len(rounds))
     if speaks:
-        print(format_links_header(settings, places, len(rounds)), flush=True)
+        print(header, flush=True)
     found = measure_links(settings, ranks, payload, rounds, speaks=speaks)
     ranks.close()
     records = make_link_records(settings, found, places)
     if speaks:
-        print_links(settings, found, records)
-        document = make_links_document(settings, found, records, places, device=device)
+        document = make_links_document(
+            settings, found, records, places, device=device, header=header
+        )
+        print_links(document)
         write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return exit_code(settings.gate, records, int(found.wrong_bytes.sum()), speaks=speaks)
 

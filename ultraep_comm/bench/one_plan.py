@@ -12,7 +12,7 @@ from ultraep_comm.bench.gate import exit_code
 from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.placement import gather_places
 from ultraep_comm.bench.report import Measurement, SizeRun, make_document
-from ultraep_comm.bench.report_table import ResultTable, format_header
+from ultraep_comm.bench.report_table import ResultTable, format_header, make_table
 from ultraep_comm.bench.settings import ReplicateSettings, each_size
 from ultraep_comm.creation import new_group
 from ultraep_comm.group import Group
@@ -42,8 +42,10 @@ def run_one_plan(
         UltraEPError: a group could not be made, or a call failed.
     """
     torch.set_num_threads(1)
-    table, wrong, speaks = ResultTable(settings), 0, False
+    wrong, speaks, header = 0, False, ""
+    table: ResultTable | None = None
     records: list[dict[str, Any]] = []
+    baselines: list[dict[str, Any]] = []
     places: list[dict[str, Any]] = []
     for one, num_sms in (
         (one, count) for one in each_size(settings) for count in settings.num_sms or (None,)
@@ -62,18 +64,21 @@ def run_one_plan(
             check_gated(plan, bool(settings.gate))
             if not places:
                 places = gather_places(group)
+                header = format_header(settings, plan, places)
                 if speaks:
-                    print(format_header(settings, plan, places), flush=True)
+                    print(header, flush=True)
             *modes, user, machine = measure(one, group, plan)
             run = SizeRun(
                 settings=one, plan=plan, num_sms=num_sms, modes=modes, user=user, machine=machine
             )
-            found = run.records(settings.gate)
+            found, compared = run.records(settings.gate), run.baselines()
             records += found
+            baselines += compared
             wrong += run.wrong_bytes
+            table = table or make_table(settings, [user.mode, machine.mode])
             if speaks:
-                print(table.add(run, found), flush=True)
+                print(table.add([*found, *compared]), flush=True)
     if speaks:
-        document = make_document(settings, records, places)
+        document = make_document(settings, records, baselines, places, header)
         write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return exit_code(settings.gate, records, wrong, speaks=speaks)

@@ -16,6 +16,7 @@ from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.skew import rank_imbalance
 from ultraep_comm.plan import Plan
+from ultraep_comm.schedule import transfer_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +91,27 @@ class SizeRun:
         bound = link_bound_us(self.plan, self.settings.expert_bytes, link_gbps)
         return bound, m.time_us(50) / bound
 
+    def over_model(self, m: Measurement) -> float | None:
+        """Return the schedule's time in the model over its bound; None: there is nothing to move.
+
+        bench/METRICS.md, "The model and its bound".
+        """
+        bound = transfer_bound(self.plan.slot_expert, home=self.plan.home)
+        if not bound:
+            return None
+        return max(self.settings.busiest_rank(self.plan, m.chosen), self.plan.max_imports) / bound
+
     def records(self, gate: Gate) -> list[dict[str, Any]]:
         """Return one JSON record for each mode of the library, judged by the gate."""
         return [self._record(m, gate) for m in self.modes]
 
+    def baselines(self) -> list[dict[str, Any]]:
+        """Return one JSON record for each thing that modes are compared with."""
+        return [self._moved(m) for m in (self.user, self.machine)]
+
     def _record(self, m: Measurement, gate: Gate) -> dict[str, Any]:
-        settings, plan, p50 = self.settings, self.plan, m.time_us(50)
-        user, machine = _key(self.user), _key(self.machine)
+        settings, plan = self.settings, self.plan
+        user, machine = baseline_key(self.user.mode), baseline_key(self.machine.mode)
         bound_us, over_bound = self.over_bound(m)
         record = {
             "op": settings.op,
@@ -104,25 +119,34 @@ class SizeRun:
             "fabric": settings.fabric,
             "mode": m.mode,
             "chosen": m.chosen,
-            "num_sms": self.num_sms,
             "ranks": settings.num_ranks,
             "experts": settings.num_experts,
             "slots": settings.slots,
-            "expert_bytes": settings.expert_bytes,
-            "replicas": plan.num_replicas,
             "imbalance_before": imbalance_before(settings),
             "imbalance_after": plan.imbalance,
-            **m.in_us.record(),
-            "algbw_gbps": rate(self.total_bytes, p50),
-            "critical_gbps": rate(critical_bytes(plan, settings.expert_bytes), p50),
+            **self._moved(m),
+            "over_model": self.over_model(m),
             "bound_us": bound_us,
             "over_bound": over_bound,
-            "wrong_bytes": m.wrong_bytes,
             f"over_{machine}": paired_ratio(m, self.machine),
             f"{user}_time_us": self.user.time_us(50),
             f"speedup_over_{user}": paired_ratio(m, self.user),
         }
         return {**record, "gate": gate.judge(record)}
+
+    def _moved(self, m: Measurement) -> dict[str, Any]:
+        """Return what a record says of a row, whoever moves the bytes."""
+        expert_bytes, p50 = self.settings.expert_bytes, m.time_us(50)
+        return {
+            "mode": m.mode,
+            "num_sms": self.num_sms,
+            "expert_bytes": expert_bytes,
+            "replicas": self.plan.num_replicas,
+            **m.in_us.record(),
+            "algbw_gbps": rate(self.total_bytes, p50),
+            "critical_gbps": rate(critical_bytes(self.plan, expert_bytes), p50),
+            "wrong_bytes": m.wrong_bytes,
+        }
 
 
 def paired_ratio(ours: Measurement, other: Measurement) -> float:
@@ -130,8 +154,9 @@ def paired_ratio(ours: Measurement, other: Measurement) -> float:
     return float(np.median(other.times / np.maximum(ours.times, 1)))
 
 
-def _key(baseline: Measurement) -> str:
-    return baseline.mode.replace("+", "_")
+def baseline_key(mode: str) -> str:
+    """Return the name of a baseline in the names of figures."""
+    return mode.replace("+", "_")
 
 
 def imbalance_before(settings: ReplicateSettings) -> float:
@@ -142,11 +167,15 @@ def imbalance_before(settings: ReplicateSettings) -> float:
 def make_document(
     settings: ReplicateSettings,
     records: Sequence[dict[str, Any]],
+    baselines: Sequence[dict[str, Any]],
     places: Sequence[dict[str, Any]],
+    header: str,
 ) -> dict[str, Any]:
-    """Return the records with what they were measured on."""
+    """Return the records with what they were measured on, and all that was printed besides."""
     return {
+        "header": header.splitlines(),
         "records": list(records),
+        "baselines": list(baselines),
         "machine": describe_machine(),
         "topology": list(places),
         "commit": find_commit(),
@@ -170,6 +199,7 @@ def describe_settings(settings: ReplicateSettings) -> dict[str, Any]:
         "num_sms": list(settings.num_sms),
         "fabric": settings.fabric,
         "link_gbps": settings.link_gbps,
+        "times": list(settings.times),
         "iters": settings.iters,
         "warmup": settings.warmup,
         "check": settings.check,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ultraep_comm.bench.figures import critical_bytes, rate, time_titles
+from ultraep_comm.bench.figures import recorded_time, time_titles
 from ultraep_comm.bench.placement import format_places
 from ultraep_comm.bench.report import (
-    Measurement,
-    SizeRun,
+    baseline_key,
     describe_run,
+    describe_settings,
     imbalance_before,
-    paired_ratio,
 )
 from ultraep_comm.bench.settings import ReplicateSettings
 from ultraep_comm.bench.sizes import describe_segments, format_size
@@ -76,75 +74,101 @@ def _describe_plan(plan: Plan) -> str:
 
 
 class ResultTable:
-    """The table: a row for each size and mode, then what they are compared with."""
+    """The table: a row for each size and mode, then what they are compared with.
 
-    def __init__(self, settings: ReplicateSettings) -> None:
-        """Choose the columns: those of sweeps, bounds and gates only where there are such."""
-        self._settings = settings
-        self._sizes, self._workers = bool(settings.sweep), len(settings.num_sms) > 1
-        self._bound = settings.link_gbps is not None or settings.gate.max_over_bound is not None
-        self._table: GrowingTable | None = None
+    Rows are JSON records and nothing else, so that a file can be printed as its run was.
+    """
 
-    def add(self, run: SizeRun, records: Sequence[dict[str, Any]]) -> str:
+    def __init__(
+        self, settings: Mapping[str, Any], gate: Mapping[str, Any] | None, baselines: Sequence[str]
+    ) -> None:
+        """Choose the columns: those of sweeps, bounds and gates only where there are such.
+
+        Args:
+            settings: a document's.
+            gate: a document's.
+            baselines: what a user would do, and what the machine can do.
+        """
+        self._user, self._machine = baselines
+        self._times = tuple(settings["times"])
+        self._sizes, self._workers = len(settings["sizes"]) > 1, len(settings["num_sms"]) > 1
+        self._gate = gate is not None
+        self._bound = settings["link_gbps"] is not None or (
+            gate is not None and gate["max_over_bound"] is not None
+        )
+        several = self._sizes or self._workers
+        headers = list(zip(*self._columns(), strict=True))
+        self._table = GrowingTable(headers, _LEAST_WIDTH if several else 0)
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> str:
         """Return the rows of one size, the first time with the titles before them."""
-        if self._table is None:
-            columns = self._columns(run)
-            several = self._sizes or self._workers
-            headers = [[title for title, _ in columns], [unit for _, unit in columns]]
-            self._table = GrowingTable(headers, _LEAST_WIDTH if several else 0)
-        rows = [self._row(run, m, record) for m, record in zip(run.modes, records, strict=True)]
-        rows += [self._row(run, m, None) for m in (run.user, run.machine)]
-        return self._table.add(rows)
+        return self._table.add([self._row(record) for record in records])
 
-    def _columns(self, run: SizeRun) -> list[tuple[str, str]]:
+    def _columns(self) -> list[tuple[str, str]]:
         return [
             ("mode", ""),
             *([("size", "(B)")] if self._sizes else []),
             *([("SMs", "")] if self._workers else []),
             *(("replicas", ""), ("bytes", "(B)")),
-            *((title, "(us)") for title in time_titles(self._settings.times)),
+            *((title, "(us)") for title in time_titles(self._times)),
             *(("algbw", "(GB/s)"), ("critbw", "(GB/s)"), ("model", "/T*")),
             *([("time", "/bound")] if self._bound else []),
-            *((run.machine.mode, "/time"), (run.user.mode, "/time"), ("#wrong", "(B)")),
-            *([("gate", "")] if self._settings.gate else []),
+            *((self._machine, "/time"), (self._user, "/time"), ("#wrong", "(B)")),
+            *([("gate", "")] if self._gate else []),
         ]
 
-    def _row(self, run: SizeRun, m: Measurement, record: dict[str, Any] | None) -> list[str]:
-        plan, p50, ours = run.plan, m.time_us(50), record is not None
-        relayed = f"{m.mode} ({m.chosen})" if ours and m.chosen != m.mode else m.mode
-        over = record["over_bound"] if record else None
-        critical = critical_bytes(plan, run.settings.expert_bytes)
+    def _row(self, record: Mapping[str, Any]) -> list[str]:
+        mode, ours = record["mode"], "chosen" in record
+        relayed = f"{mode} ({record['chosen']})" if ours and record["chosen"] != mode else mode
+        paired = (
+            f"over_{baseline_key(self._machine)}",
+            f"speedup_over_{baseline_key(self._user)}",
+        )
         return [
             relayed,
-            *([str(run.settings.expert_bytes)] if self._sizes else []),
-            *([str(run.num_sms)] if self._workers else []),
-            str(plan.num_replicas),
-            str(run.total_bytes),
-            *(f"{m.in_us.get(name):.1f}" for name in self._settings.times),
-            f"{rate(run.total_bytes, p50):.2f}",
-            f"{rate(critical, p50):.2f}",
-            _show(_modelled(run, m) if ours else math.nan, ".3f"),
-            *([_show(math.nan if over is None else over, ".3f")] if self._bound else []),
-            f"{paired_ratio(m, run.machine):.2f}" if ours else "-",
-            f"{paired_ratio(m, run.user):.2f}" if ours else "-",
-            str(m.wrong_bytes),
-            *([format_verdict(record)] if self._settings.gate else []),
+            *([str(record["expert_bytes"])] if self._sizes else []),
+            *([str(record["num_sms"])] if self._workers else []),
+            str(record["replicas"]),
+            str(record["replicas"] * record["expert_bytes"]),
+            *(f"{recorded_time(record, name):.1f}" for name in self._times),
+            f"{record['algbw_gbps']:.2f}",
+            f"{record['critical_gbps']:.2f}",
+            _show(record.get("over_model"), ".3f"),
+            *([_show(record.get("over_bound"), ".3f")] if self._bound else []),
+            *(_show(record.get(name), ".2f") for name in paired),
+            str(record["wrong_bytes"]),
+            *([format_verdict(record if ours else None)] if self._gate else []),
         ]
 
 
-def format_verdict(record: dict[str, Any] | None) -> str:
+def make_table(settings: ReplicateSettings, baselines: Sequence[str]) -> ResultTable:
+    """Return the table of a run."""
+    gate = settings.gate.describe() if settings.gate else None
+    return ResultTable(describe_settings(settings), gate, baselines)
+
+
+def format_document(document: Mapping[str, Any]) -> str:
+    """Return what the run of a document of `report.make_document` printed."""
+    records, baselines = document["records"], document["baselines"]
+    names = [baseline["mode"] for baseline in baselines[:2]]
+    table = ResultTable(document["settings"], document["gate"], names)
+    parts = list(document["header"])
+    for user, machine in zip(baselines[::2], baselines[1::2], strict=True):
+        run = [r for r in records if _size_of(r) == _size_of(user)]
+        parts.append(table.add([*run, user, machine]))
+    return "\n".join(parts)
+
+
+def _size_of(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    return record["expert_bytes"], record["num_sms"]
+
+
+def format_verdict(record: Mapping[str, Any] | None) -> str:
     """Return the cell of the column `gate`."""
     if record is None:
         return "-"
     return "ok" if record["gate"] == "met" else f"FAIL:{record['gate']}"
 
 
-def _modelled(run: SizeRun, m: Measurement) -> float:
-    bound = transfer_bound(run.plan.slot_expert, home=run.plan.home)
-    if not bound:
-        return math.nan
-    return max(run.settings.busiest_rank(run.plan, m.chosen), run.plan.max_imports) / bound
-
-
-def _show(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
+def _show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -18,6 +18,7 @@ from ultraep_comm.viz.style import count
 CALL_LANE = -1
 NEVER = 2**63 - 1
 FAILED = "failed"  # the kind of a call that failed, or came after such a one
+WIDTH = 12.0  # inches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Chart:
         num_ranks: rows.
         bars: by rank, lane and begin.
         marks: times in microseconds that a line is drawn at, by what they are.
+        width: of the picture in inches; texts keep their size.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Chart:
     num_ranks: int
     bars: list[Bar]
     marks: dict[str, float] = field(default_factory=dict)
+    width: float = WIDTH
 
     def lanes_of(self, rank: int) -> int:
         """Return how many lanes a row has, at least 1."""

@@ -13,16 +13,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ultraep_comm.bench.sizes import parse_size
+import torch
+
+from ultraep_comm.bench.sizes import format_size, parse_size
+from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import open_trace
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan import Plan
+from ultraep_comm.planning import plan_replicas
 from ultraep_comm.recording import Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
-from ultraep_comm.viz.chart import Chart, chart_calls
+from ultraep_comm.viz.chart import WIDTH, Chart, chart_calls
 from ultraep_comm.viz.load import draw_load
 from ultraep_comm.viz.loads import LoadSeries, plan_trace, series_of
 from ultraep_comm.viz.page import make_page
@@ -32,6 +37,7 @@ from ultraep_comm.viz.timeline import draw_timeline, format_trace
 
 FAILED = 2
 MOST = 1 << 20  # of ranks, slots, tokens of a rank, and layers
+_TOKENS, _TOPK, _EXPERT_BYTES = 4096, 8, "36M"  # of a generated load, as the benchmark has them
 Shown = TypeVar("Shown")
 Writers = dict[str, Callable[[Shown, Path], None]]
 
@@ -53,6 +59,7 @@ LOAD_EXAMPLES = """examples:
 TIMELINE_EXAMPLES = """examples:
   python -m ultraep_comm.viz timeline run --calls 100:120 --out calls.png calls.json
   python -m ultraep_comm.viz timeline run --predict 17 --machine nvl72 --out transfer.png
+  python -m ultraep_comm.viz timeline --imbalance 3 --mode push --width 8 --out transfer.png
 The JSON file opens in https://ui.perfetto.dev or chrome://tracing.
 """
 BOUND_EXAMPLES = """example:
@@ -115,10 +122,18 @@ def _recorded_loads(options: argparse.Namespace) -> LoadSeries:
 
 def _timeline(options: argparse.Namespace) -> None:
     _check_outputs(options.out, TIMELINE_WRITERS)
+    if (options.imbalance is None) == (not options.files):
+        raise InvalidArgumentError(
+            "expected files of a recording, or --imbalance X for a generated load: one of the two"
+        )
+    if options.imbalance is not None:
+        _write(_generated(options), options.out, TIMELINE_WRITERS)
+        return
     recordings = load_recordings(options.files, loads=False)
     source = _name(options.files)
     if options.predict is None:
         chart = chart_calls(recordings, source=source, epochs=_epochs(options.calls))
+        chart = replace(chart, width=options.width)
         if not chart.bars:
             raise InvalidArgumentError(f"{source} has none of these calls; {_range(recordings)}")
         charts = chart, chart
@@ -131,8 +146,36 @@ def _timeline(options: argparse.Namespace) -> None:
             machine=options.machine,
             mode=options.mode,
             source=f"call {options.predict} of {source}",
+            width=options.width,
         )
     _write(charts, options.out, TIMELINE_WRITERS)
+
+
+def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
+    """Return the charts of the transfer that a load of the benchmark needs, as predicted."""
+    ranks, experts = options.ranks, options.experts
+    load = generate_load(
+        num_ranks=ranks,
+        num_experts=experts,
+        imbalance=options.imbalance,
+        num_tokens=ranks * _TOKENS * _TOPK,
+        seed=options.seed,
+    )
+    plan = plan_replicas(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=options.slots)
+    if not plan.num_replicas:
+        raise InvalidArgumentError(
+            f"a load with --imbalance {options.imbalance:g} needs no replicas; expected more"
+        )
+    size = parse_size(options.expert_bytes or _EXPERT_BYTES)
+    source = f"{ranks} ranks, {experts} experts of {format_size(size)}, imbalance"
+    return predict_charts(
+        plan,
+        size,
+        machine=options.machine,
+        mode=options.mode,
+        source=f"{source} {options.imbalance:g}",
+        width=options.width,
+    )
 
 
 def _find_plan(recordings: Sequence[Recording], epoch: int, source: str) -> tuple[Plan, int]:
@@ -252,12 +295,27 @@ def _parser() -> argparse.ArgumentParser:
         epilog=TIMELINE_EXAMPLES,
         formatter_class=plain,
     )
-    _add_files(timeline, "+")
+    _add_files(timeline, "*")
     timeline.add_argument("--calls", metavar="FIRST:LAST", help="epochs of the calls to draw (all)")
     timeline.add_argument("--predict", type=int, metavar="EPOCH", help="draw this transfer instead")
     timeline.add_argument("--machine", default="nvl72", help="of the prediction (nvl72)")
     timeline.add_argument("--mode", default="auto", help="of the prediction (auto)")
-    timeline.add_argument("--expert-bytes", help="of the prediction, as 36M (what was recorded)")
+    timeline.add_argument(
+        "--expert-bytes", help="of the prediction, as 36M (what was recorded; generated: 36M)"
+    )
+    timeline.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="draw the transfer for a generated load instead, that of the benchmark's --imbalance",
+    )
+    timeline.add_argument("--ranks", type=_positive, default=8, help="of a generated load (8)")
+    timeline.add_argument("--experts", type=_positive, default=32, help="of a generated load (32)")
+    timeline.add_argument("--slots", type=int, default=2, help="of a generated load, per rank (2)")
+    timeline.add_argument("--seed", type=int, default=1, help="of a generated load (1)")
+    timeline.add_argument(
+        "--width", type=_inches, default=WIDTH, help=f"of the picture in inches ({WIDTH:g})"
+    )
     _add_out(timeline, TIMELINE_WRITERS)
     timeline.set_defaults(run=_timeline)
 
@@ -293,6 +351,16 @@ def _add_out(parser: argparse.ArgumentParser, writers: Writers[Shown]) -> None:
         metavar="FILE",
         help=f"what to write; the kind is that of the name: {', '.join(writers)}",
     )
+
+
+def _inches(text: str) -> float:
+    try:
+        width = float(text)
+    except ValueError:
+        width = 0.0
+    if not 4 <= width <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no width from 4 to 100 inches")
+    return width
 
 
 def _positive(text: str) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.plan import Plan
-from ultraep_comm.viz.chart import Chart, chart_timeline
+from ultraep_comm.viz.chart import WIDTH, Chart, chart_timeline
 
 _MODEL = "ultraep_comm.model"
 _WIDTHS = 400  # pauses of less than this part of a transfer are too short for a picture
@@ -16,7 +17,7 @@ _LANES = 6  # of a rank, in a picture
 
 
 def predict_charts(
-    plan: Plan, expert_bytes: int, *, machine: str, mode: str, source: str
+    plan: Plan, expert_bytes: int, *, machine: str, mode: str, source: str, width: float = WIDTH
 ) -> tuple[Chart, Chart]:
     """Return the charts of one transfer as the model predicts it: for a picture, and in full.
 
@@ -26,6 +27,7 @@ def predict_charts(
         machine: a name that the model knows.
         mode: of the transfer, or "auto".
         source: what the plan is, for the subtitle.
+        width: of the picture in inches.
 
     Raises:
         UltraEPError: the model refuses the machine, the mode or the plan.
@@ -47,4 +49,4 @@ def predict_charts(
         "marks": {f"bound, {found.bound_us:,.1f} us": float(found.bound_us)},
     }
     drawn = chart_timeline(found.timeline, **text, gap_us=found.time_us / _WIDTHS, max_lanes=_LANES)
-    return drawn, chart_timeline(found.timeline, **text)
+    return replace(drawn, width=width), chart_timeline(found.timeline, **text)

@@ -38,7 +38,7 @@ LOOKS = {
     "failed": (INK, "failed call"),
 }
 _ROW, _GAP = 1.0, 0.16  # heights in the axis' units: a row, and the room between two
-_WIDTH, _PLOT = 12.0, 10.8  # inches
+_MARGINS = 1.2  # inches beside the plot
 _NARROW = 0.04  # inches
 _MAX_HEIGHT = 17.0
 
@@ -54,7 +54,7 @@ def draw_timeline(chart: Chart) -> Figure:
     row_inches = min(max(0.2 * max(lanes, default=1), 0.24), 0.9)
     height = min(1.9 + chart.num_ranks * row_inches, _MAX_HEIGHT)
     row_inches = (height - 1.9) / chart.num_ranks
-    figure = new_figure(_WIDTH, height)
+    figure = new_figure(chart.width, height)
     axis = figure.subplots()
     scale, unit = (1e3, "milliseconds") if chart.end_us >= 2e4 else (1.0, "microseconds")
     end = max(chart.end_us / scale, *(m / scale for m in chart.marks.values()), 1e-9)
@@ -63,7 +63,7 @@ def draw_timeline(chart: Chart) -> Figure:
     for kind in LOOKS:
         bars = [bar for bar in chart.bars if bar.kind == kind]
         if bars:
-            _draw_bars(axis, bars, lanes, scale, end, kind)
+            _draw_bars(axis, bars, lanes, scale, end, kind, chart.width - _MARGINS)
     _write_labels(axis, chart, lanes, scale, end, row_inches)
     for text, time in chart.marks.items():
         axis.axvline(time / scale, color=INK, lw=1.2, ls=(0, (5, 3)), label=text)
@@ -103,7 +103,13 @@ def _box(bar: Bar, lanes: list[int]) -> tuple[float, float]:
 
 
 def _draw_bars(
-    axis: Axes, bars: list[Bar], lanes: list[int], scale: float, end: float, kind: str
+    axis: Axes,
+    bars: list[Bar],
+    lanes: list[int],
+    scale: float,
+    end: float,
+    kind: str,
+    plot_inches: float,
 ) -> None:
     from matplotlib.collections import PolyCollection
 
@@ -115,7 +121,7 @@ def _draw_bars(
         left, right = bar.begin_us / scale, bar.end_us / scale
         corners.append([(left, top), (right, top), (right, top + height), (left, top + height)])
         # A white edge parts bars that touch. Of a bar of few pixels it would leave nothing.
-        narrow = right - left < _NARROW / _PLOT * end
+        narrow = right - left < _NARROW / plot_inches * end
         edges.append(colour if narrow or kind == "call" else "white")
     drawn = PolyCollection(
         corners,
@@ -145,7 +151,7 @@ def _write_labels(
     axis: Axes, chart: Chart, lanes: list[int], scale: float, end: float, row_inches: float
 ) -> None:
     """Write into the bars that have room for it what they are."""
-    inches = _PLOT / (end * 1.01)
+    inches = (chart.width - _MARGINS) / (end * 1.01)
     for bar in chart.bars:
         if bar.lane == CALL_LANE or not bar.label or bar.kind == "wait":
             continue
