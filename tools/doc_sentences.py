@@ -141,6 +141,28 @@ def _layer(results: Results) -> list[str]:
     ]
 
 
+def _host_model(results: Results) -> list[str]:
+    found = results["model_host_2ranks"]
+    worst = f"{100 * found['worst_error']:.0f}"
+    return [f"{100 * found['median_error']:.1f}", str(len(found["records"])), worst]
+
+
+def _host_hop(results: Results) -> list[str]:
+    return [f"{results['model_host_2ranks']['calibration']['hop_us']:.0f}"]
+
+
+def _recorder(results: Results) -> list[str]:
+    def of(recorder: str, column: str) -> list[float]:
+        rows = (_row(results["recorder_cost"], recorder=recorder, ranks=ranks) for ranks in (8, 64))
+        return [row[column] for row in rows]
+
+    return [
+        *(f"{us:.1f}" for us in of("without loads", "added_median_us")),
+        *(f"{us:.1f}" for us in of("all", "added_median_us")),
+        *(f"{us:.1f}" for us in of("off", "median_us")),
+    ]
+
+
 def _small(results: Results) -> list[str]:
     rows = results["small_4ranks_4M"]["records"]
     return _range((1 / row["over_memcpy"] for row in rows), ".1f")
@@ -265,11 +287,22 @@ _AUTO_LAYER = [
         " reduce take {}% of the step",
         _layer,
     ),
+    Sentence(
+        "The model of the host engine is off by {}% in the median of {} plans, {}% at worst",
+        _host_model,
+    ),
     Sentence("An empty plan: {} us median", _empty),
     Sentence("two replicas of 4 MiB take {} to {} times as long as `memcpy`", _small),
 ]
 
 SENTENCES: dict[str, list[Sentence]] = {
+    "docs/usage.md": [
+        Sentence(
+            "that added {} us (8 ranks) and {} us (64) of the host's time to a call, in the median,"
+            " and with loads {} and {} us, where a call without a recorder took {} and {} us",
+            _recorder,
+        ),
+    ],
     "README.md": [
         Sentence("A call with nothing to move takes {} us", _empty),
         Sentence(
@@ -292,6 +325,11 @@ SENTENCES: dict[str, list[Sentence]] = {
         Sentence("Direct fan-out is reproduced within {}%.", _direct),
         Sentence("It takes {} to {} times what the model says of it", _relay),
         Sentence("it would take {} us where the model says {}", _as_slow_as_the_relay),
+        Sentence(
+            "**The host engine is off by {}% in the median of {} plans, and by {}% at worst**",
+            _host_model,
+        ),
+        Sentence("A hop is long there, {} us", _host_hop),
         Sentence("72/288/2 (ranks/experts/slots), {} loads each", _loads),
         Sentence(
             "for a common plan (T* {} us), for one with two imports ({} us), and for one expert"
@@ -351,6 +389,7 @@ SENTENCES: dict[str, list[Sentence]] = {
 NO_RESULTS: dict[str, list[str]] = {
     "docs/benchmark.md": [
         "the 5% below are an example",
+        "loads, each planned 5 times",
         "A GB200's NVLink carries 900 GB/s one way by its data sheet",
     ],
     "docs/model.md": [
@@ -364,13 +403,14 @@ NO_RESULTS: dict[str, list[str]] = {
     ],
     "docs/problem.md": ["within 1% of the mean"],  # the planner's target
     "docs/usage.md": ["1% of balance may cost"],
+    "bench/README.md": ["`--max-increase` (2% by default)"],
     "bench/METRICS.md": [
         "where it reaches 450 and 900 GB/s",  # rates of links
         # numbers to follow a formula by
         "With 100 us for every link of six ranks and 400 us for that from 2 to 0",
         "that cell has 2.5 GB/s",
         "the link is 75% below it",
-        "empty 6 us, tile 16, alone 116",
+        "empty 6 us, short 16 with next to no bytes, alone 116",
         "10^6 B / 80 us = 12.5 GB/s stored, 10^6 B / 20 us = 50 GB/s loaded, a hop of 5 us",
         "without the call itself, 100 us",
         # inputs and targets
