@@ -37,7 +37,8 @@ QUALITY_KEYS = {"imbalance", "replicas", "max_exports", "max_imports", "transfer
 RECORD_KEYS = {
     *("op", "ranks", "experts", "slots", "domain_size", "family", "vectors", "imbalance_before"),
     *QUALITY_KEYS,
-    *("imbalance_bound", "time_us", "published", "transfer_over_published", "eplb"),
+    *("imbalance_bound", "over_bound", "gate", "time_us", "published"),
+    *("transfer_over_published", "eplb"),
 }
 
 
@@ -202,6 +203,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         worst, bound = record["imbalance"]["worst"], record["imbalance_bound"]
         assert 1 <= record["imbalance"]["mean"] <= worst
         assert bound <= max(worst, 1.01) + 1e-9
+        assert worst / bound - 1e-9 <= record["over_bound"] <= worst
+        assert record["gate"] is None
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert 0 < record["time_us"]["p50"] <= record["time_us"]["p99"]
         assert record["eplb"] is None
@@ -237,6 +240,21 @@ def test_domains(tmp_path: Path) -> None:
     assert split["published"]["imbalance"]["worst"] >= split["imbalance_bound"] - 1e-9
 
 
+@pytest.mark.parametrize(("limit", "status"), [("1.2", 0), ("1.001", 3)])
+def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, status: int) -> None:
+    """A planner that may stop at 1.1 keeps the one limit, and not the other."""
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "8/16/2", "--families", "published2", "--target", "1.1"]
+    limits = ["--max-over-bound", limit, "--json", str(path)]
+    assert main(["plan", *arguments, "--tokens", "4096", *limits]) == status
+    document = json.loads(path.read_text())
+    (record,) = document["records"]
+    assert record["gate"] == ("bound" if status else "met")
+    assert document["gate"]["met"] is (status == 0)
+    named = f"gate not met by 1 of 1, expected at most {limit} times the bound: 8/16/2 published2"
+    assert (named in capsys.readouterr().err) is (status == 3)
+
+
 def test_default_domains() -> None:
     one, many = parse_plan_sizes("72/288/2,256/512/2", None)
     assert set(one.domain.tolist()) == {0}
@@ -270,6 +288,8 @@ def test_recorded_traces(traces_dir: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--max-over-bound", "0"], "--max-over-bound is 0.0; expected a finite number above 0"),
+        (["--max-over-bound", "2", "--engine", "cuda"], "give one of the two"),
         (["--sizes", "64/256"], "ranks/experts/slots"),
         (["--sizes", "64/256/0"], "at least 1"),
         (["--sizes", "64/x/2"], "'64/x/2'"),

@@ -22,7 +22,7 @@ class Gate:
 
     Attributes:
         min_gbps: on `critical_gbps`, or `gbps` of a link, in 10^9 bytes a second.
-        max_over_bound: on `over_bound`: time over its bound.
+        max_over_bound: on `over_bound`: time, or a plan's imbalance, over its bound.
     """
 
     min_gbps: float | None = None
@@ -156,6 +156,8 @@ def _describe(record: dict[str, Any]) -> str:
 def _subject(record: dict[str, Any]) -> str:
     if "source" in record:
         return f"{record['source']} to {record['destination']}"
+    if record.get("op") == "plan":
+        return f"{record['ranks']}/{record['experts']}/{record['slots']} {record['family']}"
     for name in ("routing", "row"):
         if name in record:
             return str(record[name])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.bench.eplb import Rebalance, find_eplb, plan_eplb
 from ultraep_comm.bench.families import make_loads
+from ultraep_comm.bench.gate import exit_code
 from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.plan_report import (
     Other,
@@ -36,7 +37,7 @@ Loads = Sequence[NDArray[np.int64]]
 
 
 def run(settings: PlanSettings) -> int:
-    """Plan everything in this process and print; return the exit code, 0.
+    """Plan everything in this process and print; return the exit status, 3: the gate is not met.
 
     Raises:
         UltraEPError: a load of the trace is none.
@@ -54,7 +55,7 @@ def run(settings: PlanSettings) -> int:
     print(format_plan_table(rows), flush=True)
     document = make_plan_document(settings, rows)
     write_outputs(document, json_path=settings.json, csv_path=settings.csv)
-    return 0
+    return exit_code(settings.gate, document["records"], 0, speaks=True)
 
 
 def make_plan_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:

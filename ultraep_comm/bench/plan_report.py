@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.plan_settings import PlanSettings, PlanSize
-from ultraep_comm.bench.report import describe_run
+from ultraep_comm.bench.report import describe_gate, describe_run
 from ultraep_comm.bench.table import format_table
 
 
@@ -82,6 +82,11 @@ class PlanRow:
     eplb: Other | None
 
     @property
+    def over_bound(self) -> float:
+        """Return the worst plan's imbalance over what no placement goes below."""
+        return float((self.ours.imbalance / self.bound).max())
+
+    @property
     def transfer_ratio(self) -> float | None:
         """Return the mean of our T over the published planner's, where both replicate."""
         both = (self.ours.transfer > 0) & (self.published.transfer > 0)
@@ -103,6 +108,7 @@ class PlanRow:
             "imbalance_before": float(self.before.mean()),
             **self.ours.record(),
             "imbalance_bound": float(self.bound.max()),
+            "over_bound": self.over_bound,
             "time_us": {
                 "p50": float(np.percentile(self.time_us, 50)),
                 "p99": float(np.percentile(self.time_us, 99)),
@@ -199,10 +205,13 @@ def _cells(row: PlanRow, has_eplb: bool) -> list[str]:
 
 def make_plan_document(settings: PlanSettings, rows: Sequence[PlanRow]) -> dict[str, Any]:
     """Return the records with what they were measured on."""
+    found = [row.record() for row in rows]
+    records = [{**record, "gate": settings.gate.judge(record)} for record in found]
     return {
-        "records": [row.record() for row in rows],
+        "records": records,
         "machine": describe_machine(),
         "commit": find_commit(),
+        "gate": describe_gate(settings.gate, records),
         "settings": {
             "sizes": [str(size) for size in settings.sizes],
             "families": list(settings.families),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.bench.families import FAMILIES
+from ultraep_comm.bench.gate import Gate, add_bound_argument, make_gate
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
 from ultraep_comm.bench.sizes import parse_counts
 from ultraep_comm.bench.traces import Trace, open_trace
@@ -74,6 +75,7 @@ class PlanSettings:
         trace_name: of its file.
         engine: "host", which compares planners, or "cuda", which times kernels.
         warps: of the plan kernel, one measurement for each.
+        gate: what every plan has to reach; for "host".
         json: where records go; None: nowhere.
         csv: where they go flat; None: nowhere.
     """
@@ -88,6 +90,7 @@ class PlanSettings:
     trace_name: str = ""
     engine: str = "host"
     warps: tuple[int, ...] = ()
+    gate: Gate = field(default_factory=Gate)
     json: Path | None = None
     csv: Path | None = None
 
@@ -140,6 +143,7 @@ def add_plan_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         metavar="N,...",
         help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
     )
+    add_bound_argument(add, "a plan's imbalance is more than X times what no placement goes below")
     add_output_arguments(add)
 
 
@@ -160,6 +164,12 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         target_to_ppm(options.target)
     except ValueError as error:
         raise InvalidArgumentError(f"--target: {error}") from None
+    gate = make_gate(options)
+    if gate and options.engine == "cuda":
+        raise InvalidArgumentError(
+            f"--max-over-bound is {gate.max_over_bound:g}, but --engine cuda compares kernels with"
+            " the host's plans; give one of the two"
+        )
     check_outputs(options)
     warps = _parse_warps(options)
     families = _parse_families(options.families, options.trace is not None)
@@ -185,6 +195,7 @@ def make_plan_settings(options: argparse.Namespace) -> PlanSettings:
         trace_name="" if trace is None else options.trace.name,
         engine=options.engine,
         warps=warps,
+        gate=gate,
         json=options.json,
         csv=options.csv,
     )
