@@ -24,7 +24,7 @@ from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.figures import TIMES, Times, link_bound_us, parse_times
 from ultraep_comm.bench.gate import Gate, exit_code
 from ultraep_comm.bench.launch import run_ranks
-from ultraep_comm.bench.outputs import flatten, format_csv, write_whole
+from ultraep_comm.bench.outputs import flatten, format_csv, write_output
 from ultraep_comm.bench.replicate_settings import make_settings
 from ultraep_comm.bench.settings import ReplicateSettings, each_size
 from ultraep_comm.bench.table import GrowingTable
@@ -314,16 +314,16 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "o.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "new \ud800")
+        write_output("--json", path, "new \ud800")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["o.json"]
     (tmp_path / "link").symlink_to(path)
-    write_whole(tmp_path / "link", "new")
+    write_output("--json", tmp_path / "link", "new")
     assert path.read_text() == "new"
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-    write_whole(Path(os.devnull), "to nowhere")  # written to, and not replaced
+    write_output("--json", Path(os.devnull), "to nowhere")  # written to, and not replaced
     assert not Path(os.devnull).is_file()
 
 
@@ -332,7 +332,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     few = ["--ranks", "2", "--experts", "8", "-b", "16K", "-n", "1", "-w", "0", "--mode", "push"]
     done = bench(*few, "--json", "/dev/full", "--csv", "o.csv", cwd=tmp_path)
     assert done.returncode == 2
-    line = "error: --json /dev/full could not be written (No space left on device)\n"
+    line = "error: --json /dev/full: No space left on device\n"
     assert done.stderr == line
     assert "push" in rows(done.stdout)
     assert cells_of((tmp_path / "o.csv").read_text())[0]["mode"] == "push"

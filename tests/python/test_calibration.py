@@ -31,7 +31,12 @@ from ultraep_comm.calibration import (
     make_calibration,
     read_calibration,
 )
-from ultraep_comm.errors import BootstrapError, CalibrationError, UnsupportedError
+from ultraep_comm.errors import (
+    BootstrapError,
+    CalibrationError,
+    UltraEPError,
+    UnsupportedError,
+)
 
 HERE = device_name("host") or ""
 COSTS = MeasuredCosts(
@@ -342,6 +347,14 @@ def test_wrong_bytes_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "c.json"
     assert calibrate.run_on(Scripted(), settings_of("--output", str(path))) == 1
     assert not path.exists()
+
+
+def test_a_folder_that_went_away_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    settings = settings_of("--output", str(tmp_path / "here" / "c.json"))
+    (tmp_path / "here").rmdir()
+    with pytest.raises(UltraEPError, match=r"--output .*c\.json: cannot be written: No such file"):
+        calibrate.run_on(Scripted(), settings)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ultraep_comm.bench.gpu import Meter, own_gpu
 from ultraep_comm.bench.host_meter import HostMeter
 from ultraep_comm.bench.launch import WRONG
 from ultraep_comm.bench.link_ranks import link_plan
-from ultraep_comm.bench.outputs import write_whole
+from ultraep_comm.bench.outputs import write_output
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.placement import format_places, gather_places
 from ultraep_comm.bench.progress import show_progress
@@ -58,7 +58,8 @@ def run(settings: CalibrateSettings) -> int:
     """Measure; rank 0 prints and writes. Return the exit status, 1: wrong bytes.
 
     Raises:
-        UltraEPError: a group could not be made, a transfer failed, or figures make no sense.
+        UltraEPError: a group could not be made, a transfer failed, figures make no sense, or the
+            file could not be written.
     """
     torch.set_num_threads(1)
     return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings)
@@ -76,7 +77,8 @@ def run_on(meter: Meter, settings: CalibrateSettings) -> int:
         print(format_costs(settings, found), flush=True)
         if probe.wrong_bytes == 0 and settings.output is not None:
             costs = {**settings.kept, settings.section: found}
-            write_whole(settings.output, json.dumps(make_calibration(costs), indent=2) + "\n")
+            text = json.dumps(make_calibration(costs), indent=2) + "\n"
+            write_output("--output", settings.output, text)
             print(f"# {settings.output}: ULTRAEP_CALIBRATION names it for rank 0", flush=True)
     return WRONG if probe.wrong_bytes else 0
 

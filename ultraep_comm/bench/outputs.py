@@ -69,24 +69,31 @@ def write_outputs(
     for flag, (path, make_text) in texts.items():
         try:
             if path is not None:
-                write_whole(path, make_text())
-        except OSError as error:
-            failed.append(f"{flag} {path} could not be written ({error.strerror})")
+                write_output(flag, path, make_text())
+        except UltraEPError as error:
+            failed.append(str(error))
     if failed:
         raise UltraEPError("; ".join(failed))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole or not there, at the end of a link too; or into a stream."""
-    if _is_stream(path):
-        with path.open("a") as stream:
-            stream.write(text)
-        return
+def write_output(flag: str, path: Path, text: str) -> None:
+    """Write a file that is whole or not there, at the end of a link too; or into a stream.
+
+    Raises:
+        UltraEPError: it could not be written. Names the flag that asks for it.
+    """
 
     def write(file: BinaryIO) -> None:
         file.write(text.encode())
 
-    files.write_whole(path.resolve(), write)
+    try:
+        if _is_stream(path):
+            with path.open("a") as stream:
+                stream.write(text)
+        else:
+            files.write_whole(path.resolve(), write)
+    except OSError as error:
+        raise UltraEPError(f"{flag} {path}: {error.strerror}") from None
 
 
 def format_csv(records: Sequence[Mapping[str, Any]]) -> str:
