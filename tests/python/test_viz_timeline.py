@@ -464,8 +464,11 @@ def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:
 GENERATED_BAD = {
     "one of the two": ["--imbalance", "2", "run"],
     "files of a recording, or --imbalance": [],
+    "--predict and --imbalance are given": ["--imbalance", "2", "--predict", "3"],
+    "--calls and --imbalance are given": ["--imbalance", "2", "--calls", "1:2"],
     "expected 1 to 8": ["--imbalance", "9"],
-    "needs no replicas": ["--imbalance", "1"],
+    "gets no replicas in --slots 2": ["--imbalance", "1"],
+    "gets no replicas in --slots 0": ["--imbalance", "2", "--slots", "0"],
 }
 
 

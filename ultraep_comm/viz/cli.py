@@ -126,6 +126,10 @@ def _timeline(options: argparse.Namespace) -> None:
         raise InvalidArgumentError(
             "expected files of a recording, or --imbalance X for a generated load: one of the two"
         )
+    ways = ("calls", "predict", "imbalance")
+    given = [f"--{name}" for name in ways if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise InvalidArgumentError(f"{' and '.join(given)} are given; expected one of them at most")
     if options.imbalance is not None:
         _write(_generated(options), options.out, TIMELINE_WRITERS)
         return
@@ -164,7 +168,8 @@ def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
     plan = plan_replicas(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=options.slots)
     if not plan.num_replicas:
         raise InvalidArgumentError(
-            f"a load with --imbalance {options.imbalance:g} needs no replicas; expected more"
+            f"a load with --imbalance {options.imbalance:g} gets no replicas in --slots"
+            f" {options.slots}; expected more of one of them"
         )
     size = parse_size(options.expert_bytes or _EXPERT_BYTES)
     source = f"{ranks} ranks, {experts} experts of {format_size(size)}, imbalance"
@@ -311,7 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     timeline.add_argument("--ranks", type=_positive, default=8, help="of a generated load (8)")
     timeline.add_argument("--experts", type=_positive, default=32, help="of a generated load (32)")
-    timeline.add_argument("--slots", type=int, default=2, help="of a generated load, per rank (2)")
+    timeline.add_argument(
+        "--slots", type=_not_negative, default=2, help="of a generated load, per rank (2)"
+    )
     timeline.add_argument("--seed", type=int, default=1, help="of a generated load (1)")
     timeline.add_argument(
         "--width", type=_inches, default=WIDTH, help=f"of the picture in inches ({WIDTH:g})"
