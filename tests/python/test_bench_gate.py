@@ -266,6 +266,7 @@ def test_the_bound_over_links() -> None:
 
 
 def _end(signal_number: int) -> int:
+    signal.signal(signal_number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, here too
     os.kill(os.getpid(), signal_number)
     return 0
 
