@@ -1,5 +1,6 @@
 """Fixtures and settings that all Python tests share."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
 from cpp_build import CppBuild
+from early_builds import EarlyBuilds, put_last, wanted_builds
 from emulated_device import EmulatedDevice
 from nn_model import Model
 from ranks import RankPool
@@ -59,10 +61,33 @@ def models() -> Iterator[Callable[..., Model]]:
             group.close()
 
 
+TOOL_CHAIN = pytest.StashKey[CppBuild]()
+EARLY_BUILDS = pytest.StashKey[EarlyBuilds]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_last(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    wanted = wanted_builds(session.items)
+    if not wanted or session.config.option.collectonly:
+        return
+    with contextlib.suppress(pytest.skip.Exception):  # the tests say so
+        session.config.stash[TOOL_CHAIN] = CppBuild()
+        session.config.stash[EARLY_BUILDS] = EarlyBuilds(session.config.stash[TOOL_CHAIN], wanted)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if EARLY_BUILDS in session.config.stash:
+        session.config.stash[EARLY_BUILDS].stop()
+
+
 @pytest.fixture(scope="session")
-def cpp() -> CppBuild:
+def cpp(pytestconfig: pytest.Config) -> CppBuild:
     """The C++ tool chain; skips where there is none."""
-    return CppBuild()
+    return pytestconfig.stash.get(TOOL_CHAIN, None) or CppBuild()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,13 +62,48 @@ class CppBuild:
         self.ninja = find_program("ninja", "ninja", "BIN_DIR")
         self.ctest_program = shutil.which("ctest", path=str(Path(self.cmake).parent)) or "ctest"
         self.num_jobs = str(len(os.sched_getaffinity(0)))
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by preset
+        self._built: set[tuple[str, ...]] = set()
+        self._early: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def _commands(self, preset: str, *targets: str) -> list[list[str]]:
+        only = ["--target", *targets] if targets else []
+        return [
+            [self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"],
+            [self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs, *only],
+        ]
 
     def build(self, preset: str, *targets: str) -> Path:
-        """Build targets, or everything, and return the folder."""
-        run([self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"])
-        only = ["--target", *targets] if targets else []
-        run([self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs, *only])
-        return ROOT / "build" / preset
+        """Build targets, or everything, once in this session, and return the folder."""
+        folder = ROOT / "build" / preset
+        if (preset, *targets) not in self._built:
+            with self._locks[preset]:  # perhaps an early build ends first
+                for command in self._commands(preset, *targets):
+                    run(command)
+            self._built.add((preset, *targets))
+        return folder
+
+    def build_early(self, preset: str, *targets: str) -> bool:
+        """Build with what other programs leave of the cores; False: stopped, or something failed."""
+        with self._locks[preset]:
+            for command in self._commands(preset, *targets):
+                if self._stopped:
+                    return False
+                self._early = subprocess.Popen(
+                    ["nice", "-n", "19", *command],
+                    cwd=ROOT,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                if self._early.wait() != 0:
+                    return False
+        return True
+
+    def stop_early(self) -> None:
+        self._stopped = True
+        if self._early is not None:
+            self._early.terminate()
 
     def cubins(self) -> Path:
         """Build the cubins; skip where there is no nvcc or NVSHMEM, unless ULTRAEP_CUDA is ON."""

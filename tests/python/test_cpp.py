@@ -13,9 +13,9 @@ from cpp_build import ROOT, CppBuild, run
 @pytest.mark.parametrize(
     "preset",
     [
-        "cpu",
-        pytest.param("tsan", marks=pytest.mark.slow),
-        pytest.param("asan", marks=pytest.mark.slow),
+        pytest.param("cpu", marks=pytest.mark.builds("cpu")),
+        pytest.param("tsan", marks=[pytest.mark.slow, pytest.mark.builds("tsan")]),
+        pytest.param("asan", marks=[pytest.mark.slow, pytest.mark.builds("asan")]),
     ],
 )
 def test_cpp_tests_pass(cpp: CppBuild, preset: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +34,7 @@ def test_cpp_tests_pass(cpp: CppBuild, preset: str, capsys: pytest.CaptureFixtur
         print("", *tried, sep="\n")
 
 
+@pytest.mark.builds("cpu")
 @pytest.mark.timeout(300)
 def test_another_project_finds_the_package(cpp: CppBuild, tmp_path: Path) -> None:
     built = cpp.build("cpu")

@@ -67,6 +67,7 @@ def result_line(name: str, text: str, capsys: pytest.CaptureFixture[str]) -> str
     return found.group()
 
 
+@pytest.mark.builds("mutants", "mutants")
 @pytest.mark.timeout(1800)  # the first builds and runs all
 @pytest.mark.parametrize("name", SIMULATED)
 def test_mutant_is_caught(
@@ -90,6 +91,7 @@ def test_mutant_is_caught(
 
 # Else what is caught above could be something that is wrong without any mutant.
 @pytest.mark.slow
+@pytest.mark.builds("cpu")
 @pytest.mark.timeout(900)
 def test_nothing_is_caught_where_no_rule_is_broken(cpp: CppBuild) -> None:
     program = cpp.build("cpu") / "tests/simulation/test_hostile"
@@ -107,6 +109,7 @@ def sanitized(cpp: CppBuild) -> str:
 
 # That each program passes where nothing is broken is test_cpp_tests_pass's.
 @pytest.mark.slow
+@pytest.mark.builds("tsan", "mutants")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CORE + HOST + CUDA + DEVICE)
 def test_sanitized_mutant_is_caught(

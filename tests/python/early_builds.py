@@ -1,0 +1,45 @@
+"""Building what the C++ tests need beside the Python tests that come before them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from cpp_build import CppBuild
+
+
+class EarlyBuilds:
+    """A thread that builds presets one after the other, at the lowest priority.
+
+    It decides nothing: a test that needs a preset builds it too, which then has little left to do,
+    and shows what went wrong.
+    """
+
+    def __init__(self, cpp: CppBuild, wanted: Sequence[tuple[str, ...]]) -> None:
+        self._cpp = cpp
+        self._wanted = wanted
+        self._thread = threading.Thread(target=self._build, daemon=True)
+        self._thread.start()
+
+    def _build(self) -> None:
+        for preset, *targets in self._wanted:
+            if not self._cpp.build_early(preset, *targets):
+                return
+
+    def stop(self) -> None:
+        self._cpp.stop_early()
+        self._thread.join()
+
+
+def wanted_builds(items: Sequence[pytest.Item]) -> list[tuple[str, ...]]:
+    """Return presets with their targets in the order in which tests will ask for them."""
+    marks = [mark.args for item in items for mark in item.iter_markers("builds")]
+    if marks and any("emulated_library" in getattr(item, "fixturenames", ()) for item in items):
+        marks.insert(0, ("cpu", "emulated_device"))  # Python tests ask for it, long before
+    return list(dict.fromkeys(marks))
+
+
+def put_last(items: list[pytest.Item]) -> None:
+    """Move the tests of what takes long to build behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("builds") is not None)
