@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ultraep_comm.rank_states import RankState
+
 
 class UltraEPError(RuntimeError):
     """Base class of every error that the library raises on purpose."""
@@ -99,16 +104,25 @@ class TransferError(UltraEPError):
         peer: the rank it waited for or disagrees with; -1 if none.
         root: the end of the chain of waits, as far as ranks have published theirs; -1 unknown.
         epoch: number of the failed call on this group.
+        states: what was last known of every rank ``[G]``, by rank; empty if nothing was read.
     """
 
     def __init__(
-        self, message: str, *, rank: int = -1, peer: int = -1, root: int = -1, epoch: int = 0
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        peer: int = -1,
+        root: int = -1,
+        epoch: int = 0,
+        states: tuple[RankState, ...] = (),
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.peer = peer
         self.root = root
         self.epoch = epoch
+        self.states = states
 
 
 class PlanMismatchError(TransferError):

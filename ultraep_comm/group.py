@@ -21,16 +21,16 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.failures import failure_of
 from ultraep_comm.gradients import BoundGrads, RankGrads
+from ultraep_comm.health import GroupHealth, health_of
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle, PlanStore
 from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
 from ultraep_comm.recorder import CAPACITY, Recorder, record_group
-from ultraep_comm.refusals import name_call, refusal_error
 from ultraep_comm.registry import register_group
-from ultraep_comm.reports import error_from
 from ultraep_comm.segments import BoundWeights, Segment, Weights
 from ultraep_comm.selections import Selections
 from ultraep_comm.topology import Topology
@@ -386,6 +386,16 @@ class Group:
         self._check_running("start_recording")
         return record_group(self, capacity, loads)
 
+    # ---- health ---------------------------------------------------------------------------
+
+    def health(self) -> GroupHealth:
+        """Return what this rank has done and waited for, and what it knows of its peers. Local.
+
+        From any thread and at any time, also while a call is under way, after a failure and after
+        a close; it waits for no call, and changes nothing.
+        """
+        return health_of(self)
+
     # ---- life -----------------------------------------------------------------------------
 
     def _check_open(self, operation: str) -> None:
@@ -446,21 +456,9 @@ class Group:
         return Work(self, epoch, operation, mode)
 
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
-        failed = self._engine.failed_epoch()
-        if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
-            return GroupClosedError(
-                f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
-                f" call {failed} failed; make a new group"
-            )
-        report = self._engine.report()
-        error: UltraEPError | None = None
-        if self._device is not None:
-            bad_id = self._device_engine.bad_id()
-            error = refusal_error(report, bad_id, self.rank, self.topology, self._names)
-            if error is not None:
-                name_call(error, operation)
-        error = error or error_from(report, self.rank, operation)
-        self._first_error = self._first_error or error
+        error = failure_of(self, epoch, operation)
+        if not isinstance(error, GroupClosedError):
+            self._first_error = self._first_error or error
         return error
 
     def _not_submitted(self, error: UltraEPError) -> None:

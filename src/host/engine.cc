@@ -73,6 +73,7 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   prepared.call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kCall)};
   prepared.call.reset_counters(Alone{});
   submitted_.store(epoch);
+  calls_made_.add(prepared.operation);
   if (background) {
     background_until_.store(epoch);
     lock.unlock();
@@ -152,10 +153,12 @@ void Engine::reject() {
     if (submitted_.load() != before) continue;  // another thread was faster
     const uint64_t epoch = before + 1;
     submitted_.store(epoch);
+    calls_made_.add_rejected();
     lock.unlock();
     const Call call = bare_call(epoch, CallRecord::make(epoch, digest_, RecordKind::kRejected));
     HostMover mover;
     announce_absence(call, memory_, mover, call.epoch.record.word);
+    own_record_.store(call.epoch.record.word, std::memory_order_relaxed);
     Report report;
     report.fault = Fault::kRejected;
     report.wait.peer = config_.rank;
@@ -205,8 +208,9 @@ int32_t Engine::close() {
   if (failed_.load() != 0) return -1;
   const int32_t peer = find_disagreement(memory_, layout_.symmetric, last_record_);
   HostMover mover;
-  announce_absence(bare_call(last, {}), memory_, mover,
-                   CallRecord::farewell(last, last_record_).word);
+  const CallRecord farewell = CallRecord::farewell(last, last_record_);
+  announce_absence(bare_call(last, {}), memory_, mover, farewell.word);
+  own_record_.store(farewell.word, std::memory_order_relaxed);
   return peer;
 }
 
@@ -245,6 +249,14 @@ int64_t Engine::finished_at(uint64_t epoch) const {
 Report Engine::report() const {
   const std::lock_guard lock(submit_mutex_);
   return report_;
+}
+
+std::vector<LastWords> Engine::last_words() const {
+  {
+    const std::lock_guard lock(submit_mutex_);
+    if (!words_of_failure_.empty()) return words_of_failure_;
+  }
+  return hear_peers();
 }
 
 }  // namespace uec::host

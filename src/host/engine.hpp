@@ -16,6 +16,7 @@
 #include "core/protocol.hpp"
 #include "core/validate.hpp"
 #include "host/config.hpp"
+#include "host/health.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
 
@@ -63,6 +64,13 @@ class Engine {
   int64_t finished_at(uint64_t epoch) const;
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
+  // For whoever watches. None of these waits for a call, and all work after a failure and a close.
+  uint64_t completed() const { return completed_.load(); }
+  CallCounts calls() const { return calls_made_.read(); }
+  Waits waits() const { return waits_.read(); }
+  // [G] what ranks have last said: by the time of the failure, or by now if there was none.
+  std::vector<LastWords> last_words() const;
+
  private:
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
   // Of so many calls the ends are known: whoever asks at each submission misses none.
@@ -83,6 +91,7 @@ class Engine {
   void report_fault(const Call& call, Report report);
   void settle_failure();
   void poll_peers();
+  std::vector<LastWords> hear_peers() const;
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -96,6 +105,9 @@ class Engine {
   HostMemory memory_;
   uint64_t digest_;
   CallRecord last_record_;
+  std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers
+  CallCounter calls_made_;
+  WaitLog waits_;
 
   mutable std::mutex submit_mutex_;  // order of calls, and the report
   std::mutex run_mutex_;             // who executes
@@ -107,6 +119,7 @@ class Engine {
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
+  std::vector<LastWords> words_of_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 
   // Workers beyond the first help with each call that moves bytes.

@@ -54,6 +54,7 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   announce_call(call, memory_, mover);
   announce_open(call, memory_, mover);
   last_record_ = call.epoch.record;
+  own_record_.store(last_record_.word, std::memory_order_relaxed);
 
   if (prepared.operation == Operation::kGather) {
     Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.open(0));
@@ -116,11 +117,13 @@ bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<boo
 template <class Steps>
 bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted) {
   Backoff backoff(Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell));
+  WaitMeter meter(waits_);
   bool waiting = false, called = false;
   Clock::time_point since{}, called_since{};
   Report report;
   for (;;) {
     const Step step = steps.step();
+    if (waiting && step != Step::kBlocked) meter.count(Clock::now(), report.wait);
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       report = report_step(memory_, prepared.call, steps.fault(), steps.wait());
@@ -136,11 +139,13 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     // Once per sleep, or every few thousand polls.
     if (!waiting) {
       waiting = true;
-      since = Clock::now();
+      since = backoff.began();
+      meter.begin(since);
     }
     if (worker_failed_.load()) return false;
     poll_peers();
     report = report_step(memory_, prepared.call, Fault::kNone, steps.wait());
+    meter.count(Clock::now(), report.wait);
     if (report.fault == Fault::kAborted) break;
     if (cancelled_.load() || (interrupted && interrupted())) {
       report.fault = Fault::kCancelled;
@@ -174,6 +179,17 @@ void Engine::poll_peers() {
   }
 }
 
+// Only this rank's own memory is read, which stays when its peers end.
+std::vector<LastWords> Engine::hear_peers() const {
+  std::vector<LastWords> words;
+  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
+    words.push_back(uec::last_words(memory_, layout_.symmetric, r));
+    words.back().reached = config_.bases[r] != nullptr;
+  }
+  words[config_.rank].record.word = own_record_.load();
+  return words;
+}
+
 // ---- failing -----------------------------------------------------------------------------------
 
 // The first fault of a group: tells the peers at once and keeps the report. The abort is in every
@@ -198,7 +214,9 @@ void Engine::report_fault(const Call& call, Report report) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   name_root(memory_, call, &report);
+  std::vector<LastWords> words = hear_peers();
   const std::lock_guard lock(submit_mutex_);
+  words_of_failure_ = std::move(words);
   report_ = report;
 }
 

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "ultraep_comm"
 # annotations alone need is imported under TYPE_CHECKING, and is free.
 PYTHON_ORDER = [
     "_core",
+    "rank_states",
     "errors",
     "registry",
     "env",
@@ -65,7 +66,9 @@ PYTHON_ORDER = [
     "cuda.stages",
     "refusals",
     "reports",
+    "failures",
     "work",
+    "health",
     "group",
     "hosting",
     "cuda.making",
@@ -131,6 +134,7 @@ CPP_ORDER = [
     "core/prepare.hpp",
     "core/fetcher.hpp",
     "core/worker.hpp",
+    "host/health.hpp",
     "host/doorbell.hpp",
     "host/copy.hpp",
     "host/copy.cc",
