@@ -76,14 +76,19 @@ void bind_engine(nb::module_& m) {
               int64_t hop, int64_t parallel_percent) {
              c.cost = {store_per_kib, load_per_kib, group, hop, parallel_percent};
            })
-      .def("set_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
-        c.bases = pointers<uint8_t>(bases);
+      .def("set_bases",
+           [](EngineConfig& c, const std::vector<uint64_t>& bases) {
+             c.bases = pointers<uint8_t>(bases);
+           })
+      .def("set_check_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
+        c.check_bases = pointers<uint8_t>(bases);
       });
 
   nb::class_<EngineLayout>(m, "EngineLayout")
       .def(nb::init<const EngineConfig&>())
       .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
       .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
+      .def_prop_ro("check_bytes", [](const EngineLayout& l) { return l.check.total; })
       .def_ro("slot_offset", &EngineLayout::slot_offset)
       .def_ro("grad_offset", &EngineLayout::grad_offset)
       .def_ro("region_bytes", &EngineLayout::region_bytes)
@@ -156,6 +161,12 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("completed", &Engine::completed)
       .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); })
       .def_prop_ro("waits", &waits)
+      .def("damage",
+           [](const Engine& e) {
+             const host::Damage d = e.damage();
+             return nb::make_tuple(static_cast<int>(d.kind), d.home, d.expert, d.slot, d.segment,
+                                   d.offset, d.found, d.expected, d.source_changed);
+           })
       .def("last_words", &last_words);
 
   m.def("count_experts", [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts,

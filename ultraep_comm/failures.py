@@ -9,6 +9,7 @@ from ultraep_comm.errors import GroupClosedError, UltraEPError
 from ultraep_comm.rank_states import RankState, read_states, unread_states
 from ultraep_comm.refusals import name_call, refusal_error
 from ultraep_comm.reports import error_from
+from ultraep_comm.slot_check import DAMAGED, damage_error
 
 if TYPE_CHECKING:
     from ultraep_comm.group import Group
@@ -29,6 +30,10 @@ def failure_of(group: Group, epoch: int, operation: str) -> UltraEPError:
         if error is not None:
             name_call(error, operation)
             return error
+    if report.fault == DAMAGED and isinstance(group._engine, _core.Engine):
+        states = read_states(group._engine.last_words(), report.epoch)
+        damage = group._engine.damage()
+        return damage_error(damage, report.epoch, group.rank, operation, group._names, states)
     return error_from(report, group.rank, operation, _states(group, report))
 
 

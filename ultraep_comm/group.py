@@ -90,6 +90,7 @@ class Group:
         loads: LoadExchange | None = None,
         device: Device | None = None,
         make_stages: Callable[[], CudaStages] | None = None,
+        check: bool = False,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -100,13 +101,16 @@ class Group:
         self._layout = _core.EngineLayout(config)
         self._region = fabric.allocate(self._layout.total_bytes)
         config.set_bases(self._region.bases)
+        checked = [fabric.allocate(self._layout.check_bytes)] if check else []
+        for region in checked:
+            config.set_check_bases(region.bases)
         config.peer_sockets = fabric.peer_sockets
         self.device = self._region.local.device
         # None: there is no device to plan and to reroute on.
         self._stages = None if make_stages is None else make_stages()
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
-        self._memory = [self._region]
+        self._memory = [self._region, *checked]
         self._selections = Selections(rank, self.segments)
         self._in_flight: Held = deque()
         self._filled_by: Plan | PlanHandle | None = None  # of the last transfer

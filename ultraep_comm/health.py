@@ -40,7 +40,7 @@ class LongestWait:
         seconds: how long it took, so far.
         peer: the rank that was waited for; -1: none in particular.
         flag: what was waited for: "call", "open", "ready", "done", "pulled", "gathered", "summed",
-            "consumed".
+            "consumed", "checked".
         expert: of which expert; -1: of none.
         epoch: in which call.
     """

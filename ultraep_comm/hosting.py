@@ -73,6 +73,7 @@ def make_shm_group(
             fabric=fabric,
             # The fabric reaches one machine; the process group reaches all.
             loads=None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting),
+            check=options.check,
         )
     except BaseException:
         fabric.close()
@@ -117,6 +118,7 @@ def make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
                 grads=options.grads,
                 config=config,
                 fabric=LoopbackFabric(memory, rank),
+                check=options.check,
             )
         )
     return groups

@@ -56,10 +56,10 @@ def _read(rank: int, words: Words, call: int | None) -> RankState:
     if failed and kind != _REJECTED:
         where = "" if failed in (call, epoch) else f" in call {failed}"
         if told_by >= 0:
-            why = f"told by rank {told_by}"
+            why = f": told by rank {told_by}"
         else:
-            why = f"waited for rank {waited_for}" if waited_for >= 0 else "aborted"
-        state = f"{state}, failed{where}: {why}{', then left' if left else ''}"
+            why = f": waited for rank {waited_for}" if waited_for >= 0 else " by itself"
+        state = f"{state}, failed{where}{why}{', then left' if left else ''}"
     return RankState(
         rank=rank,
         epoch=epoch,

@@ -17,7 +17,7 @@ from ultraep_comm.rank_states import RankState, describe_states
 
 # In the order of `enum class FlagKind` in src/core/protocol.hpp; the cases below of `enum class
 # Fault`, from kMismatch on.
-FLAGS = ("call", "open", "ready", "done", "pulled", "gathered", "summed", "consumed")
+FLAGS = ("call", "open", "ready", "done", "pulled", "gathered", "summed", "consumed", "checked")
 
 
 class _Places(TypedDict):

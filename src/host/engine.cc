@@ -15,6 +15,7 @@ Engine::Engine(EngineConfig config)
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
       digest_(config_.initial_digest()) {
+  if (!config_.check_bases.empty()) slot_check_ = std::make_unique<SlotCheck>(config_, layout_);
   const Capacity capacity = layout_.capacity(config_);
   for (uint64_t i = 0; i < kDepth; ++i) {
     calls_.push_back(std::make_unique<Prepared>(capacity, config_.num_workers));
@@ -95,6 +96,12 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
       static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
   for (int64_t i = 0; i < addresses; ++i)
     prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+  if (slot_check_ != nullptr) {
+    const int64_t slots = int64_t{topology_.num_ranks} * topology_.slots_per_rank;
+    prepared.slot_expert.assign(args.slot_expert, args.slot_expert + slots);
+    prepared.selected.assign(config_.segment_bytes.size(), 0);
+    for (int32_t i = 0; i < args.num_segments; ++i) prepared.selected[args.segments[i]] = 1;
+  }
   *mode = prepared.schedule.schedule.mode;
   call.addresses.regions = *mode == Mode::kPull ? regions_[args.region].data() : nullptr;
   return enter_call(prepared, digest, background, lock);
@@ -249,6 +256,11 @@ int64_t Engine::finished_at(uint64_t epoch) const {
 Report Engine::report() const {
   const std::lock_guard lock(submit_mutex_);
   return report_;
+}
+
+Damage Engine::damage() const {
+  const std::lock_guard lock(submit_mutex_);
+  return damage_;
 }
 
 std::vector<LastWords> Engine::last_words() const {

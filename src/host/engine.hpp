@@ -19,6 +19,7 @@
 #include "host/health.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
+#include "host/slot_check.hpp"
 
 namespace uec::host {
 
@@ -70,6 +71,8 @@ class Engine {
   Waits waits() const { return waits_.read(); }
   // [G] what ranks have last said: by the time of the failure, or by now if there was none.
   std::vector<LastWords> last_words() const;
+  // What is wrong, of a call that failed with kDamaged.
+  Damage damage() const;
 
  private:
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
@@ -86,6 +89,7 @@ class Engine {
   bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
   bool move(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
   bool add(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
+  bool check_slots(Prepared& prepared, const std::function<bool()>& interrupted);
   Call bare_call(uint64_t epoch, CallRecord record) const;
   void cancel();
   void report_fault(const Call& call, Report report);
@@ -103,6 +107,7 @@ class Engine {
   std::vector<std::unique_ptr<Prepared>> calls_;
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
+  std::unique_ptr<SlotCheck> slot_check_;  // null: slots are not checked
   uint64_t digest_;
   CallRecord last_record_;
   std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers
@@ -119,6 +124,7 @@ class Engine {
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
+  Damage damage_;                            // under submit_mutex_
   std::vector<LastWords> words_of_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 

@@ -20,6 +20,14 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// How long a damaged slot's home is given to say whether its main weights have changed.
+constexpr double kVerdictSeconds = 5;
+
+CheckedCall checked_call(const Prepared& prepared) {
+  return {prepared.call.epoch.number, prepared.slot_expert.data(), prepared.arrays.mains,
+          &prepared.selected};
+}
+
 }  // namespace
 
 // ---- executing ---------------------------------------------------------------------------------
@@ -50,6 +58,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     report_fault(call, early);
     return false;
   }
+  const bool checked = slot_check_ != nullptr && prepared.operation == Operation::kReplicate;
+  if (checked) slot_check_->remember(checked_call(prepared));
   HostMover mover;
   announce_call(call, memory_, mover);
   announce_open(call, memory_, mover);
@@ -80,7 +90,39 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     if (!moved || worker_failed_.load()) return false;
   }
   Finish<HostMemory> finish(call, memory_);
+  if (checked) return drive(finish, prepared, interrupted) && check_slots(prepared, interrupted);
   return drive(finish, prepared, interrupted);
+}
+
+// The transfer has ended well. What is wrong all the same makes the call fail, as this rank's own
+// finding.
+bool Engine::check_slots(Prepared& prepared, const std::function<bool()>& interrupted) {
+  const CheckedCall checked = checked_call(prepared);
+  Damage damage = slot_check_->find_changed_main(checked);
+  slot_check_->publish_verdict(checked, damage.kind != Damage::kNone);
+  if (damage.kind == Damage::kNone) damage = slot_check_->find_damaged_slot(checked);
+  if (damage.kind == Damage::kNone) {
+    slot_check_->publish_checked(checked);
+    AwaitChecks readers(*slot_check_, checked, prepared.call, memory_);
+    return drive(readers, prepared, interrupted);
+  }
+  // The home may be to blame: it says so as soon as its own part of the transfer has ended.
+  const auto start = Clock::now();
+  while (damage.kind == Damage::kSlot && seconds_since(start) < kVerdictSeconds &&
+         !slot_check_->has_verdict(checked, damage.home, &damage.source_changed)) {
+    poll_peers();
+    if (memory_.peer_gone(damage.home) || cancelled_.load()) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  {
+    const std::lock_guard lock(submit_mutex_);
+    damage_ = damage;
+  }
+  Report report;
+  report.fault = Fault::kDamaged;
+  report.wait.peer = config_.rank;
+  report_fault(prepared.call, report);
+  return false;
 }
 
 bool Engine::work(Prepared& prepared, int32_t worker_idx,

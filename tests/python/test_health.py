@@ -235,7 +235,7 @@ CALL, REJECTED, CLOSED = 0, 1, 2
         ((REJECTED, 7, 7, -1, -1, False, True), 7, "rejected its own input in call 7"),
         ((CALL, 7, 7, 2, -1, False, True), 7, "in call 7, failed: waited for rank 2"),
         ((CALL, 7, 7, 2, 1, False, True), 7, "in call 7, failed: told by rank 1"),
-        ((CALL, 7, 7, -1, -1, False, True), 7, "in call 7, failed: aborted"),
+        ((CALL, 7, 7, -1, -1, False, True), 7, "in call 7, failed by itself"),
         ((CALL, 7, 7, 2, -1, True, True), 7, "in call 7, failed: waited for rank 2, then left"),
         (
             (CALL, 6, 8, -1, 1, False, True),
