@@ -13,6 +13,7 @@
 #include "core/digest.hpp"
 #include "core/prepare_reduce.hpp"
 #include "core/validate.hpp"
+#include "host/health.hpp"
 
 namespace uec::python {
 
@@ -65,6 +66,10 @@ inline ReduceArgs reduce_args(const Topology& t, uint64_t slot_expert, uint64_t 
           .main_type = at<const GradType>(main_types),
           .mode = mode,
           .zero = zero};
+}
+
+inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
+  return {c.replicate, c.reduce, c.gather, c.rejected};
 }
 
 template <class Engine>

@@ -277,7 +277,8 @@ void bind_cuda(nb::module_& m) {
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)
       .def_prop_ro("epoch", &Engine::epoch)
-      .def_prop_ro("bytes_stored", &Engine::bytes_stored);
+      .def_prop_ro("bytes_stored", &Engine::bytes_stored)
+      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); });
 }
 
 }  // namespace uec::python

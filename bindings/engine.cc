@@ -1,5 +1,6 @@
 #include "host/engine.hpp"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -18,6 +19,30 @@ namespace {
 using host::Engine;
 using host::EngineConfig;
 using host::EngineLayout;
+
+nb::object waits(const Engine& engine) {
+  const host::Waits waits = engine.waits();
+  const auto seconds = [](auto time) { return std::chrono::duration<double>(time).count(); };
+  const Wait& wait = waits.longest_for;
+  return nb::make_tuple(seconds(waits.total), waits.longer, seconds(waits.longest),
+                        static_cast<int>(wait.flag), wait.peer, wait.expert, wait.expected);
+}
+
+// (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
+// made whole again.
+nb::list last_words(const Engine& engine) {
+  const uint64_t now = engine.epoch();
+  nb::list list;
+  for (const LastWords& words : engine.last_words()) {
+    const CallRecord record = words.record;
+    const AbortWord abort = words.abort;
+    list.append(nb::make_tuple(static_cast<int>(record.kind()),
+                               record.word == 0 ? 0 : now + record.ahead_of(now),
+                               abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
+                               abort.told_by(), words.gone, words.reached));
+  }
+  return list;
+}
 
 bool wait(Engine& engine, uint64_t epoch) {
   return interruptible([&](auto&& interrupted) { return engine.wait(epoch, interrupted); });
@@ -52,14 +77,19 @@ void bind_engine(nb::module_& m) {
               int64_t hop, int64_t parallel_percent) {
              c.cost = {store_per_kib, load_per_kib, group, hop, parallel_percent};
            })
-      .def("set_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
-        c.bases = pointers<uint8_t>(bases);
+      .def("set_bases",
+           [](EngineConfig& c, const std::vector<uint64_t>& bases) {
+             c.bases = pointers<uint8_t>(bases);
+           })
+      .def("set_check_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
+        c.check_bases = pointers<uint8_t>(bases);
       });
 
   nb::class_<EngineLayout>(m, "EngineLayout")
       .def(nb::init<const EngineConfig&>())
       .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
       .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
+      .def_prop_ro("check_bytes", [](const EngineLayout& l) { return l.check.total; })
       .def_ro("slot_offset", &EngineLayout::slot_offset)
       .def_ro("grad_offset", &EngineLayout::grad_offset)
       .def_ro("region_bytes", &EngineLayout::region_bytes)
@@ -136,7 +166,17 @@ void bind_engine(nb::module_& m) {
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)
       .def_prop_ro("epoch", &Engine::epoch)
-      .def_prop_ro("bytes_stored", &Engine::bytes_stored);
+      .def_prop_ro("bytes_stored", &Engine::bytes_stored)
+      .def_prop_ro("completed", &Engine::completed)
+      .def_prop_ro("calls", [](const Engine& e) { return call_counts(e.calls()); })
+      .def_prop_ro("waits", &waits)
+      .def("damage",
+           [](const Engine& e) {
+             const host::Damage d = e.damage();
+             return nb::make_tuple(static_cast<int>(d.kind), d.home, d.expert, d.slot, d.segment,
+                                   d.offset, d.found, d.expected, d.source_changed);
+           })
+      .def("last_words", &last_words);
 
   m.def("count_experts", [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts,
                             uint64_t counts) {

@@ -8,6 +8,7 @@ from ultraep_comm.collectives import gather_and_plan, gather_load, replicate_exp
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
+from ultraep_comm.health import GroupHealth
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle
 from ultraep_comm.planning import plan_replicas
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BoundWeights",
     "Group",
+    "GroupHealth",
     "Plan",
     "PlanCost",
     "PlanHandle",

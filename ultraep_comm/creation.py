@@ -30,6 +30,7 @@ def new_group(
     timeout: float | None = None,
     num_sms: int | None = None,
     tile_bytes: int | None = None,
+    check: bool | None = None,
 ) -> Group:
     """Make a group over a process group. Collective; several may live at once.
 
@@ -53,6 +54,8 @@ def new_group(
         num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or
             blocks on the GPU (None: 64, or all multiprocessors where there are fewer).
         tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
+        check: compare every slot with its home after each transfer, on the host engine; None:
+            ULTRAEP_CHECK, else False. The same on every rank.
 
     Raises:
         InvalidArgumentError: an argument is wrong on this rank.
@@ -74,6 +77,7 @@ def new_group(
                 num_sms=num_sms,
                 tile_bytes=tile_bytes,
                 grads=grads,
+                check=check,
                 calibration=from_environment(engine) if meeting.rank == 0 else None,
             )
             if fabric == "loopback":
@@ -120,6 +124,7 @@ def new_loopback_groups(
     timeout: float | None = None,
     num_sms: int | None = None,
     tile_bytes: int | None = None,
+    check: bool | None = None,
 ) -> list[Group]:
     """Make a group of several ranks inside this process: the same engines, all on one machine.
 
@@ -142,6 +147,7 @@ def new_loopback_groups(
         num_sms=num_sms,
         tile_bytes=tile_bytes,
         grads=grads,
+        check=check,
         calibration=from_environment(engine),
     )
     topology = Topology.make(
@@ -167,6 +173,7 @@ def new_loopback_groups(
         if engine == "cuda":
             raise
         return _recorded(hosting.make_loopback_groups(options, topology), options, run)
+    options.refuse_check()
     return _recorded(making.make_loopback_groups(options, topology, device, kernels), options, run)
 
 

@@ -98,6 +98,10 @@ class Engine(Protocol):
     def bytes_stored(self) -> int:
         """Return the bytes stored so far."""
 
+    @property
+    def calls(self) -> tuple[int, int, int, int]:
+        """Return how many calls took an epoch: transfers, reductions, gathers, rejected ones."""
+
 
 class DeviceEngine(Engine, Protocol):
     """One that takes ids and plans in its device's memory too."""

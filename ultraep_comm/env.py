@@ -5,6 +5,7 @@
 | ULTRAEP_TIMEOUT      | timeout               | seconds for every wait; 0: no limit           |
 | ULTRAEP_NUM_SMS      | num_sms               | workers per rank: threads, or blocks on a GPU |
 | ULTRAEP_TILE_BYTES   | tile_bytes            | unit of the transfer, a power of two          |
+| ULTRAEP_CHECK        | check                 | 1: every transfer is checked; 0: not          |
 | ULTRAEP_CUBINS       | none                  | folder of cubins to use instead of the        |
 |                      |                       | installed ones                                |
 | ULTRAEP_CALIBRATION  | none                  | file of `bench calibrate`; rank 0 reads it,   |
@@ -52,6 +53,16 @@ def num_sms() -> int | None:
 def tile_bytes() -> int | None:
     """Tile size in bytes, or None."""
     return _read("ULTRAEP_TILE_BYTES", int)
+
+
+def check() -> bool | None:
+    """Whether transfers are checked, or None."""
+    value = _read("ULTRAEP_CHECK", int)
+    if value not in (None, 0, 1):
+        raise InvalidArgumentError(
+            f"environment variable ULTRAEP_CHECK={value}; expected 1 to check transfers, or 0"
+        )
+    return None if value is None else value == 1
 
 
 def cubins() -> Path | None:

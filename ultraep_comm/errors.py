@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ultraep_comm.rank_states import RankState
+
 
 class UltraEPError(RuntimeError):
     """Base class of every error that the library raises on purpose."""
@@ -107,16 +112,25 @@ class TransferError(UltraEPError):
         peer: the rank it waited for or disagrees with; -1 if none.
         root: the end of the chain of waits, as far as ranks have published theirs; -1 unknown.
         epoch: number of the failed call on this group.
+        states: what was last known of every rank ``[G]``, by rank; empty if nothing was read.
     """
 
     def __init__(
-        self, message: str, *, rank: int = -1, peer: int = -1, root: int = -1, epoch: int = 0
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        peer: int = -1,
+        root: int = -1,
+        epoch: int = 0,
+        states: tuple[RankState, ...] = (),
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.peer = peer
         self.root = root
         self.epoch = epoch
+        self.states = states
 
 
 class PlanMismatchError(TransferError):
@@ -137,6 +151,46 @@ class TransferAbortedError(TransferError):
 
 class TransferTimeoutError(TransferError, TimeoutError):
     """A bounded wait for a peer expired."""
+
+
+class CorruptSlotError(TransferError):
+    """Check mode: after a transfer a slot, or a main weight, was not what it should be.
+
+    Attributes:
+        expert: the expert; -1: of a slot that was to stay empty.
+        slot: the slot of this rank; -1: main weights of this rank changed while the call ran.
+        segment: the segment's name.
+        offset: of the first bad byte in the segment's bytes of one expert.
+        found: that byte's value.
+        expected: the value that the home had before the call, or, of what the call had nothing for,
+            this rank's slot.
+        source_changed: main weights changed while the call ran: the transfer is not to blame.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        peer: int,
+        epoch: int,
+        states: tuple[RankState, ...],
+        expert: int,
+        slot: int,
+        segment: str,
+        offset: int,
+        found: int,
+        expected: int,
+        source_changed: bool,
+    ) -> None:
+        super().__init__(message, rank=rank, peer=peer, root=rank, epoch=epoch, states=states)
+        self.expert = expert
+        self.slot = slot
+        self.segment = segment
+        self.offset = offset
+        self.found = found
+        self.expected = expected
+        self.source_changed = source_changed
 
 
 # Short names, as in `except ultraep_comm.errors.PlanMismatch`.

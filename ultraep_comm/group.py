@@ -22,17 +22,17 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.failures import failure_of
 from ultraep_comm.forks import watch_forks
 from ultraep_comm.gradients import BoundGrads, RankGrads
+from ultraep_comm.health import GroupHealth, health_of
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle, PlanStore
 from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
 from ultraep_comm.recorder import CAPACITY, Recorder, record_group
-from ultraep_comm.refusals import name_call, refusal_error
 from ultraep_comm.registry import register_group
-from ultraep_comm.reports import error_from
 from ultraep_comm.segments import BoundWeights, Segment, Weights
 from ultraep_comm.selections import Selections
 from ultraep_comm.topology import Topology
@@ -92,6 +92,7 @@ class Group:
         loads: LoadExchange | None = None,
         device: Device | None = None,
         make_stages: Callable[[], CudaStages] | None = None,
+        check: bool = False,
     ) -> None:
         self.rank = rank
         self.topology = topology
@@ -102,6 +103,9 @@ class Group:
         self._layout = _core.EngineLayout(config)
         self._region = fabric.allocate(self._layout.total_bytes)
         config.set_bases(self._region.bases)
+        checked = [fabric.allocate(self._layout.check_bytes)] if check else []
+        for region in checked:
+            config.set_check_bases(region.bases)
         config.peer_sockets = fabric.peer_sockets
         config.peer_processes = fabric.peer_processes
         self.device = self._region.local.device
@@ -109,7 +113,7 @@ class Group:
         self._stages = None if make_stages is None else make_stages()
         self._engine = make_engine(config)
         self._device = device  # None: the host; else the engine is a DeviceEngine
-        self._memory = [self._region]
+        self._memory = [self._region, *checked]
         self._selections = Selections(rank, self.segments)
         self._in_flight: Held = deque()
         self._filled_by: Plan | PlanHandle | None = None  # of the last transfer
@@ -391,6 +395,16 @@ class Group:
         self._check_running("start_recording")
         return record_group(self, capacity, loads)
 
+    # ---- health ---------------------------------------------------------------------------
+
+    def health(self) -> GroupHealth:
+        """Return what this rank has done and waited for, and what it knows of its peers. Local.
+
+        From any thread and at any time, also while a call is under way, after a failure and after
+        a close; it waits for no call, and changes nothing.
+        """
+        return health_of(self)
+
     # ---- life -----------------------------------------------------------------------------
 
     def _check_open(self, operation: str) -> None:
@@ -465,21 +479,9 @@ class Group:
         return Work(self, epoch, operation, mode)
 
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
-        failed = self._engine.failed_epoch()
-        if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
-            return GroupClosedError(
-                f"rank {self.rank}: {operation} (call {epoch} on this group) did not run, because"
-                f" call {failed} failed; make a new group"
-            )
-        report = self._engine.report()
-        error: UltraEPError | None = None
-        if self._device is not None:
-            bad_id = self._device_engine.bad_id()
-            error = refusal_error(report, bad_id, self.rank, self.topology, self._names)
-            if error is not None:
-                name_call(error, operation)
-        error = error or error_from(report, self.rank, operation)
-        self._first_error = self._first_error or error
+        error = failure_of(self, epoch, operation)
+        if not isinstance(error, GroupClosedError):
+            self._first_error = self._first_error or error
         return error
 
     def _not_submitted(self, error: UltraEPError) -> None:

@@ -81,6 +81,7 @@ def make_shm_group(
                 make_engine=partial(_start_engine, rank=meeting.rank),
                 # The fabric reaches one machine; the process group reaches all.
                 loads=None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting),
+                check=options.check,
             )
         except NoThreadError as no_thread:  # everything else is known to all
             error = no_thread
@@ -149,6 +150,7 @@ def make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
                 config=config,
                 fabric=LoopbackFabric(memory, rank),
                 make_engine=partial(_start_engine, rank=rank),
+                check=options.check,
             )
         )
     return groups

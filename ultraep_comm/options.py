@@ -37,6 +37,7 @@ class Options:
         tile_bytes: int | None,
         grads: GradSpec = None,
         calibration: Calibration | None = None,
+        check: bool | None = None,
     ) -> None:
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
@@ -49,6 +50,9 @@ class Options:
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
                 " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
             )
+        self.check = bool(env.check() if check is None else check)
+        if engine == "cuda":
+            self.refuse_check()
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
         self.timeout = env.timeout() if timeout is None else timeout
@@ -75,6 +79,14 @@ class Options:
                 f"ULTRAEP_RECORD_CALLS is {calls}; expected 1 to {MAX_CAPACITY} calls"
             )
 
+    def refuse_check(self) -> None:
+        """Raise UnsupportedError if transfers are to be checked: for makers of CUDA groups."""
+        if self.check:
+            raise UnsupportedError(
+                "check=True, or ULTRAEP_CHECK=1, is for the host engine, and this would be a CUDA"
+                " group; pass engine='host', or check=False"
+            )
+
     def digest(self, topology: Topology, given_domains: bool) -> int:
         """Return 64 bits over what must be equal on all ranks."""
         t = topology
@@ -90,6 +102,7 @@ class Options:
                 segments,
                 [(n, str(s.dtype)) for n, s in self.grads.items()],
                 self.tile_bytes,
+                self.check,
                 self.engine,
                 self.fabric,
             )

@@ -411,6 +411,11 @@ class PlanStore:
                 live=[],
             )
 
+    @property
+    def num_live(self) -> int:
+        """Return how many handles are live."""
+        return len(self._live)
+
     def busy_error(self, operation: str) -> GroupBusyError | None:
         """Return what to raise where no handle may be live; None: none is."""
         live = list(self._live.values())  # in the order of saving

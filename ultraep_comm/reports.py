@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from ultraep_comm import _core
 from ultraep_comm.errors import (
     PeerGoneError,
@@ -11,14 +13,25 @@ from ultraep_comm.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from ultraep_comm.rank_states import RankState, describe_states
 
 # In the order of `enum class FlagKind` in src/core/protocol.hpp; the cases below of `enum class
 # Fault`, from kMismatch on.
-_FLAGS = ("call", "open", "ready", "done", "pulled", "gathered", "summed", "consumed")
+FLAGS = ("call", "open", "ready", "done", "pulled", "gathered", "summed", "consumed", "checked")
 
 
-def error_from(report: _core.Report, rank: int, operation: str) -> TransferError:
-    """Return the error that ``operation`` on ``rank`` raises."""
+class _Places(TypedDict):
+    rank: int
+    peer: int
+    root: int
+    epoch: int
+    states: tuple[RankState, ...]
+
+
+def error_from(
+    report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
+) -> TransferError:
+    """Return the error that ``operation`` on ``rank`` raises; ``states`` of all ranks by then."""
     root = report.root
     peer = report.aborter if report.aborter >= 0 else report.peer
     prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
@@ -26,8 +39,9 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
     if operation.startswith("reduce_expert_grads"):
         undefined = "Slot gradients and the main gradients of replicated experts are"
     suffix = f". {undefined} undefined; close the group and make a new one"
-    places = {"rank": rank, "peer": peer, "root": root, "epoch": report.epoch}
-    waited = f"`{_FLAGS[report.flag]}` from rank {report.peer}"
+    tail = f"{suffix}. Last known states:\n{describe_states(states)}" if states else suffix
+    places = _Places(rank=rank, peer=peer, root=root, epoch=report.epoch, states=states)
+    waited = f"`{FLAGS[report.flag]}` from rank {report.peer}"
     if report.expert >= 0:
         waited += f" for expert {report.expert}"
     if report.piece >= 0:
@@ -45,27 +59,24 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
             return PeerRejectedError(
                 f"{prefix}ended because rank {root} rejected its own input; its error says why"
                 f"{suffix}",
-                rank=rank,
-                peer=root,
-                root=root,
-                epoch=report.epoch,
+                **_Places(rank=rank, peer=root, root=root, epoch=report.epoch, states=states),
             )
         case 3:
             return PeerGoneError(
                 f"{prefix}needed {waited}, but that rank has closed its group. Close groups only"
-                f" after the same number of calls on every rank{suffix}",
+                f" after the same number of calls on every rank{tail}",
                 **places,
             )
         case 4:
             return PeerGoneError(
-                f"{prefix}needed {waited}, but that rank's process has ended; see its log{suffix}",
+                f"{prefix}needed {waited}, but that rank's process has ended; see its log{tail}",
                 **places,
             )
         case 5:
             via = "" if root in (peer, -1) else f", as rank {peer} told this one"
             first = peer if root < 0 else root
             return TransferAbortedError(
-                f"{prefix}ended because rank {first} failed first{via}; its error says why{suffix}",
+                f"{prefix}ended because rank {first} failed first{via}; its error says why{tail}",
                 **places,
             )
         case 6:
@@ -77,8 +88,8 @@ def error_from(report: _core.Report, rank: int, operation: str) -> TransferError
             chain = f"The chain of waits ends at rank {root}. " if root not in (peer, -1) else ""
             return TransferTimeoutError(
                 f"{prefix}waited {report.seconds:.1f} s for {waited}; {others}. {chain}Look at rank"
-                f" {root if root >= 0 else peer} first, or raise timeout= in new_group{suffix}",
+                f" {root if root >= 0 else peer} first, or raise timeout= in new_group{tail}",
                 **places,
             )
         case _:
-            return TransferAbortedError(f"{prefix}was aborted on this rank{suffix}", **places)
+            return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)

@@ -16,6 +16,22 @@ struct Report {
   bool all_called = false;
 };
 
+// What a rank has last said of itself, as far as its words have reached this one.
+struct LastWords {
+  CallRecord record;  // 0: it has made no call, or is out of reach
+  AbortWord abort;
+  bool gone = false;
+  bool reached = true;
+};
+
+// Of a peer; nobody publishes to himself. For one thread alone.
+template <class Memory>
+UEC_HD LastWords last_words(Memory& memory, const SymmetricLayout& layout, int32_t rank) {
+  return {{memory.observe(layout.call(rank))},
+          {memory.observe(layout.abort(rank))},
+          memory.peer_gone(rank)};
+}
+
 // A peer whose record for our last call differs from ours; -1: none is seen. A rank whose own plan
 // was empty waits for nobody, and learns of it here: in its next call, or when it closes.
 template <class Memory>

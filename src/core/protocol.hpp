@@ -83,6 +83,7 @@ enum class Fault : int32_t {
   kAborted,    // a peer failed and said so
   kTimeout,    // a bounded wait expired
   kCancelled,  // Group.abort() on this rank
+  kDamaged,    // check mode: a slot, or a main weight, is not what it should be
 };
 
 enum class FlagKind : int32_t {
@@ -93,7 +94,8 @@ enum class FlagKind : int32_t {
   kPulled,
   kGathered,
   kSummed,
-  kConsumed
+  kConsumed,
+  kChecked  // host engine, check mode: a reader of this rank's copies has compared its slots
 };
 
 // One wait: what the report of a failure says.

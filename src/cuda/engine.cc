@@ -140,6 +140,7 @@ uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
     }
     const Request request = fill(epoch);
     submitted_.store(epoch);
+    calls_made_.add(request.load.load != 0 ? Operation::kGather : request.operation);
     launcher_->submit(config_.rank, epoch, request, stream, background);
   } catch (const DriverError&) {
     submitted_.store(epoch);
@@ -313,6 +314,7 @@ void Engine::reject() {
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
   const std::lock_guard lock(submit_mutex_);
   if (is_over()) return;
+  calls_made_.add_rejected();
   failed_.store(launcher_->end(config_.rank, Fault::kRejected, true));
   // Ranks of a shared launch learn of it where they wait for the launch.
   if (alone) launcher_->notify(config_.rank, Notice::kRejected);

@@ -14,6 +14,7 @@
 #include "core/validate.hpp"
 #include "cuda/launcher.hpp"
 #include "host/config.hpp"
+#include "host/health.hpp"
 
 namespace uec::cuda {
 
@@ -111,7 +112,8 @@ class Engine {
   uint64_t failed_epoch() const;  // 0: none is known
   Report report() const;
   uint64_t epoch() const { return submitted_.load(); }
-  int64_t bytes_stored() const;  // by finished calls
+  int64_t bytes_stored() const;                                  // by finished calls
+  host::CallCounts calls() const { return calls_made_.read(); }  // not those that were captured
 
  private:
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
@@ -156,6 +158,7 @@ class Engine {
   std::vector<Address> regions_;
 
   std::mutex submit_mutex_;
+  host::CallCounter calls_made_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> failed_{0};  // by the host's own finding; 0: none
   std::atomic<bool> closed_{false};

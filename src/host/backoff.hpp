@@ -3,6 +3,8 @@
 
 #include <sched.h>
 
+#include <chrono>
+
 #include "host/doorbell.hpp"
 
 namespace uec::host {
@@ -27,6 +29,10 @@ class Backoff {
       return false;
     }
     if (!listening_) {
+      if (polls_ == kSpins + kYields) {
+        ++polls_;
+        began_ = std::chrono::steady_clock::now();
+      }
       heard_ = doorbell_.listen();
       listening_ = true;
       return false;  // the flags are looked at once more before sleeping
@@ -36,6 +42,9 @@ class Backoff {
     listening_ = false;
     return true;
   }
+
+  // When this wait's spinning was over. After pause() has returned true.
+  std::chrono::steady_clock::time_point began() const { return began_; }
 
   // Something moved.
   void reset() {
@@ -58,6 +67,7 @@ class Backoff {
   }
 
   Doorbell doorbell_;
+  std::chrono::steady_clock::time_point began_;
   uint32_t heard_ = 0;
   int polls_ = 0;
   bool listening_ = false;

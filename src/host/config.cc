@@ -32,6 +32,15 @@ EngineLayout::EngineLayout(const EngineConfig& c)
     region_bytes = region_offset[i] + max_mains * c.segment_bytes[i];
   }
   region_bytes = round_up(region_bytes, kSlotAlign);
+  for (const int64_t bytes : c.segment_bytes) {
+    check.first_block.push_back(check.blocks);
+    check.blocks += ceil_div(bytes, kCheckBlock);
+  }
+  const auto ranks = static_cast<int64_t>(c.domain.size());
+  check.verdicts = round_up(max_mains * ranks * 8, kFlagLine);
+  check.sums = round_up(check.verdicts + ranks * 8, kFlagLine);
+  check.copies = round_up(check.sums + max_mains * check.blocks * 8, kSlotAlign);
+  check.total = check.copies + region_bytes;
   const int64_t finest = TileMap::tiles_per_group(c.tile_bytes, kWideFanout + 1);
   symmetric =
       SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),

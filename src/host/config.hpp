@@ -27,8 +27,10 @@ struct EngineConfig {
   double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit
   double wait_timeout = 30;    // seconds for each wait from then on; 0: no limit
   CostModel cost;
-  std::vector<uint8_t*> bases;    // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
-  std::vector<int> peer_sockets;  // [G] end-of-file tells that the peer ended; -1: unknown
+  std::vector<uint8_t*> bases;  // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
+  std::vector<uint8_t*> check_bases;  // [G] check regions, zeroed, of CheckLayout::total bytes;
+                                      // empty: slots are not checked
+  std::vector<int> peer_sockets;      // [G] end-of-file tells that the peer ended; -1: unknown
   // [G] or empty: readable once the peer's process has ended, whoever shares its sockets; or -1.
   std::vector<int> peer_processes;
 
@@ -43,6 +45,18 @@ struct EngineConfig {
   }
   // What ranks of one group must have in common before any call.
   uint64_t initial_digest() const;
+};
+
+inline constexpr int64_t kCheckBlock = 4096;  // bytes with a sum of their own
+
+// A rank's check region, of host/slot_check.hpp: [M][G] `checked` flags, and what follows.
+struct CheckLayout {
+  int64_t verdicts = 0;              // [G]
+  int64_t sums = 0;                  // [M][blocks]
+  int64_t copies = 0;                // of main weights, as in a region
+  int64_t blocks = 0;                // of an expert
+  std::vector<int64_t> first_block;  // [segments]
+  int64_t total = 0;
 };
 
 struct EngineLayout {
@@ -61,6 +75,7 @@ struct EngineLayout {
   std::vector<int32_t> main_idx;   // [E] index among the home's mains
   std::vector<int32_t> num_mains;  // [G]
   int32_t max_mains = 0;
+  CheckLayout check;
 };
 
 }  // namespace uec::host

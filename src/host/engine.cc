@@ -15,6 +15,7 @@ Engine::Engine(EngineConfig config)
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
       digest_(config_.initial_digest()) {
+  if (!config_.check_bases.empty()) slot_check_ = std::make_unique<SlotCheck>(config_, layout_);
   const Capacity capacity = layout_.capacity(config_);
   for (uint64_t i = 0; i < kDepth; ++i) {
     calls_.push_back(std::make_unique<Prepared>(capacity, config_.num_workers));
@@ -79,6 +80,7 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   prepared.call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kCall)};
   prepared.call.reset_counters(Alone{});
   submitted_.store(epoch);
+  calls_made_.add(prepared.operation);
   if (background) {
     background_until_.store(epoch);
     lock.unlock();
@@ -101,6 +103,12 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
       static_cast<int64_t>(config_.segment_bytes.size()) * call.addresses.num_mains;
   for (int64_t i = 0; i < addresses; ++i)
     prepared.arrays.mains[i] = reinterpret_cast<const uint8_t*>(args.mains[i]);
+  if (slot_check_ != nullptr) {
+    const int64_t slots = int64_t{topology_.num_ranks} * topology_.slots_per_rank;
+    prepared.slot_expert.assign(args.slot_expert, args.slot_expert + slots);
+    prepared.selected.assign(config_.segment_bytes.size(), 0);
+    for (int32_t i = 0; i < args.num_segments; ++i) prepared.selected[args.segments[i]] = 1;
+  }
   *mode = prepared.schedule.schedule.mode;
   call.addresses.regions = *mode == Mode::kPull ? regions_[args.region].data() : nullptr;
   return enter_call(prepared, digest, background, lock);
@@ -162,10 +170,12 @@ void Engine::reject(const std::function<bool()>& interrupted) {
     if (submitted_.load() != before) continue;  // another thread was faster
     const uint64_t epoch = before + 1;
     submitted_.store(epoch);
+    calls_made_.add_rejected();
     lock.unlock();
     const Call call = bare_call(epoch, CallRecord::make(epoch, digest_, RecordKind::kRejected));
     HostMover mover;
     announce_absence(call, memory_, mover, call.epoch.record.word);
+    own_record_.store(call.epoch.record.word, std::memory_order_relaxed);
     Report report;
     report.fault = Fault::kRejected;
     report.wait.peer = config_.rank;
@@ -222,8 +232,9 @@ int32_t Engine::close() {
   if (failed_.load() != 0) return -1;
   const int32_t peer = find_disagreement(memory_, layout_.symmetric, last_record_);
   HostMover mover;
-  announce_absence(bare_call(last, {}), memory_, mover,
-                   CallRecord::farewell(last, last_record_).word);
+  const CallRecord farewell = CallRecord::farewell(last, last_record_);
+  announce_absence(bare_call(last, {}), memory_, mover, farewell.word);
+  own_record_.store(farewell.word, std::memory_order_relaxed);
   return peer;
 }
 
@@ -262,6 +273,19 @@ int64_t Engine::finished_at(uint64_t epoch) const {
 Report Engine::report() const {
   const std::lock_guard lock(submit_mutex_);
   return report_;
+}
+
+Damage Engine::damage() const {
+  const std::lock_guard lock(submit_mutex_);
+  return damage_;
+}
+
+std::vector<LastWords> Engine::last_words() const {
+  {
+    const std::lock_guard lock(submit_mutex_);
+    if (!words_of_failure_.empty()) return words_of_failure_;
+  }
+  return hear_peers();
 }
 
 }  // namespace uec::host

@@ -16,9 +16,11 @@
 #include "core/protocol.hpp"
 #include "core/validate.hpp"
 #include "host/config.hpp"
+#include "host/health.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
 #include "host/process.hpp"
+#include "host/slot_check.hpp"
 
 namespace uec::host {
 
@@ -71,6 +73,15 @@ class Engine {
   int64_t finished_at(uint64_t epoch) const;
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
+  // For whoever watches. None of these waits for a call, and all work after a failure and a close.
+  uint64_t completed() const { return completed_.load(); }
+  CallCounts calls() const { return calls_made_.read(); }
+  Waits waits() const { return waits_.read(); }
+  // [G] what ranks have last said: by the time of the failure, or by now if there was none.
+  std::vector<LastWords> last_words() const;
+  // What is wrong, of a call that failed with kDamaged.
+  Damage damage() const;
+
  private:
   struct Threads {
     std::condition_variable queued, finished;
@@ -94,11 +105,13 @@ class Engine {
   bool work(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
   bool move(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
   bool add(Prepared& prepared, int32_t worker, const std::function<bool()>& interrupted);
+  bool check_slots(Prepared& prepared, const std::function<bool()>& interrupted);
   Call bare_call(uint64_t epoch, CallRecord record) const;
   void cancel();
   void report_fault(const Call& call, Report report);
   void settle_failure();
   void poll_peers();
+  std::vector<LastWords> hear_peers() const;
   void background_loop();
   void helper_loop(int32_t worker);
 
@@ -110,8 +123,12 @@ class Engine {
   std::vector<std::unique_ptr<Prepared>> calls_;
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
+  std::unique_ptr<SlotCheck> slot_check_;  // null: slots are not checked
   uint64_t digest_;
   CallRecord last_record_;
+  std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers
+  CallCounter calls_made_;
+  WaitLog waits_;
 
   mutable std::mutex submit_mutex_;  // order of calls, and the report
   std::mutex run_mutex_;             // who executes
@@ -124,6 +141,8 @@ class Engine {
   std::atomic<bool> cancelled_{false};
   bool closed_ = false;
   Report report_;
+  Damage damage_;                            // under submit_mutex_
+  std::vector<LastWords> words_of_failure_;  // under submit_mutex_
   std::atomic<int64_t> bytes_stored_{0};
 
   // Workers beyond the first help with each call that moves bytes.

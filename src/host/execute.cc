@@ -20,6 +20,14 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// How long a damaged slot's home is given to say whether its main weights have changed.
+constexpr double kVerdictSeconds = 5;
+
+CheckedCall checked_call(const Prepared& prepared) {
+  return {prepared.call.epoch.number, prepared.slot_expert.data(), prepared.arrays.mains,
+          &prepared.selected};
+}
+
 }  // namespace
 
 // ---- executing ---------------------------------------------------------------------------------
@@ -50,10 +58,13 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     report_fault(call, early);
     return false;
   }
+  const bool checked = slot_check_ != nullptr && prepared.operation == Operation::kReplicate;
+  if (checked) slot_check_->remember(checked_call(prepared));
   HostMover mover;
   announce_call(call, memory_, mover);
   announce_open(call, memory_, mover);
   last_record_ = call.epoch.record;
+  own_record_.store(last_record_.word, std::memory_order_relaxed);
 
   if (prepared.operation == Operation::kGather) {
     Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.open(0));
@@ -79,7 +90,39 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
     if (!moved || worker_failed_.load()) return false;
   }
   Finish<HostMemory> finish(call, memory_);
+  if (checked) return drive(finish, prepared, interrupted) && check_slots(prepared, interrupted);
   return drive(finish, prepared, interrupted);
+}
+
+// The transfer has ended well. What is wrong all the same makes the call fail, as this rank's own
+// finding.
+bool Engine::check_slots(Prepared& prepared, const std::function<bool()>& interrupted) {
+  const CheckedCall checked = checked_call(prepared);
+  Damage damage = slot_check_->find_changed_main(checked);
+  slot_check_->publish_verdict(checked, damage.kind != Damage::kNone);
+  if (damage.kind == Damage::kNone) damage = slot_check_->find_damaged_slot(checked);
+  if (damage.kind == Damage::kNone) {
+    slot_check_->publish_checked(checked);
+    AwaitChecks readers(*slot_check_, checked, prepared.call, memory_);
+    return drive(readers, prepared, interrupted);
+  }
+  // The home may be to blame: it says so as soon as its own part of the transfer has ended.
+  const auto start = Clock::now();
+  while (damage.kind == Damage::kSlot && seconds_since(start) < kVerdictSeconds &&
+         !slot_check_->has_verdict(checked, damage.home, &damage.source_changed)) {
+    poll_peers();
+    if (memory_.peer_gone(damage.home) || cancelled_.load()) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  {
+    const std::lock_guard lock(submit_mutex_);
+    damage_ = damage;
+  }
+  Report report;
+  report.fault = Fault::kDamaged;
+  report.wait.peer = config_.rank;
+  report_fault(prepared.call, report);
+  return false;
 }
 
 bool Engine::work(Prepared& prepared, int32_t worker_idx,
@@ -116,11 +159,13 @@ bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<boo
 template <class Steps>
 bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted) {
   Backoff backoff(Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell));
+  WaitMeter meter(waits_);
   bool waiting = false, called = false;
   Clock::time_point since{}, called_since{};
   Report report;
   for (;;) {
     const Step step = steps.step();
+    if (waiting && step != Step::kBlocked) meter.count(Clock::now(), report.wait);
     if (step == Step::kFinished) return true;
     if (step == Step::kFailed) {
       report = report_step(memory_, prepared.call, steps.fault(), steps.wait());
@@ -136,11 +181,13 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
     // Once per sleep, or every few thousand polls.
     if (!waiting) {
       waiting = true;
-      since = Clock::now();
+      since = backoff.began();
+      meter.begin(since);
     }
     if (worker_failed_.load()) return false;
     poll_peers();
     report = report_step(memory_, prepared.call, Fault::kNone, steps.wait());
+    meter.count(Clock::now(), report.wait);
     if (report.fault == Fault::kAborted) break;
     if (cancelled_.load() || (interrupted && interrupted())) {
       report.fault = Fault::kCancelled;
@@ -180,6 +227,17 @@ void Engine::poll_peers() {
   }
 }
 
+// Only this rank's own memory is read, which stays when its peers end.
+std::vector<LastWords> Engine::hear_peers() const {
+  std::vector<LastWords> words;
+  for (int32_t r = 0; r < topology_.num_ranks; ++r) {
+    words.push_back(uec::last_words(memory_, layout_.symmetric, r));
+    words.back().reached = config_.bases[r] != nullptr;
+  }
+  words[config_.rank].record.word = own_record_.load();
+  return words;
+}
+
 // ---- failing -----------------------------------------------------------------------------------
 
 // The first fault of a group: tells the peers at once and keeps the report. The abort is in every
@@ -204,7 +262,9 @@ void Engine::report_fault(const Call& call, Report report) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   name_root(memory_, call, &report);
+  std::vector<LastWords> words = hear_peers();
   const std::lock_guard lock(submit_mutex_);
+  words_of_failure_ = std::move(words);
   report_ = report;
 }
 

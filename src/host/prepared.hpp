@@ -34,8 +34,10 @@ class Prepared {
   CallArrays arrays;
   ScheduleArrays schedule;
   PlanShape shape;
-  const int32_t* row = nullptr;  // gather: [E] own counts, borrowed until the call has finished
-  int32_t* table = nullptr;      // gather: [G][E] result
+  std::vector<int32_t> slot_expert;  // check mode: [G][S]
+  std::vector<uint8_t> selected;     // check mode: [segments] whether it is transferred
+  const int32_t* row = nullptr;      // gather: [E] own counts, borrowed until the call has finished
+  int32_t* table = nullptr;          // gather: [G][E] result
 
  private:
   std::vector<uint64_t> memory_;

@@ -106,6 +106,16 @@ ultraep_add_host_mutant(failed_before_workers_end PROGRAM test_engine_settles FI
   failed_.store(report_.epoch);
 ]])
 
+# ---- check mode ----------------------------------------------------------------------------------
+
+ultraep_add_host_mutant(readers_not_awaited PROGRAM test_slot_check FILE host/execute.cc
+  FIND [[    return drive(readers, prepared, interrupted);]]
+  REPLACE [[    return true;]])
+
+ultraep_add_host_mutant(checked_before_comparing PROGRAM test_slot_check FILE host/execute.cc
+  FIND [[  slot_check_->publish_verdict(checked, damage.kind != Damage::kNone);]]
+  REPLACE [[  slot_check_->publish_checked(checked);]])
+
 # ---- reductions ----------------------------------------------------------------------------------
 
 ultraep_add_host_mutant(sums_in_another_order PROGRAM test_add FILE host/add.cc

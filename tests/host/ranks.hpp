@@ -48,6 +48,7 @@ struct GroupOptions {
   std::vector<uec::GradType> grad_type{};
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
+  bool check = false;                             // slots are compared with their homes
   double call_timeout = 120, wait_timeout = 120;  // far beyond what a busy machine needs
   std::vector<std::vector<int>> peer_sockets{};   // [rank][peer]
 };
@@ -76,6 +77,10 @@ class Ranks {
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       memory_.push_back(allocate(layout.symmetric.total));
       config.bases.push_back(memory_.back().get());
+    }
+    for (int32_t r = 0; r < group.num_ranks && options.check; ++r) {
+      memory_.push_back(allocate(layout.check.total));
+      config.check_bases.push_back(memory_.back().get());
     }
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       config.rank = r;

@@ -319,6 +319,11 @@ class CudaEngine:
         return self._engine.epoch
 
     @property
+    def calls(self) -> tuple[int, int, int, int]:
+        """Return how many calls took an epoch; those that were captured are not among them."""
+        return self._engine.calls
+
+    @property
     def launch_counts(self) -> tuple[int, int]:
         """Return kernels and copies to the device, of calls of all ranks that share launches."""
         return self._shared.launcher.counts

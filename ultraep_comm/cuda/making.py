@@ -103,6 +103,7 @@ def make_group(
         answers = meeting.exchange(Hello(error=text))
         lacking = [rank for rank, answer in enumerate(answers) if answer.error]
         if not lacking:
+            options.refuse_check()  # on all ranks alike
             make = make_nvshmem_group if name == "nvshmem" else make_torch_group
             return make(meeting, options, topology, given_domains, found)
         why = text or answers[lacking[0]].error

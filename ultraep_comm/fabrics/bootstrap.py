@@ -403,6 +403,6 @@ def check_same_arguments(hellos: list[Hello]) -> None:
         if hello.digest != hellos[0].digest:
             raise BootstrapError(
                 f"rank {rank} called new_group with other arguments than rank 0: num_experts,"
-                " slots_per_rank, home, domains, expert, tile_bytes, engine, fabric"
-                " and allow_cross_domain must be equal on every rank"
+                " slots_per_rank, home, domains, expert, tile_bytes, check, engine,"
+                " fabric and allow_cross_domain must be equal on every rank"
             )

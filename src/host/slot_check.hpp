@@ -1,0 +1,118 @@
+// Check mode: after each transfer, every rank compares its slots with what their homes had.
+//
+// Before a home announces a call, it copies the experts that the plan replicates, and sums them up
+// by blocks, into its check region, which peers can read. When a rank has all that it is owed, it
+// sums up its slots, and looks into the home's copy where a sum differs. Then it publishes
+// `checked` to the home, whose call ends only when all its readers have: so a copy lies still while
+// it is read, and the next call may overwrite it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "core/call.hpp"
+#include "host/config.hpp"
+#include "host/policies.hpp"
+
+namespace uec::host {
+
+// A byte that is not what it should be.
+struct Damage {
+  enum Kind : int32_t {
+    kNone,
+    kSlot,       // a filled slot differs from its home
+    kUntouched,  // a slot, or a segment of one, that the call had nothing for was written to
+    kSource,     // this rank's main weights changed while the call ran
+  } kind = kNone;
+  int32_t home = -1;
+  int32_t expert = -1;
+  int32_t slot = -1;
+  int32_t segment = -1;
+  int64_t offset = -1;  // in the segment of the expert
+  int32_t found = 0;
+  int32_t expected = 0;
+  bool source_changed = false;  // the home says so: of kSlot, then no fault of the transfer
+};
+
+// What a transfer moves: arrays of the prepared call.
+struct CheckedCall {
+  uint64_t epoch = 0;
+  const int32_t* slot_expert = nullptr;            // [G][S]
+  const uint8_t* const* mains = nullptr;           // [segments][M]
+  const std::vector<uint8_t>* selected = nullptr;  // [segments] whether it is transferred
+};
+
+class SlotCheck {
+ public:
+  // Borrows both.
+  SlotCheck(const EngineConfig& config, const EngineLayout& layout);
+
+  // Before the call is announced, on the thread that announces it.
+  void remember(const CheckedCall& call);
+  // After all that peers owe has arrived. The first that differs by segment and block; kNone: none.
+  Damage find_changed_main(const CheckedCall& call) const;
+  Damage find_damaged_slot(const CheckedCall& call) const;
+
+  // Tells this rank's readers whether its main weights stayed as they were. Pairs with
+  // has_verdict().
+  void publish_verdict(const CheckedCall& call, bool changed) const;
+  bool has_verdict(const CheckedCall& call, int32_t home, bool* changed) const;
+
+  // Tells the homes of this rank's slots that it has read their copies. Pairs with AwaitChecks.
+  void publish_checked(const CheckedCall& call) const;
+
+ private:
+  friend class AwaitChecks;
+
+  uint8_t* copy(int32_t rank, size_t segment, int32_t main_idx) const;
+  uint64_t* sums(int32_t rank, size_t segment, int32_t main_idx) const;
+  uint8_t* slot(size_t segment, int32_t slot) const;
+  std::atomic_ref<uint64_t> checked(int32_t rank, int32_t main_idx, int32_t reader) const;
+  std::atomic_ref<uint64_t> verdict(int32_t rank, int32_t home) const;
+  void ring(int32_t rank) const;
+  int32_t num_segments() const { return static_cast<int32_t>(config_.segment_bytes.size()); }
+  // visit(expert, rank, slot) for each filled slot of the plan.
+  template <class Visit>
+  void each_replica(const CheckedCall& call, Visit&& visit) const;
+  // Compares a copy of a segment, with its sums, with bytes that should be the same.
+  Damage compare(const uint8_t* bytes, int32_t rank, size_t segment, int32_t main_idx) const;
+
+  const EngineConfig& config_;
+  const EngineLayout& layout_;
+  std::vector<uint8_t> untouched_;  // what slots held that the call has nothing for
+};
+
+// What a home waits for at the end of a call, as a Finish is for the rest.
+class AwaitChecks {
+ public:
+  AwaitChecks(const SlotCheck& check, const CheckedCall& checked, const Call& call,
+              const HostMemory& memory);
+
+  Step step();
+  Fault fault() const { return fault_; }
+  Wait wait() const { return wait_; }
+
+ private:
+  struct Owed {
+    int32_t reader, expert, main_idx;
+  };
+
+  // As core/protocol.hpp judges flags: those of the check region have negative offsets.
+  struct Memory {
+    uint64_t observe(int64_t offset) const;
+    bool peer_gone(int32_t rank) const { return memory.peer_gone(rank); }
+    const AwaitChecks& of;
+    const HostMemory& memory;
+  };
+
+  const SlotCheck& check_;
+  const Call& call_;
+  const HostMemory& memory_;
+  std::vector<Owed> owed_;
+  size_t next_ = 0;
+  Fault fault_ = Fault::kNone;
+  Wait wait_;
+};
+
+}  // namespace uec::host

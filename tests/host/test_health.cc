@@ -1,0 +1,227 @@
+// What an engine says of itself: its counts of calls and waits, and what it has heard of its peers.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "host/engine.hpp"
+#include "host/health.hpp"
+#include "host/ranks.hpp"
+#include "plans.hpp"
+
+namespace {
+
+using std::chrono::milliseconds;
+using uec::Fault;
+using uec::FlagKind;
+using uec::LastWords;
+using uec::Mode;
+using uec::RecordKind;
+using uec::Wait;
+using uec::host::CallCounter;
+using uec::host::CallCounts;
+using uec::host::Engine;
+using uec::host::WaitLog;
+using uec::host::WaitMeter;
+using uec::host::Waits;
+
+void sleep_ms(int ms) { std::this_thread::sleep_for(milliseconds(ms)); }
+
+// A wait passes each limit once, and adds what is new of it.
+void check_meter() {
+  WaitLog log;
+  WaitMeter meter(log);
+  const WaitMeter::Clock::time_point start{};
+  const Wait first{FlagKind::kOpen, 3, 7, -1, 4, 5}, second{FlagKind::kDone, 1, 2, -1, 5, 6};
+  meter.begin(start);
+  meter.count(start + milliseconds(1), first);  // not longer than a limit
+  CHECK_EQ(log.read().longer[0], 0);
+  meter.count(start + milliseconds(20), first);
+  meter.count(start + milliseconds(150), first);
+  Waits waits = log.read();
+  CHECK(waits.longer == (std::array<int64_t, 4>{1, 1, 1, 0}));
+  CHECK(waits.total == milliseconds(150) && waits.longest == milliseconds(150));
+  CHECK_EQ(waits.longest_for.peer, 3);
+
+  // Another, shorter one counts, and does not take the place of the longest.
+  meter.begin(start + milliseconds(200));
+  meter.count(start + milliseconds(205), second);
+  waits = log.read();
+  CHECK(waits.longer == (std::array<int64_t, 4>{2, 1, 1, 0}));
+  CHECK(waits.total == milliseconds(155) && waits.longest == milliseconds(150));
+  CHECK_EQ(waits.longest_for.expert, 7);
+
+  meter.begin(start);
+  meter.count(start + milliseconds(1001), second);
+  waits = log.read();
+  CHECK(waits.longer == (std::array<int64_t, 4>{3, 2, 2, 1}));
+  CHECK(waits.longest_for.flag == FlagKind::kDone && waits.longest_for.expected == 6);
+}
+
+// Workers count beside each other, and are read meanwhile. ThreadSanitizer watches.
+void check_meters_beside_each_other() {
+  constexpr int kWorkers = 4, kRounds = 2000;
+  WaitLog log;
+  CallCounter calls;
+  std::atomic<bool> done{false};
+  std::thread reader([&] {
+    while (!done.load()) {
+      const Waits waits = log.read();
+      const int64_t longest = waits.longest.count();
+      CHECK(longest == 0 || longest == waits.longest_for.expert);  // both of one wait
+      CHECK(calls.read().gather <= kWorkers * kRounds);
+    }
+  });
+  std::vector<std::thread> workers;
+  for (int32_t w = 0; w < kWorkers; ++w) {
+    workers.emplace_back([&, w] {
+      WaitMeter meter(log);
+      const WaitMeter::Clock::time_point start{};
+      for (int32_t i = 1; i <= kRounds; ++i) {
+        const int32_t length = i * kWorkers + w;
+        meter.begin(start);
+        meter.count(start + std::chrono::nanoseconds(length), {FlagKind::kCall, w, length});
+        calls.add(uec::Operation::kGather);
+      }
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  done.store(true);
+  reader.join();
+  CHECK_EQ(log.read().longest.count(), kWorkers * kRounds + kWorkers - 1);
+  CHECK_EQ(calls.read().gather, kWorkers * kRounds);
+}
+
+PlanCase ring(int32_t num_ranks) { return make_group(num_ranks, num_ranks, 1); }
+
+class Callers {
+ public:
+  Callers(int32_t num_ranks, const GroupOptions& options) : ranks(ring(num_ranks), options) {
+    regions_ = ranks.make_weights();
+  }
+
+  uint64_t submit(int32_t rank, const std::vector<int32_t>& plan) {
+    const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
+    const int32_t segment = 0;
+    Mode mode;
+    return ranks.engine(rank).replicate({.slot_expert = plan.data(),
+                                         .mains = mains.data(),
+                                         .segments = &segment,
+                                         .num_segments = 1,
+                                         .mode = static_cast<int32_t>(Mode::kDirect),
+                                         .region = -1},
+                                        true, &mode);
+  }
+
+  Ranks ranks;
+
+ private:
+  std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions_;
+};
+
+// A wait for a peer that calls late counts while it goes on, and names the peer.
+void check_late_peer() {
+  Callers callers(2, {});
+  const std::vector<int32_t> plan{1, -1};  // rank 0 needs rank 1's expert
+  Engine& zero = callers.ranks.engine(0);
+  for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
+    const uint64_t first = callers.submit(0, plan);
+    if (epoch == 2) {
+      while (zero.waits().longest_for.expected < 2 || zero.waits().longer[1] == 0) sleep_ms(1);
+      CHECK(!zero.is_completed(first));
+      CHECK_EQ(zero.completed(), 1);
+      CHECK_EQ(zero.epoch(), 2);
+    }
+    const uint64_t second = callers.submit(1, plan);
+    wait_ok(zero, first);
+    wait_ok(callers.ranks.engine(1), second);
+  }
+  const Waits waits = zero.waits();
+  CHECK(waits.longer[0] >= 1 && waits.longest > milliseconds(10) && waits.total >= waits.longest);
+  CHECK_EQ(waits.longest_for.peer, 1);
+  CHECK(waits.longest_for.flag == FlagKind::kDone);
+  CHECK_EQ(waits.longest_for.expert, 1);
+  CHECK_EQ(waits.longest_for.expected, 2);
+}
+
+void check_calls() {
+  Callers callers(2, {});
+  const std::vector<int32_t> plan{1, 0};
+  callers.ranks.on_each([&](int32_t rank) {
+    Engine& engine = callers.ranks.engine(rank);
+    wait_ok(engine, callers.submit(rank, plan));
+    std::vector<int32_t> row(2), table(4);
+    wait_ok(engine, engine.gather(row.data(), table.data(), false));
+    wait_ok(engine, callers.submit(rank, plan));
+  });
+  const CallCounts calls = callers.ranks.engine(0).calls();
+  CHECK(calls.replicate == 2 && calls.gather == 1 && calls.reduce == 0 && calls.rejected == 0);
+  callers.ranks.engine(1).reject();
+  CHECK_EQ(callers.ranks.engine(1).calls().rejected, 1);
+  CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
+  // A call of a group that has failed takes no epoch from anybody.
+  CHECK(!callers.ranks.engine(1).wait(callers.submit(1, plan)));
+  CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
+}
+
+// One rank late, one that has closed, one whose process has ended: rank 0 knows them apart.
+void check_last_words() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  Callers callers(
+      5, {.call_timeout = 0.2, .peer_sockets = {{-1, -1, -1, ends[0], -1}, {}, {}, {}, {}}});
+  const std::vector<int32_t> all{1, 2, 3, 4, 0}, some{1, -1, -1, -1, -1};
+  Engine& zero = callers.ranks.engine(0);
+  for (const LastWords& words : zero.last_words())
+    CHECK(words.record.word == 0 && !words.abort.set() && !words.gone && words.reached);
+  callers.ranks.on_each(
+      [&](int32_t rank) { wait_ok(callers.ranks.engine(rank), callers.submit(rank, all)); });
+  for (const LastWords& words : zero.last_words()) CHECK_EQ(words.record.epoch_low(), 1);
+  callers.ranks.engine(2).close();
+  close(ends[1]);
+  const uint64_t failing = callers.submit(0, some);  // rank 1 makes no second call
+  wait_ok(callers.ranks.engine(4), callers.submit(4, some));
+  CHECK(!zero.wait(failing));
+  CHECK(zero.report().fault == Fault::kTimeout);
+
+  const std::vector<LastWords> words = zero.last_words();
+  CHECK_EQ(words.size(), 5);
+  CHECK_EQ(words[0].record.epoch_low(), 2);
+  CHECK(words[0].abort.set() && words[0].abort.waited_for() == 1);
+  CHECK(words[1].record.epoch_low() == 1 && words[1].record.kind() == RecordKind::kCall);
+  CHECK(!words[1].abort.set() && !words[1].gone);
+  CHECK(words[2].record.kind() == RecordKind::kClosed && words[2].record.is_farewell_of(1));
+  CHECK(words[3].gone && words[3].record.epoch_low() == 1);
+  CHECK(words[4].record.epoch_low() == 2 && !words[4].abort.set());
+
+  // They stay as they were when the call failed.
+  callers.ranks.engine(4).abort();
+  CHECK(!zero.last_words()[4].abort.set());
+  close(ends[0]);
+}
+
+// What a rank has told its peers is what it knows of itself.
+void check_own_words() {
+  Callers callers(2, {});
+  callers.ranks.engine(0).reject();
+  CHECK(callers.ranks.engine(0).last_words()[0].record.kind() == RecordKind::kRejected);
+  Callers closing(2, {});
+  closing.ranks.engine(1).close();
+  CHECK(closing.ranks.engine(1).last_words()[1].record.is_farewell_of(0));
+}
+
+}  // namespace
+
+int main() {
+  check_meter();
+  check_meters_beside_each_other();
+  check_late_peer();
+  check_calls();
+  check_last_words();
+  check_own_words();
+  return 0;
+}
