@@ -269,7 +269,7 @@ NUMBERS = [
 ]
 SIZES = [
     *("64K", "1M", "4096", "16", "1", "0", "3G", "262144G", "262145G", "1KiB", "5x", "K", "KK"),
-    *("w=64K", "w13=2K,w2=1K", "a=1,a=2", "=5", "a=", "\ud800=4", "a=-1", "99999999", *NUMBERS),
+    *("w=64K", "w13=2K,w2=1K", "a=1,a=2", "=5", "a=", "\udcff=4", "a=-1", "99999999", *NUMBERS),
 ]
 PLAN_SIZES = ["8/32/1", "2/4/1,4/8/1", "1/1/1", "2/4/9", "4/4", "a/b/c", "0/1/1", "", "/", *NUMBERS]
 WORDS = [
@@ -288,7 +288,7 @@ def command_line(
     arguments = [command]
     names = list(options)
     everything = [value for values in options.values() for value in values]
-    for _ in range(b.draw(0, 6)):
+    for _ in range(b.pick([0, 1, 1, 1, 2, 2, 3, 6])):
         if not names or b.draw(0, 9) == 9:
             arguments.append(b.pick(positional))
             continue

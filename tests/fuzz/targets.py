@@ -97,7 +97,7 @@ def plan_from_slots(data: bytes) -> None:
     b = Bytes(data)
     num_ranks, num_slots, num_experts = b.draw(0, 4), b.draw(0, 3), b.draw(1, 8)
     slots = _ints(b, num_ranks, num_slots)
-    if b.flag() and isinstance(slots, np.ndarray):
+    if b.flag() and isinstance(slots, np.ndarray) and slots.dtype.kind == "i":
         slots = np.clip(slots, -1, num_experts - 1)
     shapes = {
         "home": (num_experts,),
@@ -151,7 +151,7 @@ def topology(data: bytes) -> None:
     counts = [b.pick([0, 1, 2, 3, 4, -1, 2**31, 2**63, 1.5, None, "2", True]) for _ in range(3)]
     if any(isinstance(n, int) and n > 2**20 for n in counts[:2]):
         counts[:2] = [2, 4]  # the maps of any number take their memory
-    sizes = [n if isinstance(n, int) and n > 0 else 2 for n in counts]
+    sizes = [int(n) if isinstance(n, int) and n > 0 else 2 for n in counts]
     with contextlib.suppress(InvalidArgumentError):
         Topology.make(
             num_ranks=counts[0],  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def paths() -> list[str]:
     (base / "loop").symlink_to("loop")
     (base / "new").mkdir()
     names = [*contents, "folder", "link", "loop", "none", "none/file", "new/o.png", "new/o.json"]
-    names += ["new/o.html", "new/o.csv", "empty/file", "new/" + "x" * 300, "new/\ud800.png"]
+    names += ["new/o.html", "new/o.csv", "empty/file", "new/" + "x" * 300, "new/\udcff.png"]
     return [str(base / name) for name in names] + ["", "/dev/null", "/dev/zero", "/proc/self/mem"]
 
 
