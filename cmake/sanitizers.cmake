@@ -7,6 +7,12 @@ if(ULTRAEP_SANITIZE STREQUAL "thread")
 elseif(ULTRAEP_SANITIZE STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -Og)
   add_link_options(-fsanitize=address,undefined)
+elseif(ULTRAEP_SANITIZE STREQUAL "fuzzer")
+  # clang's libFuzzer, which targets in tests/fuzz link; the coverage of everything is its guide.
+  add_compile_options(-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+    -fno-omit-frame-pointer -g1 -O1)
+  add_link_options(-fsanitize=address,undefined)
 elseif(NOT ULTRAEP_SANITIZE STREQUAL "")
-  message(FATAL_ERROR "ULTRAEP_SANITIZE is '${ULTRAEP_SANITIZE}'; expected empty, 'thread' or 'address'")
+  message(FATAL_ERROR
+    "ULTRAEP_SANITIZE is '${ULTRAEP_SANITIZE}'; expected empty, 'thread', 'address' or 'fuzzer'")
 endif()

@@ -6,9 +6,9 @@ sends along in `new_group`.
 
 from __future__ import annotations
 
-import json
 import math
 import platform
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from ultraep_comm import env
 from ultraep_comm.errors import CalibrationError
+from ultraep_comm.files import read_json
 
 KIND = "ultraep_comm.calibration"
 FORMAT = 2  # another one for other fields
@@ -102,15 +103,15 @@ def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibratio
             range, or is of another machine. Names the file.
     """
     try:
-        document = json.loads(path.read_text())
+        document = read_json(path)
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise _error(path, "is damaged: it is no JSON") from None
+    except ValueError as error:
+        raise _error(path, f"is damaged: it is no JSON ({error})") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise _error(path, f"is no calibration: its kind is not {KIND!r}")
     if document.get("format") != FORMAT:
-        raise _error(path, f"has format {document.get('format')!r}; expected {FORMAT}")
+        raise _error(path, f"has format {reprlib.repr(document.get('format'))}; expected {FORMAT}")
     entries = document.get("engines")
     if not isinstance(entries, dict) or not set(entries) <= set(ENGINES):
         raise _error(path, f"names no engines of {list(ENGINES)}")
@@ -118,7 +119,9 @@ def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibratio
     for name, found in costs.items():
         here = device_name(name) if name in used else None
         if here is not None and found.device != here:
-            raise _error(path, f"was measured on {found.device!r}, but this is {here!r}")
+            raise _error(
+                path, f"was measured on {reprlib.repr(found.device)}, but this is {here!r}"
+            )
     return Calibration(costs=costs)
 
 
@@ -158,14 +161,14 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
     if not isinstance(entry["device"], str):
         raise _error(path, f"has a device for {engine!r} that is no text")
     if not _is_number(entry["ranks"]) or entry["ranks"] != int(entry["ranks"]):
-        raise _error(path, f"has {entry['ranks']!r} ranks for {engine!r}")
+        raise _error(path, f"has {reprlib.repr(entry['ranks'])} ranks for {engine!r}")
     least = {"ranks": 1, "parallel": 1, "store_gbps": _LEAST_GBPS, "load_gbps": _LEAST_GBPS}
     for name in names[1:]:
         value = entry[name]
         if not _is_number(value) or not least.get(name, 0) <= value <= MOST:
             raise _error(
                 path,
-                f"has {name} = {value!r} for {engine!r}; expected {least.get(name, 0):g} to"
+                f"has {name} = {reprlib.repr(value)} for {engine!r}; expected {least.get(name, 0):g} to"
                 f" {MOST:g}",
             )
     return MeasuredCosts(**entry)
@@ -173,7 +176,8 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
 
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    # An integer of any length is compared, and only then made a float.
+    return is_number and abs(value) <= MOST and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _error(path: Path, what: str) -> CalibrationError:

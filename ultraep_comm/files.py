@@ -1,14 +1,36 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and JSON files that anybody may have written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+MAX_JSON_BYTES = 64 << 20  # far more than any of ours has
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file has.
+
+    Raises:
+        ValueError: it has none, or is larger than 64 MiB; the text does not name the file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:  # a pipe or a device too, which does not say how large it is
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:  # whose own text may hold the whole file
+        raise ValueError(f"byte {error.start} is no {error.encoding}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:

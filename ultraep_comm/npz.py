@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import struct
 import tokenize
 import zipfile
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from ultraep_comm.errors import UltraEPError
 
 _CHUNK = 1 << 24
+_TEXT = 200  # characters
 # What damaged zip files and headers of arrays make the standard library and NumPy raise.
 _DAMAGE = (
     ArithmeticError,
@@ -29,6 +31,7 @@ _DAMAGE = (
     EOFError,
     LookupError,
     MemoryError,
+    OSError,  # what is no bz2 stream, or an offset before the file's beginning
     RuntimeError,  # a zip file that says it is encrypted, or compressed otherwise
     TypeError,
     ValueError,
@@ -68,6 +71,9 @@ class ArrayFile:
         """
         self._file: BinaryIO = path.open("rb")
         try:
+            # A device such as /dev/zero would be read until memory is full, to find its end.
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise ArrayFileError("it is no regular file; expected an .npz file")
             if self._file.read(6) == b"\x93NUMPY":
                 raise ArrayFileError("it is a single array; expected an .npz file")
             self._zip = zipfile.ZipFile(self._file)
@@ -82,7 +88,7 @@ class ArrayFile:
             raise
         except _DAMAGE as error:
             self._file.close()
-            raise ArrayFileError(f"it is no .npz file: {error}") from error
+            raise ArrayFileError(f"it is no .npz file: {_brief(error)}") from error
         self.names = [info.filename.removesuffix(".npy") for info in members]
 
     def header(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -117,9 +123,9 @@ class ArrayFile:
                     if not count:
                         raise EOFError("it ends too early")
                     at += count
+            return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
         except _DAMAGE as error:
             raise _unreadable(name, error) from error
-        return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
 
     def __enter__(self) -> ArrayFile:
         return self
@@ -142,7 +148,13 @@ def physical_bytes() -> int:
 def _unreadable(name: str, error: Exception) -> ArrayFileError:
     if isinstance(error, ArrayFileError):
         return ArrayFileError(f"{name!r} {error}")
-    return ArrayFileError(f"{name!r} is damaged: {error}")
+    return ArrayFileError(f"{name!r} is damaged: {_brief(error)}")
+
+
+def _brief(error: Exception) -> str:
+    """Return an error's text, which may quote a file's bytes, as far as a line has room."""
+    text = str(error)
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
 
 
 def _read_header(member: Any, num_bytes: int) -> _Header:
@@ -153,8 +165,10 @@ def _read_header(member: Any, num_bytes: int) -> _Header:
     if version == (2, 0):
         read = np.lib.format.read_array_header_2_0
     shape, fortran_order, dtype = read(member)
-    if dtype.hasobject:
-        raise ArrayFileError(f"has dtype {dtype}; expected plain values, and no Python objects")
+    if dtype.hasobject or dtype.subdtype is not None:
+        raise ArrayFileError(
+            f"has dtype {dtype}; expected plain values, no Python objects and no arrays"
+        )
     said, there = math.prod(shape) * dtype.itemsize, num_bytes - member.tell()
     if any(length < 0 for length in shape) or said != there:
         raise ArrayFileError(

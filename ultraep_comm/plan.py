@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ultraep_comm.errors import InvalidPlanError
-from ultraep_comm.topology import IntsLike, as_int, contiguous_home
+from ultraep_comm.topology import MAX_COUNT, IntsLike, as_int, contiguous_home
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ class Plan:
 
         Args:
             slot_expert: integers ``[G, S]``; -1: empty. The plan is on the device that they are on.
-            num_experts: E.
+            num_experts: E, at most 2**24.
             home: integers ``[E]``; None: contiguous, as even as possible.
             slot_quota: integers ``[G, S]``, 0 in empty slots.
             home_quota: integers ``[E]``; given if and only if ``slot_quota`` is.
@@ -93,6 +93,8 @@ class Plan:
                 or do not sum to the load.
         """
         num_experts = as_int(num_experts, "num_experts")
+        if not 1 <= num_experts <= MAX_COUNT:
+            raise InvalidPlanError(f"num_experts is {num_experts}; expected 1 to {MAX_COUNT}")
         slots = _ints(slot_expert, "slot_expert")
         if slots.ndim != 2 or slots.shape[0] == 0:
             raise InvalidPlanError(
@@ -285,12 +287,22 @@ class Plan:
 def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidPlanError(f"{name} is no tensor of integers: {error}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
-    if tensor.numel() and not torch.equal(tensor.to(torch.int32).to(tensor.dtype), tensor):
-        raise InvalidPlanError(f"{name} has the value {tensor.max()}; expected 32-bit integers")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidPlanError(
+            f"{name} is on device {tensor.device} in layout {tensor.layout}; expected a dense tensor"
+            " with values"
+        )
+    wide = tensor.to(torch.int64)
+    bad = (wide < -(2**31)) | (wide >= 2**31)
+    if not tensor.dtype.is_signed:
+        bad |= wide < 0  # 2**63 or more
+    if bad.any():
+        value = tensor.flatten()[int(bad.flatten().to(torch.uint8).argmax())].item()
+        raise InvalidPlanError(f"{name} has the value {value}; expected 32-bit integers")
     return tensor.to(torch.int32, copy=True).contiguous()  # the caller may reuse its own
 
 

@@ -14,6 +14,7 @@ import torch
 from ultraep_comm.errors import InvalidArgumentError
 
 IntArray = npt.NDArray[np.int32]
+MAX_COUNT = 1 << 24  # of ranks or experts: maps of more are a mistake, and would fill the memory
 IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
 
 
@@ -27,7 +28,7 @@ def contiguous_home(num_experts: int, num_ranks: int) -> IntArray:
 def _as_ints(value: IntsLike, name: str, length: int) -> IntArray:
     try:
         array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
-    except ValueError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"{name} is no array: {error}") from None
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidArgumentError(
@@ -86,8 +87,8 @@ class Topology:
         """Check the arguments and fill in defaults.
 
         Raises:
-            InvalidArgumentError: a count below its minimum, more slots on a rank than experts, a
-                map of the wrong shape, or a home outside ``[0, num_ranks)``.
+            InvalidArgumentError: a count below its minimum or above 2**24, more slots on a rank
+                than experts, a map of the wrong shape, or a home outside ``[0, num_ranks)``.
         """
         num_ranks = as_int(num_ranks, "num_ranks")
         num_experts = as_int(num_experts, "num_experts")
@@ -95,8 +96,8 @@ class Topology:
         minima = {"num_ranks": (num_ranks, 1), "num_experts": (num_experts, 1)}
         minima["slots_per_rank"] = (slots_per_rank, 0)
         for name, (value, least) in minima.items():
-            if value < least:
-                raise InvalidArgumentError(f"{name} is {value}; expected at least {least}")
+            if not least <= value <= MAX_COUNT:
+                raise InvalidArgumentError(f"{name} is {value}; expected {least} to {MAX_COUNT}")
         if slots_per_rank > num_experts:
             raise InvalidArgumentError(
                 f"slots_per_rank is {slots_per_rank}, but there are {num_experts} experts; expected"

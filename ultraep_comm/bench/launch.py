@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
 Settings = TypeVar("Settings")
@@ -60,7 +61,7 @@ def find_launcher() -> Launched | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif environ.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_PROCID" in environ:
-        if int(environ["SLURM_STEP_ID"]) >= _FIRST_SPECIAL_STEP:
+        if not 0 <= parse_count(environ["SLURM_STEP_ID"]) < _FIRST_SPECIAL_STEP:
             return None
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         names = ("SLURM_PROCID", tasks, "SLURM_LOCALID")
@@ -70,9 +71,10 @@ def find_launcher() -> Launched | None:
         return None
     texts = [environ[names[0]], environ[names[1]], environ.get(names[2], environ[names[0]])]
     found = dict(zip(names, texts, strict=True))
-    if not all(text.isdecimal() for text in texts) or int(texts[0]) >= int(texts[1]):
+    rank, num_ranks, local_rank = map(parse_count, texts)
+    if not 0 <= rank < num_ranks or local_rank < 0:
         raise InvalidArgumentError(f"the launcher's variables are {found}; expected a rank below G")
-    return Launched(*map(int, texts))
+    return Launched(rank, num_ranks, local_rank)
 
 
 def launched_ranks() -> int | None:
@@ -107,8 +109,8 @@ def meeting_point() -> tuple[str, int]:
         )
     step = int(os.environ.get("SLURM_JOB_ID", "0")) + 7 * int(os.environ["SLURM_STEP_ID"])
     port = os.environ.get("MASTER_PORT") or str(_FIRST_PORT + step % _NUM_PORTS)
-    if not port.isdecimal():
-        raise InvalidArgumentError(f"MASTER_PORT is {port!r}; expected a number")
+    if not 0 <= parse_count(port) < 1 << 16:
+        raise InvalidArgumentError(f"MASTER_PORT is {port!r}; expected a number below 65536")
     return host, int(port)
 
 

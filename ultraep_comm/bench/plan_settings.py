@@ -13,11 +13,11 @@ from ultraep_comm import _core
 from ultraep_comm.bench.families import FAMILIES
 from ultraep_comm.bench.gate import Gate, add_bound_argument, make_gate
 from ultraep_comm.bench.outputs import add_output_arguments, check_outputs
-from ultraep_comm.bench.sizes import parse_counts
+from ultraep_comm.bench.sizes import parse_count, parse_counts
 from ultraep_comm.bench.traces import Trace, open_trace
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.planner import target_to_ppm
-from ultraep_comm.topology import contiguous_home
+from ultraep_comm.topology import MAX_COUNT, contiguous_home
 
 TRACE = "trace"
 DEFAULT_SIZES = (
@@ -209,13 +209,13 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
     """
     sizes = []
     for part in text.split(","):
-        numbers = [number.strip() for number in part.split("/")]
-        if len(numbers) != 3 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        numbers = [parse_count(number.strip()) for number in part.split("/")]
+        if len(numbers) != 3 or not all(0 < n <= MAX_COUNT for n in numbers):
             raise InvalidArgumentError(
                 f"--sizes {text!r}: {part!r} is not ranks/experts/slots, each at least 1; expected"
                 " for instance 64/256/2,8/32/1"
             )
-        ranks, experts, slots = map(int, numbers)
+        ranks, experts, slots = numbers
         default = ranks if ranks <= MAX_ONE_DOMAIN else DEFAULT_DOMAIN
         size = PlanSize(
             num_ranks=ranks,

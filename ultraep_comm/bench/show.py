@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import io
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from ultraep_comm.bench.link_report import print_links
 from ultraep_comm.bench.report_table import format_document
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.files import read_json
 
 _SHOWN = ("replicate", "reduce", "links")
 
@@ -33,15 +36,15 @@ def read_document(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_text())
-        operations = {record["op"] for record in document["records"]}
+        document = read_json(path)
+        operations = {str(record["op"]) for record in document["records"]}
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(
-            f"{path} is no file of records: {error!r}; expected one that --json has written"
+            f"{path} is no file of records: {_describe(error)}; expected one that --json has written"
         ) from None
     complete = "header" in document and ("baselines" in document or operations == {"links"})
     if not (operations <= set(_SHOWN) and len(operations) == 1 and complete):
-        found = ", ".join(sorted(operations)) or "no records"
+        found = _one_line(", ".join(sorted(operations))) or "no records"
         raise InvalidArgumentError(
             f"{path} has {found} and cannot be shown; expected records of {', '.join(_SHOWN)} by"
             " the host engine (links: any), with their header and baselines"
@@ -56,7 +59,18 @@ def show(path: Path) -> int:
         InvalidArgumentError: as for `read_document`.
         OSError: likewise.
     """
-    print_document(read_document(path))
+    document = read_document(path)
+    text = io.StringIO()
+    try:  # once for nobody: half a table would be no answer
+        with contextlib.redirect_stdout(text):
+            print_document(document)
+        text.getvalue().encode(sys.stdout.encoding or "utf-8")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"{path} has records that cannot be shown: {_describe(error)}; expected a file as"
+            " --json has written it"
+        ) from None
+    print_document(document)
     return 0
 
 
@@ -67,3 +81,12 @@ def print_document(document: Mapping[str, Any]) -> None:
         print_links(document)
     else:
         print(format_document(document))
+
+
+def _describe(error: Exception) -> str:
+    return _one_line(f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str) -> str:
+    """Return what a file says, as far as a line has room, and without what would break it."""
+    return repr(text[:200])[1:-1]

@@ -8,7 +8,18 @@ from ultraep_comm.errors import InvalidArgumentError
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MAX_BYTES = 1 << 48  # more than any machine addresses; sums of such sizes still have 64 bits
+_MAX_COUNT = 1 << 20
+_MAX_SEGMENTS = 256
 _ALIGN = 256  # so that stacked experts keep their alignment
+
+
+def parse_count(text: str) -> int:
+    """Return a number from 0 up; -1: it is none, or one beyond memory.
+
+    Numbers of thousands of digits are not even turned into integers.
+    """
+    digits = text.lstrip("0") or text[:1]
+    return int(digits) if digits.isdecimal() and len(digits) < 16 else -1
 
 
 def parse_size(text: str, name: str = "") -> int:
@@ -25,9 +36,8 @@ def parse_size(text: str, name: str = "") -> int:
         raise InvalidArgumentError(
             f"{flag}{text!r} is not a size; expected for instance 4096, 64K or 16M"
         )
-    # Numbers of thousands of digits are not even turned into integers.
-    size = int(number) * _SUFFIXES[suffix] if len(number) < 20 else _MAX_BYTES + 1
-    if size > _MAX_BYTES:
+    size = parse_count(number) * _SUFFIXES[suffix]
+    if not 0 <= size <= _MAX_BYTES:
         raise InvalidArgumentError(f"{flag}{text!r} is no memory's size; expected at most 262144G")
     return size
 
@@ -36,14 +46,12 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
     """Return the numbers of ``"8"`` or ``"4,8,16"``, ascending.
 
     Raises:
-        InvalidArgumentError: not numbers from 1 up, each once.
+        InvalidArgumentError: not numbers from 1 to 2**20, each once.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(parts)) < len(
-        parts
-    ):
+    counts = [parse_count(part.strip()) for part in text.split(",")]
+    if not all(0 < count <= _MAX_COUNT for count in counts) or len(set(counts)) < len(counts):
         raise InvalidArgumentError(f"{name} is {text!r}; expected numbers, for instance 4,8,16")
-    return tuple(sorted(map(int, parts)))
+    return tuple(sorted(counts))
 
 
 def format_size(num_bytes: int) -> str:
@@ -61,12 +69,12 @@ def split_expert(expert_bytes: int, num_segments: int) -> dict[str, int]:
     (``scale0``, ...) of a 64th for each, at the cost of the other two.
 
     Raises:
-        InvalidArgumentError: the expert is too small for so many segments.
+        InvalidArgumentError: the expert is too small for so many segments, or they are above 256.
     """
-    if num_segments < 1 or expert_bytes < num_segments:
+    if not 1 <= num_segments <= min(expert_bytes, _MAX_SEGMENTS):
         raise InvalidArgumentError(
-            f"{expert_bytes} bytes cannot be cut into {num_segments} segments; expected 1 or more"
-            " segments of at least a byte"
+            f"{expert_bytes} bytes cannot be cut into {num_segments} segments; expected 1 to"
+            f" {_MAX_SEGMENTS} segments of at least a byte"
         )
     if num_segments == 1:
         return {"w": expert_bytes}
@@ -86,7 +94,8 @@ def parse_segments(text: str, expert_bytes: int | None, default_bytes: int) -> d
         InvalidArgumentError: malformed, or the sizes do not sum to a given ``expert_bytes``.
     """
     if text.isdecimal():
-        return split_expert(default_bytes if expert_bytes is None else expert_bytes, int(text))
+        size = default_bytes if expert_bytes is None else expert_bytes
+        return split_expert(size, parse_count(text))
     segments: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")

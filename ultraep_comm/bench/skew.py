@@ -9,6 +9,7 @@ from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.topology import contiguous_home
 
 _STEPS = 80
+_MAX_EXPERTS, _MAX_ENTRIES = 1 << 16, 1 << 24  # of a load [G, E]: far beyond any, in seconds
 _MAX_SPREAD = 1e6  # everything goes to one expert
 
 
@@ -37,7 +38,8 @@ def generate_load(
         seed: of the popularity and of the split over sources.
 
     Raises:
-        InvalidArgumentError: an imbalance that no load has, or too many tokens.
+        InvalidArgumentError: an imbalance that no load has, too many tokens, more than 2**16
+            experts, more than 2**24 experts times ranks, or a seed below 0.
     """
     if not 1.0 <= imbalance <= num_ranks:
         raise InvalidArgumentError(
@@ -45,6 +47,13 @@ def generate_load(
         )
     if not 0 <= num_tokens < 2**31:
         raise InvalidArgumentError(f"the load has {num_tokens} tokens; expected fewer than 2**31")
+    if num_experts > _MAX_EXPERTS or num_ranks * num_experts > _MAX_ENTRIES:
+        raise InvalidArgumentError(
+            f"the load is of {num_ranks} ranks and {num_experts} experts; expected at most"
+            f" {_MAX_EXPERTS} experts, and {_MAX_ENTRIES} experts times ranks"
+        )
+    if seed < 0:
+        raise InvalidArgumentError(f"seed is {seed}; expected at least 0")
     rng = np.random.default_rng(seed)
     popularity = rng.random(num_experts)
     popularity += rng.random(num_ranks)[contiguous_home(num_experts, num_ranks)]

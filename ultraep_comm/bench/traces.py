@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError
 from ultraep_comm.npz import ArrayFile, ArrayFileError
+from ultraep_comm.topology import MAX_COUNT
 
 MAX_LOAD = 2**31 - 1
 Ints = NDArray[np.integer]
@@ -64,8 +65,10 @@ class Trace:
         _check_range(place, {"step": (step, steps), "layer": (layer, self.num_layers)})
         if array.ndim == 4:
             counts = array[step, layer]
-            if counts.size == 0 or counts.min() < 0:
-                raise TraceError(f"{place} has no experts, or counts below 0")
+            if counts.size == 0 or counts.min() < 0 or counts.max() > MAX_LOAD:
+                raise TraceError(
+                    f"{place} has no ranks or experts, or counts below 0 or of 2**31 or more"
+                )
             counts = regroup(counts, num_ranks)
         else:
             window = num_ranks * tokens_per_rank
@@ -121,9 +124,12 @@ def open_trace(path: Path) -> Trace:
             f"{place} has shape {array.shape} and dtype {array.dtype}; expected integers"
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
         )
-    if name == "counts_src":
-        return Trace(array, array.shape[3], place)
-    return Trace(array, _read_experts(array, num_experts, place), place)
+    if 0 in array.shape[1:]:
+        raise TraceError(f"{place} has shape {array.shape}; expected at least one of everything")
+    experts = array.shape[3] if array.ndim == 4 else _read_experts(array, num_experts, place)
+    if experts > MAX_COUNT:
+        raise TraceError(f"{place} is of {experts} experts; expected at most {MAX_COUNT}")
+    return Trace(array, experts, place)
 
 
 def _check_range(place: str, values: Mapping[str, tuple[int, int]]) -> None:
@@ -151,10 +157,10 @@ def _read_experts(ids: Ints, given: Ints | None, place: str) -> int:
 
 
 def _count(ids: Ints, num_experts: int, place: str) -> NDArray[np.int64]:
-    ids = ids.astype(np.int64)
-    if ids.min(initial=0) < -1 or ids.max(initial=-1) >= num_experts:
+    if ids.size and (ids.min() < -1 or ids.max() >= num_experts):
         raise TraceError(
             f"{place} has ids from {ids.min()} to {ids.max()}; expected [0, {num_experts}), or -1"
         )
+    ids = ids.astype(np.int64)
     rows = [np.bincount(row[row >= 0], minlength=num_experts) for row in ids]
     return np.stack(rows).astype(np.int64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.files import read_json
 from ultraep_comm.viz.style import (
     BLUE,
     FAINT,
@@ -28,6 +28,7 @@ from ultraep_comm.viz.style import (
     new_figure,
     plain_settings,
     set_titles,
+    short,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ LOOKS = {
 }
 _MORE = [("#8c6d00", "P"), (MUTED, "X"), (SKY, "*"), (ORANGE, "p"), (INK, "h"), (YELLOW, "<")]
 _COLUMNS = 3
+_MOST = 1e9  # of a fan-out, or times the bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,8 @@ def load_results(path: Path) -> list[Result]:
         OSError: it cannot be read.
     """
     try:
-        document = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        document = read_json(path)
+    except ValueError as error:
         raise InvalidArgumentError(f"{path} is no JSON file: {error}") from None
     records = document.get("records") if isinstance(document, dict) else document
     if not isinstance(records, list) or not records:
@@ -94,25 +96,33 @@ def load_results(path: Path) -> list[Result]:
 
 def _check(record: Any, place: str) -> list[Result]:
     if not isinstance(record, dict):
-        raise InvalidArgumentError(f"{place} is {record!r}; expected an object")
+        raise InvalidArgumentError(f"{place} is {reprlib.repr(record)}; expected an object")
     if record.get("op") == "model":
         return _check_model(record, place)
     for name, kinds in (("size", (int, str)), ("mode", (str,)), ("fan_out", (int,))):
         value = record.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise InvalidArgumentError(
-                f"{place} has {name} {value!r}; expected {' or '.join(k.__name__ for k in kinds)}"
+                f"{place} has {name} {reprlib.repr(value)}; expected {' or '.join(k.__name__ for k in kinds)}"
             )
-    over, fan_out = record.get("over_bound"), record["fan_out"]
-    if not isinstance(over, int | float) or not (math.isfinite(over) and over > 0) or fan_out < 1:
+    if isinstance(record["size"], int) and not 0 < record["size"] < 2**63:
         raise InvalidArgumentError(
-            f"{place} has fan_out {fan_out} and over_bound {over!r}; expected at least 1, and a"
-            " number above 0"
+            f"{place} has size {reprlib.repr(record['size'])}; expected bytes, above 0"
         )
-    ratio = float(over)
+    over, fan_out = record.get("over_bound"), record["fan_out"]
+    if not isinstance(over, int | float) or not 0 < over <= _MOST or not 1 <= fan_out <= _MOST:
+        raise InvalidArgumentError(
+            f"{place} has fan_out {reprlib.repr(fan_out)} and over_bound {reprlib.repr(over)}; expected"
+            f" at least 1, and a number above 0, both at most {_MOST:g}"
+        )
+    ratio, size = float(over), record["size"]
     return [
         Result(
-            size=record["size"], mode=record["mode"], case=fan_out, over_bound=ratio, worst=ratio
+            size=short(size) if isinstance(size, str) else size,
+            mode=short(record["mode"]),
+            case=fan_out,
+            over_bound=ratio,
+            worst=ratio,
         )
     ]
 
@@ -124,20 +134,22 @@ def _check_model(record: dict[str, Any], place: str) -> list[Result]:
         results = [
             Result(
                 size=size,
-                mode=str(way),
-                case=str(record["load"]),
+                mode=short(way),
+                case=short(str(record["load"])),
                 over_bound=float(ratio["mean"]),
                 worst=float(ratio["worst"]),
             )
             for way, ratio in record["over_bound"].items()
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"{place} is no record of the model's benchmark: {error!r} is wrong or missing"
+            f"{place} is no record of the model's benchmark: {reprlib.repr(error)} is wrong or"
+            " missing"
         ) from None
-    if not all(0 < r.over_bound <= r.worst and math.isfinite(r.worst) for r in results):
+    if not all(0 < r.over_bound <= r.worst <= _MOST for r in results):
         raise InvalidArgumentError(
-            f"{place} has times over the bound that are no numbers above 0, at most the worst"
+            f"{place} has times over the bound that are no numbers above 0, at most the worst, and"
+            f" that at most {_MOST:g}"
         )
     return results
 

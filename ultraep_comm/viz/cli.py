@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from ultraep_comm.bench.sizes import format_size, parse_size
+from ultraep_comm.bench.sizes import format_size, parse_count, parse_size
 from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import open_trace
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
@@ -212,11 +212,12 @@ def _epochs(text: str | None) -> range | None:
     if text is None:
         return None
     first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+    begin, end = parse_count(first), parse_count(last)
+    if not 0 <= begin <= end:
         raise InvalidArgumentError(
             f"--calls is {text!r}; expected FIRST:LAST, for instance 100:120"
         )
-    return range(int(first), int(last) + 1)
+    return range(begin, end + 1)
 
 
 def _bound(options: argparse.Namespace) -> None:
