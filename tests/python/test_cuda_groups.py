@@ -559,7 +559,7 @@ def test_auto_takes_the_host_engine_unless_every_rank_has_a_gpu(ranks: RankPool)
     assert ranks.run(2, _one_rank_without_gpu) == ["ultraep_comm._core"] * 2
 
 
-# ---- health ---------------------------------------------------------------------------------------
+# ---- health --------------------------------------------------------------------------------------
 
 
 def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
