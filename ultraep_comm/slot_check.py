@@ -30,8 +30,8 @@ def damage_error(
     suffix = ". Filled slots are undefined; close the group and make a new one"
     if kind == _SOURCE:
         text = (
-            f"this rank's main weights of expert {expert} changed while the call ran, from {byte} on"
-            f" ({values} as before the call). Change weights only after wait()"
+            f"this rank's main weights of expert {expert} changed while the call ran, from {byte}"
+            f" on ({values} as before the call). Change weights only after wait()"
         )
     elif kind == _UNTOUCHED:
         held = f"slot {slot}, which the plan leaves empty" if expert < 0 else f"slot {slot}"

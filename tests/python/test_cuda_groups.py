@@ -557,3 +557,37 @@ def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
 
 def test_auto_takes_the_host_engine_unless_every_rank_has_a_gpu(ranks: RankPool) -> None:
     assert ranks.run(2, _one_rank_without_gpu) == ["ultraep_comm._core"] * 2
+
+
+# ---- health --------------------------------------------------------------------------------------
+
+
+def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
+    device: FakeDevice,
+) -> None:
+    groups = _groups()
+    for work in _call_all(groups):
+        work.synchronize()
+    steps = len(device.log)
+    health = groups[0].health()
+    assert len(device.log) == steps
+    assert (health.state, health.epoch, health.calls.replicate) == ("open", 1, 1)
+    assert (health.completed, health.bytes_stored, health.waits, health.peers) == (None,) * 4
+    assert "1 replicate" in str(health)
+    device.fail(0, epoch=1, fault=5, root=1)
+    health = groups[0].health()
+    assert (health.state, health.failed_epoch) == ("failed", 1)
+    assert health.last_error is not None
+    assert health.last_error.startswith("TransferAbortedError")
+    assert "rank 1: unknown" in health.last_error
+    with pytest.raises(errors.TransferAbortedError):  # asking has not taken it from whoever waits
+        groups[0].close()
+    groups[1].close()
+
+
+@pytest.mark.parametrize("engine", ["cuda", "auto"])
+def test_check_mode_is_for_the_host_engine(device: FakeDevice, engine: str) -> None:
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
+        uec.new_loopback_groups(
+            2, num_experts=E, slots_per_rank=S, expert=EXPERT, engine=engine, check=True
+        )
