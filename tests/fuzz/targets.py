@@ -25,7 +25,6 @@ from ultraep_comm.calibration import ENGINES, Calibration, read_calibration
 from ultraep_comm.errors import (
     CalibrationError,
     InvalidArgumentError,
-    InvalidPlanError,
     RecordingError,
 )
 from ultraep_comm.plan import Plan
@@ -64,7 +63,13 @@ _DTYPES = (
 _ODD: list[Any] = [
     *(None, 3, "x", "12", [[]], [[1, 2], [3]], [["a"]], [[10**30]], [[None]], object(), {}, b"ab"),
     *([[0.5]], np.array([[object()]]), np.array([["a"]]), np.zeros((2, 2), np.uint64), [[2**31]]),
-    *(np.array([[2**63]], np.uint64), np.array(3), np.zeros((1, 1), "M8[s]"), [[-(2**40)]], range(4)),
+    *(
+        np.array([[2**63]], np.uint64),
+        np.array(3),
+        np.zeros((1, 1), "M8[s]"),
+        [[-(2**40)]],
+        range(4),
+    ),
     torch.zeros(2, 2, dtype=torch.int32).to_sparse(),
     torch.zeros(2, 2, dtype=torch.int32, device="meta"),
     torch.zeros(2, 2, dtype=torch.int64).T,
@@ -109,9 +114,7 @@ def plan_from_slots(data: bytes) -> None:
     given = {name: _ints(b, *shape) for name, shape in shapes.items() if b.draw(0, 3) == 3}
     said = b.pick([num_experts] * 6 + [0, -1, 2**31, 2**40, 2**63, 10**30, 1.5, "3", None, True])
     try:
-        plan = Plan.from_slots(
-            slots, num_experts=said, allow_cross_domain=b.flag(), **given
-        )
+        plan = Plan.from_slots(slots, num_experts=said, allow_cross_domain=b.flag(), **given)
     except InvalidArgumentError:
         return
     assert not isinstance(said, float | str)
@@ -323,9 +326,9 @@ def paths() -> list[str]:
         "trace.npz": inputs.npz_file(inputs.trace_arrays(Bytes(b"\x01")), none),
         "ids.npz": inputs.npz_file(inputs.trace_arrays(Bytes(b"\x00\x01")), none),
         "recording.npz": inputs.npz_file(inputs.recording_arrays(), none),
-        "model.json": inputs.json_file(inputs.result_documents()[4], none),
-        "fan_out.json": inputs.json_file(inputs.result_documents()[5], none),
-        "links.json": inputs.json_file(inputs.result_documents()[3], none),
+        "model.json": inputs.json_file(inputs.result_documents()[3], none),
+        "fan_out.json": inputs.json_file(inputs.result_documents()[4], none),
+        "links.json": inputs.json_file(inputs.result_documents()[2], none),
         "calibration.json": inputs.json_file(inputs.calibration_document(), none),
         "empty": b"",
         "bytes": bytes(range(256)),
