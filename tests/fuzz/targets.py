@@ -271,12 +271,15 @@ def run(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command: it succeeds, or says in one line what is wrong, with the exit status 2."""
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    code: Any = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = main(arguments)
         except SystemExit as ended:  # argparse
-            assert ended.code in (0, 2), ended.code
-            return 2 if ended.code else 0
+            code = ended.code
+    if code is not None:
+        assert code in (0, 2), code
+        return int(code)
     err.seek(0)
     said = err.read()
     assert status in (0, 2), status
@@ -354,8 +357,8 @@ def bench(data: bytes) -> None:
     b = Bytes(data)
     arguments = inputs.command_line(b, _options(bench_cli._parser), paths())
     with (
-        mock.patch.object(bench_cli, "run_ranks", lambda *_: 0),
-        mock.patch.object(bench_cli, "run_alone", lambda *_: 0),
+        mock.patch.object(bench_cli, "run_ranks", return_value=0),
+        mock.patch.object(bench_cli, "run_alone", return_value=0),
         mock.patch.dict(os.environ),
     ):
         for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -370,7 +373,7 @@ def viz(data: bytes) -> None:
     arguments = inputs.command_line(b, _options(viz_cli._parser), paths())
     if b.flag():
         arguments += ["--out", str(folder() / "paths" / "new" / b.pick(["o.png", "o.json"]))]
-    with mock.patch.object(viz_cli, "_write", lambda *_: None):
+    with mock.patch.object(viz_cli, "_write"):
         run(viz_cli.main, arguments)
     _forget_files()
 
