@@ -118,7 +118,11 @@ def plan_from_slots(data: bytes) -> None:
     except InvalidArgumentError:
         return
     assert not isinstance(said, float | str)
-    _check_plan(plan, had_all={"slot_quota", "home_quota", "load"} <= given.keys())
+    _check_plan(plan, had_all=_is_whole(given))
+
+
+def _is_whole(given: dict[str, Any]) -> bool:
+    return all(given.get(name) is not None for name in ("slot_quota", "home_quota", "load"))
 
 
 def _check_plan(plan: Plan, *, had_all: bool) -> None:
