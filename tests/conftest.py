@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
+sys.path.insert(0, str(Path(__file__).parent))  # fuzz
 from cpp_build import CppBuild
 from early_builds import EarlyBuilds, put_last, wanted_builds
 from emulated_device import EmulatedDevice
@@ -23,6 +24,8 @@ from ultraep_comm.cuda import kernels as kernels_module
 # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
 settings.register_profile("desk", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+# --hypothesis-profile=long: for an hour or so instead of seconds.
+settings.register_profile("long", deadline=None, max_examples=100_000)
 settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
 

@@ -30,7 +30,8 @@ struct Sums {
   std::vector<bool> involved;
 };
 
-inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w, Sums& sums) {
+inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w,
+                     Sums& sums) {
   const std::vector<int32_t> main_idx = c.main_idx();
   const auto slot_expert = [&c](int32_t r, int32_t i) {
     return c.slot_expert[r * c.slots_per_rank + i];

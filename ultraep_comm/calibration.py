@@ -168,8 +168,8 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
         if not _is_number(value) or not least.get(name, 0) <= value <= MOST:
             raise _error(
                 path,
-                f"has {name} = {reprlib.repr(value)} for {engine!r}; expected {least.get(name, 0):g} to"
-                f" {MOST:g}",
+                f"has {name} = {reprlib.repr(value)} for {engine!r}; expected"
+                f" {least.get(name, 0):g} to {MOST:g}",
             )
     return MeasuredCosts(**entry)
 

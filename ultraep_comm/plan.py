@@ -293,16 +293,16 @@ def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
         raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise InvalidPlanError(
-            f"{name} is on device {tensor.device} in layout {tensor.layout}; expected a dense tensor"
-            " with values"
+            f"{name} is on device {tensor.device} in layout {tensor.layout}; expected a dense"
+            " tensor with values"
         )
     wide = tensor.to(torch.int64)
     bad = (wide < -(2**31)) | (wide >= 2**31)
     if not tensor.dtype.is_signed:
         bad |= wide < 0  # 2**63 or more
     if bad.any():
-        value = tensor.flatten()[int(bad.flatten().to(torch.uint8).argmax())].item()
-        raise InvalidPlanError(f"{name} has the value {value}; expected 32-bit integers")
+        first = tensor.flatten()[int(bad.flatten().to(torch.uint8).argmax())].item()
+        raise InvalidPlanError(f"{name} has the value {first}; expected 32-bit integers")
     return tensor.to(torch.int32, copy=True).contiguous()  # the caller may reuse its own
 
 

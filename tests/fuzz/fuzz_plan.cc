@@ -1,5 +1,6 @@
 // Any load on any group: what planner.hpp says of its plans holds, by counting alone.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -45,7 +46,8 @@ uec::Objective draw_objective(fuzz::Bytes& bytes) {
 std::vector<int64_t> draw_load(fuzz::Bytes& bytes, int32_t num_experts) {
   std::vector<int64_t> load;
   // All experts at most: the total stays below kMaxTotalLoad.
-  const int64_t most = bytes.next() % 4 == 3 ? uec::kMaxLoad : bytes.flag() ? 40 : 3000;
+  const int64_t most =
+      std::array{int64_t{3}, int64_t{40}, int64_t{3000}, uec::kMaxLoad}[bytes.next() % 4];
   for (int32_t e = 0; e < num_experts; ++e) load.push_back(bytes.draw(0, most));
   return load;
 }
@@ -124,8 +126,11 @@ void check_plan(PlanCase c, const std::vector<int64_t>& load, const uec::Objecti
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::Bytes bytes(data, size);
-  const PlanCase c = bytes.next() % 8 == 7 ? fuzz::draw_group(bytes, 72, 128, 4)
-                                           : fuzz::draw_group(bytes, 9, 16, 5);
+  // Small ones too, where what can be reached is known, and loads that are nearly even.
+  constexpr int32_t kMost[8][3] = {{9, 16, 5}, {9, 16, 5}, {9, 16, 5}, {9, 16, 3},
+                                   {4, 6, 6},  {5, 5, 5},  {4, 4, 4},  {72, 128, 4}};
+  const auto [ranks, experts, slots] = kMost[bytes.next() % 8];
+  const PlanCase c = fuzz::draw_group(bytes, ranks, experts, slots);
   const uec::Objective objective = draw_objective(bytes);
   check_plan(c, draw_load(bytes, c.num_experts), objective);
   return 0;

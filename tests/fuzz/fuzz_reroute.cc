@@ -40,7 +40,8 @@ bool is_sound(const RoutingCase& c) {
   PlanCase anywhere = c.group;
   anywhere.allow_cross_domain = true;
   if (fuzz::first_fault(anywhere).fault != uec::PlanFault::kNone) return false;
-  if (std::any_of(c.load.begin(), c.load.end(), [](int32_t load) { return load < 0; })) return false;
+  if (std::any_of(c.load.begin(), c.load.end(), [](int32_t load) { return load < 0; }))
+    return false;
   for (int32_t e = 0; e < c.group.num_experts; ++e) {
     int64_t load = 0, quotas = 0;
     for (int32_t r = 0; r < c.group.num_ranks; ++r) load += c.load[r * c.group.num_experts + e];
@@ -53,8 +54,8 @@ bool is_sound(const RoutingCase& c) {
   return true;
 }
 
-// [source][instance]: a rank's own quota first; then, source by source, cuts of the line of all that
-// is left in proportion to the source's rest.
+// [source][instance]: a rank's own quota first; then, source by source, cuts of the line of all
+// that is left in proportion to the source's rest.
 std::vector<std::vector<int64_t>> exact_shares(const RoutingCase& c, int32_t expert) {
   const int32_t num_ranks = c.group.num_ranks;
   std::vector<Instance> instances = instances_of(c, expert);
@@ -90,12 +91,12 @@ void check_table(const RoutingCase& c, const HostShares& host) {
   const uec::ShareTable table{begin.data(), entries.data()};
   uint64_t worst = 0;
   for (int32_t e = 0; e < g.num_experts; ++e)
-    worst = std::max(worst, uec::share_into_table(uec::Alone{}, g.topology(), c.ids(), c.plan(),
-                                                  c.source, e,
-                                                  {turns.data(), rank.data(), quota.data()}, table));
-  check_equal(worst == 0 ? uec::RerouteStatus{}
-                         : uec::explain_plan_fault(g.topology(), c.plan(), worst),
-              host.status);
+    worst = std::max(
+        worst, uec::share_into_table(uec::Alone{}, g.topology(), c.ids(), c.plan(), c.source, e,
+                                     {turns.data(), rank.data(), quota.data()}, table));
+  check_equal(
+      worst == 0 ? uec::RerouteStatus{} : uec::explain_plan_fault(g.topology(), c.plan(), worst),
+      host.status);
   if (worst != 0) return;
   host.check(table, g.num_experts);
   for (int32_t e = 0; e < g.num_experts; ++e) {

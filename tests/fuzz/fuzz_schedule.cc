@@ -113,8 +113,9 @@ void check_progress(const std::vector<WorklistArrays>& ranks, const uec::TileMap
   for (int32_t i = 0; i < c.num_ranks * c.slots_per_rank; ++i)
     if (c.slot_expert[i] >= 0)
       coverage.try_emplace({i / c.slots_per_rank, i % c.slots_per_rank}, tiles);
-  using Flag = std::tuple<int32_t, int32_t, int32_t, int32_t>;  // kind, waiter, slot or main, sender
-  std::set<std::tuple<int32_t, int32_t, int32_t>> ready;       // rank, slot, group
+  using Flag =
+      std::tuple<int32_t, int32_t, int32_t, int32_t>;     // kind, waiter, slot or main, sender
+  std::set<std::tuple<int32_t, int32_t, int32_t>> ready;  // rank, slot, group
   std::set<Flag> published;
   std::vector<std::vector<int32_t>> reached, left;
   for (const WorklistArrays& w : ranks) {
@@ -192,8 +193,8 @@ Mode choose_mode(const PlanCase& c, const uec::TileMap& tiles, bool may_pull,
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::Bytes bytes(data, size);
   const uint8_t kind = bytes.next();
-  PlanCase c = (kind & 7) == 7 ? fuzz::draw_group(bytes, 40, 64, 3)
-                               : fuzz::draw_group(bytes, 9, 20, 4);
+  PlanCase c =
+      (kind & 7) == 7 ? fuzz::draw_group(bytes, 40, 64, 3) : fuzz::draw_group(bytes, 9, 20, 4);
   const int64_t tile_bytes = int64_t{1} << bytes.draw(4, 17);
   const Tiles tiles(fuzz::draw_segments(bytes, tile_bytes), tile_bytes);
   const auto choice = bytes.small(0, uec::kNumModes);

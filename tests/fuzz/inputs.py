@@ -70,7 +70,19 @@ _VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 3, 0.0, -0.5, 1.5, 1e-300, 1e308, 10**30, 2**63, 2**31),
     *(10**400, -(10**400), float("nan"), float("inf"), float("-inf")),
     *("", "x", "links", "replicate", "\ud800", "\x00", "a\nb", "x" * 300, "1e5", "\u202e"),
-    *([], {}, [[]], {"": 0}, [None], [0, 1], [1.5, "x"], {"a": {"b": []}}, [[[[[]]]]], "$x_{", "$$"),
+    *(
+        [],
+        {},
+        [[]],
+        {"": 0},
+        [None],
+        [0, 1],
+        [1.5, "x"],
+        {"a": {"b": []}},
+        [[[[[]]]]],
+        "$x_{",
+        "$$",
+    ),
 ]
 
 
@@ -123,7 +135,7 @@ def calibration_document() -> dict[str, Any]:
 @cache
 def result_documents() -> list[dict[str, Any]]:
     """Return short documents of the benchmark, of all kinds that are shown or drawn."""
-    names = ("small_4ranks_4M", "reduce_4ranks_16M", "replicate_sweep_4ranks", "links_4ranks")
+    names = ("replicate_4ranks_16M", "replicate_sweep_4ranks", "links_4ranks")
     found = []
     for name in (*names, "model_nvl72", "model_fan_out"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
@@ -263,7 +275,23 @@ def npz_file(arrays: dict[str, Any], b: Bytes) -> bytes:
 # ---- command lines ------------------------------------------------------------------------------
 
 NUMBERS = [
-    *("0", "1", "2", "3", "4", "8", "-1", "+2", "007", "1.5", "1e30", "1e400", "nan", "inf", "-inf"),
+    *(
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "8",
+        "-1",
+        "+2",
+        "007",
+        "1.5",
+        "1e30",
+        "1e400",
+        "nan",
+        "inf",
+        "-inf",
+    ),
     *("", " ", "x", "9" * 30, "9" * 5000, "2147483648", "4294967296", "18446744073709551616"),
     *("\u0663", "\u00b2", "1_000", "0x10", "1,2", "2,2", ",", "1,,2", "4,8,16", "1e-5"),
 ]

@@ -30,7 +30,8 @@ void report() {
   if (is_done) return;
   const std::string file = "failed-" + fs::path(name).filename().string();
   std::ofstream(file, std::ios::binary)
-      .write(reinterpret_cast<const char*>(input.data()), static_cast<std::streamsize>(input.size()));
+      .write(reinterpret_cast<const char*>(input.data()),
+             static_cast<std::streamsize>(input.size()));
   std::fprintf(stderr, "from %s; what was tried is in %s\n", name.c_str(), file.c_str());
 }
 

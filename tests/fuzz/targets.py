@@ -25,7 +25,6 @@ from ultraep_comm.calibration import ENGINES, Calibration, read_calibration
 from ultraep_comm.errors import (
     CalibrationError,
     InvalidArgumentError,
-    InvalidPlanError,
     RecordingError,
 )
 from ultraep_comm.plan import Plan
@@ -64,7 +63,13 @@ _DTYPES = (
 _ODD: list[Any] = [
     *(None, 3, "x", "12", [[]], [[1, 2], [3]], [["a"]], [[10**30]], [[None]], object(), {}, b"ab"),
     *([[0.5]], np.array([[object()]]), np.array([["a"]]), np.zeros((2, 2), np.uint64), [[2**31]]),
-    *(np.array([[2**63]], np.uint64), np.array(3), np.zeros((1, 1), "M8[s]"), [[-(2**40)]], range(4)),
+    *(
+        np.array([[2**63]], np.uint64),
+        np.array(3),
+        np.zeros((1, 1), "M8[s]"),
+        [[-(2**40)]],
+        range(4),
+    ),
     torch.zeros(2, 2, dtype=torch.int32).to_sparse(),
     torch.zeros(2, 2, dtype=torch.int32, device="meta"),
     torch.zeros(2, 2, dtype=torch.int64).T,
@@ -109,13 +114,15 @@ def plan_from_slots(data: bytes) -> None:
     given = {name: _ints(b, *shape) for name, shape in shapes.items() if b.draw(0, 3) == 3}
     said = b.pick([num_experts] * 6 + [0, -1, 2**31, 2**40, 2**63, 10**30, 1.5, "3", None, True])
     try:
-        plan = Plan.from_slots(
-            slots, num_experts=said, allow_cross_domain=b.flag(), **given
-        )
+        plan = Plan.from_slots(slots, num_experts=said, allow_cross_domain=b.flag(), **given)
     except InvalidArgumentError:
         return
     assert not isinstance(said, float | str)
-    _check_plan(plan, had_all={"slot_quota", "home_quota", "load"} <= given.keys())
+    _check_plan(plan, had_all=_is_whole(given))
+
+
+def _is_whole(given: dict[str, Any]) -> bool:
+    return all(given.get(name) is not None for name in ("slot_quota", "home_quota", "load"))
 
 
 def _check_plan(plan: Plan, *, had_all: bool) -> None:
@@ -268,12 +275,15 @@ def run(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run a command: it succeeds, or says in one line what is wrong, with the exit status 2."""
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
+    code: Any = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = main(arguments)
         except SystemExit as ended:  # argparse
-            assert ended.code in (0, 2), ended.code
-            return 2 if ended.code else 0
+            code = ended.code
+    if code is not None:
+        assert code in (0, 2), code
+        return int(code)
     err.seek(0)
     said = err.read()
     assert status in (0, 2), status
@@ -323,9 +333,9 @@ def paths() -> list[str]:
         "trace.npz": inputs.npz_file(inputs.trace_arrays(Bytes(b"\x01")), none),
         "ids.npz": inputs.npz_file(inputs.trace_arrays(Bytes(b"\x00\x01")), none),
         "recording.npz": inputs.npz_file(inputs.recording_arrays(), none),
-        "model.json": inputs.json_file(inputs.result_documents()[4], none),
-        "fan_out.json": inputs.json_file(inputs.result_documents()[5], none),
-        "links.json": inputs.json_file(inputs.result_documents()[3], none),
+        "model.json": inputs.json_file(inputs.result_documents()[3], none),
+        "fan_out.json": inputs.json_file(inputs.result_documents()[4], none),
+        "links.json": inputs.json_file(inputs.result_documents()[2], none),
         "calibration.json": inputs.json_file(inputs.calibration_document(), none),
         "empty": b"",
         "bytes": bytes(range(256)),
@@ -351,8 +361,8 @@ def bench(data: bytes) -> None:
     b = Bytes(data)
     arguments = inputs.command_line(b, _options(bench_cli._parser), paths())
     with (
-        mock.patch.object(bench_cli, "run_ranks", lambda *_: 0),
-        mock.patch.object(bench_cli, "run_alone", lambda *_: 0),
+        mock.patch.object(bench_cli, "run_ranks", return_value=0),
+        mock.patch.object(bench_cli, "run_alone", return_value=0),
         mock.patch.dict(os.environ),
     ):
         for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -367,7 +377,7 @@ def viz(data: bytes) -> None:
     arguments = inputs.command_line(b, _options(viz_cli._parser), paths())
     if b.flag():
         arguments += ["--out", str(folder() / "paths" / "new" / b.pick(["o.png", "o.json"]))]
-    with mock.patch.object(viz_cli, "_write", lambda *_: None):
+    with mock.patch.object(viz_cli, "_write"):
         run(viz_cli.main, arguments)
     _forget_files()
 

@@ -41,7 +41,10 @@ def check_writable(path: Path, name: str) -> None:
         raise InvalidArgumentError(f"{name} {path} is a folder; expected a file")
     if _is_stream(path):
         return
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except RuntimeError:  # before Python 3.13
+        raise InvalidArgumentError(f"{name} {path} is a link that leads to itself") from None
     if not target.parent.is_dir():
         raise InvalidArgumentError(f"{name} {path}: there is no such folder")
     try:

@@ -119,6 +119,7 @@ class ResultTable:
 
     def _row(self, record: Mapping[str, Any]) -> list[str]:
         mode, ours = record["mode"], "chosen" in record
+        replicas, expert_bytes = _whole(record, "replicas"), _whole(record, "expert_bytes")
         relayed = f"{mode} ({record['chosen']})" if ours and record["chosen"] != mode else mode
         paired = (
             f"over_{baseline_key(self._machine)}",
@@ -126,10 +127,10 @@ class ResultTable:
         )
         return [
             relayed,
-            *([str(record["expert_bytes"])] if self._sizes else []),
+            *([str(expert_bytes)] if self._sizes else []),
             *([str(record["num_sms"])] if self._workers else []),
-            str(record["replicas"]),
-            str(record["replicas"] * record["expert_bytes"]),
+            str(replicas),
+            str(replicas * expert_bytes),
             *(f"{recorded_time(record, name):.1f}" for name in self._times),
             f"{record['algbw_gbps']:.2f}",
             f"{record['critical_gbps']:.2f}",
@@ -168,6 +169,14 @@ def format_verdict(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "-"
     return "ok" if record["gate"] == "met" else f"FAIL:{record['gate']}"
+
+
+def _whole(record: Mapping[str, Any], name: str) -> int:
+    """Return an integer of a file: a text, for one, would be repeated by a product."""
+    value = record[name]
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return value
 
 
 def _show(value: float | None, form: str) -> str:

@@ -40,7 +40,8 @@ def read_document(path: Path) -> dict[str, Any]:
         operations = {str(record["op"]) for record in document["records"]}
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(
-            f"{path} is no file of records: {_describe(error)}; expected one that --json has written"
+            f"{path} is no file of records: {_describe(error)}; expected one that --json has"
+            " written"
         ) from None
     complete = "header" in document and ("baselines" in document or operations == {"links"})
     if not (operations <= set(_SHOWN) and len(operations) == 1 and complete):

@@ -94,8 +94,8 @@ def parse_segments(text: str, expert_bytes: int | None, default_bytes: int) -> d
         InvalidArgumentError: malformed, or the sizes do not sum to a given ``expert_bytes``.
     """
     if text.isdecimal():
-        size = default_bytes if expert_bytes is None else expert_bytes
-        return split_expert(size, parse_count(text))
+        whole = default_bytes if expert_bytes is None else expert_bytes
+        return split_expert(whole, parse_count(text))
     segments: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")

@@ -125,7 +125,7 @@ def open_trace(path: Path) -> Trace:
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
         )
     if 0 in array.shape[1:]:
-        raise TraceError(f"{place} has shape {array.shape}; expected at least one of everything")
+        raise TraceError(f"{place} has shape {array.shape}: no experts, or none of something else")
     experts = array.shape[3] if array.ndim == 4 else _read_experts(array, num_experts, place)
     if experts > MAX_COUNT:
         raise TraceError(f"{place} is of {experts} experts; expected at most {MAX_COUNT}")

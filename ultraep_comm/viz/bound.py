@@ -103,7 +103,8 @@ def _check(record: Any, place: str) -> list[Result]:
         value = record.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise InvalidArgumentError(
-                f"{place} has {name} {reprlib.repr(value)}; expected {' or '.join(k.__name__ for k in kinds)}"
+                f"{place} has {name} {reprlib.repr(value)}; expected"
+                f" {' or '.join(k.__name__ for k in kinds)}"
             )
     if isinstance(record["size"], int) and not 0 < record["size"] < 2**63:
         raise InvalidArgumentError(
@@ -112,8 +113,8 @@ def _check(record: Any, place: str) -> list[Result]:
     over, fan_out = record.get("over_bound"), record["fan_out"]
     if not isinstance(over, int | float) or not 0 < over <= _MOST or not 1 <= fan_out <= _MOST:
         raise InvalidArgumentError(
-            f"{place} has fan_out {reprlib.repr(fan_out)} and over_bound {reprlib.repr(over)}; expected"
-            f" at least 1, and a number above 0, both at most {_MOST:g}"
+            f"{place} has fan_out {reprlib.repr(fan_out)} and over_bound {reprlib.repr(over)};"
+            f" expected at least 1, and a number above 0, both at most {_MOST:g}"
         )
     ratio, size = float(over), record["size"]
     return [
