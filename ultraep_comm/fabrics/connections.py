@@ -66,21 +66,14 @@ class Listener:
     """This rank's listening socket, under a random name, and its secret token.
 
     Raises:
-        BootstrapError: there is no descriptor left for it.
+        OSError: there is no descriptor left for it.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.address = secrets.token_bytes(16)
         self.token = secrets.token_bytes(16)
-        try:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            raise BootstrapError(
-                f"rank {rank}: no socket could be made ({error.strerror}); raise the limit of open"
-                " files with ulimit -n, or close files",
-                failed_rank=rank,
-            ) from error
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self.socket.bind(_name(self.address))
             self.socket.listen(1024)
