@@ -56,8 +56,8 @@ def make_shm_group(
         )
     except OSError as refused:
         error = BootstrapError(
-            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if files are"
-            " short, raise the limit with ulimit -n, or close some",
+            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if open"
+            " files are too many, raise the limit with ulimit -n, or close some",
             failed_rank=meeting.rank,
         )
         error.__cause__ = refused

@@ -364,7 +364,8 @@ class Connections:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(part[: len(part) - len(part) % size])
         if data == _MEMORY and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
-            return fds[0]
+            (fd,) = fds.tolist()
+            return fd
         for fd in fds:
             os.close(fd)
         if not data:
