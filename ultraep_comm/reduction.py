@@ -106,7 +106,7 @@ def reduce_expert_grads(
                 tag,
             )
             chosen = MODES[chosen_id]
-    except UltraEPError as error:
+    except BaseException as error:
         group._not_submitted(error)
         raise
     work = group._submitted(
