@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fill_weights, make_weights, raised, wrong_bytes
+from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
 from short_ranks import run_ranks
 
 import ultraep_comm as uec
@@ -81,12 +81,10 @@ def _interrupted(rank: int, what: str) -> Any:
     with _group() as fresh:
         weights = make_weights(fresh)
         fill_weights(fresh, weights, 1)
-        fresh._region.local[fresh._layout.slots_base :] = 0xA5
+        clear_slots(fresh)
         uec.replicate_experts(weights, PLAN, group=fresh)
-        names = ["w"]
-        wrong = wrong_bytes(fresh, PLAN, 1, names=names) if not fresh.slot_grads else 0
-        moved = int((fresh.slots["w"].view(torch.uint8) != 0xA5).sum())
-    return type(error).__name__, repr(closed), seconds, wrong, moved > 0
+        wrong = wrong_bytes(fresh, PLAN, 1)
+    return type(error).__name__, repr(closed), seconds, wrong
 
 
 @pytest.mark.parametrize("what", list(WAITS))
@@ -97,6 +95,4 @@ def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> No
     assert first[2] < 1.5
     assert issubclass(getattr(errors, second[0]), errors.TransferError)
     assert second[2] < 1.5  # of a limit of 20 s
-    for _, _, _, wrong, moved in (first, second):
-        assert wrong == 0
-        assert moved
+    assert first[3] == second[3] == 0

@@ -310,7 +310,7 @@ class Connections:
             self._require_process(caller.socket, peer)
         except BootstrapError:
             return -1
-        return peer
+        return int(peer)
 
     def _keep(self, peer: int, connection: socket.socket, *, answer: bool) -> None:
         self._sockets[peer] = connection
