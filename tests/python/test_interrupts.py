@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ def _interrupted(rank: int, what: str) -> Any:
     start = time.monotonic()
     if rank == 0:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        error = raised(lambda: WAITS[what](group, weights))
+        error = raised(partial(WAITS[what], group, weights))
     else:
         time.sleep(1.5)
         start = time.monotonic()
-        error = raised(lambda: uec.replicate_experts(weights, PLAN, group=group))
+        error = raised(partial(uec.replicate_experts, weights, PLAN, group=group))
     seconds = time.monotonic() - start
     closed = raised(group.close)
     del group
