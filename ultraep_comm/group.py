@@ -484,11 +484,10 @@ class Group:
 
     def _not_submitted(self, error: BaseException) -> None:
         """Remember why an engine did not take a call, if that was the group's end."""
-        if self._engine.failed_epoch() == 0:
-            return
-        if isinstance(error, Exception):
+        failed = self._engine.failed_epoch() != 0
+        if failed and isinstance(error, Exception):
             self._first_error = self._first_error or error
-        else:
+        elif failed:
             self._aborted = True  # Ctrl-C ended the calls before, and says so itself
 
     def _fail(self, error: Exception) -> None:
