@@ -40,23 +40,28 @@ def make_shm_group(
         UnsupportedError: the domains need another engine.
     """
     num_cores = len(os.sched_getaffinity(0))
-    listener, error = None, None
+    listener, error, hello = None, None, Hello()
     try:
         listener = Listener(meeting.rank)
-    except BootstrapError as no_socket:
-        error = no_socket
-    try:
         hello = Hello(
             digest=options.digest(topology, given_domains),
             machine=machine_id(),
-            token=bytes(16) if listener is None else listener.token,
-            address=bytes(16) if listener is None else listener.address,
+            token=listener.token,
+            address=listener.address,
             pid=os.getpid(),
             pid_namespace=pid_namespace(),
             cost=options.calibration.constants(
                 "host", topology.num_ranks, cost_constants(num_cores)
             ),
         )
+    except OSError as refused:
+        error = BootstrapError(
+            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if open"
+            " files are too many, raise the limit with ulimit -n, or close some",
+            failed_rank=meeting.rank,
+        )
+        error.__cause__ = refused
+    try:
         hellos = meeting.exchange(hello, error)
         assert listener is not None
         topology = place(topology, hellos, given_domains)
