@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.forks import watch_forks
 from ultraep_comm.gradients import BoundGrads, RankGrads
 from ultraep_comm.loads import LoadExchange
 from ultraep_comm.plan import Plan
@@ -143,6 +145,8 @@ class Group:
             tables=WeightTables(device, len(grads), self.num_mains) if device else None,
         )
         self.name = register_group(self)
+        self._process = os.getpid()
+        watch_forks(self)
         self._plans = PlanStore(
             rank=rank,
             name=self.name,
@@ -394,7 +398,21 @@ class Group:
         self._check_running(operation)
         self._raise_stage_fault()
 
+    def leave_to_parent(self) -> None:
+        """Put the group out of use in a process that was forked from its own. Called there."""
+        if self._state == "open":
+            self._state = "inherited"
+        self._finalizer.detach()
+
+    def _check_process(self, operation: str) -> None:
+        if self._state == "inherited":
+            raise GroupClosedError(
+                f"rank {self.rank}: {operation} in process {os.getpid()}, on a group of process"
+                f" {self._process}, which this one was forked from; make a new group here"
+            )
+
     def _check_running(self, operation: str) -> None:
+        self._check_process(operation)
         failed = self._engine.failed_epoch()
         if self._state == "open" and failed == 0:
             return
@@ -480,7 +498,7 @@ class Group:
 
         Not during a capture, in which nothing runs.
         """
-        if self._state == "closed" or (self._device is not None and self._device.is_capturing()):
+        if self._state != "open" or (self._device is not None and self._device.is_capturing()):
             return
         self._first_error = self._first_error or error
         self._engine.reject()
@@ -490,7 +508,7 @@ class Group:
 
         The group takes no more calls; close it.
         """
-        if self._state != "closed":
+        if self._state == "open":
             self._aborted = True
             self._engine.abort()
             if self._loads is not None:
@@ -504,7 +522,8 @@ class Group:
     def close(self) -> None:
         """Finish submitted calls, say goodbye to the peers, and free threads and connections.
 
-        Slot tensors stay valid as long as they are referenced. Closing twice is harmless.
+        Slot tensors stay valid as long as they are referenced. Closing twice is harmless, and so is
+        closing in a process that was forked from the group's: there it frees nothing but memory.
 
         Raises:
             TransferError: a submitted call failed, and nobody has waited for it.
@@ -515,7 +534,8 @@ class Group:
             GroupBusyError: plans were saved that nobody has reduced or released. The group is
                 closed all the same.
         """
-        if self._state == "closed":
+        if self._state != "open":
+            self._state = "closed"
             return
         self._state = "closed"
         engine = self._engine

@@ -61,6 +61,7 @@ class Work:
             )
 
     def _finish(self, wait: Callable[[int], bool]) -> None:
+        self._group._check_process(f"waiting for a {self._operation}")
         try:
             done = wait(self._epoch)
         except BaseException:
@@ -72,11 +73,13 @@ class Work:
     def is_completed(self) -> bool:
         """Return whether the call has finished or failed, without blocking."""
         self._refuse_captured("is_completed()")
+        self._group._check_process(f"is_completed() of a {self._operation}")
         return self._group._engine.is_completed(self._epoch)
 
     def exception(self) -> UltraEPError | None:
         """Return the error of a call that failed, else None; never blocks."""
         self._refuse_captured("exception()")
+        self._group._check_process(f"exception() of a {self._operation}")
         failed = self._group._engine.failed_epoch()
         if failed == 0 or failed > self._epoch:
             return None

@@ -307,6 +307,7 @@ void Engine::fail_here() {
 }
 
 void Engine::reject() {
+  if (launcher_->is_inherited()) return;
   const bool alone = launcher_->config().num_ranks == 1;
   // What was submitted before is still owed. If it fails, the peers have heard of that.
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
@@ -318,7 +319,7 @@ void Engine::reject() {
 }
 
 void Engine::abort() {
-  if (is_over()) return;
+  if (launcher_->is_inherited() || is_over()) return;
   // A kernel that waits for a peer sees this, and ends; so does a thread that waits for a launch.
   std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
   launcher_->end(config_.rank, Fault::kCancelled, false);
@@ -333,6 +334,7 @@ void Engine::abort() {
 }
 
 int32_t Engine::close() {
+  if (launcher_->is_inherited()) return -1;
   if (closed_.exchange(true)) return -1;
   const uint64_t last = submitted_.load();
   const bool ok = last == 0 || synchronize(last, {});

@@ -84,6 +84,7 @@ Launcher::Launcher(const LauncherConfig& config)
 }
 
 Launcher::~Launcher() {
+  if (is_inherited()) return;
   try {
     const ContextScope current = scope();
     config_.driver.cuEventDestroy(noticed_);
@@ -224,7 +225,7 @@ void Launcher::launch(uint64_t call, Handle stream) {
   ++counts_.kernels;
   line.last = e.done;
   line.launched = number(call);
-  launches_.notify_all();
+  launches_->notify_all();
 }
 
 void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads,
@@ -368,7 +369,7 @@ bool Launcher::await_launch(int32_t rank, uint64_t call, const Interrupted& inte
   const Line& line = this->line(call);
   while (line.launched < number(call)) {
     if (is_ended(call)) return false;
-    launches_.wait_for(lock, milliseconds(2));
+    launches_->wait_for(lock, milliseconds(2));
     look_for_failures();
     const double seconds = seconds_since(start);
     if (line.launched < number(call) && !is_ended(call) && config_.call_timeout > 0 &&
@@ -444,7 +445,7 @@ void Launcher::end_from(int32_t rank, uint64_t from, const Report& report) {
   if (end_.rank >= 0 && end_.from <= from) return;
   end_ = {rank, from, report};
   end_.report.epoch = from;
-  launches_.notify_all();
+  launches_->notify_all();
 }
 
 // A rank whose call failed on the device submits no more.

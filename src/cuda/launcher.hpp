@@ -23,6 +23,7 @@
 #include "core/prepare.hpp"
 #include "cuda/args.hpp"
 #include "cuda/driver.hpp"
+#include "host/process.hpp"
 
 namespace uec::cuda {
 
@@ -81,6 +82,8 @@ class Launcher {
 
   explicit Launcher(const LauncherConfig& config);
   ~Launcher();
+  // A process forked from the one that made this has no device, and leaves it alone.
+  bool is_inherited() const { return launches_.is_inherited(); }
   Launcher(const Launcher&) = delete;
   Launcher& operator=(const Launcher&) = delete;
 
@@ -181,7 +184,7 @@ class Launcher {
   Handle noticed_ = nullptr;  // event behind a notice
 
   mutable std::mutex mutex_;
-  std::condition_variable launches_;
+  host::OwnedByProcess<std::condition_variable> launches_;
   Line line_, captured_;
   uint64_t capture_ = 0;  // that the last captured call was in
   LaunchCounts counts_;

@@ -113,6 +113,7 @@ Stages::Stages(const Driver& driver, Handle context, StageShape shape, const Sta
 }
 
 Stages::~Stages() {
+  if (!maker_.is_this()) return;  // a forked child has no device
   try {
     await_idle([] { return false; });
     const ContextScope current(driver_, context_);

@@ -16,6 +16,7 @@
 #include "cuda/args.hpp"
 #include "cuda/driver.hpp"
 #include "cuda/plan_block.hpp"
+#include "host/process.hpp"
 
 namespace uec::cuda {
 
@@ -147,6 +148,7 @@ class Stages {
               void* args, Handle stream);
   Handle make_event() const;
 
+  host::Process maker_;
   Driver driver_;
   Handle context_;
   StageShape shape_;

@@ -28,9 +28,9 @@ Engine::Engine(EngineConfig config)
     call.addresses.num_mains = capacity.num_mains;
     call.addresses.region_offset = layout_.region_offset.data();
   }
-  background_ = std::thread([this] { background_loop(); });
+  threads_->background = std::thread([this] { background_loop(); });
   for (int32_t i = 1; i < config_.num_workers; ++i)
-    helpers_.emplace_back([this, i] { helper_loop(i); });
+    threads_->helpers.emplace_back([this, i] { helper_loop(i); });
 }
 
 Engine::~Engine() { close(); }
@@ -142,6 +142,7 @@ Call Engine::bare_call(uint64_t epoch, CallRecord record) const {
 }
 
 void Engine::reject() {
+  if (is_inherited()) return;
   for (;;) {
     const uint64_t before = submitted_.load();
     // What was submitted before is still owed. If it fails, the peers have heard of that.
@@ -166,6 +167,7 @@ void Engine::reject() {
 }
 
 void Engine::abort() {
+  if (is_inherited()) return;
   cancel();
   const std::lock_guard running(run_mutex_);  // a call that is under way ends first, by itself
   if (failed_.load() != 0 || closed_) return;
@@ -182,6 +184,7 @@ void Engine::cancel() {
 }
 
 int32_t Engine::close() {
+  if (is_inherited()) return -1;  // the goodbye is the parent's
   {
     const std::lock_guard lock(submit_mutex_);
     if (closed_) return -1;
@@ -194,14 +197,14 @@ int32_t Engine::close() {
     stop_background_ = true;
   }
   queued_.notify_all();
-  background_.join();
+  threads_->background.join();
   {
     const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
     stop_helpers_.store(true);
     shift_.fetch_add(1);
     shift_.notify_all();
   }
-  for (std::thread& helper : helpers_) helper.join();
+  for (std::thread& helper : threads_->helpers) helper.join();
   if (failed_.load() != 0) return -1;
   const int32_t peer = find_disagreement(memory_, layout_.symmetric, last_record_);
   HostMover mover;

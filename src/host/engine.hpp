@@ -18,6 +18,7 @@
 #include "host/config.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
+#include "host/process.hpp"
 
 namespace uec::host {
 
@@ -49,6 +50,9 @@ class Engine {
   void abort();
   // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
   int32_t close();
+  // This process was forked from the engine's: it has none of the threads, and mutexes may stay
+  // locked for ever. Only the numbers below may be asked for; the end of the engine is silent.
+  bool is_inherited() const { return threads_.is_inherited(); }
 
   bool is_completed(uint64_t epoch) const;
   // True: the call has succeeded. False: it failed, and report() says how. `interrupted`, polled
@@ -64,6 +68,12 @@ class Engine {
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
  private:
+  struct Threads {
+    std::condition_variable queued, finished;
+    std::thread background;
+    std::vector<std::thread> helpers;  // workers beyond the first
+  };
+
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
   // Of so many calls the ends are known: whoever asks at each submission misses none.
   static constexpr uint64_t kKnownEnds = 2 * kDepth;
@@ -99,8 +109,9 @@ class Engine {
 
   mutable std::mutex submit_mutex_;  // order of calls, and the report
   std::mutex run_mutex_;             // who executes
-  // Apart, so that a call that runs on the caller's thread does not wake the background thread.
-  std::condition_variable queued_, finished_;
+  OwnedByProcess<Threads> threads_;
+  // Two, so that a call that runs on the caller's thread does not wake the background thread.
+  std::condition_variable &queued_ = threads_->queued, &finished_ = threads_->finished;
   std::atomic<uint64_t> submitted_{0}, completed_{0}, background_until_{0};
   std::array<std::atomic<int64_t>, kKnownEnds> finished_at_{};  // of a call: before completed_
   std::atomic<uint64_t> failed_{0};                             // first epoch that failed; 0: none
@@ -116,8 +127,6 @@ class Engine {
   bool stop_background_ = false;  // under submit_mutex_
   std::mutex fault_mutex_;
   bool faulted_ = false;  // under fault_mutex_
-  std::thread background_;
-  std::vector<std::thread> helpers_;
 };
 
 }  // namespace uec::host

@@ -68,9 +68,9 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
 
   if (call.work.num_pieces + call.work.num_reductions > 0) {
     worker_failed_.store(false);
-    if (!helpers_.empty()) {
+    if (config_.num_workers > 1) {
       shared_ = &prepared;
-      helpers_busy_.store(static_cast<uint32_t>(helpers_.size()));
+      helpers_busy_.store(static_cast<uint32_t>(config_.num_workers - 1));
       shift_.fetch_add(1);
       shift_.notify_all();
     }

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "ultraep_comm"
 PYTHON_ORDER = [
     "_core",
     "errors",
+    "forks",
     "registry",
     "env",
     "calibration",
@@ -87,6 +88,7 @@ PYTHON_ORDER = [
 PROGRAMS = ("bench", "viz")  # of several modules each, which are run and not imported
 
 CPP_ORDER = [
+    "host/process.hpp",
     "core/common.hpp",
     "core/team.hpp",
     "core/scratch.hpp",

@@ -23,6 +23,7 @@ from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting
+from ultraep_comm.forks import watch_forks
 
 # Values of linux/fcntl.h that Python 3.10's fcntl does not export everywhere.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -92,6 +93,7 @@ class ShmFabric:
         self._sockets: list[socket.socket | None] = [None] * meeting.num_ranks
         here = hellos[self._rank].machine
         self._local = [r for r, hello in enumerate(hellos) if hello.machine == here]
+        watch_forks(self)
         try:
             self._connect(listener)
         except OSError as error:
@@ -230,6 +232,10 @@ class ShmFabric:
             if connection is not None:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def leave_to_parent(self) -> None:
+        """Close this process's copies of the descriptors, which would hide the parent's end."""
+        self.close()
 
     def close(self) -> None:
         """Close the connections: peers see that this rank is gone."""

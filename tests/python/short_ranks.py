@@ -1,0 +1,74 @@
+"""Ranks that live for one test: processes of their own, which may fork, die, or be stopped."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, task: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    function, args = task
+    try:
+        pipe.send(("ok", function(rank, *args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    pipe.recv()  # until the others have ended too: a process group that goes wakes its peers
+    os._exit(0)
+
+
+def run_ranks(
+    folder: Path,
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    silent: tuple[int, ...] = (),
+    timeout: float = 60,
+) -> list[Any]:
+    """Run ``function(rank, *args)`` in new processes with a gloo process group as WORLD.
+
+    Args:
+        folder: for the process group's file.
+        silent: ranks that end, or hang, without a result; theirs is None.
+        timeout: seconds for all of it.
+
+    Returns:
+        The results by rank.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        here, there = context.Pipe()
+        arguments = (rank, num_ranks, str(folder / "store"), there, (function, args))
+        processes.append(context.Process(target=_serve, args=arguments))
+        processes[-1].start()
+        there.close()
+        pipes.append(here)
+    end, results = time.monotonic() + timeout, []
+    try:
+        for rank, pipe in enumerate(pipes):
+            if rank in silent:
+                results.append(None)
+                continue
+            assert pipe.poll(max(end - time.monotonic(), 0.1)), f"rank {rank} hangs"
+            kind, value = pipe.recv()
+            assert kind == "ok", f"rank {rank} failed:\n{value}"
+            results.append(value)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
