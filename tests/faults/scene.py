@@ -171,7 +171,7 @@ def judge(scene: Scene, outcome: Outcome) -> list[str]:
             wrong += [f"rank {rank}, {event.name}: {why}" for why in _differs(event, expect)]
             if seconds > expect.within:
                 wrong.append(
-                    f"rank {rank}, {event.name}: {seconds:.2f} s, expected {expect.within} s at most"
+                    f"rank {rank}, {event.name}: {seconds:.2f} s, expected at most {expect.within}"
                 )
     for name, ranks in scene.expect.items():
         made = {r for r, e, _ in times(outcome) if e.name == name}
