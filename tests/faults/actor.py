@@ -56,6 +56,7 @@ class Report:
         left: descriptors, threads and mappings that are more than before the scene.
         afterwards: "ok", or why the survivors could not make a group and transfer in it.
         broken: what the part itself raised, which no part should.
+        figures: what else a part has measured.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class Report:
     left: list[str] = field(default_factory=list)
     afterwards: str = ""
     broken: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def plan_of(rows: list[list[int]], num_experts: int = E) -> uec.Plan:
@@ -246,7 +248,7 @@ class Actor:
             self.report.afterwards = traceback.format_exc()
 
 
-# ---- what a process holds ----------------------------------------------------------------------
+# ---- what a process holds -------------------------------------------------------------------
 
 
 def descriptors() -> dict[str, int]:
@@ -288,7 +290,7 @@ def more_than(before: dict[str, int]) -> list[str]:
         time.sleep(0.02)
 
 
-# ---- the process -------------------------------------------------------------------------------
+# ---- the process ----------------------------------------------------------------------------
 
 
 def _warm_up(actor: Actor) -> None:
@@ -317,6 +319,8 @@ def play(
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
+    # torch's records of its last collectives would be memory that grows for a while.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     try:
         dist.init_process_group(
             "gloo",
@@ -338,7 +342,7 @@ def play(
             report.broken = traceback.format_exc()
         actor.go_on()
         if not report.broken:
-            report.left = more_than(before)
+            report.left += more_than(before)
         pipe.send(("report", report))
     except BaseException:
         pipe.send(("broken", traceback.format_exc()))

@@ -28,7 +28,7 @@ def transfers(own: RankGroup, plan: Any, *, mode: str, wait: bool = False) -> An
     return work.wait() if wait else None
 
 
-# ---- before and after a call -------------------------------------------------------------------
+# ---- before and after a call ----------------------------------------------------------------
 
 
 def before_the_call(actor: Actor) -> None:
@@ -58,7 +58,7 @@ def between_calls(actor: Actor, *, at_once: bool) -> None:
     actor.attempt("again", own.gather)
 
 
-# ---- in a call -----------------------------------------------------------------------------------
+# ---- in a call ------------------------------------------------------------------------------
 
 
 def peers_wait(actor: Actor, *, late: int, mode: str = "push", wait: bool = False) -> None:
@@ -116,7 +116,7 @@ def in_gather(actor: Actor) -> None:
     actor.attempt("again", own.gather)
 
 
-# ---- at the end ----------------------------------------------------------------------------------
+# ---- at the end -----------------------------------------------------------------------------
 
 
 def in_close(actor: Actor, *, how: str) -> None:

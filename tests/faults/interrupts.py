@@ -19,7 +19,7 @@ BUT_LATE = tuple(r for r in ALL if r != LATE)
 CTRL_C = Expect(kinds=("KeyboardInterrupt",))
 
 
-# ---- Ctrl-C ----------------------------------------------------------------------------------------
+# ---- Ctrl-C ---------------------------------------------------------------------------------
 
 
 def interrupted(actor: Actor, *, where: str) -> None:
@@ -72,7 +72,7 @@ def _ctrl_c(where: str) -> Scene:
     )
 
 
-# ---- forked children -------------------------------------------------------------------------------
+# ---- forked children ------------------------------------------------------------------------
 
 
 def forks(actor: Actor, *, then: str) -> None:

@@ -1,4 +1,4 @@
-"""Scenes in which a group cannot be made: deaths in new_group, and memory or descriptors at an end."""
+"""Scenes in which a group cannot be made: deaths in new_group, memory and descriptors at an end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REST = tuple(r for r in ALL if r != ODD)
 NO_GROUP = Expect(kinds=("BootstrapError",), says=f"rank {ODD}")
 
 
-# ---- dying in new_group ---------------------------------------------------------------------------
+# ---- dying in new_group ---------------------------------------------------------------------
 
 
 def _replace(owner: Any, name: str, act: Callable[[], None], number: int, *, behind: bool) -> None:
@@ -54,8 +54,13 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "while memory is handed round": (socket, "send_fds", 2, True),
     "while it maps its peers' memory": (_core, "map_shared", 3, True),
 }
-SHORT = ("before the ranks meet", "before addresses are exchanged", "when it has one connection",
-         "with its memory", "while memory is handed round")  # fmt: skip
+SHORT = (
+    "before the ranks meet",
+    "before addresses are exchanged",
+    "when it has one connection",
+    "with its memory",
+    "while memory is handed round",
+)
 
 
 def dies_making(actor: Actor, *, point: str) -> None:
@@ -77,7 +82,7 @@ def dies_when_made(actor: Actor) -> None:
         actor.attempt("call", lambda: own.replicate(plan_of(BOTH), mode="push"))
 
 
-# ---- memory and descriptors -----------------------------------------------------------------------
+# ---- memory and descriptors -----------------------------------------------------------------
 
 
 def _limited(kind: int, value: int, call: Callable[[], Any]) -> Any:
@@ -160,7 +165,8 @@ def _fails(name: str, item: str, part: Any, own: tuple[str, ...], **options: Any
     if what != "new_group":
         expect["again"] = refuses()
     cues = (Cue(at="ready", by=ALL, act="go", to=ALL, fault=True),)
-    return Scene(name=name, item=item, part=part, cues=cues, expect=expect, **options)
+    limits = {"limit": 10.0, "pg_timeout": 10.0}
+    return Scene(name=name, item=item, part=part, cues=cues, expect=expect, **limits, **options)
 
 
 MEMORY, OUT = "shared memory exhausted", ("OutOfSharedMemoryError",)
@@ -174,6 +180,8 @@ MEETINGS = [
             expect={"new_group": everybody(REST, NO_GROUP)},
             ends={ODD: KILLED},
             victims=(ODD,),
+            limit=10.0,
+            pg_timeout=10.0,
             long=point not in SHORT,
         )
         for point in POINTS
@@ -211,7 +219,7 @@ MEETINGS = [
         no_memory_for_weights,
         OUT,
         what="empty_weights",
-    ),  # fmt: skip
+    ),
     *(
         _fails(
             f"{free} descriptors left",
@@ -228,5 +236,5 @@ MEETINGS = [
         bad_argument,
         ("InvalidArgumentError",),
         long=True,
-    ),  # fmt: skip
+    ),
 ]

@@ -52,6 +52,7 @@ class Scene:
         ends: by rank, the exit code of a process that does not live to the end.
         victims: ranks that take no part in the group that is made afterwards.
         limit: the groups' timeout, for the table.
+        seconds: after which a rank that has not reported hangs.
         long: run only on request.
     """
 
@@ -66,6 +67,7 @@ class Scene:
     size: int = SIZE
     limit: float = 20.0
     pg_timeout: float = 30.0
+    seconds: float = 45.0
     long: bool = False
 
     def run(self) -> Outcome:
@@ -76,10 +78,11 @@ class Scene:
             size=self.size,
             victims=self.victims,
             pg_timeout=self.pg_timeout,
+            seconds=self.seconds,
         )
 
 
-# ---- what ranks have to see --------------------------------------------------------------------
+# ---- what ranks have to see -----------------------------------------------------------------
 
 
 def everybody(ranks: tuple[int, ...], expect: Expect) -> Expected:
@@ -110,7 +113,7 @@ def refuses(ranks: tuple[int, ...] = ALL) -> Expected:
     return everybody(ranks, Expect(kinds=("GroupClosedError",)))
 
 
-# ---- cues ----------------------------------------------------------------------------------------
+# ---- cues -----------------------------------------------------------------------------------
 
 
 def start(point: str = "ready", by: tuple[int, ...] = ALL) -> Cue:
@@ -130,7 +133,7 @@ def go(rank: int, *, at: str, after: float = 0.0, fault: bool = False) -> Cue:
     return Cue(at=at, by=(rank,), act="go", to=(rank,), after=after, fault=fault)
 
 
-# ---- judging -------------------------------------------------------------------------------------
+# ---- judging --------------------------------------------------------------------------------
 
 
 def times(outcome: Outcome) -> Iterator[tuple[int, Event, float]]:
