@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,6 +74,9 @@ def forkserver() -> Any:
     return context
 
 
+_starting = threading.Lock()  # of two casts at a time
+
+
 class Cast:
     """Processes of a scene; a context manager that leaves none behind."""
 
@@ -97,7 +101,8 @@ class Cast:
             here, there = context.Pipe()
             arguments = (rank, size, store, part, victims, pg_timeout, there)
             process = context.Process(target=play, args=arguments, daemon=True)
-            process.start()
+            with _starting:
+                process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from actor import BIG, Actor, RankGroup, plan_of
+from actor import BIG, GUARD, Actor, RankGroup, plan_of
 from cast import Cue
+from ranks import clear_slots
 from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike, told
 
 import ultraep_comm as uec
@@ -113,6 +114,26 @@ def in_gather(actor: Actor) -> None:
         actor.hold("late")
     actor.say("calling")
     actor.attempt("call", own.gather)
+    actor.attempt("again", own.gather)
+
+
+def any_moment(actor: Actor) -> None:
+    """Calls without a pause until rank 1 is killed, whatever is going on then."""
+    own = actor.make()
+    plan = plan_of(BOTH)
+    actor.together()
+
+    def run() -> None:
+        for number in range(10_000):
+            mode = ("push", "direct", "auto")[number % 3]
+            clear_slots(own.group, GUARD)
+            own.replicate(plan, mode=mode)
+            if number % 3 == 0:  # also by those whose peers have failed by now
+                actor.report.wrong += own.wrong(plan)
+            if number == 2:
+                actor.say("calling")
+
+    actor.attempt("call", run)
     actor.attempt("again", own.gather)
 
 
@@ -251,6 +272,20 @@ DEATHS = [
     _killed_moving("pull", 1, "a hub"),
     _killed_waiting(
         "killed in a direct transfer, a home", 0, 3, item="killed during a transfer", mode="direct"
+    ),
+    *(
+        Scene(
+            name=f"killed at any moment, {number}",
+            item="killed during a transfer",
+            part=any_moment,
+            cues=(
+                start(),
+                strike("SIGKILL", 1, at="calling", by=ALL, after=0.01 + 0.0371 * number),
+            ),
+            **_gone(1),
+            long=number > 2,
+        )
+        for number in range(1, 7)
     ),
     Scene(
         name="killed during a reduction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class Scene:
         victims: ranks that take no part in the group that is made afterwards.
         limit: the groups' timeout, for the table.
         seconds: after which a rank that has not reported hangs.
+        beside: another job that plays at the same time, with the same names.
         long: run only on request.
     """
 
@@ -68,10 +70,21 @@ class Scene:
     limit: float = 20.0
     pg_timeout: float = 30.0
     seconds: float = 45.0
+    beside: Scene | None = None
     long: bool = False
 
     def run(self) -> Outcome:
         """Play it once."""
+        if self.beside is None:
+            return self._run()
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(self.beside.run)
+            outcome = self._run()
+        troubles = judge(self.beside, other.result())
+        outcome.troubles += [f"the job beside: {trouble}" for trouble in troubles]
+        return outcome
+
+    def _run(self) -> Outcome:
         return run_cast(
             self.part,
             self.cues,
