@@ -46,6 +46,7 @@ void bind_engine(nb::module_& m) {
       .def_rw("call_timeout", &EngineConfig::call_timeout)
       .def_rw("wait_timeout", &EngineConfig::wait_timeout)
       .def_rw("peer_sockets", &EngineConfig::peer_sockets)
+      .def_rw("peer_processes", &EngineConfig::peer_processes)
       .def("set_cost",
            [](EngineConfig& c, int64_t store_per_kib, int64_t load_per_kib, int64_t group,
               int64_t hop, int64_t parallel_percent) {
@@ -96,8 +97,9 @@ void bind_engine(nb::module_& m) {
                  replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
                                 num_segments, mode, region, tag);
              Mode chosen;
-             const nb::gil_scoped_release release;
-             const uint64_t epoch = e.replicate(args, background, &chosen);
+             const uint64_t epoch = interruptible([&](auto&& interrupted) {
+               return e.replicate(args, background, &chosen, interrupted);
+             });
              return std::make_pair(epoch, static_cast<int>(chosen));
            })
       .def("reduce",
@@ -107,17 +109,24 @@ void bind_engine(nb::module_& m) {
              const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
                                                  mains, main_types, mode, zero, tag);
              Mode chosen;
-             const nb::gil_scoped_release release;
-             const uint64_t epoch = e.reduce(args, background, &chosen);
+             const uint64_t epoch = interruptible([&](auto&& interrupted) {
+               return e.reduce(args, background, &chosen, interrupted);
+             });
              return std::make_pair(epoch, static_cast<int>(chosen));
            })
-      .def(
-          "gather",
-          [](Engine& e, uint64_t row, uint64_t table) {
-            return e.gather(at<const int32_t>(row), at<int32_t>(table), false);
-          },
-          nb::call_guard<nb::gil_scoped_release>())
-      .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
+      .def("gather",
+           [](Engine& e, uint64_t row, uint64_t table) {
+             return interruptible([&](auto&& interrupted) {
+               return e.gather(at<const int32_t>(row), at<int32_t>(table), false, interrupted);
+             });
+           })
+      .def("reject",
+           [](Engine& e) {
+             interruptible([&](auto&& interrupted) {
+               e.reject(interrupted);
+               return true;
+             });
+           })
       .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
       .def("wait", &wait)

@@ -176,6 +176,7 @@ class EngineConfig:
     call_timeout: float
     wait_timeout: float
     peer_sockets: list[int]
+    peer_processes: list[int]
     def __init__(self) -> None: ...
     def set_cost(
         self, store_per_kib: int, load_per_kib: int, group: int, hop: int, parallel_percent: int

@@ -62,46 +62,47 @@ def new_group(
         CalibrationError: rank 0's file of measured costs is not one of this machine.
     """
     meeting = Meeting(process_group)
-    error: Exception | None = None
-    options = topology = None
-    try:
-        options = Options(
-            expert=expert,
-            engine=engine,
-            fabric=fabric,
-            timeout=timeout,
-            num_sms=num_sms,
-            tile_bytes=tile_bytes,
-            grads=grads,
-            calibration=from_environment(engine) if meeting.rank == 0 else None,
-        )
-        if fabric == "loopback":
-            raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
-        topology = Topology.make(
-            num_ranks=meeting.num_ranks,
-            num_experts=num_experts,
-            slots_per_rank=slots_per_rank,
-            home=home,
-            domains=domains,
-            allow_cross_domain=allow_cross_domain,
-        )
-        _prepare_recording(options, topology)
-    except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
-        error = bad_argument
-    meeting.agree(error)
-    assert options is not None
-    assert topology is not None
+    with meeting.making():
+        error: Exception | None = None
+        options = topology = None
+        try:
+            options = Options(
+                expert=expert,
+                engine=engine,
+                fabric=fabric,
+                timeout=timeout,
+                num_sms=num_sms,
+                tile_bytes=tile_bytes,
+                grads=grads,
+                calibration=from_environment(engine) if meeting.rank == 0 else None,
+            )
+            if fabric == "loopback":
+                raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
+            topology = Topology.make(
+                num_ranks=meeting.num_ranks,
+                num_experts=num_experts,
+                slots_per_rank=slots_per_rank,
+                home=home,
+                domains=domains,
+                allow_cross_domain=allow_cross_domain,
+            )
+            _prepare_recording(options, topology)
+        except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+            error = bad_argument
+        meeting.agree(error)
+        assert options is not None
+        assert topology is not None
 
-    # Before ranks go different ways: what follows is not the same for all engines.
-    hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
-    hellos = meeting.exchange(hello)
-    check_same_arguments(hellos)
-    group = None
-    if engine != "host" and fabric != "shm":
-        from ultraep_comm.cuda import making
+        # Before ranks go different ways: what follows is not the same for all engines.
+        hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
+        hellos = meeting.exchange(hello)
+        check_same_arguments(hellos)
+        group = None
+        if engine != "host" and fabric != "shm":
+            from ultraep_comm.cuda import making
 
-        group = making.make_group(meeting, options, topology, domains is not None)
-    group = group or hosting.make_shm_group(meeting, options, topology, domains is not None)
+            group = making.make_group(meeting, options, topology, domains is not None)
+        group = group or hosting.make_shm_group(meeting, options, topology, domains is not None)
     return _recorded([group], options, hellos[0].token)[0]
 
 

@@ -76,7 +76,15 @@ class CalibrationError(UltraEPError, ValueError):
 
 
 class BootstrapError(UltraEPError):
-    """A group could not be made: ranks disagree, a rank left, or a connection failed."""
+    """A group could not be made: ranks disagree, a rank left, or a connection failed.
+
+    Attributes:
+        failed_rank: the rank that failed, or whose process has ended; -1: not known.
+    """
+
+    def __init__(self, message: str, *, failed_rank: int = -1) -> None:
+        super().__init__(message)
+        self.failed_rank = failed_rank
 
 
 class OutOfSharedMemoryError(BootstrapError, MemoryError):

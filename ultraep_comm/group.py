@@ -103,6 +103,7 @@ class Group:
         self._region = fabric.allocate(self._layout.total_bytes)
         config.set_bases(self._region.bases)
         config.peer_sockets = fabric.peer_sockets
+        config.peer_processes = fabric.peer_processes
         self.device = self._region.local.device
         # None: there is no device to plan and to reroute on.
         self._stages = None if make_stages is None else make_stages()

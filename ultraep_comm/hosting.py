@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 
+from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics.bootstrap import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.connections import Listener
+from ultraep_comm.fabrics.liveness import pid_namespace
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id
 from ultraep_comm.group import Group
@@ -35,48 +39,75 @@ def make_shm_group(
         OutOfSharedMemoryError: this rank's slots do not fit into memory.
         UnsupportedError: the domains need another engine.
     """
-    listener, token = ShmFabric.listen()
     num_cores = len(os.sched_getaffinity(0))
-    built_in = cost_constants(num_cores)
-    hellos = meeting.exchange(
-        Hello(
+    listener, error = None, None
+    try:
+        listener = Listener(meeting.rank)
+    except BootstrapError as no_socket:
+        error = no_socket
+    try:
+        hello = Hello(
             digest=options.digest(topology, given_domains),
             machine=machine_id(),
-            token=token,
+            token=bytes(16) if listener is None else listener.token,
+            address=bytes(16) if listener is None else listener.address,
             pid=os.getpid(),
-            cost=options.calibration.constants("host", topology.num_ranks, built_in),
+            pid_namespace=pid_namespace(),
+            cost=options.calibration.constants(
+                "host", topology.num_ranks, cost_constants(num_cores)
+            ),
         )
-    )
-    try:
+        hellos = meeting.exchange(hello, error)
+        assert listener is not None
         topology = place(topology, hellos, given_domains)
-    except BaseException:
-        listener.close()
-        raise
-    fabric, error = None, None
-    try:
         fabric = ShmFabric(meeting, listener, hellos)
-    except BootstrapError as no_connection:
-        error = no_connection
-    meeting.agree(error)
-    assert fabric is not None
+    finally:
+        if listener is not None:
+            listener.close()
 
     ranks_here = sum(h.machine == hellos[meeting.rank].machine for h in hellos)
-    config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
-    config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
+    group = None
     try:
-        return Group(
-            rank=meeting.rank,
-            topology=topology,
-            segments=options.segments,
-            grads=options.grads,
-            config=config,
-            fabric=fabric,
-            # The fabric reaches one machine; the process group reaches all.
-            loads=None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting),
-        )
+        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
+        try:
+            group = Group(
+                rank=meeting.rank,
+                topology=topology,
+                segments=options.segments,
+                grads=options.grads,
+                config=config,
+                fabric=fabric,
+                make_engine=partial(_start_engine, rank=meeting.rank),
+                # The fabric reaches one machine; the process group reaches all.
+                loads=None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting),
+            )
+        except NoThreadError as no_thread:  # everything else is known to all
+            error = no_thread
+        meeting.agree(error, last=True)
     except BaseException:
+        if group is not None:
+            group.abort()
+            group.close()
         fabric.close()
         raise
+    assert group is not None
+    return group
+
+
+class NoThreadError(BootstrapError):
+    """The engine's threads could not be started."""
+
+
+def _start_engine(config: _core.EngineConfig, *, rank: int) -> _core.Engine:
+    try:
+        return _core.Engine(config)
+    except RuntimeError as error:
+        raise NoThreadError(
+            f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
+            " limit of processes with ulimit -u, or make the group with a smaller num_sms",
+            failed_rank=rank,
+        ) from error
 
 
 def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
@@ -117,6 +148,7 @@ def make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
                 grads=options.grads,
                 config=config,
                 fabric=LoopbackFabric(memory, rank),
+                make_engine=partial(_start_engine, rank=rank),
             )
         )
     return groups

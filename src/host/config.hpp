@@ -11,7 +11,7 @@
 
 namespace uec::host {
 
-// Equal on every rank, but for `rank`, `bases` and `peer_sockets`.
+// Equal on every rank, but for `rank`, `bases` and the descriptors.
 struct EngineConfig {
   int32_t rank = 0;
   int32_t num_experts = 0;
@@ -29,6 +29,8 @@ struct EngineConfig {
   CostModel cost;
   std::vector<uint8_t*> bases;    // [G] symmetric memories, zeroed, of SymmetricLayout::total bytes
   std::vector<int> peer_sockets;  // [G] end-of-file tells that the peer ended; -1: unknown
+  // [G] or empty: readable once the peer's process has ended, whoever shares its sockets; or -1.
+  std::vector<int> peer_processes;
 
   // Borrows the vectors.
   Topology topology() const {

@@ -28,9 +28,14 @@ Engine::Engine(EngineConfig config)
     call.addresses.num_mains = capacity.num_mains;
     call.addresses.region_offset = layout_.region_offset.data();
   }
-  threads_->background = std::thread([this] { background_loop(); });
-  for (int32_t i = 1; i < config_.num_workers; ++i)
-    threads_->helpers.emplace_back([this, i] { helper_loop(i); });
+  try {
+    threads_->background = std::thread([this] { background_loop(); });
+    for (int32_t i = 1; i < config_.num_workers; ++i)
+      threads_->helpers.emplace_back([this, i] { helper_loop(i); });
+  } catch (...) {
+    stop_threads();
+    throw;
+  }
 }
 
 Engine::~Engine() { close(); }
@@ -45,11 +50,12 @@ int32_t Engine::add_region(std::vector<const uint8_t*> bases) {
 
 // The storage of the next call, once the call that used it last has finished. Null: the group has
 // failed or is closed, and the call ends where it begins.
-Prepared* Engine::begin_call(Operation operation, std::unique_lock<std::mutex>& lock) {
+Prepared* Engine::begin_call(Operation operation, const std::function<bool()>& interrupted,
+                             std::unique_lock<std::mutex>& lock) {
   while (submitted_.load() - completed_.load() >= kDepth && failed_.load() == 0) {
     const uint64_t oldest = completed_.load() + 1;
     lock.unlock();
-    wait(oldest);
+    wait(oldest, interrupted);
     lock.lock();
   }
   if (failed_.load() != 0) return nullptr;
@@ -81,10 +87,11 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
   return epoch;
 }
 
-uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mode) {
+uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mode,
+                           const std::function<bool()>& interrupted) {
   std::unique_lock lock(submit_mutex_);
   *mode = Mode::kDirect;
-  Prepared* const storage = begin_call(Operation::kReplicate, lock);
+  Prepared* const storage = begin_call(Operation::kReplicate, interrupted, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   Call& call = prepared.call;
@@ -99,10 +106,11 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Mode* mod
   return enter_call(prepared, digest, background, lock);
 }
 
-uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode) {
+uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode,
+                        const std::function<bool()>& interrupted) {
   std::unique_lock lock(submit_mutex_);
   *mode = Mode::kDirect;
-  Prepared* const storage = begin_call(Operation::kReduce, lock);
+  Prepared* const storage = begin_call(Operation::kReduce, interrupted, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   const uint64_t digest = prepare_reduce(Alone{}, tables_, args, prepared.arrays, prepared.schedule,
@@ -115,9 +123,10 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Mode* mode) {
   return enter_call(prepared, digest, background, lock);
 }
 
-uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background) {
+uint64_t Engine::gather(const int32_t* row, int32_t* table, bool background,
+                        const std::function<bool()>& interrupted) {
   std::unique_lock lock(submit_mutex_);
-  Prepared* const storage = begin_call(Operation::kGather, lock);
+  Prepared* const storage = begin_call(Operation::kGather, interrupted, lock);
   if (storage == nullptr) return submitted_ += 1;
   Prepared& prepared = *storage;
   Worklist& work = prepared.call.work;
@@ -141,12 +150,12 @@ Call Engine::bare_call(uint64_t epoch, CallRecord record) const {
   return call;
 }
 
-void Engine::reject() {
+void Engine::reject(const std::function<bool()>& interrupted) {
   if (is_inherited()) return;
   for (;;) {
     const uint64_t before = submitted_.load();
     // What was submitted before is still owed. If it fails, the peers have heard of that.
-    if (before > 0 && !wait(before)) return;
+    if (before > 0 && !wait(before, interrupted)) return;
     const std::lock_guard running(run_mutex_);
     std::unique_lock lock(submit_mutex_);
     if (closed_ || failed_.load() != 0) return;
@@ -183,6 +192,23 @@ void Engine::cancel() {
   Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell).ring();
 }
 
+// Of those that have been started.
+void Engine::stop_threads() {
+  {
+    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
+    stop_background_ = true;
+  }
+  queued_.notify_all();
+  if (threads_->background.joinable()) threads_->background.join();
+  {
+    const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
+    stop_helpers_.store(true);
+    shift_.fetch_add(1);
+    shift_.notify_all();
+  }
+  for (std::thread& helper : threads_->helpers) helper.join();
+}
+
 int32_t Engine::close() {
   if (is_inherited()) return -1;  // the goodbye is the parent's
   {
@@ -192,19 +218,7 @@ int32_t Engine::close() {
   }
   const uint64_t last = submitted_.load();
   if (last > 0) wait(last);
-  {
-    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it
-    stop_background_ = true;
-  }
-  queued_.notify_all();
-  threads_->background.join();
-  {
-    const std::lock_guard running(run_mutex_);  // no call is left that could need a helper
-    stop_helpers_.store(true);
-    shift_.fetch_add(1);
-    shift_.notify_all();
-  }
-  for (std::thread& helper : threads_->helpers) helper.join();
+  stop_threads();
   if (failed_.load() != 0) return -1;
   const int32_t peer = find_disagreement(memory_, layout_.symmetric, last_record_);
   HostMover mover;

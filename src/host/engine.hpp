@@ -40,13 +40,17 @@ class Engine {
   }
 
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
-  // runs the call; else the caller's, inside wait().
-  uint64_t replicate(const ReplicateArgs& args, bool background, Mode* mode);
-  uint64_t reduce(const ReduceArgs& args, bool background, Mode* mode);
-  uint64_t gather(const int32_t* row, int32_t* table, bool background);
+  // runs the call; else the caller's, inside wait(). With kDepth calls under way they wait for the
+  // first, as wait() does.
+  uint64_t replicate(const ReplicateArgs& args, bool background, Mode* mode,
+                     const std::function<bool()>& interrupted = {});
+  uint64_t reduce(const ReduceArgs& args, bool background, Mode* mode,
+                  const std::function<bool()>& interrupted = {});
+  uint64_t gather(const int32_t* row, int32_t* table, bool background,
+                  const std::function<bool()>& interrupted = {});
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
-  void reject();
+  void reject(const std::function<bool()>& interrupted = {});
   void abort();
   // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
   int32_t close();
@@ -80,7 +84,9 @@ class Engine {
 
   template <class Steps>
   bool drive(Steps&& steps, Prepared& prepared, const std::function<bool()>& interrupted);
-  Prepared* begin_call(Operation operation, std::unique_lock<std::mutex>& lock);
+  void stop_threads();
+  Prepared* begin_call(Operation operation, const std::function<bool()>& interrupted,
+                       std::unique_lock<std::mutex>& lock);
   uint64_t enter_call(Prepared& prepared, uint64_t digest, bool background,
                       std::unique_lock<std::mutex>& lock);
   void run_next(const std::function<bool()>& interrupted);

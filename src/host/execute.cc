@@ -164,12 +164,18 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
   return false;
 }
 
-// A peer's socket reaches end-of-file when its process ends, however it ends.
+// A peer's socket reaches end-of-file when its process ends, however it ends, unless a child that
+// it has forked holds the socket too; then the process itself tells.
 void Engine::poll_peers() {
-  for (size_t r = 0; r < config_.peer_sockets.size(); ++r) {
-    if (config_.peer_sockets[r] < 0 || gone_[r].load()) continue;
-    pollfd peer{config_.peer_sockets[r], POLLRDHUP, 0};
-    if (poll(&peer, 1, 0) > 0 && (peer.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0)
+  const auto is_at_end = [](const std::vector<int>& fds, size_t r, short events) {
+    if (r >= fds.size() || fds[r] < 0) return false;
+    pollfd peer{fds[r], events, 0};
+    return poll(&peer, 1, 0) > 0 && (peer.revents & (events | POLLHUP | POLLERR)) != 0;
+  };
+  for (size_t r = 0; r < config_.domain.size(); ++r) {
+    if (gone_[r].load()) continue;
+    if (is_at_end(config_.peer_sockets, r, POLLRDHUP) ||
+        is_at_end(config_.peer_processes, r, POLLIN))
       gone_[r].store(true, std::memory_order_release);
   }
 }

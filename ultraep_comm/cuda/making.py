@@ -143,7 +143,7 @@ def make_nvshmem_group(
     fabric = _make_fabric(meeting, runtime, kernels, device, pes)
     try:
         probe = fabric.allocate(PROBE_BYTES)
-        reaches = meeting.gather_ints(*(int(base != 0) for base in probe.bases))
+        reaches = meeting.gather_ints(*(int(base != 0) for base in probe.bases), most=1)
         if given_domains:
             check_domains(topology.domain, reaches)
         else:
@@ -160,7 +160,7 @@ def make_nvshmem_group(
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
         staging = None
         if crosses:  # symmetric memory is as large on all ranks, whatever blocks their devices have
-            most = max(row[0] for row in meeting.gather_ints(num_sms))
+            most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
         # Kernels exchange loads with ranks that they reach, and puts are for groups that cross.
@@ -259,7 +259,7 @@ def _make_one(
         error = refused
     # Also: every rank's flags are in place before anyone calls.
     try:
-        meeting.agree(error)
+        meeting.agree(error, last=True)
     except BaseException:
         if group is not None:
             group.close()

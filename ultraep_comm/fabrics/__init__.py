@@ -31,6 +31,10 @@ class Fabric(Protocol):
         """File descriptors that reach end-of-file when a peer ends; -1: unknown."""
 
     @property
+    def peer_processes(self) -> list[int]:
+        """File descriptors that are readable once a peer's process has ended; -1: unknown."""
+
+    @property
     def can_pull(self) -> bool:
         """Whether all ranks of a domain can load from each other's memory."""
 

@@ -1,19 +1,42 @@
-"""Meeting the peers: fixed-size byte records over a process group. Nothing is pickled."""
+"""Meeting the peers: fixed-size byte records over a process group. Nothing is pickled.
+
+Making a group is a row of steps, each a collective of the process group. A rank that fails between
+two of them says so in its record of the next, and so all ranks raise at the same step, and the
+process group can be used again. A rank that dies, or cannot take part in the next step, is known
+from its process or from a notice, and nobody waits for it until the process group's timeout.
+"""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import BootstrapError
+from ultraep_comm.fabrics.notices import MAX_TEXT, Notices, clip
 
 MAGIC = b"UEPCOMM1"
+VERSION = 2
 DEFAULT_TIMEOUT = 1800.0
-_RECORD = struct.Struct("<8sI Q 32s 16s i I 5q 256s")  # see Hello
+MOST_COST = 2**53
+MAX_VALUES = 128
+_FAILED, _ECHO = 1, 2
+# magic, version, flags, rank, number of ranks, digest, machine and its length, token, address, pid
+# and its namespace, cost, text and its length, the step's values and their number
+_RECORD = struct.Struct(f"<8sIIii Q 32sI 16s 16s iQ 5q {MAX_TEXT}sI {8 * MAX_VALUES}sI")
+_LOOK = 0.1  # seconds between two looks at the ranks' processes and notices
+_GRACE = 0.5  # seconds in which a step may still end, or a death be seen, once a rank has gone
+
+
+class EchoError(BootstrapError):
+    """What a rank sees of another rank's failure: that one's own error says more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,54 +47,116 @@ class Hello:
         digest: 64 bits over everything that must be equal on all ranks.
         machine: names the machine and network namespace: peers with equal values can connect.
         token: random, proves a connection to be from this rank of this group.
-        pid: process id.
+        address: random, where this rank listens.
+        pid: process id, 0: not told.
+        pid_namespace: in which it counts.
         cost: the cost model's constants, used from rank 0.
+        values: of a step that exchanges numbers, at most MAX_VALUES.
         error: why this rank cannot take part, shortened; empty: it can.
+        failed: the making ends with this error, for all.
+        echo: the error is what this rank saw of another's.
     """
 
     digest: int = 0
     machine: bytes = b""
-    token: bytes = b""
+    token: bytes = bytes(16)
+    address: bytes = bytes(16)
     pid: int = 0
+    pid_namespace: int = 0
     cost: tuple[int, ...] = (0, 0, 0, 0, 0)
+    values: tuple[int, ...] = ()
     error: str = ""
+    failed: bool = False
+    echo: bool = False
 
-    def pack(self) -> bytes:
+    def pack(self, rank: int, num_ranks: int) -> bytes:
         """Return the record's bytes."""
-        text = self.error.encode()[:256]
+        text = clip(self.error)
         return _RECORD.pack(
             MAGIC,
-            1,
+            VERSION,
+            _FAILED * self.failed | _ECHO * self.echo,
+            rank,
+            num_ranks,
             self.digest,
             self.machine,
+            len(self.machine),
             self.token,
+            self.address,
             self.pid,
-            len(text),
+            self.pid_namespace,
             *self.cost,
             text,
+            len(text),
+            struct.pack(f"<{len(self.values)}q", *self.values),
+            len(self.values),
         )
 
     @classmethod
-    def unpack(cls, data: bytes, rank: int) -> Hello:
-        """Read a peer's record.
+    def unpack(cls, data: bytes, rank: int, num_ranks: int) -> Hello:
+        """Read a peer's record, field by field.
 
         Raises:
-            BootstrapError: it is not one of this version.
+            BootstrapError: it is not one of this version, or not of this rank.
         """
-        magic, version, digest, machine, token, pid, length, *rest = _RECORD.unpack(data)
-        if magic != MAGIC or version != 1 or length > 256:
+        if len(data) != _RECORD.size or data[:8] != MAGIC:
             raise BootstrapError(
-                f"rank {rank} sent a record of another version of ultraep_comm; install the same"
-                " version everywhere, and call new_group on every rank at the same point"
+                f"rank {rank} sent no record of ultraep_comm; call new_group on every rank at the"
+                " same point, with no other collective of the process group between"
+            )
+        _, version, flags, own_rank, ranks, digest, machine, machine_bytes, *rest = _RECORD.unpack(
+            data
+        )
+        if version != VERSION:
+            raise BootstrapError(
+                f"rank {rank} sent record version {version}, this rank has {VERSION}; install the"
+                " same version of ultraep_comm everywhere"
+            )
+        token, address, pid, pid_namespace, *cost, text, text_bytes, values, num_values = rest
+        wrong = [
+            name
+            for name, right in (
+                ("flags", flags & ~(_FAILED | _ECHO) == 0),
+                ("rank", own_rank == rank),
+                ("num_ranks", ranks == num_ranks),
+                ("machine", _is_padded(machine, machine_bytes)),
+                ("pid", pid >= 0),
+                ("cost", all(0 <= value <= MOST_COST for value in cost)),
+                ("error", _is_padded(text, text_bytes) and _is_text(text[:text_bytes])),
+                ("values", _is_padded(values, 8 * num_values)),
+            )
+            if not right
+        ]
+        if wrong:
+            raise BootstrapError(
+                f"rank {rank} sent a record with a bad {wrong[0]}; expected that of rank {rank} of"
+                f" {num_ranks}. Call new_group on every rank at the same point"
             )
         return cls(
             digest=digest,
-            machine=machine,
+            machine=machine[:machine_bytes],
             token=token,
+            address=address,
             pid=pid,
-            cost=tuple(rest[:5]),
-            error=rest[5][:length].decode(errors="replace"),
+            pid_namespace=pid_namespace,
+            cost=tuple(cost),
+            values=struct.unpack_from(f"<{num_values}q", values),
+            error=text[:text_bytes].decode(),
+            failed=bool(flags & _FAILED),
+            echo=bool(flags & _ECHO),
         )
+
+
+def _is_padded(field: bytes, length: int) -> bool:
+    return length <= len(field) and not any(field[length:])
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Meeting:
@@ -93,6 +178,11 @@ class Meeting:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        self._notices = Notices(group, self.rank)
+        self._broken: BootstrapError | None = None  # the process group takes no more steps
+        self._depth = 0  # of makings
+        self._open = False  # the peers are still to take a step with this rank
+        self._left: object = None  # the step in which this rank has said that it failed
 
     @property
     def timeout(self) -> float:
@@ -104,58 +194,207 @@ class Meeting:
             return DEFAULT_TIMEOUT
         return value.total_seconds() if isinstance(value, timedelta) else DEFAULT_TIMEOUT
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Give this rank's tensor to all and return everybody's ``[G, *shape]``, on the CPU.
+    # ---- steps ----------------------------------------------------------------------------
 
-        Raises:
-            BootstrapError: a rank left the process group.
-        """
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Surround a row of steps: an exception that ends it here, Ctrl-C too, is told to all."""
+        self._depth += 1
+        if self._depth == 1:
+            self._open = True
+        try:
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._depth -= 1
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the peers of a failure that they do not know of, without waiting for them."""
+        if not self._open or self._broken is not None:
+            return
+        self._open = False
+        text = str(error) or type(error).__name__
+        try:
+            record = self._record(Hello(error=text, failed=True))
+            # They find it in their next step, be it now or later; this rank is not there any more.
+            self._left = self._start(record)
+        except RuntimeError:  # the process group has failed, which its other ranks see too
+            pass
+        self._notices.tell(self.rank, text, stuck=False)
+
+    def _record(self, hello: Hello) -> torch.Tensor:
+        return torch.frombuffer(bytearray(hello.pack(self.rank, self.num_ranks)), dtype=torch.uint8)
+
+    def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         mine = mine.to(self._device)
         everybody = torch.empty(
             (self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device
         )
-        try:
-            dist.all_gather(list(everybody), mine, group=self.group)
-        except RuntimeError as error:
-            raise BootstrapError(
-                f"rank {self.rank}: the process group failed; has a rank left it?"
-                f" ({str(error).splitlines()[0]})"
-            ) from error
-        return everybody.cpu()
+        return dist.all_gather(list(everybody), mine, group=self.group, async_op=True), everybody
 
-    def gather_ints(self, *values: int) -> list[list[int]]:
-        """Give integers to all and return everybody's, by rank."""
-        rows: list[list[int]] = self.gather(torch.tensor(values, dtype=torch.int64)).tolist()
-        return rows
-
-    def exchange(self, hello: Hello) -> list[Hello]:
-        """Give this rank's record to all and return everybody's, by rank.
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Give this rank's tensor to all and return everybody's ``[G, *shape]``, on the CPU.
 
         Raises:
-            BootstrapError: a rank left the process group, or sent something else.
+            BootstrapError: a rank left the process group, or failed before it came here.
         """
-        mine = torch.frombuffer(bytearray(hello.pack()), dtype=torch.uint8)
-        data = bytes(self.gather(mine).numpy())
-        return [
-            Hello.unpack(data[r * _RECORD.size : (r + 1) * _RECORD.size], r)
+        if self._broken is not None:
+            raise self._broken
+        try:
+            work, everybody = self._start(mine)
+            self._await(work)
+            work.wait()
+        except BootstrapError:
+            raise
+        except RuntimeError as error:
+            self._diagnose(error)
+        return everybody.cpu()
+
+    def _await(self, work: Any) -> None:
+        """Return when a step has ended, or raise once it is known that it never will."""
+        pause, looked = 2e-5, time.monotonic()
+        failure: BootstrapError | None = None
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.01)
+            now = time.monotonic()
+            if now - looked < (_LOOK if failure is None else _GRACE):
+                continue
+            if failure is not None:
+                self._break(failure)
+            looked = now
+            # A rank may have ended after it did its part: then the step ends in a moment.
+            failure = self._find_failure(in_step=True)
+
+    def _diagnose(self, error: RuntimeError) -> NoReturn:
+        """Say which rank the process group failed for."""
+        end = time.monotonic() + _GRACE
+        while (failure := self._find_failure(in_step=True)) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if failure is None:
+            absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
+            who = f"; not seen here: ranks {absent}" if absent and self._notices.works else ""
+            failure = BootstrapError(
+                f"rank {self.rank}: the process group failed; has a rank left it?{who}"
+                f" ({str(error).splitlines()[0]})",
+                failed_rank=absent[0] if who and len(absent) == 1 else -1,
+            )
+        failure.__cause__ = error
+        self._break(failure)
+
+    def _break(self, failure: BootstrapError) -> NoReturn:
+        """End all steps, here and at the peers."""
+        self._broken = failure
+        self._open = False
+        rank = self.rank if failure.failed_rank < 0 else failure.failed_rank
+        self._notices.tell(rank, str(failure).rpartition(" failed: ")[2], stuck=True)
+        raise failure
+
+    def _find_failure(self, *, in_step: bool) -> BootstrapError | None:
+        """Return why a wait for the peers is in vain: a rank has died, or told that it failed.
+
+        None: nothing is known. ``in_step``: a rank that failed and lives takes its part in the step
+        after this one, and says so there.
+        """
+        found = self._notices.failure(stuck=True)
+        if found is None and not in_step:
+            found = self._notices.failure(stuck=False)
+        for rank in range(self.num_ranks) if found is None else ():
+            process = self._notices.process_of(rank)
+            if process is not None and process.has_ended():
+                found = rank, f"its process (pid {process.pid}) has ended"
+                break
+        if found is None:
+            return None
+        return self._blame(*found)
+
+    def _blame(self, rank: int, text: str) -> BootstrapError:
+        return BootstrapError(
+            f"rank {self.rank}: no group was made, because rank {rank} failed: {text}",
+            failed_rank=rank,
+        )
+
+    def raise_failure(self) -> None:
+        """Raise if a rank is known to have failed or died: for waits between two steps.
+
+        Raises:
+            EchoError: as the text says.
+        """
+        failure = self._find_failure(in_step=False)
+        if failure is not None:
+            raise EchoError(str(failure), failed_rank=failure.failed_rank)
+
+    def gather_ints(self, *values: int, least: int = 0, most: int = 2**31 - 1) -> list[list[int]]:
+        """Give integers to all and return everybody's, by rank: as many from each.
+
+        Raises:
+            BootstrapError: a rank left, or sent a value below ``least`` or above ``most``.
+        """
+        rows: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for start in range(0, len(values), MAX_VALUES):
+            part = values[start : start + MAX_VALUES]
+            for rank, hello in enumerate(self.exchange(Hello(values=part))):
+                rows[rank].extend(hello.values)
+                bad = [value for value in hello.values if not least <= value <= most]
+                if bad or len(hello.values) != len(part):
+                    raise BootstrapError(
+                        f"rank {self.rank}: rank {rank} sent {bad or hello.values}; expected"
+                        f" {len(part)} values from {least} to {most}. Call new_group on every rank"
+                        " at the same point",
+                        failed_rank=rank,
+                    )
+        return rows
+
+    def exchange(self, hello: Hello, error: Exception | None = None) -> list[Hello]:
+        """Give this rank's record to all and return everybody's, by rank.
+
+        Args:
+            hello: the record.
+            error: why this rank cannot go on; then all raise.
+
+        Raises:
+            BootstrapError: a rank has failed, or left the process group, or sent something else.
+        """
+        if error is not None:
+            if self._broken is not None:
+                raise error
+            text = str(error) or type(error).__name__
+            echo = isinstance(error, EchoError)
+            hello = replace(hello, error=text, failed=True, echo=echo)
+        data = bytes(self.gather(self._record(hello)).numpy())
+        size = _RECORD.size
+        hellos = [
+            Hello.unpack(data[r * size : (r + 1) * size], r, self.num_ranks)
             for r in range(self.num_ranks)
         ]
+        failed = [rank for rank, peer in enumerate(hellos) if peer.failed]
+        if not failed:
+            return hellos
+        self._open = False  # all know
+        if error is not None and not hello.echo:
+            raise error
+        first = next((rank for rank in failed if not hellos[rank].echo), None)
+        if first is not None:
+            raise self._blame(first, hellos[first].error) from error
+        if isinstance(error, EchoError):
+            raise BootstrapError(str(error), failed_rank=error.failed_rank) from error
+        raise self._blame(failed[0], hellos[failed[0]].error)
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: Exception | None, *, last: bool = False) -> None:
         """Return if no rank has an error; else raise on all: its own, or the first peer's.
+
+        Args:
+            error: this rank's, or None.
+            last: no step of this making follows: the group exists once this one has ended.
 
         Raises:
             BootstrapError: a peer could not take part.
         """
-        hellos = self.exchange(Hello(error="" if error is None else str(error) or "failed"))
-        if error is not None:
-            raise error
-        for rank, hello in enumerate(hellos):
-            if hello.error:
-                raise BootstrapError(
-                    f"rank {self.rank}: no group was made, because rank {rank} failed:"
-                    f" {hello.error}"
-                )
+        if last and self._depth <= 1:
+            self._open = False
+        self.exchange(Hello(), error)
 
 
 def check_same_arguments(hellos: list[Hello]) -> None:

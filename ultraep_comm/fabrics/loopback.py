@@ -60,6 +60,11 @@ class LoopbackFabric:
         return [-1] * self._memory.num_ranks
 
     @property
+    def peer_processes(self) -> list[int]:
+        """Nor a process."""
+        return [-1] * self._memory.num_ranks
+
+    @property
     def can_pull(self) -> bool:
         """One memory for all."""
         return True

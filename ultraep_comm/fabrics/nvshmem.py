@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -167,7 +168,7 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
         BootstrapError: ranks differ in whether it is initialised, or one could not initialise it.
         UnsupportedError: it is initialised over other ranks than these.
     """
-    ready = [row[0] for row in meeting.gather_ints(runtime.is_initialized())]
+    ready = [row[0] for row in meeting.gather_ints(runtime.is_initialized(), most=1)]
     if any(ready) and not all(ready):
         raise BootstrapError(
             f"rank {meeting.rank}: NVSHMEM is initialised on rank {ready.index(1)} but not on rank"
@@ -193,11 +194,12 @@ def _init(meeting: Meeting, runtime: Runtime, device: int) -> None:
     if meeting.rank == 0:
         uid, error = _attempt(meeting.rank, runtime.unique_id, uid)
     meeting.agree(error)
-    first = meeting.gather(torch.frombuffer(bytearray(uid), dtype=torch.uint8))[0]
+    words = struct.unpack(f"<{UID_BYTES // 8}q", uid)
+    first = meeting.gather_ints(*words, least=-(2**63), most=2**63 - 1)[0]
     _, error = _attempt(
         meeting.rank,
         lambda: runtime.init(
-            device, bytes(first.numpy().tobytes()), meeting.rank, meeting.num_ranks
+            device, struct.pack(f"<{len(first)}q", *first), meeting.rank, meeting.num_ranks
         ),
         None,
     )
@@ -248,7 +250,7 @@ class Heap:
 
     def _free_retired(self, meeting: Meeting) -> None:
         oldest = sorted(self._retired)[:MAX_FREED]
-        rows = meeting.gather_ints(*oldest, *[-1] * (MAX_FREED - len(oldest)))
+        rows = meeting.gather_ints(*oldest, *[-1] * (MAX_FREED - len(oldest)), least=-1)
         for number in sorted(set.intersection(*(set(row) for row in rows)) - {-1}):
             self._runtime.free(self._retired.pop(number))
 
@@ -283,6 +285,11 @@ class NvshmemFabric:
         """A device cannot look at sockets."""
         return [-1] * self._meeting.num_ranks
 
+    @property
+    def peer_processes(self) -> list[int]:
+        """Nor at processes."""
+        return [-1] * self._meeting.num_ranks
+
     def allocate(self, num_bytes: int) -> SharedRegion:
         """Allocate on every rank, zeroed before any rank goes on.
 
@@ -290,6 +297,10 @@ class NvshmemFabric:
             OutOfSharedMemoryError: the symmetric heap is too small.
             BootstrapError: another rank failed.
         """
+        with self._meeting.making():
+            return self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> SharedRegion:
         number, address = self._heap.allocate(self._meeting, num_bytes)
         self._made.append((number, address))
         local, bases, error = torch.empty(0), [0], None

@@ -177,6 +177,11 @@ class TorchFabric:
         return [-1] * self._meeting.num_ranks
 
     @property
+    def peer_processes(self) -> list[int]:
+        """Nor at processes."""
+        return [-1] * self._meeting.num_ranks
+
+    @property
     def can_pull(self) -> bool:
         """Every rank maps every other's memory."""
         return True
@@ -189,6 +194,10 @@ class TorchFabric:
             UnsupportedError: some ranks cannot map each other's memory.
             BootstrapError: another rank failed, or did not come.
         """
+        with self._meeting.making():
+            return self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> SharedRegion:
         local, types, error = torch.empty(0), 0, None
         try:
             local = self._memory.allocate(num_bytes, self._device)
@@ -209,7 +218,8 @@ class TorchFabric:
             error = self._typed(refused, "the ranks' memory could not be mapped")
         self._meeting.agree(error)
         # A tensor need not begin where its allocation does, and its owner knows how far behind.
-        rows = self._meeting.gather_ints(offset, *(int(begin != 0) for begin in begins))
+        reached = [int(begin != 0) for begin in begins]
+        rows = self._meeting.gather_ints(offset, *reached, most=2**47)
         self._check_reach([row[1:] for row in rows])
         bases = [begin + row[0] for begin, row in zip(begins, rows, strict=True)]
         return SharedRegion(bases=bases, local=local, keep=(handle,))
