@@ -40,19 +40,26 @@ def make_shm_group(
         UnsupportedError: the domains need another engine.
     """
     num_cores = len(os.sched_getaffinity(0))
-    listener, error = None, None
+    listener, machine, namespace, error = None, b"", 0, None
     try:
         listener = Listener(meeting.rank)
+        machine, namespace = machine_id(), pid_namespace()
     except BootstrapError as no_socket:
         error = no_socket
+    except OSError as no_descriptor:
+        error = BootstrapError(
+            f"rank {meeting.rank}: this machine could not be named ({no_descriptor}); raise the"
+            " limit of open files with ulimit -n",
+            failed_rank=meeting.rank,
+        )
     try:
         hello = Hello(
             digest=options.digest(topology, given_domains),
-            machine=machine_id(),
+            machine=machine,
             token=bytes(16) if listener is None else listener.token,
             address=bytes(16) if listener is None else listener.address,
             pid=os.getpid(),
-            pid_namespace=pid_namespace(),
+            pid_namespace=namespace,
             cost=options.calibration.constants(
                 "host", topology.num_ranks, cost_constants(num_cores)
             ),

@@ -185,7 +185,8 @@ class Actor:
         except BaseException as error:
             event.ended = time.monotonic()
             event.kind, event.text = type(error).__name__, str(error)
-            event.peer, event.root = getattr(error, "peer", -9), getattr(error, "root", -9)
+            event.peer = getattr(error, "peer", -9)
+            event.root = getattr(error, "root", getattr(error, "failed_rank", -9))
             event.cause = type(error.__cause__).__name__ if error.__cause__ else ""
         event.ended = event.ended or time.monotonic()
         self.report.events.append(event)

@@ -15,12 +15,11 @@ from cast import Cue
 from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
-from ultraep_comm import _core
-from ultraep_comm.fabrics import bootstrap, shm
+from ultraep_comm.fabrics import bootstrap, connections, shm
 
 ODD = 1
 REST = tuple(r for r in ALL if r != ODD)
-NO_GROUP = Expect(kinds=("BootstrapError",), says=f"rank {ODD}")
+NO_GROUP = Expect(kinds=("BootstrapError",), roots=(ODD,), says=f"rank {ODD}")
 
 
 # ---- dying in new_group ---------------------------------------------------------------------
@@ -47,12 +46,12 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before the ranks meet": (bootstrap.Meeting, "gather", 1, False),
     "when the ranks have met": (bootstrap.Meeting, "gather", 1, True),
     "before addresses are exchanged": (bootstrap.Meeting, "gather", 3, False),
-    "before it connects": (shm.ShmFabric, "_connect", 1, False),
-    "when it has one connection": (shm.ShmFabric, "_accept_peer", 1, True),
+    "before it connects": (connections.Connections, "connect", 1, False),
+    "when it has one connection": (connections.Connections, "_keep", 1, True),
     "before its memory": (shm, "create_memory", 1, False),
     "with its memory": (shm, "create_memory", 1, True),
     "while memory is handed round": (socket, "send_fds", 2, True),
-    "while it maps its peers' memory": (_core, "map_shared", 3, True),
+    "while it maps its peers' memory": (shm, "map_peer", 1, True),
 }
 SHORT = (
     "before the ranks meet",
@@ -228,7 +227,7 @@ MEETINGS = [
             ("BootstrapError",),
             long=free not in (0, 3),
         )
-        for free in range(5)
+        for free in (0, 1, 2, 3, 8)
     ),
     _fails(
         "a bad argument of new_group",

@@ -38,9 +38,8 @@ def _layers(own: Any, plan: Any, order: list[int]) -> None:
     """The same plan for two layers, each with its handle: only the layer tells them apart."""
     handles = [own.group.save(plan, layer=layer) for layer in (0, 1)]
     own.note(plan)
-    works = [own.replicate_saved(handles[layer]) for layer in order]
-    for work in works:
-        work.wait()
+    for layer in order:
+        own.replicate_saved(handles[layer]).wait()
 
 
 def swaps_groups(actor: Actor) -> None:

@@ -121,7 +121,9 @@ STOPS = [
         ),
         expect={
             "new_group": {
-                **everybody(OTHERS, Expect(kinds=("BootstrapError",), within=4.0)),
+                **everybody(
+                    OTHERS, Expect(kinds=("BootstrapError",), roots=(STOPPED,), within=4.0)
+                ),
                 STOPPED: Expect(kinds=("BootstrapError",), within=60.0),
             }
         },
