@@ -40,30 +40,28 @@ def make_shm_group(
         UnsupportedError: the domains need another engine.
     """
     num_cores = len(os.sched_getaffinity(0))
-    listener, machine, namespace, error = None, b"", 0, None
+    listener, error, hello = None, None, Hello()
     try:
         listener = Listener(meeting.rank)
-        machine, namespace = machine_id(), pid_namespace()
-    except BootstrapError as no_socket:
-        error = no_socket
-    except OSError as no_descriptor:
-        error = BootstrapError(
-            f"rank {meeting.rank}: this machine could not be named ({no_descriptor}); raise the"
-            " limit of open files with ulimit -n",
-            failed_rank=meeting.rank,
-        )
-    try:
         hello = Hello(
             digest=options.digest(topology, given_domains),
-            machine=machine,
-            token=bytes(16) if listener is None else listener.token,
-            address=bytes(16) if listener is None else listener.address,
+            machine=machine_id(),
+            token=listener.token,
+            address=listener.address,
             pid=os.getpid(),
-            pid_namespace=namespace,
+            pid_namespace=pid_namespace(),
             cost=options.calibration.constants(
                 "host", topology.num_ranks, cost_constants(num_cores)
             ),
         )
+    except OSError as refused:
+        error = BootstrapError(
+            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if open"
+            " files are too many, raise the limit with ulimit -n, or close some",
+            failed_rank=meeting.rank,
+        )
+        error.__cause__ = refused
+    try:
         hellos = meeting.exchange(hello, error)
         assert listener is not None
         topology = place(topology, hellos, given_domains)

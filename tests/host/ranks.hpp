@@ -50,6 +50,7 @@ struct GroupOptions {
   int32_t num_workers = 1;
   double call_timeout = 120, wait_timeout = 120;  // far beyond what a busy machine needs
   std::vector<std::vector<int>> peer_sockets{};   // [rank][peer]
+  std::vector<std::vector<int>> peer_processes{};
 };
 
 class Ranks {
@@ -80,6 +81,7 @@ class Ranks {
     for (int32_t r = 0; r < group.num_ranks; ++r) {
       config.rank = r;
       if (!options.peer_sockets.empty()) config.peer_sockets = options.peer_sockets[r];
+      if (!options.peer_processes.empty()) config.peer_processes = options.peer_processes[r];
       engines_.push_back(std::make_unique<uec::host::Engine>(config));
     }
   }
@@ -88,6 +90,7 @@ class Ranks {
   const GroupOptions& options() const { return options_; }
   size_t num_segments() const { return options_.segment_bytes.size(); }
   uec::host::Engine& engine(int32_t rank) { return *engines_[rank]; }
+  void drop_engines() { engines_.clear(); }
   const uec::host::EngineLayout& layout() const { return engines_[0]->layout(); }
   uint8_t* base(int32_t rank) { return memory_[rank].get(); }
 

@@ -5,6 +5,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -170,6 +171,30 @@ void check_many_engines() {
   }
 }
 
+// A forked child ends what it has inherited, in whatever state that is, and its parent goes on.
+void check_forked_child() {
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    Ranks ranks(make_group(2, 2, 1), {.segment_bytes = {300'000}, .num_workers = 3});
+    const auto regions = ranks.make_weights();
+    const uint64_t epoch = submit(ranks, 0, {1, 0}, regions[0].get(), true);
+    if (repeat % 2 == 0) wait_until_others_are_asleep();
+    const pid_t child = fork();
+    if (child == 0) {
+      ranks.engine(0).abort();
+      ranks.engine(0).reject();
+      CHECK_EQ(ranks.engine(0).close(), -1);
+      ranks.drop_engines();
+      _exit(0);
+    }
+    int status = -1;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    wait_ok(ranks.engine(1), submit(ranks, 1, {1, 0}, regions[1].get(), false));
+    wait_ok(ranks.engine(0), epoch);
+    for (const int32_t rank : {0, 1}) CHECK_EQ(ranks.engine(rank).close(), -1);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -177,4 +202,7 @@ int main() {
   check_stop_between_look_and_sleep();
   check_stop_asleep();
   check_many_engines();
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of several threads
+  check_forked_child();
+#endif
 }

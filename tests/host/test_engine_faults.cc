@@ -1,5 +1,8 @@
 // Calls that cannot succeed: each ends soon, with the right reason, and poisons the group.
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -164,6 +167,54 @@ void check_closed_and_gone() {
   CHECK_EQ(lonely.report(0).wait.peer, 1);
   CHECK_EQ(lonely.report(0).root, 1);
   close(ends[0]);
+}
+
+// A rank that died may have forked a child that holds its sockets: its process tells.
+void check_gone_with_a_child() {
+  int ends[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    for (;;) pause();
+  }
+  CHECK(child > 0);
+  const int process = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
+  CHECK(process >= 0);
+  GroupOptions options;
+  options.peer_sockets = {{-1, ends[0]}, {}};
+  options.peer_processes = {{-1, process}, {}};
+  Calls calls(ring(2), options);
+  const uint64_t epoch = calls.submit(0, {-1, 0}, {.background = true});
+  sleep_ms(30);
+  CHECK(!calls.ranks.engine(0).is_completed(epoch));
+  CHECK_EQ(kill(child, SIGKILL), 0);
+  CHECK(!calls.ranks.engine(0).wait(epoch));  // before anybody has waited for the child
+  CHECK(calls.fault(0) == Fault::kGone);
+  CHECK_EQ(calls.report(0).wait.peer, 1);
+  CHECK_EQ(waitpid(child, nullptr, 0), child);
+  for (const int fd : {ends[0], ends[1], process}) close(fd);
+}
+
+// With as many calls under way as there may be, submitting waits, and so does a rejection.
+void check_interrupted_in_the_queue() {
+  for (const bool rejects : {false, true}) {
+    Calls calls(ring(2), {});
+    for (int i = 0; i < 4; ++i) calls.submit(0, {-1, 0}, {.background = true});
+    int asked = 0;
+    const auto interrupted = [&] { return ++asked > 1; };
+    if (rejects) {
+      calls.ranks.engine(0).reject(interrupted);
+    } else {
+      const int32_t row[2] = {};
+      int32_t table[4];
+      const uint64_t epoch = calls.ranks.engine(0).gather(row, table, false, interrupted);
+      CHECK(!calls.ranks.engine(0).wait(epoch));
+    }
+    CHECK(asked > 1);
+    CHECK(calls.fault(0) == Fault::kCancelled);
+    CHECK(!calls.replicate(1, {-1, 0}));  // the peer has been told
+    CHECK_EQ(calls.report(1).wait.peer, 0);
+  }
 }
 
 // A rank's own bad input: its peers fail at once instead of waiting.
@@ -428,6 +479,8 @@ int main() {
   check_mismatches();
   check_late_mismatch();
   check_closed_and_gone();
+  check_gone_with_a_child();
+  check_interrupted_in_the_queue();
   check_reject();
   check_abort();
   check_interrupted();

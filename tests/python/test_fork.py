@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -190,12 +191,16 @@ def test_workers_of_a_data_loader(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, 2, _loads_data) == [(0, 128)] * 2
 
 
-def _dies_with_child(rank: int) -> Any:
+def _dies_with_child(rank: int, hooks: bool) -> Any:
     group = _group()
     _transfer(group, 1, False)
     dist.barrier()
     if rank == 1:
-        _fork(lambda: time.sleep(15))
+        if hooks:
+            _fork(lambda: time.sleep(15))
+        elif ctypes.CDLL(None).fork() == 0:  # as a library in C does it: nothing is closed
+            ctypes.CDLL(None).sleep(15)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     error = raised(lambda: _transfer(group, 2, False))
@@ -204,8 +209,9 @@ def _dies_with_child(rank: int) -> Any:
     return type(error).__name__, getattr(error, "peer", -1), seconds
 
 
-def test_the_end_of_a_rank_is_seen_although_its_child_lives(tmp_path: Path) -> None:
-    (name, peer, seconds), _ = run_ranks(tmp_path, 2, _dies_with_child, silent=(1,))
+@pytest.mark.parametrize("hooks", [True, False], ids=["os.fork", "fork in C"])
+def test_the_end_of_a_rank_is_seen_although_its_child_lives(tmp_path: Path, hooks: bool) -> None:
+    (name, peer, seconds), _ = run_ranks(tmp_path, 2, _dies_with_child, hooks, silent=(1,))
     assert (name, peer) == ("PeerGoneError", 1)
     assert seconds < 2  # the limit of the call is 20 s
 

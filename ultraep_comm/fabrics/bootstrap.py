@@ -363,6 +363,8 @@ class Meeting:
             text = str(error) or type(error).__name__
             echo = isinstance(error, EchoError)
             hello = replace(hello, error=text, failed=True, echo=echo)
+            # Peers that wait for this rank between two steps, at their connections, hear it now.
+            self._notices.tell(self.rank, text, stuck=False)
         data = bytes(self.gather(self._record(hello)).numpy())
         size = _RECORD.size
         hellos = [

@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ultraep_comm.errors import BootstrapError
 from ultraep_comm.fabrics.bootstrap import Hello
@@ -66,21 +66,14 @@ class Listener:
     """This rank's listening socket, under a random name, and its secret token.
 
     Raises:
-        BootstrapError: there is no descriptor left for it.
+        OSError: there is no descriptor left for it.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.address = secrets.token_bytes(16)
         self.token = secrets.token_bytes(16)
-        try:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            raise BootstrapError(
-                f"rank {rank}: no socket could be made ({error.strerror}); raise the limit of open"
-                " files with ulimit -n, or close files",
-                failed_rank=rank,
-            ) from error
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self.socket.bind(_name(self.address))
             self.socket.listen(1024)
@@ -225,7 +218,19 @@ class Connections:
 
     def _prove(self, connection: socket.socket, peer: int) -> None:
         token = self._hellos[self._rank].token
-        connection.sendall(_PROOF.pack(MAGIC, self._rank, peer, token))
+        with self._talking_to(peer):
+            connection.sendall(_PROOF.pack(MAGIC, self._rank, peer, token))
+
+    @contextlib.contextmanager
+    def _talking_to(self, peer: int) -> Iterator[None]:
+        """Turn the end of a connection into a BootstrapError that names the peer."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise BootstrapError(
+                f"rank {self._rank}: rank {peer} closed the connection ({error.strerror})",
+                failed_rank=peer,
+            ) from error
 
     def _wait(self, seconds: float) -> None:
         """Take callers and read their proofs for so long, or until one has something."""
@@ -323,9 +328,14 @@ class Connections:
     # ---- passing memory -------------------------------------------------------------------
 
     def send_memory(self, fd: int) -> None:
-        """Pass a descriptor to every peer. OSError: a peer is gone."""
-        for connection in self._sockets.values():
-            socket.send_fds(connection, [_MEMORY], [fd])
+        """Pass a descriptor to every peer.
+
+        Raises:
+            BootstrapError: a peer is gone.
+        """
+        for peer, connection in self._sockets.items():
+            with self._talking_to(peer):
+                socket.send_fds(connection, [_MEMORY], [fd])
 
     def receive_memory(self, peer: int) -> int:
         """Return the one descriptor that a peer passes; the caller owns it.
@@ -345,15 +355,17 @@ class Connections:
                     failed_rank=peer,
                 )
         size = array.array("i").itemsize
-        data, parts, flags, _ = connection.recvmsg(
-            len(_MEMORY), socket.CMSG_SPACE(8 * size), socket.MSG_CMSG_CLOEXEC
-        )
+        with self._talking_to(peer):
+            data, parts, flags, _ = connection.recvmsg(
+                len(_MEMORY), socket.CMSG_SPACE(8 * size), socket.MSG_CMSG_CLOEXEC
+            )
         fds: array.array[int] = array.array("i")
         for level, kind, part in parts:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(part[: len(part) - len(part) % size])
         if data == _MEMORY and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
-            return fds[0]
+            (fd,) = fds.tolist()
+            return fd
         for fd in fds:
             os.close(fd)
         if not data:

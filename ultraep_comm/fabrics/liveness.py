@@ -46,7 +46,10 @@ class Process:
 
     def has_ended(self) -> bool:
         """Return whether it is known to have ended; of other machines nothing is known."""
-        if self.boot != boot_id() or self.namespace != pid_namespace():
+        try:
+            if self.boot != boot_id() or self.namespace != pid_namespace():
+                return False
+        except OSError:
             return False
         found = _state_and_start(self.pid)
         if found is None:  # gone, or hidden: then a signal cannot be sent either
@@ -58,7 +61,7 @@ class Process:
                 pass
             return False
         state, start = found
-        return state in "ZX" or self.start not in (0, start)
+        return state in "ZX" or (start != 0 and self.start not in (0, start))
 
 
 def boot_id() -> bytes:
@@ -76,9 +79,12 @@ def pid_namespace() -> int:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Return a process's state and start, 0: not known; None: there is no such process to see."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
         return fields[0], int(fields[19])
-    except (OSError, ValueError, IndexError):
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, IndexError):
+        return ("R", 0)

@@ -32,6 +32,13 @@ def _find_store(group: dist.ProcessGroup) -> Any:
         return None
 
 
+def _this_process() -> str:
+    try:
+        return Process.this().pack().hex()
+    except OSError:  # no descriptor is left to find out; the next step says so
+        return ""
+
+
 class Notices:
     """The entries of one making, of all ranks of a process group.
 
@@ -44,7 +51,7 @@ class Notices:
         self._round = _rounds.get(group, 0) + 1
         _rounds[group] = self._round
         self._known: dict[int, Process] = {}
-        self._set(self._place(rank), f"{self._round}/{Process.this().pack().hex()}")
+        self._set(self._place(rank), f"{self._round}/{_this_process()}")
 
     @property
     def works(self) -> bool:
