@@ -20,6 +20,8 @@ from ultraep_comm.fabrics.shm import ShmFabric
 BOTH = [[6, -1], [0, 6], [0, 6], [0, -1]]
 # The same, but rank 3 need not be there for expert 0.
 EARLY = [[6, -1], [0, 6], [0, 6], [-1, -1]]
+# Three hubs share expert 0, and its home is not done before all of them have called.
+THREE = [[-1, -1], [0, -1], [0, -1], [0, -1]]
 KILLED = -9
 
 
@@ -74,10 +76,10 @@ def peers_wait(actor: Actor, *, late: int, mode: str = "push", wait: bool = Fals
     actor.attempt("again", lambda: own.replicate(plan))
 
 
-def in_transfer(actor: Actor, *, mode: str) -> None:
+def in_transfer(actor: Actor, *, mode: str, rows: list[list[int]]) -> None:
     """Bytes are arriving at rank 2 when the victim is killed; rank 3 has yet to call."""
     own = actor.make(expert=BIG, shared=mode == "pull")
-    plan = plan_of(EARLY if mode == "pull" else BOTH)  # hubs that pull wait for all
+    plan = plan_of(rows)
     actor.together()
     if actor.rank == 3:
         actor.hold("late")
@@ -239,18 +241,17 @@ def _killed_waiting(name: str, victim: int, late: int, **options: Any) -> Scene:
     return Scene(name=name, part=part, cues=tuple(cues), **_gone(victim), **options)
 
 
-def _killed_moving(mode: str, victim: int, role: str, **options: Any) -> Scene:
+def _killed_moving(mode: str, victim: int, role: str, rows: list[list[int]]) -> Scene:
     return Scene(
         name=f"killed in the middle of a {mode}, {role}",
         item="killed during a transfer",
-        part=partial(in_transfer, mode=mode),
+        part=partial(in_transfer, mode=mode, rows=rows),
         cues=(
             start(),
             strike("SIGKILL", victim, at="arriving", by=(2,), after=0.0),
             go(3, at="late", after=0.05),
         ),
         **_gone(victim),
-        **options,
     )
 
 
@@ -267,9 +268,9 @@ DEATHS = [
     _killed_waiting(
         "killed while calls run in the background", 2, 3, item="killed during a transfer", wait=True
     ),
-    _killed_moving("push", 1, "a hub"),
-    _killed_moving("push", 0, "a home"),
-    _killed_moving("pull", 1, "a hub"),
+    _killed_moving("push", 1, "a hub", BOTH),
+    _killed_moving("push", 0, "a home", THREE),
+    _killed_moving("pull", 1, "a hub", EARLY),  # hubs that pull store to all, or wait
     _killed_waiting(
         "killed in a direct transfer, a home", 0, 3, item="killed during a transfer", mode="direct"
     ),
