@@ -8,6 +8,7 @@ their end-of-file, and the end of the process behind it, is how a peer's death i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -218,7 +219,8 @@ class ShmFabric:
                     failed_rank=trouble.failed_rank,
                 )
             except OSError as trouble:
-                failure = BootstrapError(
+                full = trouble.errno == errno.ENOMEM  # no room for a mapping
+                failure = (OutOfSharedMemoryError if full else BootstrapError)(
                     f"rank {self._rank}: exchanging memory failed: {trouble}",
                     failed_rank=self._rank,
                 )

@@ -1,0 +1,352 @@
+"""One rank of a scene, in a process of its own: what it plays, and what it finds afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import clear_slots, expert_bytes, fill_weights, make_weights, raw, wrong_bytes
+
+import ultraep_comm as uec
+from ultraep_comm import Segment
+
+GUARD = 0xA5
+E, S = 8, 2  # home map on 4 ranks: 0 0 1 1 2 2 3 3
+SMALL = {"w": Segment((700, 720), torch.bfloat16), "s": Segment((5,), torch.uint8)}
+BIG = {"w": Segment(((8 << 20) + 3,), torch.uint8), "s": Segment((5,), torch.uint8)}
+
+
+@dataclass(kw_only=True)
+class Event:
+    """What one attempt on one rank came to. ``kind`` is the error's type, or "ok"."""
+
+    name: str
+    began: float
+    ended: float = 0.0
+    kind: str = "ok"
+    text: str = ""
+    peer: int = -9
+    root: int = -9
+    cause: str = ""
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a rank that lives to the end has seen.
+
+    Attributes:
+        events: its attempts, in order.
+        stray: bytes that changed and must not have: outside filled slots, or of main weights.
+        wrong: bytes of filled slots that are not right after a call that succeeded.
+        left: descriptors, threads and mappings that are more than before the scene.
+        afterwards: "ok", or why the survivors could not make a group and transfer in it.
+        broken: what the part itself raised, which no part should.
+        figures: what else a part has measured.
+    """
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+    stray: int = 0
+    wrong: int = 0
+    left: list[str] = field(default_factory=list)
+    afterwards: str = ""
+    broken: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def plan_of(rows: list[list[int]], num_experts: int = E) -> uec.Plan:
+    """The plan with these experts in the ranks' slots."""
+    return uec.Plan.from_slots(torch.tensor(rows, dtype=torch.int32), num_experts=num_experts)
+
+
+class RankGroup:
+    """A group of this rank with its weights; remembers which slots its plans may have filled."""
+
+    def __init__(self, group: uec.Group, *, shared: bool = False, salt: int = 1) -> None:
+        self.group = group
+        self.salt = salt  # of the payload: differs between groups
+        self.weights = group.empty_weights() if shared else make_weights(group)
+        self._filled: set[tuple[int, int]] = set()
+        fill_weights(group, self.weights, salt)
+        clear_slots(group, GUARD)
+
+    def replicate(self, plan: uec.Plan, **options: Any) -> Any:
+        self.note(plan)
+        return uec.replicate_experts(self.weights, plan, group=self.group, **options)
+
+    def note(self, plan: uec.Plan) -> None:
+        """From now on this plan may have filled its slots."""
+        row = plan.slot_expert[self.group.rank].tolist()
+        indices = range(len(self.group.segments))
+        self._filled |= {(i, s) for i in indices for s, expert in enumerate(row) if expert >= 0}
+
+    def replicate_saved(self, handle: Any) -> Any:
+        return uec.replicate_experts(self.weights, handle, group=self.group, async_op=True)
+
+    def replicate_others(self, weights: Any, plan: uec.Plan) -> Any:
+        """With other weights than its own."""
+        return uec.replicate_experts(weights, plan, group=self.group)
+
+    def gather(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        ids = torch.full((3, 2), self.group.rank) if ids is None else ids
+        return uec.gather_load(ids, group=self.group)
+
+    def wrong(self, plan: uec.Plan) -> int:
+        return wrong_bytes(self.group, plan, self.salt, sentinel=GUARD)
+
+    def stray(self) -> int:
+        """Bytes that changed outside the slots that plans may have filled, and of main weights."""
+        group, offset = self.group, self.group._layout.slots_base
+        if group.slot_grads:
+            return 0  # their scenes compare values
+        changed = group._region.local[offset:] != GUARD
+        for index, segment in enumerate(group.segments.values()):
+            start = group._layout.slot_offset[index] - offset
+            for slot in range(group.topology.slots_per_rank):
+                if (index, slot) in self._filled:
+                    at = start + slot * segment.nbytes
+                    changed[at : at + segment.nbytes] = False
+        count = int(changed.sum())
+        for index, (name, segment) in enumerate(group.segments.items()):
+            for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+                own = raw(self.weights[name][i], segment)
+                count += int((own != expert_bytes(self.salt, expert, index, segment)).sum())
+        return count
+
+
+class Actor:
+    """What a part is played with: ``part(actor)`` is one rank's side of a scene."""
+
+    def __init__(self, rank: int, size: int, pipe: Connection, victims: tuple[int, ...]) -> None:
+        self.rank, self.size, self.victims = rank, size, victims
+        self.report = Report(rank=rank)
+        self.groups: list[RankGroup] = []
+        self.world = dist.group.WORLD
+        self._pipe = pipe
+        self._pids: list[int] = []
+        survivors = [r for r in range(size) if r not in victims]
+        made = dist.new_group(survivors)  # for what comes afterwards
+        self.survivors: Any = made if rank not in victims else None
+
+    @property
+    def is_victim(self) -> bool:
+        return self.rank in self.victims
+
+    # ---- the director ---------------------------------------------------------------------
+
+    def say(self, point: str) -> None:
+        """Tell the director that this rank has come to a point."""
+        self._pipe.send(("at", point, time.monotonic()))
+
+    def hold(self, point: str) -> None:
+        """Say so, and wait until the director lets this rank go on."""
+        self.say(point)
+        self._pipe.recv()
+
+    def together(self, point: str = "ready") -> None:
+        """Wait until the director has seen every rank here."""
+        self.hold(point)
+
+    def die(self) -> None:
+        self.say("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # ---- playing --------------------------------------------------------------------------
+
+    def make(self, *, process_group: Any = None, shared: bool = False, **options: Any) -> RankGroup:
+        """Make a group that the end looks at and closes."""
+        options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "num_sms": 1, **options}
+        options.setdefault("timeout", 20.0)
+        group = uec.new_group(process_group or self.world, **options)
+        self.groups.append(RankGroup(group, shared=shared, salt=1 + len(self.groups)))
+        return self.groups[-1]
+
+    def attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Run ``call`` and record how it ended; never raises."""
+        event = Event(name=name, began=time.monotonic())
+        result = None
+        try:
+            result = call()
+        except BaseException as error:
+            event.ended = time.monotonic()
+            event.kind, event.text = type(error).__name__, str(error)
+            event.peer = getattr(error, "peer", -9)
+            event.root = getattr(error, "root", getattr(error, "failed_rank", -9))
+            event.cause = type(error.__cause__).__name__ if error.__cause__ else ""
+        event.ended = event.ended or time.monotonic()
+        self.report.events.append(event)
+        return result
+
+    def when_slot_fills(self, own: RankGroup, then: Callable[[], None]) -> None:
+        """Call ``then`` once bytes have begun to arrive in this rank's slots, while they do."""
+        slots = own.group.slots["w"].flatten()[4096::4096]  # of every piece
+
+        def watch() -> None:
+            while bool((slots == GUARD).all()):
+                time.sleep(0.0005)
+            then()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def child(self, act: Callable[[], None]) -> int:
+        """Fork a process that does ``act`` and ends without cleaning up; return its id."""
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                act()
+                code = 0
+            os._exit(code)
+        self._pids.append(pid)
+        return pid
+
+    def child_ends(self, pid: int) -> int:
+        """Wait for a child's end and return its exit status."""
+        self._pids.remove(pid)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def stop_here(self) -> None:
+        """Compare every byte and close what is open: the errors of close are recorded too."""
+        for own in self.groups:
+            self.report.stray += own.stray()
+        for own in self.groups:
+            if own.group._state == "open":
+                self.attempt("close", own.group.close)
+        self.groups.clear()
+
+    def go_on(self) -> None:
+        """Make a group of the survivors, and transfer in it."""
+        if self.survivors is None:
+            return
+        try:
+            rank, size = dist.get_rank(self.survivors), dist.get_world_size(self.survivors)
+            with uec.new_group(
+                self.survivors, num_experts=size, slots_per_rank=1, expert=SMALL, timeout=20.0
+            ) as group:
+                own = RankGroup(group, salt=99)
+                plan = plan_of([[(r + 1) % size if size > 1 else -1] for r in range(size)], size)
+                own.replicate(plan)
+                wrong = own.wrong(plan) + own.stray()
+            self.report.afterwards = f"{wrong} wrong bytes on rank {rank}" if wrong else "ok"
+        except BaseException:
+            self.report.afterwards = traceback.format_exc()
+
+
+# ---- what a process holds -------------------------------------------------------------------
+
+
+def descriptors() -> dict[str, int]:
+    """How often each thing is open in this process. Sockets are one kind: their numbers change."""
+    count: dict[str, int] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            link = os.readlink(entry)
+        except OSError:
+            continue  # the folder's own descriptor
+        kind = link.split(":")[0] if ":[" in link else link
+        count[kind] = count.get(kind, 0) + 1
+    return count
+
+
+def holdings() -> dict[str, int]:
+    """Descriptors, threads, mappings of groups' memory, and child processes."""
+    held = {f"descriptor {kind}": n for kind, n in descriptors().items()}
+    held["thread"] = len(list(Path("/proc/self/task").iterdir()))
+    held["mapping"] = Path("/proc/self/maps").read_text().count("memfd:ultraep_comm")
+    children = Path("/proc/self/task") / str(os.getpid()) / "children"
+    held["child"] = len(children.read_text().split()) if children.exists() else 0
+    return held
+
+
+def more_than(before: dict[str, int]) -> list[str]:
+    """What this process holds beyond ``before``; ending threads get a moment."""
+    end = time.monotonic() + 2
+    while True:
+        gc.collect()
+        held = holdings()
+        left = [
+            f"{n - before.get(kind, 0)} more of {kind}"
+            for kind, n in held.items()
+            if n > before.get(kind, 0)
+        ]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.02)
+
+
+# ---- the process ----------------------------------------------------------------------------
+
+
+def _warm_up(actor: Actor) -> None:
+    """Have what the first use makes for good: modules, torch's threads, gloo's connections."""
+    for group in (actor.world, actor.survivors):
+        if group is None:
+            continue
+        with uec.new_group(
+            group, num_experts=E, slots_per_rank=1, expert=SMALL, timeout=30.0
+        ) as warm:
+            own = RankGroup(warm)
+            own.gather()
+            own.wrong(plan_of([[-1]] * warm.num_ranks))
+
+
+def play(
+    rank: int,
+    size: int,
+    store: str,
+    part: Callable[[Actor], None],
+    victims: tuple[int, ...],
+    pg_timeout: float,
+    pipe: Connection,
+) -> None:
+    """The process of one rank: joins the cast, plays, and reports."""
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    # torch's records of its last collectives would be memory that grows for a while.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=pg_timeout),
+        )
+        actor = Actor(rank, size, pipe, victims)
+        _warm_up(actor)
+        gc.collect()
+        before = holdings()
+        actor.together("on stage")
+        report = actor.report
+        try:
+            part(actor)
+            actor.stop_here()
+        except BaseException:
+            report.broken = traceback.format_exc()
+        actor.go_on()
+        if not report.broken:
+            report.left += more_than(before)
+        pipe.send(("report", report))
+    except BaseException:
+        pipe.send(("broken", traceback.format_exc()))
+    with contextlib.suppress(EOFError):
+        pipe.recv()  # until every rank has reported: nobody's connections end before
+    os._exit(0)

@@ -1,0 +1,50 @@
+"""Scenes of two jobs on one machine that call everything the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actor import GUARD, Actor, plan_of
+from cast import Cue
+from deaths import BOTH, DEATHS
+from ranks import clear_slots
+from scene import ALL, Expect, Scene, everybody
+
+CALLS = 15
+
+
+def works(actor: Actor) -> None:
+    """A job without a fault: two groups, and call after call."""
+    first, second = actor.make(), actor.make()
+    plan = plan_of(BOTH)
+    actor.together()
+
+    def run() -> None:
+        for _ in range(CALLS):
+            for own in (first, second):
+                clear_slots(own.group, GUARD)
+                own.replicate(plan)
+                actor.report.wrong += own.wrong(plan)
+
+    actor.attempt("calls", run)
+
+
+WORKS = Scene(
+    name="a job without a fault",
+    item="two jobs with the same names",
+    part=works,
+    cues=(Cue(at="ready", by=ALL, act="go", to=ALL),),
+    expect={"calls": everybody(ALL, Expect(within=30.0))},
+    long=True,
+)
+KILLED = next(scene for scene in DEATHS if scene.name == "killed at any moment, 2")
+JOBS = [
+    WORKS,
+    replace(WORKS, name="two jobs with the same names", beside=WORKS, long=False),
+    replace(
+        KILLED,
+        name="two jobs with the same names, and one loses a rank",
+        item=WORKS.item,
+        beside=WORKS,
+    ),
+]

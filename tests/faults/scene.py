@@ -1,0 +1,213 @@
+"""A fault as data: what every rank plays, what the director does, and what has to come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from actor import Actor, Event
+from cast import Cue, Outcome, run_cast
+
+AT_ONCE = 1.0  # seconds, where the death of a process, or a peer's word, can be seen
+SIZE = 4
+ALL = tuple(range(SIZE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expect:
+    """What an attempt of a rank has to come to.
+
+    Attributes:
+        kinds: the types of error that are right, or "ok".
+        peers: the ranks that it may name as its peer; by kind where that differs. None: not asked.
+        roots: the ranks that it may name as the end of the chain. None: not asked.
+        within: seconds from the fault, or from its beginning where that is later.
+        says: what its text has to have in it.
+    """
+
+    kinds: tuple[str, ...] = ("ok",)
+    peers: Mapping[str, tuple[int, ...]] | None = None
+    roots: tuple[int, ...] | None = None
+    within: float = AT_ONCE
+    says: str = ""
+
+
+OK = Expect()
+Expected = Mapping[int, Expect]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """One fault.
+
+    Attributes:
+        name: what the tests and the table call it.
+        item: which fault of the list of faults it is; scenes of a kind share one.
+        part: one rank's side.
+        cues: what the director does, in order.
+        expect: by attempt and rank. Attempts that are not here may end as they like only if no
+            rank makes them: :func:`judge` complains of others.
+        first_hand: types of which at least one rank has to raise one: who saw it itself.
+        ends: by rank, the exit code of a process that does not live to the end.
+        victims: ranks that take no part in the group that is made afterwards.
+        limit: the groups' timeout, for the table.
+        seconds: after which a rank that has not reported hangs.
+        beside: another job that plays at the same time, with the same names.
+        long: run only on request.
+    """
+
+    name: str
+    item: str
+    part: Callable[[Actor], None]
+    cues: tuple[Cue, ...] = ()
+    expect: Mapping[str, Expected] = field(default_factory=dict)
+    first_hand: tuple[str, ...] = ()
+    ends: Mapping[int, int] = field(default_factory=dict)
+    victims: tuple[int, ...] = ()
+    size: int = SIZE
+    limit: float = 20.0
+    pg_timeout: float = 30.0
+    seconds: float = 45.0
+    beside: Scene | None = None
+    long: bool = False
+
+    def run(self) -> Outcome:
+        """Play it once."""
+        if self.beside is None:
+            return self._run()
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(self.beside.run)
+            outcome = self._run()
+        troubles = judge(self.beside, other.result())
+        outcome.troubles += [f"the job beside: {trouble}" for trouble in troubles]
+        return outcome
+
+    def _run(self) -> Outcome:
+        return run_cast(
+            self.part,
+            self.cues,
+            size=self.size,
+            victims=self.victims,
+            pg_timeout=self.pg_timeout,
+            seconds=self.seconds,
+        )
+
+
+# ---- what ranks have to see -----------------------------------------------------------------
+
+
+def everybody(ranks: tuple[int, ...], expect: Expect) -> Expected:
+    """The same for all of them."""
+    return dict.fromkeys(ranks, expect)
+
+
+def told(first: str, culprit: int, ranks: tuple[int, ...] = ALL, **options: Any) -> Expected:
+    """Ranks that fail because of ``culprit``: at first hand, or because one of them told them so.
+
+    Whoever sees it itself names the culprit; whoever is told names who told, and both know that the
+    chain ends at the culprit.
+    """
+    others = tuple(r for r in ranks if r != culprit)
+    return {
+        rank: Expect(
+            kinds=(first, "TransferAbortedError"),
+            peers={first: (culprit,), "TransferAbortedError": ALL},
+            roots=(culprit,),
+            **options,
+        )
+        for rank in others
+    }
+
+
+def refuses(ranks: tuple[int, ...] = ALL) -> Expected:
+    """A group that has failed takes no more calls."""
+    return everybody(ranks, Expect(kinds=("GroupClosedError",)))
+
+
+# ---- cues -----------------------------------------------------------------------------------
+
+
+def start(point: str = "ready", by: tuple[int, ...] = ALL) -> Cue:
+    """Ranks go on together from a point where all of them hold."""
+    return Cue(at=point, by=by, act="go", to=by)
+
+
+def strike(
+    name: str, rank: int, *, at: str, by: tuple[int, ...], after: float = 0.2, fault: bool = True
+) -> Cue:
+    """Send a signal to a rank once others have said that they enter a call, and have entered it."""
+    return Cue(at=at, by=by, act=name, to=(rank,), after=after, fault=fault)
+
+
+def go(rank: int, *, at: str, after: float = 0.0, fault: bool = False) -> Cue:
+    """Let a rank go on that held back."""
+    return Cue(at=at, by=(rank,), act="go", to=(rank,), after=after, fault=fault)
+
+
+# ---- judging --------------------------------------------------------------------------------
+
+
+def times(outcome: Outcome) -> Iterator[tuple[int, Event, float]]:
+    """Rank, attempt, and the seconds that it took, of those that had to do with the fault."""
+    for rank, report in outcome.reports.items():
+        for event in report.events:
+            yield rank, event, event.ended - max(event.began, outcome.fault_at)
+
+
+def judge(scene: Scene, outcome: Outcome) -> list[str]:
+    """What was not as it has to be; nothing: all is right."""
+    wrong = list(outcome.troubles)
+    wrong += [
+        f"rank {rank} ended with {code}, expected {scene.ends.get(rank)}"
+        for rank, code in outcome.ends.items()
+        if scene.ends.get(rank) != code
+    ]
+    wrong += [f"rank {rank} did not end" for rank in scene.ends if rank not in outcome.ends]
+    for rank, report in outcome.reports.items():
+        if report.broken:
+            wrong.append(f"rank {rank} broke:\n{report.broken}")
+        if report.stray:
+            wrong.append(f"rank {rank}: {report.stray} bytes changed that must not")
+        if report.wrong:
+            wrong.append(f"rank {rank}: {report.wrong} bytes of filled slots are wrong")
+        wrong += [f"rank {rank} is left with {what}" for what in report.left]
+        if rank not in scene.victims and report.afterwards != "ok":
+            wrong.append(f"rank {rank}, a new group: {report.afterwards}")
+    seen: dict[str, list[str]] = {}
+    for rank, event, seconds in times(outcome):
+        seen.setdefault(event.name, []).append(event.kind)
+        expect = scene.expect.get(event.name, {}).get(rank)
+        if expect is None and event.name == "close":
+            expect = OK
+        if expect is None:
+            wrong.append(f"rank {rank}: {event.name} was not expected ({event.kind})")
+        else:
+            wrong += [f"rank {rank}, {event.name}: {why}" for why in _differs(event, expect)]
+            if seconds > expect.within:
+                wrong.append(
+                    f"rank {rank}, {event.name}: {seconds:.2f} s, expected at most {expect.within}"
+                )
+    for name, ranks in scene.expect.items():
+        made = {r for r, e, _ in times(outcome) if e.name == name}
+        wrong += [f"rank {r} did not come to {name}" for r in ranks if r not in made]
+    kinds = [kind for found in seen.values() for kind in found]
+    if scene.first_hand and not set(kinds) & set(scene.first_hand):
+        wrong.append(f"nobody raised one of {scene.first_hand}: {seen}")
+    return wrong
+
+
+def _differs(event: Event, expect: Expect) -> Iterator[str]:
+    if event.kind not in expect.kinds:
+        yield f"{event.kind} ({event.text}), expected {' or '.join(expect.kinds)}"
+        return
+    if event.kind == "ok":
+        return
+    peers = None if expect.peers is None else expect.peers.get(event.kind)
+    if peers is not None and event.peer not in peers:
+        yield f"{event.kind} names rank {event.peer}, expected one of {peers}: {event.text}"
+    if expect.roots is not None and event.root not in expect.roots:
+        yield f"{event.kind} ends at rank {event.root}, expected {expect.roots}: {event.text}"
+    if expect.says not in event.text:
+        yield f"{event.kind} does not say {expect.says!r}: {event.text}"

@@ -1,0 +1,14 @@
+"""All scenes."""
+
+from __future__ import annotations
+
+from deaths import DEATHS
+from interrupts import INTERRUPTS
+from jobs import JOBS
+from meetings import MEETINGS
+from orders import ORDERS
+from scene import Scene
+from stops import STOPS
+
+SCENES: list[Scene] = [*DEATHS, *STOPS, *ORDERS, *MEETINGS, *INTERRUPTS, *JOBS]
+assert len({scene.name for scene in SCENES}) == len(SCENES)

@@ -1,0 +1,181 @@
+"""A soak: transfers and reductions by random plans, with changing payload, every byte checked."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from actor import Actor
+from ranks import random_plan
+from scene import ALL, Expect, Scene, everybody, start
+
+import ultraep_comm as uec
+from ultraep_comm import Segment
+from ultraep_comm.bench.payload import Payload
+
+E, S = 10, 3  # uneven: home ranks have 3, 3, 2 and 2 experts
+# A tensor that is long against a tile, an odd one, and one of a few bytes.
+EXPERT = {
+    "w": Segment((96, 130), torch.bfloat16),
+    "odd": Segment((10_007,), torch.uint8),
+    "scale": Segment((3,), torch.uint8),
+}
+GRAD = {"w": ((70, 33), torch.float32), "b": ((5,), torch.float32)}
+GUARD = 0x5C
+MODES = ("auto", "push", "pull", "direct")
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+class Soak:
+    """One rank's transfers. All ranks draw the same plans, modes and loads from the seed."""
+
+    def __init__(self, actor: Actor, seed: int) -> None:
+        self.rank, self.seed, self.size = actor.rank, seed, actor.size
+        options: dict[str, Any] = {"num_experts": E, "timeout": 60.0, "tile_bytes": 4096}
+        self.group = uec.new_group(
+            actor.world, slots_per_rank=S, expert=EXPERT, num_sms=2, **options
+        )
+        self.reducing = uec.new_group(
+            actor.world, slots_per_rank=S, expert=GRAD, grads=torch.float32, num_sms=1, **options
+        )
+        self.payload = Payload(seed, {name: s.nbytes for name, s in EXPERT.items()})
+        self.mains = self.group.topology.mains(self.rank).tolist()
+        self.weights = self.group.empty_weights()
+        self.checked = 0
+
+    def close(self) -> None:
+        self.group.close()
+        self.reducing.close()
+
+    # ---- transfers ------------------------------------------------------------------------
+
+    def transfer(self, epoch: int) -> int:
+        """Fill the mains anew, make a call, and return the number of bytes that are wrong."""
+        draw = np.random.default_rng((self.seed, epoch))
+        fill = float(draw.choice([0.2, 0.7, 1.0]))
+        plan = random_plan(self.seed + epoch, self.size, E, S, fill=fill)
+        names = [n for n in EXPERT if draw.random() < 0.7] or None
+        mode, apart = str(draw.choice(MODES)), bool(draw.random() < 0.5)
+        for index, expert in enumerate(self.mains):
+            for name, tensor in self.weights.items():
+                own = _bytes(tensor[index])
+                self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
+        memory = self.group._region.local[self.group._layout.slots_base :]
+        memory[:] = GUARD
+        work = uec.replicate_experts(
+            self.weights, plan, group=self.group, async_op=apart, mode=mode, segments=names
+        )
+        if work is not None:
+            work.wait()
+        return self._wrong(plan, epoch, names or list(EXPERT), memory)
+
+    def _wrong(self, plan: uec.Plan, epoch: int, names: list[str], memory: torch.Tensor) -> int:
+        expected = torch.full_like(memory, GUARD)
+        row = plan.slot_expert[self.rank].tolist()
+        for i, (name, segment) in enumerate(EXPERT.items()):
+            start = self.group._layout.slot_offset[i] - self.group._layout.slots_base
+            for slot, expert in enumerate(row):
+                if expert >= 0 and name in names:
+                    at = start + slot * segment.nbytes
+                    out = expected[at : at + segment.nbytes].numpy()
+                    self.payload.fill(out, epoch=epoch, expert=expert, segment=name)
+        wrong = int((memory != expected).sum())
+        for index, expert in enumerate(self.mains):
+            for name, segment in EXPERT.items():
+                own = np.empty(segment.nbytes, np.uint8)
+                self.payload.fill(own, epoch=epoch, expert=expert, segment=name)
+                wrong += int((_bytes(self.weights[name][index]) != own).sum())
+        self.checked += memory.numel()
+        return wrong
+
+    # ---- reductions and loads -------------------------------------------------------------
+
+    def _numbers(self, epoch: int, what: int, rank: int, name: str, count: int) -> torch.Tensor:
+        """Integers, so that a sum in any order is the same."""
+        shape, _ = GRAD[name]
+        draw = np.random.default_rng((self.seed, epoch, what, rank, len(name)))
+        return torch.from_numpy(draw.integers(-9, 10, (count, *shape)).astype(np.float32))
+
+    def reduce(self, epoch: int) -> int:
+        """Bring gradients home, and return the number of values that are wrong."""
+        group = self.reducing
+        plan = random_plan(self.seed - epoch, self.size, E, S)
+        mode = str(np.random.default_rng((self.seed, epoch, 7)).choice(["auto", "pull", "direct"]))
+        grads = {n: self._numbers(epoch, 0, self.rank, n, len(self.mains)) for n in GRAD}
+        for name, slots in group.slot_grads.items():
+            slots.copy_(self._numbers(epoch, 1, self.rank, name, S))
+        uec.reduce_expert_grads(grads, plan, group=group, mode=mode)
+        wrong = 0
+        for name in GRAD:
+            mains = self._numbers(epoch, 0, self.rank, name, len(self.mains))
+            for rank, row in enumerate(plan.slot_expert.tolist()):
+                theirs = self._numbers(epoch, 1, rank, name, S)
+                for slot, expert in enumerate(row):
+                    if expert in self.mains:
+                        mains[self.mains.index(expert)] += theirs[slot]
+            wrong += int((grads[name] != mains).sum())
+            left = self._numbers(epoch, 1, self.rank, name, S)
+            for slot, expert in enumerate(plan.slot_expert[self.rank].tolist()):
+                if expert >= 0:
+                    left[slot] = 0.0
+            wrong += int((group.slot_grads[name] != left).sum())
+        return wrong
+
+    def load(self, epoch: int) -> int:
+        """Exchange loads, and return the number of entries that are wrong."""
+
+        def routed(rank: int) -> torch.Tensor:
+            draw = np.random.default_rng((self.seed, epoch, 3, rank))
+            return torch.from_numpy(draw.integers(-1, E, (1 + epoch % 17, 2)))
+
+        table = uec.gather_load(routed(self.rank), group=self.group)
+        expected = torch.stack(
+            [torch.bincount(routed(r).flatten() + 1, minlength=E + 1)[1:] for r in range(self.size)]
+        )
+        return int((table != expected).sum())
+
+
+def soak(actor: Actor, *, transfers: int, seed: int) -> None:
+    """Make so many transfers; every fifth is followed by a reduction, every seventh by loads."""
+    actor.together()
+    own = Soak(actor, seed)
+
+    def run() -> None:
+        for epoch in range(1, transfers + 1):
+            wrong = own.transfer(epoch)
+            wrong += own.reduce(epoch) if epoch % 5 == 0 else 0
+            wrong += own.load(epoch) if epoch % 7 == 0 else 0
+            if wrong:
+                raise AssertionError(f"seed {seed}, transfer {epoch}: {wrong} bytes are wrong")
+
+    began = time.monotonic()
+    actor.attempt("soak", run)
+    if actor.report.events[-1].kind != "ok":
+        own.group.abort()
+        own.reducing.abort()
+    own.close()
+    actor.report.figures = {
+        "transfers": transfers,
+        "bytes_checked": own.checked,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def soak_scene(transfers: int, seed: int) -> Scene:
+    """The soak as a scene: nothing is broken, and all the rest is looked at as ever."""
+    seconds = 60.0 + 0.2 * transfers
+    return Scene(
+        name=f"{transfers} transfers by random plans",
+        item="soak",
+        part=partial(soak, transfers=transfers, seed=seed),
+        cues=(start(),),
+        expect={"soak": everybody(ALL, Expect(within=seconds))},
+        seconds=seconds,
+        limit=60.0,
+    )

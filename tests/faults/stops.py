@@ -1,0 +1,133 @@
+"""Scenes in which a rank stands still."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from actor import Actor, plan_of
+from cast import Cue
+from deaths import BOTH
+from scene import ALL, OK, Expect, Expected, Scene, everybody, go, refuses, start, strike
+
+LIMIT = 1.5
+LATE = LIMIT + 1.0  # seconds within which every wait has ended
+OTHERS = (0, 1, 3)
+STOPPED = 2
+
+
+def stands_still(actor: Actor, *, calls_before: bool, limit: float) -> None:
+    """Rank 2 is stopped before its call, or in it, with rank 3 late; and continued in the end."""
+    own = actor.make(timeout=limit)
+    plan = plan_of(BOTH)
+    actor.together()
+    late = 3 if calls_before else STOPPED
+    if actor.rank == late:
+        actor.hold("late")
+    actor.say("calling")
+    actor.attempt("call", lambda: own.replicate(plan, mode="push"))
+    if actor.report.events[-1].kind == "ok":
+        actor.report.wrong += own.wrong(plan)
+        actor.attempt("next", lambda: own.replicate(plan, mode="push"))
+        return
+    actor.say("failed")
+    actor.attempt("again", lambda: own.replicate(plan, mode="push"))
+
+
+def stands_still_in_new_group(actor: Actor) -> None:
+    """Rank 2 is stopped before it comes to new_group, for longer than the process group waits."""
+    actor.together()
+    if actor.rank == STOPPED:
+        actor.hold("late")
+    actor.say("calling")
+    actor.attempt("new_group", actor.make)
+    actor.say("failed")
+
+
+def timed_out(limit: float) -> Expected:
+    """What the others see: each at first hand, or told by one of them, within the limit."""
+    each = Expect(
+        kinds=("TransferTimeoutError", "TransferAbortedError"),
+        peers={"TransferTimeoutError": ALL, "TransferAbortedError": OTHERS},
+        roots=(STOPPED,),
+        within=limit + 1.0,
+    )
+    return everybody(OTHERS, each)
+
+
+# When it goes on, the others have long since given up, and it hears so at once.
+CONTINUED = Expect(
+    kinds=("TransferAbortedError",),
+    peers={"TransferAbortedError": OTHERS},
+    roots=ALL,
+    within=60.0,
+)
+
+STOPS = [
+    Scene(
+        name="stopped in a call past the limit, and continued",
+        item="stopped past the limit, then continued",
+        part=partial(stands_still, calls_before=True, limit=LIMIT),
+        cues=(
+            start(),
+            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
+            go(3, at="late"),
+            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
+        ),
+        expect={
+            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
+            "again": refuses(),
+        },
+        first_hand=("TransferTimeoutError",),
+        limit=LIMIT,
+    ),
+    Scene(
+        name="stopped before its call past the limit, and continued",
+        item="stopped past the limit, then continued",
+        part=partial(stands_still, calls_before=False, limit=LIMIT),
+        cues=(
+            start(),
+            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
+            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
+            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
+        ),
+        expect={
+            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
+            "again": refuses(),
+        },
+        first_hand=("TransferTimeoutError",),
+        limit=LIMIT,
+    ),
+    Scene(
+        name="stopped in a call for less than the limit",
+        item="stopped past the limit, then continued",
+        part=partial(stands_still, calls_before=True, limit=20.0),
+        cues=(
+            start(),
+            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
+            go(3, at="late"),
+            strike("SIGCONT", STOPPED, at="calling", by=ALL, after=1.0, fault=False),
+        ),
+        expect={"call": everybody(ALL, Expect(within=5.0)), "next": everybody(ALL, OK)},
+    ),
+    Scene(
+        name="stopped before new_group past the process group's limit",
+        item="stopped past the limit, then continued",
+        part=stands_still_in_new_group,
+        cues=(
+            start(),
+            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
+            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
+            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
+        ),
+        expect={
+            "new_group": {
+                **everybody(
+                    OTHERS, Expect(kinds=("BootstrapError",), roots=(STOPPED,), within=4.0)
+                ),
+                STOPPED: Expect(kinds=("BootstrapError",), within=60.0),
+            }
+        },
+        limit=3.0,
+        pg_timeout=3.0,
+    ),
+]

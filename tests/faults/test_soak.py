@@ -1,0 +1,27 @@
+"""Many transfers, and many groups: what only shows after a while."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from lives import lives_scene
+from scene import Scene, judge
+from soak import soak_scene
+
+LONG = os.environ.get("ULTRAEP_FAULTS") == "long"
+TRANSFERS, GROUPS = (10_000, 1_000) if LONG else (200, 100)
+
+
+@pytest.mark.timeout(3600 if LONG else 300)
+@pytest.mark.parametrize(
+    "scene",
+    [soak_scene(TRANSFERS, seed=20), lives_scene(GROUPS)],
+    ids=["transfers by random plans", "groups opened and closed"],
+)
+def test_nothing_is_wrong_after_many(scene: Scene) -> None:
+    outcome = scene.run()
+    wrong = judge(scene, outcome)
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+    assert all(report.figures for report in outcome.reports.values())
