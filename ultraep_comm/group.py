@@ -33,7 +33,7 @@ from ultraep_comm.planning import check_device_plan, check_plan_fits
 from ultraep_comm.rank_weights import RankWeights
 from ultraep_comm.recorder import CAPACITY, Recorder, record_group
 from ultraep_comm.registry import register_group
-from ultraep_comm.segments import BoundWeights, Segment, Weights
+from ultraep_comm.segments import BoundWeights, Segment, Weights, with_own_storage
 from ultraep_comm.selections import Selections
 from ultraep_comm.topology import Topology
 from ultraep_comm.work import Work
@@ -53,17 +53,6 @@ def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: H
     fabric.close()
     held.clear()
     memory.clear()
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor with a storage of just these bytes.
-
-    Compilers treat tensors that share a storage as one, and copy all of it.
-    """
-    start = view.storage_offset() * view.element_size()
-    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
-    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
-    return tensor.set_(storage, 0, view.shape, view.stride())
 
 
 class Group:
@@ -138,10 +127,10 @@ class Group:
             tables=WeightTables(device, len(self.segments), self.num_mains) if device else None,
         )
         slots = self._views(self._region.local, self._layout.slot_offset, topology.slots_per_rank)
-        self.slots = {name: _with_own_storage(view) for name, view in slots.items()}
+        self.slots = {name: with_own_storage(view) for name, view in slots.items()}
         offsets, count = self._layout.grad_offset, topology.slots_per_rank
         slot_grads = self._views(self._region.local, offsets, count, grads)
-        self.slot_grads = {name: _with_own_storage(view) for name, view in slot_grads.items()}
+        self.slot_grads = {name: with_own_storage(view) for name, view in slot_grads.items()}
         self._grads = RankGrads(
             rank=rank,
             segments=dict(grads),

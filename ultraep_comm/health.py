@@ -80,7 +80,8 @@ class GroupHealth:
     Attributes:
         rank: this rank.
         name: the group's name in this process.
-        state: "open", "failed" (it takes no more calls) or "closed".
+        state: "open", "failed" (it takes no more calls), "closed", or "inherited" (by a forked
+            child of the group's process).
         epoch: calls submitted so far, which is the number of the last one.
         completed: calls finished; None on a CUDA group, whose device would have to be asked.
         failed_epoch: the first call that failed; 0: none is known.

@@ -301,3 +301,14 @@ def _check(
             f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
         )
     return address
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with a storage of just these bytes.
+
+    Compilers treat tensors that share a storage as one, and copy all of it.
+    """
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
+    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+    return tensor.set_(storage, 0, view.shape, view.stride())

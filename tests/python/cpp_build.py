@@ -85,7 +85,7 @@ class CppBuild:
         return folder
 
     def build_early(self, preset: str, *targets: str) -> bool:
-        """Build with what other programs leave of the cores; False: stopped, or something failed."""
+        """Build with what other programs leave of the cores; False: it was stopped, or failed."""
         with self._locks[preset]:
             for command in self._commands(preset, *targets):
                 if self._stopped:

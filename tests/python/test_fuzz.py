@@ -82,6 +82,7 @@ def test_targets_find_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.builds("fuzz", "fuzzers")
 def test_libfuzzer_finds_nothing(cpp: CppBuild, tmp_path: Path) -> None:
     """A bounded run under both sanitizers, where there is clang with libFuzzer."""
     program = 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }'
