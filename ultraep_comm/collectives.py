@@ -66,7 +66,11 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32)
     engine = group._engine
     assert isinstance(engine, _core.Engine)  # other groups have an exchange of their own
-    epoch = engine.gather(counts.data_ptr(), table.data_ptr())
+    try:
+        epoch = engine.gather(counts.data_ptr(), table.data_ptr())
+    except BaseException as error:  # Ctrl-C
+        group._not_submitted(error)
+        raise
     group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
 
@@ -112,7 +116,7 @@ def gather_and_plan(
         raise
     try:
         epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
-    except UltraEPError as error:
+    except BaseException as error:
         group._not_submitted(error)
         raise
     group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()
@@ -144,7 +148,7 @@ def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> t
         raise
     try:
         epoch = group._device_engine.gather(ids, load)
-    except UltraEPError as error:
+    except BaseException as error:
         group._not_submitted(error)
         raise
     work = group._submitted(epoch, (ids, load), "gather_load", "")
@@ -285,7 +289,7 @@ def replicate_experts(
                 tag,
             )
             chosen = MODES[chosen_id]
-    except UltraEPError as error:
+    except BaseException as error:
         group._not_submitted(error)
         raise
     group._filled_by = given

@@ -482,10 +482,13 @@ class Group:
         self._first_error = self._first_error or error
         return error
 
-    def _not_submitted(self, error: UltraEPError) -> None:
+    def _not_submitted(self, error: BaseException) -> None:
         """Remember why an engine did not take a call, if that was the group's end."""
-        if self._engine.failed_epoch() != 0:
+        failed = self._engine.failed_epoch() != 0
+        if failed and isinstance(error, Exception):
             self._first_error = self._first_error or error
+        elif failed:
+            self._aborted = True  # Ctrl-C ended the calls before, and says so itself
 
     def _fail(self, error: Exception) -> None:
         """End a group whose ranks may no longer be at the same call."""

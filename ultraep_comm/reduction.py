@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ultraep_comm import tracing_calls
-from ultraep_comm.errors import InvalidArgumentError, UltraEPError
+from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.gradients import BoundGrads
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_calls import check_plan, open_call, reject_call
@@ -106,7 +106,7 @@ def reduce_expert_grads(
                 tag,
             )
             chosen = MODES[chosen_id]
-    except UltraEPError as error:
+    except BaseException as error:
         group._not_submitted(error)
         raise
     work = group._submitted(

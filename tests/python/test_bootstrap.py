@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,6 @@ def test_a_record_comes_back_as_it_was_sent() -> None:
     assert len(Hello().pack(0, 1)) == len(data)
 
 
-_OFFSETS = {"magic": 0, "version": 8, "flags": 12, "rank": 16, "num_ranks": 20, "machine": 64}
-
-
 @pytest.mark.parametrize(
     "at, value, part",
     [
@@ -104,7 +102,7 @@ def test_anything_else_is_no_record(data: bytes) -> None:
 def _bad_numbers(rank: int, process_group: Any) -> Any:
     meeting = Meeting(process_group)
     found = [
-        raised(lambda: meeting.gather_ints(*values, most=10))
+        raised(partial(meeting.gather_ints, *values, most=10))
         for values in ([3, 11 if rank == 1 else 0], [-1 if rank == 1 else 1], [1] * (1 + rank))
     ]
     rows = meeting.gather_ints(*range(200), least=0, most=200)

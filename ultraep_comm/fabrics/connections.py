@@ -310,7 +310,7 @@ class Connections:
             self._require_process(caller.socket, peer)
         except BootstrapError:
             return -1
-        return peer
+        return int(peer)
 
     def _keep(self, peer: int, connection: socket.socket, *, answer: bool) -> None:
         self._sockets[peer] = connection
@@ -359,13 +359,13 @@ class Connections:
             data, parts, flags, _ = connection.recvmsg(
                 len(_MEMORY), socket.CMSG_SPACE(8 * size), socket.MSG_CMSG_CLOEXEC
             )
-        fds: array.array[int] = array.array("i")
+        passed = array.array("i")
         for level, kind, part in parts:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(part[: len(part) - len(part) % size])
+                passed.frombytes(part[: len(part) - len(part) % size])
+        fds: list[int] = passed.tolist()
         if data == _MEMORY and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
-            (fd,) = fds.tolist()
-            return fd
+            return fds[0]
         for fd in fds:
             os.close(fd)
         if not data:
