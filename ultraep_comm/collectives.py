@@ -68,10 +68,10 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     assert isinstance(engine, _core.Engine)  # other groups have an exchange of their own
     try:
         epoch = engine.gather(counts.data_ptr(), table.data_ptr())
-    except BaseException as error:  # Ctrl-C
-        group._not_submitted(error)
+        group._submitted(epoch, (counts, table), "gather_load", "").wait()
+    except BaseException as error:
+        group._broke_off(error)
         raise
-    group._submitted(epoch, (counts, table), "gather_load", "").wait()
     return table
 
 
@@ -116,10 +116,10 @@ def gather_and_plan(
         raise
     try:
         epoch = group._device_engine.gather_and_plan(ids, load, memory, stages.core, *objective)
+        group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()
     except BaseException as error:
-        group._not_submitted(error)
+        group._broke_off(error)
         raise
-    group._submitted(epoch, (ids, load, memory), "gather_and_plan", "").wait()
     return plan
 
 
@@ -148,14 +148,14 @@ def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> t
         raise
     try:
         epoch = group._device_engine.gather(ids, load)
+        work = group._submitted(epoch, (ids, load), "gather_load", "")
+        if device.holds(topk_ids):
+            work.wait()
+            return load
+        work.synchronize()
     except BaseException as error:
-        group._not_submitted(error)
+        group._broke_off(error)
         raise
-    work = group._submitted(epoch, (ids, load), "gather_load", "")
-    if device.holds(topk_ids):
-        work.wait()
-        return load
-    work.synchronize()
     return torch.empty(load.shape, dtype=torch.int32).copy_(load)
 
 
@@ -289,17 +289,17 @@ def replicate_experts(
                 tag,
             )
             chosen = MODES[chosen_id]
+        group._filled_by = given
+        planned = None if on_device else plan
+        work = group._submitted(
+            epoch, (bound, plan), operation, chosen, planned, tag, selection.nbytes
+        )
+        if not async_op:
+            work.wait()
     except BaseException as error:
-        group._not_submitted(error)
+        group._broke_off(error)
         raise
-    group._filled_by = given
-    work = group._submitted(
-        epoch, (bound, plan), operation, chosen, None if on_device else plan, tag, selection.nbytes
-    )
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return work if async_op else None
 
 
 def _mode_id(mode: str, bound: BoundWeights, group: Group) -> int:

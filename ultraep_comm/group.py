@@ -250,9 +250,10 @@ class Group:
             )
         try:
             region = self._fabric.allocate(self._layout.region_bytes)
-        except UltraEPError as error:
-            self._first_error = error
-            self._engine.abort()  # ranks may no longer agree on their regions
+        except BaseException as error:  # Ctrl-C too
+            if isinstance(error, Exception):
+                self._first_error = error
+            self.abort()  # ranks may no longer agree on their regions
             raise
         index = self._engine.add_region(region.bases)
         self._memory.append(region)
@@ -473,13 +474,17 @@ class Group:
             self._first_error = self._first_error or error
         return error
 
-    def _not_submitted(self, error: BaseException) -> None:
-        """Remember why an engine did not take a call, if that was the group's end."""
-        failed = self._engine.failed_epoch() != 0
-        if failed and isinstance(error, Exception):
-            self._first_error = self._first_error or error
-        elif failed:
-            self._aborted = True  # Ctrl-C ended the calls before, and says so itself
+    def _broke_off(self, error: BaseException) -> None:
+        """Remember why a call was not taken, or failed; after Ctrl-C, end it whoever has it.
+
+        The engine may have taken the call when the signal came, and nobody else know of it: what it
+        reads would be freed, and the peers would wait. Not during a capture, in which nothing runs.
+        """
+        if isinstance(error, Exception):
+            if self._engine.failed_epoch() != 0:
+                self._first_error = self._first_error or error
+        elif self._device is None or not self._device.is_capturing():
+            self.abort()
 
     def _fail(self, error: Exception) -> None:
         """End a group whose ranks may no longer be at the same call."""

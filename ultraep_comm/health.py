@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,12 @@ class GroupHealth:
         failed_epoch: the first call that failed; 0: none is known.
         calls: calls by operation.
         bytes_stored: bytes that finished calls have stored; None on a CUDA group, likewise.
-        waits: how long this rank has waited; None on a CUDA group, where kernels wait.
+        waits: how long this rank has waited; None on a CUDA group, where kernels wait, and in a
+            forked child.
         peers_gone: ranks whose processes are known to have ended, or to have closed the group after
             a failure.
         peers: what is known of every rank ``[G]``, this one too; by the time of the failure, or by
-            now if there was none. None on a CUDA group.
+            now if there was none. None on a CUDA group, and in a forked child.
         last_error: type and text of the error that ended the group, "Type: text"; None: none.
         saved_plans: plans in the group's store that nobody has reduced or released.
     """
@@ -155,16 +157,19 @@ def _longest(wait: LongestWait | None) -> str:
 def health_of(group: Group) -> GroupHealth:
     """Return how a group is doing; ``Group.health`` has the words."""
     engine = group._engine
-    host = engine if isinstance(engine, _core.Engine) else None
     failed = engine.failed_epoch()
     state = "failed" if group._state == "open" and failed else group._state
-    error: Exception | None = group._first_error
-    if error is None and failed:
-        error = failure_of(group, failed, "a call")
-    peers = None
-    if host is not None:
-        report = host.report()
-        peers = read_states(host.last_words(), report.epoch or None)
+    error = group._first_error
+    peers = waits = None
+    # In a forked child, locks are as they were at the fork, and may be held for ever.
+    if group._process == os.getpid():
+        if error is None and failed:
+            error = failure_of(group, failed, "a call")
+        if isinstance(engine, _core.Engine):
+            report = engine.report()
+            peers = read_states(engine.last_words(), report.epoch or None)
+            waits = _waits(engine)
+    host = engine if isinstance(engine, _core.Engine) else None
     replicate, reduce, gather, rejected = engine.calls
     return GroupHealth(
         rank=group.rank,
@@ -175,7 +180,7 @@ def health_of(group: Group) -> GroupHealth:
         failed_epoch=failed,
         calls=CallCounts(replicate=replicate, reduce=reduce, gather=gather, rejected=rejected),
         bytes_stored=None if host is None else host.bytes_stored,
-        waits=None if host is None else _waits(host),
+        waits=waits,
         peers_gone=() if peers is None else tuple(p.rank for p in peers if p.gone),
         peers=peers,
         last_error=None if error is None else f"{type(error).__name__}: {error}",

@@ -106,24 +106,16 @@ def reduce_expert_grads(
                 tag,
             )
             chosen = MODES[chosen_id]
+        planned, num_bytes = None if on_device else plan, group._grads.expert_bytes
+        work = group._submitted(epoch, (bound, plan), operation, chosen, planned, tag, num_bytes)
+        if isinstance(given, PlanHandle):
+            given._spend(on_device=on_device)
+        if not async_op:
+            work.wait()
     except BaseException as error:
-        group._not_submitted(error)
+        group._broke_off(error)
         raise
-    work = group._submitted(
-        epoch,
-        (bound, plan),
-        operation,
-        chosen,
-        None if on_device else plan,
-        tag,
-        group._grads.expert_bytes,
-    )
-    if isinstance(given, PlanHandle):
-        given._spend(on_device=on_device)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return work if async_op else None
 
 
 def _mode_id(mode: str, group: Group) -> int:

@@ -37,7 +37,12 @@ bool find_difference(const uint8_t* bytes, const uint8_t* expected, int64_t coun
 }  // namespace
 
 SlotCheck::SlotCheck(const EngineConfig& config, const EngineLayout& layout)
-    : config_(config), layout_(layout) {}
+    : config_(config), layout_(layout) {
+  int64_t expert_bytes = 0;
+  for (const int64_t bytes : config.segment_bytes) expert_bytes += bytes;
+  // Now, when a lack of memory is the error of one that can tell.
+  untouched_.reserve(config.slots_per_rank * expert_bytes);
+}
 
 // ---- places ------------------------------------------------------------------------------------
 

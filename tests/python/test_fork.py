@@ -104,6 +104,10 @@ def _child(kept: list[Any], what: str) -> None:
     sockets = [f for f in os.listdir("/proc/self/fd") if _is_ours(f)]
     assert not sockets, sockets
     group: uec.Group = kept[0]
+    health = group.health()
+    assert health.state == "inherited"
+    assert health.waits is None  # behind a lock, which another thread may have held at the fork
+    assert health.peers is None
     if what == "closes":
         group.close()
         group.close()

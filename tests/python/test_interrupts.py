@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
+from ranks import clear_slots, fill_weights, loopback, make_weights, raised, wrong_bytes
 from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 
 E, S = 4, 1
+EXPERT = {"w": ((200, 300), torch.float32)}
 PLAN = uec.Plan.from_slots([[2], [0]], num_experts=E)
 
 
@@ -27,7 +28,7 @@ def _group() -> uec.Group:
     return uec.new_group(
         num_experts=E,
         slots_per_rank=S,
-        expert={"w": ((200, 300), torch.float32)},
+        expert=EXPERT,
         grads=torch.float32,
         timeout=20.0,
     )
@@ -97,3 +98,47 @@ def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> No
     assert issubclass(getattr(errors, second[0]), errors.TransferError)
     assert second[2] < 1.5  # of a limit of 20 s
     assert first[3] == second[3] == 0
+
+
+@pytest.mark.parametrize("what", ["replicate", "reduce", "gather"])
+def test_ctrl_c_behind_the_submission_ends_the_call(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The engine has taken the call, and nobody else knows of it yet."""
+    groups = uec.new_loopback_groups(
+        2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=20.0
+    )
+    weights = [make_weights(group) for group in groups]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups[0], "_submitted", interrupt)
+    start = time.monotonic()
+    found = loopback(2, lambda r: raised(partial(WAITS[what], groups[r], weights[r])))
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert isinstance(found[1], errors.TransferAbortedError)
+    assert found[1].root == 0
+    assert time.monotonic() - start < 10  # of a limit of 20 s
+    assert groups[0].health().failed_epoch == 1  # nothing of it is left to run
+    for group in groups:
+        group.close()
+
+
+def test_ctrl_c_while_weights_are_allocated_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = uec.new_loopback_groups(2, num_experts=E, slots_per_rank=S, expert=EXPERT)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups[0]._fabric, "allocate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        groups[0].empty_weights()
+    weights = make_weights(groups[1])
+    with pytest.raises(errors.TransferAbortedError) as aborted:
+        uec.replicate_experts(weights, PLAN, group=groups[1])
+    assert aborted.value.root == 0
+    for group in groups:
+        group.close()
