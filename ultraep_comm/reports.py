@@ -73,8 +73,10 @@ def error_from(
                 **places,
             )
         case 5:
-            via = "" if root in (peer, -1) else f", as rank {peer} told this one"
             first = peer if root < 0 else root
+            if first in (rank, -1):
+                return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
+            via = "" if peer in (first, -1) else f", as rank {peer} told this one"
             return TransferAbortedError(
                 f"{prefix}ended because rank {first} failed first{via}; its error says why{tail}",
                 **places,

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import RankPool, clear_slots, fill_weights, make_weights, raised, wro
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.reports import error_from
 
 EXPERT = {
     "w": Segment((30, 20), torch.bfloat16),
@@ -512,3 +514,24 @@ def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
             process.kill()
             process.join()
     assert not [p for p in Path("/dev/shm").iterdir() if "ultraep" in p.name]
+
+
+@pytest.mark.parametrize(
+    ("aborter", "peer", "root", "expected"),
+    [
+        (1, -1, 1, "because rank 1 failed first; "),
+        (1, -1, 3, "because rank 3 failed first, as rank 1 told this one; "),
+        (-1, -1, 3, "because rank 3 failed first; "),
+        (-1, 0, 0, "was aborted on this rank"),
+        (-1, -1, -1, "was aborted on this rank"),
+    ],
+)
+def test_who_failed_first_is_said_as_far_as_it_is_known(
+    aborter: int, peer: int, root: int, expected: str
+) -> None:
+    report: Any = SimpleNamespace(
+        fault=5, aborter=aborter, peer=peer, root=root, epoch=1, flag=0, expert=-1, piece=-1
+    )
+    report.seen = report.expected = 1
+    text = str(error_from(report, 0, "replicate_experts", ()))
+    assert expected in text
