@@ -20,7 +20,7 @@ from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors, hosting
-from ultraep_comm.fabrics import bootstrap, connections, shm
+from ultraep_comm.fabrics import bootstrap, connections, notices, shm
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting
 from ultraep_comm.fabrics.liveness import Process
 
@@ -55,6 +55,8 @@ def test_a_record_comes_back_as_it_was_sent() -> None:
         address=b"a" * 16,
         pid=77,
         pid_namespace=2**63,
+        boot=b"b" * 16,
+        start=2**64 - 1,
         cost=(1, 2, 3, 4, 100),
         values=(-5, 2**63 - 1),
         error="é" * 200,
@@ -79,8 +81,8 @@ def test_a_record_comes_back_as_it_was_sent() -> None:
         (64, b"\xff", "bad machine"),
         (63, b"\1", "bad machine"),
         (103, b"\xff", "bad pid"),
-        (112 + 7, b"\xff", "bad cost"),
-        (112 + 40, b"\xff", "bad error"),
+        (136 + 7, b"\xff", "bad cost"),
+        (136 + 40, b"\xff", "bad error"),
         (-1, b"\xff", "bad values"),
         (-5, b"\1", "bad values"),
     ],
@@ -202,6 +204,69 @@ def test_a_rank_that_dies_in_new_group_is_named_everywhere(tmp_path: Path, where
         assert "rank 1" in text
         assert seconds < SOON, text
         assert no_threads
+
+
+def _dies_with_the_store(rank: int, folder: Path, who: int, where: str) -> Any:
+    """Rank 0 hosts the store, and its process ends once it knows."""
+    if rank == who:
+        _before(where, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    error = raised(_make)
+    seconds = time.monotonic() - start
+    if rank == 0:
+        assert isinstance(error, errors.BootstrapError)
+        (folder / "named").write_text(str(error.failed_rank))
+        os.kill(os.getpid(), signal.SIGKILL)
+    end, named = start + SOON, ""
+    while who != 0 and not named and time.monotonic() < end:  # its ranks are ended with the test
+        named = (folder / "named").read_text() if (folder / "named").exists() else ""
+        time.sleep(0.02)
+    return type(error).__name__, str(error), getattr(error, "failed_rank", -9), seconds, named
+
+
+@pytest.mark.parametrize("where", ["exchange", "memory", "engine"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_death_is_named_without_a_store(tmp_path: Path, who: int, where: str) -> None:
+    results = run_ranks(
+        tmp_path,
+        3,
+        _dies_with_the_store,
+        tmp_path,
+        who,
+        where,
+        silent=(0,) if who == 0 else (0, 2),
+        hosted=True,
+    )
+    for rank in {1, 2} - {who}:
+        name, text, failed, seconds, named = results[rank]
+        assert name == "BootstrapError", text
+        assert failed == who, text
+        assert seconds < SOON
+        assert who == 0 or named == str(who)
+
+
+def _late(rank: int) -> Any:
+    """The store is asked for every rank that is there once, and no more once all have met."""
+    asked: list[str] = []
+    original = notices.Notices._get
+    notices.Notices._get = lambda self, key: asked.append(key) or original(self, key)  # type: ignore
+    if rank == 2:
+        time.sleep(1.5)
+    with _make():
+        first = [key for key in asked if "/here/" in key]
+        asked.clear()
+        if rank == 1:
+            time.sleep(1)
+        with _make():
+            return first, [key for key in asked if "/here/" in key]
+
+
+def test_the_store_is_asked_for_processes_until_all_have_met(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, 3, _late, hosted=True)
+    for rank, (first, later) in enumerate(results):
+        assert not later
+        for other in (0, 1):
+            assert first.count(f"ultraep_comm/here/{other}") == (rank != 2), first
 
 
 # ---- ranks that fail and live ------------------------------------------------------------------
