@@ -20,9 +20,10 @@ from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors, hosting
-from ultraep_comm.fabrics import bootstrap, connections, notices, shm
+from ultraep_comm.fabrics import bootstrap, connections, liveness, notices, shm
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting
 from ultraep_comm.fabrics.liveness import Process
+from ultraep_comm.loads import ProcessGroupLoads
 
 EXPERT = {"w": ((5000,), torch.uint8)}
 SOON = 5.0  # seconds; the process group's timeout is half an hour
@@ -138,6 +139,9 @@ def test_a_process_that_has_ended_is_seen() -> None:
     assert Process(process.boot, process.namespace, os.getpid(), process.start).has_ended()
     assert not Process(bytes(16), process.namespace, child, 1).has_ended()  # of another machine
     assert Process.unpack(b"") is None
+    with pytest.MonkeyPatch.context() as patched:  # a namespace that cannot be told is no other's
+        patched.setattr(liveness, "pid_namespace", lambda: 0)
+        assert not Process(process.boot, 0, child, 1).has_ended()
     os.close(ready)
     os.close(other)
 
@@ -267,6 +271,65 @@ def test_the_store_is_asked_for_processes_until_all_have_met(tmp_path: Path) -> 
         assert not later
         for other in (0, 1):
             assert first.count(f"ultraep_comm/here/{other}") == (rank != 2), first
+
+
+class _Group:
+    """A process group's place in a store, for its notices."""
+
+    def __init__(self, store: Any, num_ranks: int = 2) -> None:
+        self.store, self.num_ranks = store, num_ranks
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def _notices(store: Any, rank: int) -> notices.Notices:
+    return notices.Notices(_Group(store), rank, Process.this())  # type: ignore[arg-type]
+
+
+def test_a_later_process_group_of_the_same_name_has_its_own_notices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
+    store = dist.HashStore()
+    _notices(store, 1)
+    first = _notices(store, 0)
+    first.tell(1, "an old error", stuck=True)
+    assert first.failure(stuck=True) == (1, "an old error")
+    later = _notices(store, 0)
+    assert later.failure(stuck=True) is None
+    assert not later.has_come(1)
+    assert [rank for rank, _ in later.processes()] == [0]
+    _notices(store, 1)
+    assert later.has_come(1)
+    assert [rank for rank, _ in later.processes()] == [0, 1]
+
+
+def test_who_has_gone_on_to_the_next_making_has_come_to_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
+    store = dist.HashStore()
+    own = _notices(store, 0)
+    assert not own.has_come(1)
+    for _ in range(11):  # as numbers, not as texts
+        _notices(store, 1)
+        assert own.has_come(1)
+    for _ in range(9):
+        own = _notices(store, 0)
+        assert own.has_come(1)
+
+
+def test_loads_over_the_process_group_name_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        rank = 0
+
+        def gather(self, counts: torch.Tensor) -> torch.Tensor:
+            raise errors.BootstrapError("rank 0: rank 3 failed", failed_rank=3)
+
+    with pytest.raises(errors.PeerGoneError, match="rank 3") as caught:
+        ProcessGroupLoads(Broken()).exchange(torch.zeros(4))  # type: ignore[arg-type]
+    assert caught.value.peer == 3
 
 
 # ---- ranks that fail and live ------------------------------------------------------------------

@@ -3,7 +3,9 @@
 Making a group is a row of steps, each a collective of the process group. A rank that fails between
 two of them says so in its record of the next, and so all ranks raise at the same step, and the
 process group can be used again. A rank that dies, or cannot take part in the next step, is known
-from its process or from a notice, and nobody waits for it until the process group's timeout.
+from its process or from a notice, and nobody waits for it until the process group's timeout. Only
+what the backend does before it returns a step's work is not watched: NCCL's setting up of its
+communicator, in the first collective of a process group, waits for all ranks by NCCL's own rules.
 """
 
 from __future__ import annotations
@@ -191,6 +193,7 @@ class Meeting:
         self._process = this_process()
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
+        self._end: tuple[int, str] | None = None  # the first that was seen to end; others follow
         self._depth = 0  # of makings
         self._open = False  # the peers are still to take a step with this rank
         self._left: object = None  # the step in which this rank has said that it failed
@@ -262,23 +265,18 @@ class Meeting:
         """
         if self._broken is not None:
             raise self._broken
-        suspect: BootstrapError | None = None
         try:
             work, everybody = self._start(mine)
-            suspect = self._await(work)
+            self._await(work)
             work.wait()
         except BootstrapError:
             raise
         except RuntimeError as error:
-            self._diagnose(error, suspect)
+            self._diagnose(error)
         return everybody.cpu()
 
-    def _await(self, work: Any) -> BootstrapError | None:
-        """Return when a step has ended, or raise once it is known that it never will.
-
-        Returns:
-            Whom it has failed for, if it has: the first that was seen to end. Others follow it.
-        """
+    def _await(self, work: Any) -> None:
+        """Return when a step has ended, or raise once it is known that it never will."""
         pause, looked = 2e-5, time.monotonic()
         failure: BootstrapError | None = None
         while not work.is_completed():
@@ -292,14 +290,15 @@ class Meeting:
             looked = now
             # A rank may have ended after it did its part: then the step ends in a moment.
             failure = self._find_failure(in_step=True)
-        return failure
 
-    def _diagnose(self, error: RuntimeError, failure: BootstrapError | None) -> NoReturn:
+    def _diagnose(self, error: RuntimeError) -> NoReturn:
         """Say which rank the process group failed for."""
         end = time.monotonic() + _GRACE
-        while failure is None and time.monotonic() < end:
-            failure = self._find_failure(in_step=True)
-            time.sleep(0.01 if failure is None else 0)
+        while (failure := self._find_failure(in_step=True)) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if failure is not None:
+            # If this process ends of it, all others have seen who was the first.
+            time.sleep(3 * _LOOK)
         if failure is None:
             absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
             who = f"; not seen here: ranks {absent}" if absent and self._notices.works else ""
@@ -325,12 +324,14 @@ class Meeting:
         None: nothing is known. ``in_step``: a rank that failed and lives takes its part in the step
         after this one, and says so there.
         """
-        found = self._notices.failure(stuck=True)
+        if self._end is None:
+            self._end = self._notices.failure(stuck=True)
+        found = self._end
         if found is None and not in_step:
             found = self._notices.failure(stuck=False)
         for rank, process in self._notices.processes() if found is None else ():
             if process.has_ended():
-                found = rank, f"its process (pid {process.pid}) has ended"
+                found = self._end = rank, f"its process (pid {process.pid}) has ended"
                 break
         if found is None:
             return None

@@ -48,7 +48,7 @@ class Process:
     def has_ended(self) -> bool:
         """Return whether it is known to have ended; of other machines nothing is known."""
         try:
-            if self.boot != boot_id() or self.namespace != pid_namespace():
+            if self.boot != boot_id() or not self.namespace == pid_namespace() != 0:
                 return False
         except OSError:
             return False

@@ -22,7 +22,6 @@ from ultraep_comm.fabrics.liveness import Process
 
 MAX_TEXT = 256  # bytes
 _ASK = 16  # ranks per look that the store is asked for: all of many ranks would clog it
-_rounds: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _met: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
 
 
@@ -56,8 +55,8 @@ class Notices:
     def __init__(self, group: dist.ProcessGroup, rank: int, process: Process | None) -> None:
         self._store = _find_store(group)
         self._rank = rank
-        self._round = _rounds.get(group, 0) + 1
-        _rounds[group] = self._round
+        # Counted there: a later process group of the same name has the same entries.
+        self._round = self._count(f"ultraep_comm/round/{rank}")
         self._group = group
         self._known = dict(_met.get(group, {}))
         self._unknown = deque(r for r in range(group.size()) if r not in self._known)
@@ -71,7 +70,7 @@ class Notices:
 
     def has_come(self, rank: int) -> bool:
         """Return whether a rank has come to this making, as far as is known."""
-        return self._get(self._place(rank)).partition("/")[0] == str(self._round)
+        return self._entry(rank)[0] >= self._round  # it may have gone on to the next
 
     def learn(self, processes: Iterable[Process]) -> None:
         """Take what all ranks have said of themselves in a step: the store is asked no more."""
@@ -91,11 +90,16 @@ class Notices:
         return sorted(self._known.items())
 
     def _read(self, rank: int) -> Process | None:
-        record = self._get(self._place(rank)).partition("/")[2]
+        number, record = self._entry(rank)
         try:
-            return Process.unpack(bytes.fromhex(record))
+            return Process.unpack(bytes.fromhex(record)) if number >= self._round else None
         except ValueError:
             return None
+
+    def _entry(self, rank: int) -> tuple[int, str]:
+        """Return the making that a rank has come to last, and its process's record."""
+        number, _, record = self._get(self._place(rank)).partition("/")
+        return int(number) if number.isdecimal() else -1, record
 
     def tell(self, rank: int, text: str, *, stuck: bool) -> None:
         """Tell all ranks which one failed, unless another failure of the kind was told before.
@@ -125,6 +129,15 @@ class Notices:
 
     def _key(self, stuck: bool) -> str:
         return f"ultraep_comm/{'stuck' if stuck else 'failed'}/{self._round}"
+
+    def _count(self, key: str) -> int:
+        """Add one to a number of the store, and return it."""
+        if self._store is not None:
+            try:
+                return int(self._store.add(key, 1))
+            except Exception:
+                self._store = None
+        return 0
 
     def _set(self, key: str, value: str) -> None:
         if self._store is not None:
