@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import select
 import socket
 import threading
 import time
@@ -383,64 +384,51 @@ def test_descriptors_that_are_never_passed_name_the_limit(
             assert "ulimit -n" in str(error)
 
 
-def test_few_descriptors_are_on_their_way_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank sends more than one that it has not received as many for."""
+def test_few_descriptors_are_on_their_way_at_a_time() -> None:
+    """A rank sends one more only when it has received as many; all the same all get theirs."""
+    num_ranks = 7
+    listeners = [Listener(rank) for rank in range(num_ranks)]
+    hellos = [Hello()] * num_ranks
     ends = [
-        Connections(Listener(rank), [Hello()] * 9, set(range(9)) - {rank}, 20.0, lambda: None)  # type: ignore[arg-type]
-        for rank in range(9)
+        Connections(x, hellos, [r for r in range(num_ranks) if r != x.rank], 0.3, lambda: None)
+        for x in listeners
     ]
-    for one in range(9):
+    for one in range(num_ranks):
         for other in range(one):
             ends[one]._sockets[other], ends[other]._sockets[one] = socket.socketpair()
-    lock, flying, most = threading.Lock(), 0, 0
-    send, receive = Connections.send_memory, Connections.receive_memory
-
-    def count_sent(self: Connections, peer: int, fd: int) -> bool:
-        nonlocal flying, most
-        with lock:
-            flying += 1
-            most = max(most, flying)
-        return send(self, peer, fd)
-
-    def count_received(self: Connections, peer: int) -> int:
-        nonlocal flying
-        fd = receive(self, peer)
-        with lock:
-            flying -= 1
-        return fd
-
-    monkeypatch.setattr(Connections, "send_memory", count_sent)
-    monkeypatch.setattr(Connections, "receive_memory", count_received)
-    taken: list[list[int]] = [[] for _ in range(9)]
+    fd = _memfd(4096)
+    taken: list[list[int]] = [[] for _ in range(num_ranks)]
     found: list[Exception] = []
 
     def run(rank: int) -> None:
-        fd = _memfd(4096)
-
         def take(peer: int, passed: int) -> None:
             taken[rank].append(peer)
             os.close(passed)
 
         try:
-            if rank == 4:
-                time.sleep(0.3)  # the others have to wait for it, and not send everything
             ends[rank].pass_memory(fd, take)
         except Exception as error:
             found.append(error)
-        finally:
-            os.close(fd)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(9)]
-    for thread in threads:
-        thread.start()
+    run(3)  # nobody sends anything to it
+    assert [str(error) for error in found] == ["rank 3: rank 0 passed no memory within 0.3 s"]
+    unread = [bool(select.select([ends[r].sockets[3]], [], [], 0)[0]) for r in (0, 1, 2, 4, 5, 6)]
+    assert unread == [False, False, False, True, False, False]
+    os.close(ends[4].receive_memory(3))
+
+    found.clear()
+    threads = []
+    for end in ends:
+        end._timeout = 20.0
+        threads.append(threading.Thread(target=run, args=(end._rank,)))
+        threads[-1].start()
     for thread in threads:
         thread.join()
-    for end in ends:
-        end._listener.close()
-        end.close()
+    for thing in (*ends, *listeners):
+        thing.close()
+    os.close(fd)
     assert not found
-    assert [sorted(peers) for peers in taken] == [[p for p in range(9) if p != r] for r in range(9)]
-    assert most <= 40  # of the 72 that are passed in all
+    assert [sorted(t) for t in taken] == [[p for p in range(num_ranks) if p != r] for r in range(7)]
 
 
 def test_a_caller_that_comes_all_the_time_hides_no_death(pair: Pair) -> None:
