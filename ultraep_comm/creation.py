@@ -34,6 +34,9 @@ def new_group(
 ) -> Group:
     """Make a group over a process group. Collective; several may live at once.
 
+    After Ctrl-C in it (KeyboardInterrupt) the process group can be used again only if no other
+    rank was interrupted in it too.
+
     Args:
         process_group: None: WORLD. Any backend that moves byte tensors.
         num_experts: E.

@@ -28,8 +28,14 @@ def watch_forks(thing: Inheritable) -> None:
 
 
 def _in_child() -> None:
+    failed: Exception | None = None
     for thing in list(_watched):
-        thing.leave_to_parent()
+        try:
+            thing.leave_to_parent()
+        except Exception as error:  # the others hold their parent's descriptors all the same
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -11,7 +11,6 @@ from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics.bootstrap import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
 from ultraep_comm.fabrics.connections import Listener
-from ultraep_comm.fabrics.liveness import pid_namespace
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.shm import ShmFabric, machine_id
 from ultraep_comm.group import Group
@@ -48,8 +47,6 @@ def make_shm_group(
             machine=machine_id(),
             token=listener.token,
             address=listener.address,
-            pid=os.getpid(),
-            pid_namespace=pid_namespace(),
             cost=options.calibration.constants(
                 "host", topology.num_ranks, cost_constants(num_cores)
             ),

@@ -53,9 +53,10 @@ class ProcessGroupLoads:
             return self._meeting.gather(counts)
         except BootstrapError as error:
             raise PeerGoneError(
-                f"rank {self._meeting.rank}: gather_load over the process group failed; has a rank"
-                " left it? Close the group and make a new one",
+                f"rank {self._meeting.rank}: gather_load over the process group failed ({error});"
+                " close the group and make a new one",
                 rank=self._meeting.rank,
+                peer=error.failed_rank,
             ) from error
 
     def leave(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,10 +17,16 @@ import torch
 import torch.distributed as dist
 
 
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, task: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     function, args = task
     try:
         pipe.send(("ok", function(rank, *args)))
@@ -36,6 +43,7 @@ def run_ranks(
     *args: Any,
     silent: tuple[int, ...] = (),
     timeout: float = 60,
+    hosted: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in new processes with a gloo process group as WORLD.
 
@@ -43,16 +51,18 @@ def run_ranks(
         folder: for the process group's file.
         silent: ranks that end, or hang, without a result; theirs is None.
         timeout: seconds for all of it.
+        hosted: the process group's store is in rank 0's process and ends with it; else in a file.
 
     Returns:
         The results by rank.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
+    store = f"tcp://127.0.0.1:{_free_port()}" if hosted else f"file://{folder / 'store'}"
     pipes, processes = [], []
     for rank in range(num_ranks):
         here, there = context.Pipe()
-        arguments = (rank, num_ranks, str(folder / "store"), there, (function, args))
+        arguments = (rank, num_ranks, store, there, (function, args))
         processes.append(context.Process(target=_serve, args=arguments))
         processes[-1].start()
         there.close()

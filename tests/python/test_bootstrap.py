@@ -20,9 +20,10 @@ from short_ranks import run_ranks
 
 import ultraep_comm as uec
 from ultraep_comm import errors, hosting
-from ultraep_comm.fabrics import bootstrap, connections, shm
+from ultraep_comm.fabrics import bootstrap, connections, liveness, notices, shm
 from ultraep_comm.fabrics.bootstrap import Hello, Meeting
 from ultraep_comm.fabrics.liveness import Process
+from ultraep_comm.loads import ProcessGroupLoads
 
 EXPERT = {"w": ((5000,), torch.uint8)}
 SOON = 5.0  # seconds; the process group's timeout is half an hour
@@ -55,6 +56,8 @@ def test_a_record_comes_back_as_it_was_sent() -> None:
         address=b"a" * 16,
         pid=77,
         pid_namespace=2**63,
+        boot=b"b" * 16,
+        start=2**64 - 1,
         cost=(1, 2, 3, 4, 100),
         values=(-5, 2**63 - 1),
         error="é" * 200,
@@ -79,8 +82,8 @@ def test_a_record_comes_back_as_it_was_sent() -> None:
         (64, b"\xff", "bad machine"),
         (63, b"\1", "bad machine"),
         (103, b"\xff", "bad pid"),
-        (112 + 7, b"\xff", "bad cost"),
-        (112 + 40, b"\xff", "bad error"),
+        (136 + 7, b"\xff", "bad cost"),
+        (136 + 40, b"\xff", "bad error"),
         (-1, b"\xff", "bad values"),
         (-5, b"\1", "bad values"),
     ],
@@ -136,6 +139,9 @@ def test_a_process_that_has_ended_is_seen() -> None:
     assert Process(process.boot, process.namespace, os.getpid(), process.start).has_ended()
     assert not Process(bytes(16), process.namespace, child, 1).has_ended()  # of another machine
     assert Process.unpack(b"") is None
+    with pytest.MonkeyPatch.context() as patched:  # a namespace that cannot be told is no other's
+        patched.setattr(liveness, "pid_namespace", lambda: 0)
+        assert not Process(process.boot, 0, child, 1).has_ended()
     os.close(ready)
     os.close(other)
 
@@ -202,6 +208,128 @@ def test_a_rank_that_dies_in_new_group_is_named_everywhere(tmp_path: Path, where
         assert "rank 1" in text
         assert seconds < SOON, text
         assert no_threads
+
+
+def _dies_with_the_store(rank: int, folder: Path, who: int, where: str) -> Any:
+    """Rank 0 hosts the store, and its process ends once it knows."""
+    if rank == who:
+        _before(where, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    error = raised(_make)
+    seconds = time.monotonic() - start
+    if rank == 0:
+        assert isinstance(error, errors.BootstrapError)
+        (folder / "named").write_text(str(error.failed_rank))
+        os.kill(os.getpid(), signal.SIGKILL)
+    end, named = start + SOON, ""
+    while who != 0 and not named and time.monotonic() < end:  # its ranks are ended with the test
+        named = (folder / "named").read_text() if (folder / "named").exists() else ""
+        time.sleep(0.02)
+    return type(error).__name__, str(error), getattr(error, "failed_rank", -9), seconds, named
+
+
+@pytest.mark.parametrize("where", ["exchange", "memory", "engine"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_death_is_named_without_a_store(tmp_path: Path, who: int, where: str) -> None:
+    results = run_ranks(
+        tmp_path,
+        3,
+        _dies_with_the_store,
+        tmp_path,
+        who,
+        where,
+        silent=(0,) if who == 0 else (0, 2),
+        hosted=True,
+    )
+    for rank in {1, 2} - {who}:
+        name, text, failed, seconds, named = results[rank]
+        assert name == "BootstrapError", text
+        assert failed == who, text
+        assert seconds < SOON
+        assert who == 0 or named == str(who)
+
+
+def _late(rank: int) -> Any:
+    """The store is asked for every rank that is there once, and no more once all have met."""
+    asked: list[str] = []
+    original = notices.Notices._get
+    notices.Notices._get = lambda self, key: asked.append(key) or original(self, key)  # type: ignore
+    if rank == 2:
+        time.sleep(1.5)
+    with _make():
+        first = [key for key in asked if "/here/" in key]
+        asked.clear()
+        if rank == 1:
+            time.sleep(1)
+        with _make():
+            return first, [key for key in asked if "/here/" in key]
+
+
+def test_the_store_is_asked_for_processes_until_all_have_met(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, 3, _late, hosted=True)
+    for rank, (first, later) in enumerate(results):
+        assert not later
+        for other in (0, 1):
+            assert first.count(f"ultraep_comm/here/{other}") == (rank != 2), first
+
+
+class _Group:
+    """A process group's place in a store, for its notices."""
+
+    def __init__(self, store: Any, num_ranks: int = 2) -> None:
+        self.store, self.num_ranks = store, num_ranks
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def _notices(store: Any, rank: int) -> notices.Notices:
+    return notices.Notices(_Group(store), rank, Process.this())  # type: ignore[arg-type]
+
+
+def test_a_later_process_group_of_the_same_name_has_its_own_notices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
+    store = dist.HashStore()
+    _notices(store, 1)
+    first = _notices(store, 0)
+    first.tell(1, "an old error", stuck=True)
+    assert first.failure(stuck=True) == (1, "an old error")
+    later = _notices(store, 0)
+    assert later.failure(stuck=True) is None
+    assert not later.has_come(1)
+    assert [rank for rank, _ in later.processes()] == [0]
+    _notices(store, 1)
+    assert later.has_come(1)
+    assert [rank for rank, _ in later.processes()] == [0, 1]
+
+
+def test_who_has_gone_on_to_the_next_making_has_come_to_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
+    store = dist.HashStore()
+    own = _notices(store, 0)
+    assert not own.has_come(1)
+    for _ in range(11):  # as numbers, not as texts
+        _notices(store, 1)
+        assert own.has_come(1)
+    for _ in range(9):
+        own = _notices(store, 0)
+        assert own.has_come(1)
+
+
+def test_loads_over_the_process_group_name_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        rank = 0
+
+        def gather(self, counts: torch.Tensor) -> torch.Tensor:
+            raise errors.BootstrapError("rank 0: rank 3 failed", failed_rank=3)
+
+    with pytest.raises(errors.PeerGoneError, match="rank 3") as caught:
+        ProcessGroupLoads(Broken()).exchange(torch.zeros(4))  # type: ignore[arg-type]
+    assert caught.value.peer == 3
 
 
 # ---- ranks that fail and live ------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
 from short_ranks import run_ranks
 
 import ultraep_comm as uec
-from ultraep_comm import Segment, errors
+from ultraep_comm import Segment, errors, forks
 
 E, S = 4, 1
 EXPERT = {"w": Segment((200, 300), torch.bfloat16)}
@@ -258,6 +258,23 @@ def test_forks_in_the_middle_of_calls_of_another_thread() -> None:
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_thing_that_fails_in_a_child_keeps_no_other_from_its_end() -> None:
+    class Thing:
+        def __init__(self, fails: bool) -> None:
+            self.fails, self.left = fails, 0
+
+        def leave_to_parent(self) -> None:
+            self.left += 1
+            if self.fails:
+                raise OSError("a descriptor that is not one (pretended)")
+
+    things = [Thing(fails) for fails in (True, False) * 4]
+    for thing in things:
+        forks.watch_forks(thing)
+    child = _fork(lambda: os._exit(sum(thing.left for thing in things)))
+    assert _ended(child) == len(things)
 
 
 def test_a_group_made_by_a_child_is_its_own() -> None:

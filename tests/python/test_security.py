@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import ast
 import contextlib
+import errno
 import fcntl
 import os
+import select
 import socket
 import threading
 import time
@@ -294,10 +296,194 @@ def test_exactly_one_descriptor_is_taken(pair: Pair, count: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+class Swap:
+    """Both ends of a pair pass memory."""
+
+    def __init__(self, pair: Pair, num_bytes: tuple[int, int] = (4096, 8192)) -> None:
+        self.pair, self.num_bytes = pair, num_bytes
+        self.sizes: list[int] = []
+        self.found: list[Exception] = []
+
+    def one(self, rank: int) -> None:
+        fd = _memfd(self.num_bytes[rank])
+        try:
+            self.pair.ends[rank].pass_memory(fd, self.take)
+        except Exception as error:
+            self.found.append(error)
+        finally:
+            os.close(fd)
+
+    def take(self, peer: int, fd: int) -> None:
+        self.sizes.append(os.fstat(fd).st_size)
+        os.close(fd)
+
+    def both(self) -> None:
+        threads = [threading.Thread(target=self.one, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def test_descriptors_are_passed_again_when_too_many_are_on_their_way(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.connect()
+    refused: list[int] = []
+    send = socket.send_fds
+
+    def send_later(*arguments: Any) -> int:
+        if len(refused) < 5:
+            refused.append(1)
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", send_later)
+    swap = Swap(pair)
+    swap.both()
+    assert not swap.found
+    assert sorted(swap.sizes) == [4096, 8192]
+
+
+def test_a_rank_receives_while_it_cannot_send(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are on their way to it are what keeps it from sending."""
+    pair.connect()
+    swap = Swap(pair)
+    fd = _memfd(8192)
+    assert pair.ends[1].send_memory(0, fd)
+    os.close(fd)
+    send = socket.send_fds
+
+    def send_when_received(*arguments: Any) -> int:
+        if not swap.sizes:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", send_when_received)
+    swap.one(0)
+    assert not swap.found
+    assert swap.sizes == [8192]
+
+
+def test_descriptors_that_are_never_passed_name_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    pair = Pair(timeout=0.5)
+    with contextlib.closing(pair):
+        pair.connect()
+        monkeypatch.setattr(socket, "send_fds", refuse)
+        swap = Swap(pair)
+        swap.both()
+        assert len(swap.found) == 2
+        for error in swap.found:
+            assert isinstance(error, OSError)
+            assert error.errno == errno.ETOOMANYREFS
+            assert "ulimit -n" in str(error)
+
+
+def test_few_descriptors_are_on_their_way_at_a_time() -> None:
+    """A rank sends one more only when it has received as many; all the same all get theirs."""
+    num_ranks = 7
+    listeners = [Listener(rank) for rank in range(num_ranks)]
+    hellos = [Hello()] * num_ranks
+    ends = [
+        Connections(x, hellos, [r for r in range(num_ranks) if r != x.rank], 0.3, lambda: None)
+        for x in listeners
+    ]
+    for one in range(num_ranks):
+        for other in range(one):
+            ends[one]._sockets[other], ends[other]._sockets[one] = socket.socketpair()
+    fd = _memfd(4096)
+    taken: list[list[int]] = [[] for _ in range(num_ranks)]
+    found: list[Exception] = []
+
+    def run(rank: int) -> None:
+        def take(peer: int, passed: int) -> None:
+            taken[rank].append(peer)
+            os.close(passed)
+
+        try:
+            ends[rank].pass_memory(fd, take)
+        except Exception as error:
+            found.append(error)
+
+    run(3)  # nobody sends anything to it
+    assert [str(error) for error in found] == ["rank 3: rank 0 passed no memory within 0.3 s"]
+    unread = [bool(select.select([ends[r].sockets[3]], [], [], 0)[0]) for r in (0, 1, 2, 4, 5, 6)]
+    assert unread == [False, False, False, True, False, False]
+    os.close(ends[4].receive_memory(3))
+
+    found.clear()
+    threads = []
+    for end in ends:
+        end._timeout = 20.0
+        threads.append(threading.Thread(target=run, args=(end._rank,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    for thing in (*ends, *listeners):
+        thing.close()
+    os.close(fd)
+    assert not found
+    assert [sorted(t) for t in taken] == [[p for p in range(num_ranks) if p != r] for r in range(7)]
+
+
+def test_a_caller_that_comes_all_the_time_hides_no_death(pair: Pair) -> None:
+    """Whether the peers live is looked at by the clock, not when nothing happens."""
+
+    def died() -> None:
+        raise errors.BootstrapError("rank 1 died")
+
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                pair.stranger().close()
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    pair.ends[0]._timeout = 4.0
+    pair.ends[0]._check = died
+    pair.ends[0]._checked = time.monotonic()
+    try:
+        with pytest.raises(errors.BootstrapError, match="rank 1 died"):
+            pair.ends[0].connect()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_close_within_a_close_closes_no_number_twice(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fork, or Ctrl-C, in the middle of it has it."""
+    pair.connect()
+    end = pair.ends[0]
+    end._processes[5] = os.dup(end._processes[1])
+    closed: list[int] = []
+    close = os.close
+
+    def close_again(fd: int) -> None:
+        closed.append(fd)
+        if len(closed) == 1:
+            end.close()
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_again)
+    end.close()
+    monkeypatch.undo()
+    assert len(closed) == len(set(closed)) == 2
+
+
 def test_descriptors_are_not_inherited_by_programs(pair: Pair) -> None:
     pair.connect()
     fd = _memfd(4096)
-    pair.ends[1].send_memory(fd)
+    assert pair.ends[1].send_memory(0, fd)
     passed = pair.ends[0].receive_memory(1)
     kept = [passed, pair.ends[0].sockets[1], pair.ends[0].processes[1]]
     assert not any(os.get_inheritable(one) for one in kept)

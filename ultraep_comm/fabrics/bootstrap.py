@@ -3,7 +3,9 @@
 Making a group is a row of steps, each a collective of the process group. A rank that fails between
 two of them says so in its record of the next, and so all ranks raise at the same step, and the
 process group can be used again. A rank that dies, or cannot take part in the next step, is known
-from its process or from a notice, and nobody waits for it until the process group's timeout.
+from its process or from a notice, and nobody waits for it until the process group's timeout. Only
+what the backend does before it returns a step's work is not watched: NCCL's setting up of its
+communicator, in the first collective of a process group, waits for all ranks by NCCL's own rules.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.errors import BootstrapError
-from ultraep_comm.fabrics.notices import MAX_TEXT, Notices, clip
+from ultraep_comm.fabrics.liveness import Process
+from ultraep_comm.fabrics.notices import MAX_TEXT, Notices, clip, this_process
 
 MAGIC = b"UEPCOMM1"
 VERSION = 2
@@ -29,8 +32,8 @@ MOST_COST = 2**53
 MAX_VALUES = 128
 _FAILED, _ECHO = 1, 2
 # magic, version, flags, rank, number of ranks, digest, machine and its length, token, address, pid
-# and its namespace, cost, text and its length, the step's values and their number
-_RECORD = struct.Struct(f"<8sIIii Q 32sI 16s 16s iQ 5q {MAX_TEXT}sI {8 * MAX_VALUES}sI")
+# with its namespace, boot and start, cost, text and its length, the step's values and their number
+_RECORD = struct.Struct(f"<8sIIii Q 32sI 16s 16s iQ16sQ 5q {MAX_TEXT}sI {8 * MAX_VALUES}sI")
 _LOOK = 0.1  # seconds between two looks at the ranks' processes and notices
 _GRACE = 0.5  # seconds in which a step may still end, or a death be seen, once a rank has gone
 
@@ -48,8 +51,10 @@ class Hello:
         machine: names the machine and network namespace: peers with equal values can connect.
         token: random, proves a connection to be from this rank of this group.
         address: random, where this rank listens.
-        pid: process id, 0: not told.
+        pid: process id, 0: not told. It and the next three are filled in by a meeting.
         pid_namespace: in which it counts.
+        boot: names the boot of the machine.
+        start: when the process began, in clock ticks since the boot.
         cost: the cost model's constants, used from rank 0.
         values: of a step that exchanges numbers, at most MAX_VALUES.
         error: why this rank cannot take part, shortened; empty: it can.
@@ -63,6 +68,8 @@ class Hello:
     address: bytes = bytes(16)
     pid: int = 0
     pid_namespace: int = 0
+    boot: bytes = bytes(16)
+    start: int = 0
     cost: tuple[int, ...] = (0, 0, 0, 0, 0)
     values: tuple[int, ...] = ()
     error: str = ""
@@ -85,6 +92,8 @@ class Hello:
             self.address,
             self.pid,
             self.pid_namespace,
+            self.boot,
+            self.start,
             *self.cost,
             text,
             len(text),
@@ -112,7 +121,8 @@ class Hello:
                 f"rank {rank} sent record version {version}, this rank has {VERSION}; install the"
                 " same version of ultraep_comm everywhere"
             )
-        token, address, pid, pid_namespace, *cost, text, text_bytes, values, num_values = rest
+        token, address, pid, pid_namespace, boot, start, *cost, text, text_bytes = rest[:-2]
+        values, num_values = rest[-2:]
         wrong = [
             name
             for name, right in (
@@ -139,6 +149,8 @@ class Hello:
             address=address,
             pid=pid,
             pid_namespace=pid_namespace,
+            boot=boot,
+            start=start,
             cost=tuple(cost),
             values=struct.unpack_from(f"<{num_values}q", values),
             error=text[:text_bytes].decode(),
@@ -178,8 +190,10 @@ class Meeting:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        self._notices = Notices(group, self.rank)
+        self._process = this_process()
+        self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
+        self._end: tuple[int, str] | None = None  # the first that was seen to end; others follow
         self._depth = 0  # of makings
         self._open = False  # the peers are still to take a step with this rank
         self._left: object = None  # the step in which this rank has said that it failed
@@ -225,6 +239,15 @@ class Meeting:
         self._notices.tell(self.rank, text, stuck=False)
 
     def _record(self, hello: Hello) -> torch.Tensor:
+        mine = self._process
+        if mine is not None:
+            hello = replace(
+                hello,
+                pid=mine.pid,
+                pid_namespace=mine.namespace,
+                boot=mine.boot,
+                start=mine.start,
+            )
         return torch.frombuffer(bytearray(hello.pack(self.rank, self.num_ranks)), dtype=torch.uint8)
 
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -273,6 +296,9 @@ class Meeting:
         end = time.monotonic() + _GRACE
         while (failure := self._find_failure(in_step=True)) is None and time.monotonic() < end:
             time.sleep(0.01)
+        if failure is not None:
+            # If this process ends of it, all others have seen who was the first.
+            time.sleep(3 * _LOOK)
         if failure is None:
             absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
             who = f"; not seen here: ranks {absent}" if absent and self._notices.works else ""
@@ -298,13 +324,14 @@ class Meeting:
         None: nothing is known. ``in_step``: a rank that failed and lives takes its part in the step
         after this one, and says so there.
         """
-        found = self._notices.failure(stuck=True)
+        if self._end is None:
+            self._end = self._notices.failure(stuck=True)
+        found = self._end
         if found is None and not in_step:
             found = self._notices.failure(stuck=False)
-        for rank in range(self.num_ranks) if found is None else ():
-            process = self._notices.process_of(rank)
-            if process is not None and process.has_ended():
-                found = rank, f"its process (pid {process.pid}) has ended"
+        for rank, process in self._notices.processes() if found is None else ():
+            if process.has_ended():
+                found = self._end = rank, f"its process (pid {process.pid}) has ended"
                 break
         if found is None:
             return None
@@ -371,6 +398,9 @@ class Meeting:
             Hello.unpack(data[r * size : (r + 1) * size], r, self.num_ranks)
             for r in range(self.num_ranks)
         ]
+        self._notices.learn(
+            Process(peer.boot, peer.pid_namespace, peer.pid, peer.start) for peer in hellos
+        )
         failed = [rank for rank, peer in enumerate(hellos) if peer.failed]
         if not failed:
             return hellos

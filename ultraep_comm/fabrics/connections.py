@@ -19,7 +19,9 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from ultraep_comm.errors import BootstrapError
 from ultraep_comm.fabrics.bootstrap import Hello
@@ -33,6 +35,7 @@ _MEMORY = b"M"
 STRANGER_SECONDS = 5.0  # in which a caller has to prove who it is
 MAX_STRANGERS = 16  # callers that have not done so, at a time
 _SLICE = 0.05  # seconds between two looks at whether the peers still live
+_PAUSE = 0.001  # seconds, at first, before one tries again to pass a descriptor
 SPARE_DESCRIPTORS = MAX_STRANGERS + 4  # for callers, this rank's memory, and one that arrives
 
 
@@ -140,6 +143,7 @@ class Connections:
         self._sockets: dict[int, socket.socket] = {}
         self._processes: dict[int, int] = {}
         self._callers: list[_Caller] = []
+        self._checked = 0.0
         watch_forks(self)
 
     @property
@@ -239,9 +243,10 @@ class Connections:
         for caller in self._callers:
             poll.register(caller.socket, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(1000 * seconds)}
-        if not ready:
-            self._check()
         now = time.monotonic()
+        if now - self._checked >= _SLICE:  # by the clock: strangers may call all the time
+            self._checked = now
+            self._check()
         for caller in list(self._callers):
             if caller.socket.fileno() in ready:
                 self._read(caller)
@@ -327,36 +332,86 @@ class Connections:
 
     # ---- passing memory -------------------------------------------------------------------
 
-    def send_memory(self, fd: int) -> None:
-        """Pass a descriptor to every peer.
+    def pass_memory(self, fd: int, take: Callable[[int, int], None]) -> None:
+        """Pass a descriptor to every peer, and take theirs.
+
+        The kernel bounds how many descriptors of a user are on their way. So each rank begins with
+        the next one, and has received as many as it has sent before it sends one more.
+
+        Args:
+            fd: this rank's.
+            take: called with a peer and its descriptor, which it owns.
 
         Raises:
-            BootstrapError: a peer is gone.
+            BootstrapError: a peer failed, or passed something else, or nothing in time.
+            OSError: a connection failed, or too many descriptors were on their way all the time.
         """
-        for peer, connection in self._sockets.items():
+        end, pause = time.monotonic() + self._timeout, _PAUSE
+        unsent = deque(sorted(self._peers, key=lambda peer: (peer < self._rank, peer)))
+        awaited = set(self._peers)
+        while unsent or awaited:
+            may_send = bool(unsent) and len(unsent) >= len(awaited)
+            sent = may_send and self.send_memory(unsent[0], fd)
+            if sent:
+                unsent.popleft()
+            ready = self._speaking(awaited, 0 if sent else pause if may_send else _SLICE)
+            for peer in ready:
+                take(peer, self.receive_memory(peer))
+                awaited.remove(peer)
+            if sent or ready:
+                end, pause = time.monotonic() + self._timeout, _PAUSE
+                continue
+            self._check()
+            pause = min(2 * pause, _SLICE)
+            if time.monotonic() > end:
+                self._raise_stuck(may_send, awaited)
+
+    def _speaking(self, peers: set[int], seconds: float) -> list[int]:
+        """Wait until peers have sent something, no longer than that, and return who has."""
+        poll = select.poll()
+        by_socket = {self._sockets[peer].fileno(): peer for peer in peers}
+        for fd in by_socket:
+            poll.register(fd, select.POLLIN)
+        return [by_socket[fd] for fd, _ in poll.poll(1000 * seconds)]
+
+    def _raise_stuck(self, may_send: bool, awaited: set[int]) -> NoReturn:
+        if may_send:
+            raise OSError(
+                errno.ETOOMANYREFS,
+                f"for {self._timeout:g} s too many descriptors were on their way between processes"
+                " of this user; raise the limit with ulimit -n",
+            )
+        peer = min(awaited)
+        raise BootstrapError(
+            f"rank {self._rank}: rank {peer} passed no memory within {self._timeout:g} s",
+            failed_rank=peer,
+        )
+
+    def send_memory(self, peer: int, fd: int) -> bool:
+        """Pass a descriptor to a peer. False: too many are on their way; try again.
+
+        Raises:
+            BootstrapError: the peer is gone.
+        """
+        try:
             with self._talking_to(peer):
-                socket.send_fds(connection, [_MEMORY], [fd])
+                socket.send_fds(self._sockets[peer], [_MEMORY], [fd])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return False
+        return True
 
     def receive_memory(self, peer: int) -> int:
-        """Return the one descriptor that a peer passes; the caller owns it.
+        """Return the one descriptor that a peer has passed; the caller owns it.
 
         Raises:
             BootstrapError: the peer failed, or passed something else.
             OSError: the connection failed.
         """
-        connection, end = self._sockets[peer], time.monotonic() + self._timeout
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        while not poll.poll(1000 * _SLICE):
-            self._check()
-            if time.monotonic() > end:
-                raise BootstrapError(
-                    f"rank {self._rank}: rank {peer} passed no memory within {self._timeout:g} s",
-                    failed_rank=peer,
-                )
         size = array.array("i").itemsize
         with self._talking_to(peer):
-            data, parts, flags, _ = connection.recvmsg(
+            data, parts, flags, _ = self._sockets[peer].recvmsg(
                 len(_MEMORY), socket.CMSG_SPACE(8 * size), socket.MSG_CMSG_CLOEXEC
             )
         passed = array.array("i")
@@ -391,12 +446,11 @@ class Connections:
 
     def close(self) -> None:
         """Close the connections: peers see that this rank is gone."""
-        for caller in self._callers:
-            caller.socket.close()
-        for connection in self._sockets.values():
-            connection.close()
-        for fd in self._processes.values():
-            os.close(fd)
+        for connection in [c.socket for c in self._callers] + list(self._sockets.values()):
+            connection.close()  # which does nothing the second time
+        while self._processes:
+            # Taken out first: Ctrl-C or a fork here must not have a number closed twice, which may
+            # be another file's by then.
+            os.close(self._processes.popitem()[1])
         self._callers.clear()
         self._sockets.clear()
-        self._processes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 _RECORD = struct.Struct("<16sQiQ")  # boot, pid namespace, pid, start
@@ -47,7 +48,7 @@ class Process:
     def has_ended(self) -> bool:
         """Return whether it is known to have ended; of other machines nothing is known."""
         try:
-            if self.boot != boot_id() or self.namespace != pid_namespace():
+            if self.boot != boot_id() or not self.namespace == pid_namespace() != 0:
                 return False
         except OSError:
             return False
@@ -64,6 +65,7 @@ class Process:
         return state in "ZX" or (start != 0 and self.start not in (0, start))
 
 
+@lru_cache(1)
 def boot_id() -> bytes:
     """Name this boot of this machine."""
     text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -73,9 +75,15 @@ def boot_id() -> bytes:
 def pid_namespace() -> int:
     """Name the namespace of process numbers; 0: it cannot be told."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return _pid_namespace(os.getpid())
     except OSError:
         return 0
+
+
+@lru_cache(1)
+def _pid_namespace(pid: int) -> int:
+    """Return it for the calling process ``pid``: a child may be the first of a new namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:

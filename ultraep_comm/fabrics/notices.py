@@ -4,10 +4,15 @@ A collective of the process group waits for every rank. One that has died, or le
 others there until the group's timeout. The store by which the ranks of a process group have found
 each other is still there then, and holds two kinds of entries: the process of each rank that came,
 and the first failure. Without a store nothing is told, and the process group's own errors remain.
+
+The store ends with the rank that hosts it. So the ranks tell each other their processes in their
+first step too, and from then on deaths are seen without it, in later makings as well.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +21,8 @@ import torch.distributed as dist
 from ultraep_comm.fabrics.liveness import Process
 
 MAX_TEXT = 256  # bytes
-_rounds: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_ASK = 16  # ranks per look that the store is asked for: all of many ranks would clog it
+_met: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
 
 
 def clip(text: str) -> bytes:
@@ -32,11 +38,12 @@ def _find_store(group: dist.ProcessGroup) -> Any:
         return None
 
 
-def _this_process() -> str:
+def this_process() -> Process | None:
+    """Return the calling process; None: no descriptor is left to find out, as a step will say."""
     try:
-        return Process.this().pack().hex()
-    except OSError:  # no descriptor is left to find out; the next step says so
-        return ""
+        return Process.this()
+    except OSError:
+        return None
 
 
 class Notices:
@@ -45,13 +52,16 @@ class Notices:
     Every rank makes the same groups over a process group, so that their numbers agree.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, process: Process | None) -> None:
         self._store = _find_store(group)
         self._rank = rank
-        self._round = _rounds.get(group, 0) + 1
-        _rounds[group] = self._round
-        self._known: dict[int, Process] = {}
-        self._set(self._place(rank), f"{self._round}/{_this_process()}")
+        # Counted there: a later process group of the same name has the same entries.
+        self._round = self._count(f"ultraep_comm/round/{rank}")
+        self._group = group
+        self._known = dict(_met.get(group, {}))
+        self._unknown = deque(r for r in range(group.size()) if r not in self._known)
+        own = "" if process is None else process.pack().hex()
+        self._set(self._place(rank), f"{self._round}/{own}")
 
     @property
     def works(self) -> bool:
@@ -60,19 +70,36 @@ class Notices:
 
     def has_come(self, rank: int) -> bool:
         """Return whether a rank has come to this making, as far as is known."""
-        return self._get(self._place(rank)).partition("/")[0] == str(self._round)
+        return self._entry(rank)[0] >= self._round  # it may have gone on to the next
 
-    def process_of(self, rank: int) -> Process | None:
-        """Return the process of a rank; None: not known."""
-        if rank not in self._known:
-            record = self._get(self._place(rank)).partition("/")[2]
-            try:
-                process = Process.unpack(bytes.fromhex(record))
-            except ValueError:
-                process = None
-            if process is not None:
+    def learn(self, processes: Iterable[Process]) -> None:
+        """Take what all ranks have said of themselves in a step: the store is asked no more."""
+        self._known = {rank: p for rank, p in enumerate(processes) if p.pid > 0}
+        self._unknown.clear()
+        _met[self._group] = self._known
+
+    def processes(self) -> list[tuple[int, Process]]:
+        """Return the ranks' processes, by rank, as far as they are known."""
+        for _ in range(min(_ASK, len(self._unknown))):
+            rank = self._unknown.popleft()
+            process = self._read(rank)
+            if process is None:
+                self._unknown.append(rank)
+            else:
                 self._known[rank] = process
-        return self._known.get(rank)
+        return sorted(self._known.items())
+
+    def _read(self, rank: int) -> Process | None:
+        number, record = self._entry(rank)
+        try:
+            return Process.unpack(bytes.fromhex(record)) if number >= self._round else None
+        except ValueError:
+            return None
+
+    def _entry(self, rank: int) -> tuple[int, str]:
+        """Return the making that a rank has come to last, and its process's record."""
+        number, _, record = self._get(self._place(rank)).partition("/")
+        return int(number) if number.isdecimal() else -1, record
 
     def tell(self, rank: int, text: str, *, stuck: bool) -> None:
         """Tell all ranks which one failed, unless another failure of the kind was told before.
@@ -102,6 +129,15 @@ class Notices:
 
     def _key(self, stuck: bool) -> str:
         return f"ultraep_comm/{'stuck' if stuck else 'failed'}/{self._round}"
+
+    def _count(self, key: str) -> int:
+        """Add one to a number of the store, and return it."""
+        if self._store is not None:
+            try:
+                return int(self._store.add(key, 1))
+            except Exception:
+                self._store = None
+        return 0
 
     def _set(self, key: str, value: str) -> None:
         if self._store is not None:

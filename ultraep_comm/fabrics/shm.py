@@ -207,10 +207,11 @@ class ShmFabric:
             self._meeting.agree(error)  # nobody waits for the descriptor of a rank without memory
             try:
                 mappings[self._rank] = _core.map_shared(fd, num_bytes)
-                self._connections.send_memory(fd)
-                for peer in self._peers:
-                    passed = self._connections.receive_memory(peer)
+
+                def take(peer: int, passed: int) -> None:
                     mappings[peer] = map_peer(passed, self._rank, peer, num_bytes)
+
+                self._connections.pass_memory(fd, take)
             except EchoError as told:
                 failure = told
             except BootstrapError as trouble:
