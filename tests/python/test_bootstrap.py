@@ -320,6 +320,25 @@ def test_who_has_gone_on_to_the_next_making_has_come_to_this_one(
         assert own.has_come(1)
 
 
+def test_a_rank_without_the_store_for_a_while_is_not_behind_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that has no descriptor left for the store's file."""
+    monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
+    store = dist.HashStore()
+    groups: list[Any] = [_Group(store), _Group(store)]
+    for making in range(4):
+        both = []
+        for rank, group in enumerate(groups):
+            group.store = None if rank == 1 and making < 2 else store
+            both.append(notices.Notices(group, rank, Process.this()))
+    first, second = both
+    assert first.has_come(1)
+    assert second.has_come(0)
+    first.tell(0, "an error", stuck=False)
+    assert second.failure(stuck=False) == (0, "an error")
+
+
 def test_loads_over_the_process_group_name_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         rank = 0

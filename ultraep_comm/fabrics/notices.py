@@ -23,6 +23,9 @@ from ultraep_comm.fabrics.liveness import Process
 MAX_TEXT = 256  # bytes
 _ASK = 16  # ranks per look that the store is asked for: all of many ranks would clog it
 _met: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
+# Of each process group: its number among those that had the same entries, and makings so far.
+_lives: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_makings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def clip(text: str) -> bytes:
@@ -55,13 +58,12 @@ class Notices:
     def __init__(self, group: dist.ProcessGroup, rank: int, process: Process | None) -> None:
         self._store = _find_store(group)
         self._rank = rank
-        # Counted there: a later process group of the same name has the same entries.
-        self._round = self._count(f"ultraep_comm/round/{rank}")
         self._group = group
+        self._round = self._count_making()
         self._known = dict(_met.get(group, {}))
         self._unknown = deque(r for r in range(group.size()) if r not in self._known)
         own = "" if process is None else process.pack().hex()
-        self._set(self._place(rank), f"{self._round}/{own}")
+        self._set(self._place(rank), f"{self._name}/{own}")
 
     @property
     def works(self) -> bool:
@@ -96,10 +98,13 @@ class Notices:
         except ValueError:
             return None
 
-    def _entry(self, rank: int) -> tuple[int, str]:
+    def _entry(self, rank: int) -> tuple[tuple[int, int], str]:
         """Return the making that a rank has come to last, and its process's record."""
-        number, _, record = self._get(self._place(rank)).partition("/")
-        return int(number) if number.isdecimal() else -1, record
+        numbers, _, record = self._get(self._place(rank)).partition("/")
+        life, _, making = numbers.partition("-")
+        if not (life.isdecimal() and making.isdecimal()):
+            return (-1, -1), record
+        return (int(life), int(making)), record
 
     def tell(self, rank: int, text: str, *, stuck: bool) -> None:
         """Tell all ranks which one failed, unless another failure of the kind was told before.
@@ -128,16 +133,26 @@ class Notices:
         return f"ultraep_comm/here/{rank}"
 
     def _key(self, stuck: bool) -> str:
-        return f"ultraep_comm/{'stuck' if stuck else 'failed'}/{self._round}"
+        return f"ultraep_comm/{'stuck' if stuck else 'failed'}/{self._name}"
 
-    def _count(self, key: str) -> int:
-        """Add one to a number of the store, and return it."""
-        if self._store is not None:
+    @property
+    def _name(self) -> str:
+        return f"{self._round[0]}-{self._round[1]}"
+
+    def _count_making(self) -> tuple[int, int]:
+        """Return the number of this making, which is the same on all ranks.
+
+        Lives are counted in the store: a later process group of the same name has the same entries.
+        Makings are not: a rank that cannot reach the store in one would be behind for ever.
+        """
+        group = self._group
+        _makings[group] = _makings.get(group, 0) + 1
+        if group not in _lives and self._store is not None:
             try:
-                return int(self._store.add(key, 1))
+                _lives[group] = int(self._store.add(f"ultraep_comm/lives/{self._rank}", 1))
             except Exception:
                 self._store = None
-        return 0
+        return _lives.get(group, 0), _makings[group]
 
     def _set(self, key: str, value: str) -> None:
         if self._store is not None:
