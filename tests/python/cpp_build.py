@@ -84,12 +84,12 @@ class CppBuild:
             self._built.add((preset, *targets))
         return folder
 
-    def build_early(self, preset: str, *targets: str) -> bool:
-        """Build with what other programs leave of the cores; False: it was stopped, or failed."""
+    def build_early(self, preset: str, *targets: str) -> None:
+        """Build with what other programs leave of the cores, until it fails or is stopped."""
         with self._locks[preset]:
             for command in self._commands(preset, *targets):
                 if self._stopped:
-                    return False
+                    return
                 self._early = subprocess.Popen(
                     ["nice", "-n", "19", *command],
                     cwd=ROOT,
@@ -97,8 +97,7 @@ class CppBuild:
                     stderr=subprocess.DEVNULL,
                 )
                 if self._early.wait() != 0:
-                    return False
-        return True
+                    return
 
     def stop_early(self) -> None:
         self._stopped = True

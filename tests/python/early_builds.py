@@ -24,8 +24,7 @@ class EarlyBuilds:
 
     def _build(self) -> None:
         for preset, *targets in self._wanted:
-            if not self._cpp.build_early(preset, *targets):
-                return
+            self._cpp.build_early(preset, *targets)
 
     def stop(self) -> None:
         self._cpp.stop_early()
