@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +89,9 @@ class IdleDevice:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether it came from :meth:`empty`."""
         return tensor.data_ptr() in self._addresses
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nobody frees memory."""
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy."""

@@ -101,12 +101,13 @@ void bind_cuda_stages(nb::module_& m) {
           "target_ppm"_a, "costs"_a.none(), "stream"_a)
       .def("reroute",
            [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-              uint64_t home_quota, uint64_t ids, uint64_t out, int64_t num_ids, int32_t id_bytes,
-              uint64_t stream) {
+              uint64_t home_quota, uint64_t home, uint64_t ids, uint64_t out, int64_t num_ids,
+              int32_t id_bytes, uint64_t stream) {
              s.reroute(RerouteCall{.load = load,
                                    .slot_expert = slot_expert,
                                    .slot_quota = slot_quota,
                                    .home_quota = home_quota,
+                                   .home = home,
                                    .routing = Routing::kIds,
                                    .from = ids,
                                    .to = out,
@@ -116,12 +117,14 @@ void bind_cuda_stages(nb::module_& m) {
            })
       .def("reroute_map",
            [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-              uint64_t home_quota, uint64_t map, uint64_t out, int64_t num_tokens, uint64_t probs,
-              uint64_t physical_probs, int32_t prob_bytes, uint64_t instances, uint64_t stream) {
+              uint64_t home_quota, uint64_t home, uint64_t map, uint64_t out, int64_t num_tokens,
+              uint64_t probs, uint64_t physical_probs, int32_t prob_bytes, uint64_t instances,
+              uint64_t stream) {
              s.reroute(RerouteCall{.load = load,
                                    .slot_expert = slot_expert,
                                    .slot_quota = slot_quota,
                                    .home_quota = home_quota,
+                                   .home = home,
                                    .routing = Routing::kMap,
                                    .from = map,
                                    .to = out,
@@ -149,6 +152,7 @@ void bind_cuda_stages(nb::module_& m) {
           "fields"_a, "in_use"_a, "generation"_a, "tag"_a, "stream"_a)
       .def("is_capturing",
            [](const Stages& s, uint64_t stream) { return s.is_capturing(at<void>(stream)); })
+      .def_prop_ro("has_captured", &Stages::has_captured)
       .def("await_idle",
            [](const Stages& s) {
              return interruptible([&](auto&& interrupted) { return s.await_idle(interrupted); });

@@ -124,7 +124,8 @@ void bind_reroute(nb::module_& m) {
       .value("BAD_SLOT", RerouteFault::kBadSlot)
       .value("QUOTA_MISMATCH", RerouteFault::kQuotaMismatch)
       .value("ID_OUT_OF_RANGE", RerouteFault::kIdOutOfRange)
-      .value("COUNT_MISMATCH", RerouteFault::kCountMismatch);
+      .value("COUNT_MISMATCH", RerouteFault::kCountMismatch)
+      .value("OTHER_HOME", RerouteFault::kOtherHome);
   nb::class_<RerouteStatus>(m, "RerouteStatus")
       .def_ro("fault", &RerouteStatus::fault)
       .def_ro("expert", &RerouteStatus::expert)

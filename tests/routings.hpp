@@ -15,10 +15,12 @@
 struct RoutingCase {
   PlanCase group;
   std::vector<int32_t> load, slot_quota, home_quota, main_id, slot_id;
+  std::vector<int32_t> home;  // that the plan was made for; empty: the group's
   int32_t per_rank = 0, source = 0;
 
   uec::QuotaPlan plan() const {
-    return {load.data(), group.slot_expert.data(), slot_quota.data(), home_quota.data()};
+    return {load.data(), group.slot_expert.data(), slot_quota.data(), home_quota.data(),
+            home.empty() ? nullptr : home.data()};
   }
   uec::InstanceIds ids() const { return {per_rank, main_id.data(), slot_id.data()}; }
   const int32_t* row() const { return load.data() + int64_t{source} * group.num_experts; }
@@ -53,6 +55,8 @@ inline void draw_plan(RoutingCase& c, Random& random, int32_t most) {
     if (draw(random, 0, 3) != 0)
       group.place(draw(random, 0, 1) == 0 ? hot : draw(random, 0, num_experts - 1),
                   draw(random, 0, num_ranks - 1));
+  c.home.clear();
+  if (draw(random, 0, 1) == 0) c.home = group.home;
   c.load.clear();
   for (int32_t i = 0; i < num_ranks * num_experts; ++i)
     c.load.push_back(draw(random, 0, 3) == 0 ? 0 : draw(random, 0, most));
@@ -78,7 +82,10 @@ inline void break_plan(RoutingCase& c, Random& random) {
     return values[draw(random, 0, static_cast<int32_t>(values.size()) - 1)];
   };
   for (int32_t times = draw(random, 1, 2); times > 0; --times) {
-    switch (draw(random, 0, 5)) {
+    switch (draw(random, 0, 6)) {
+      case 6:
+        if (!c.home.empty()) any(c.home) = draw(random, -1, c.group.num_ranks);
+        break;
       case 0:
         any(c.load) = draw(random, -3, 3);
         break;

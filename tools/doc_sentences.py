@@ -415,6 +415,9 @@ NO_RESULTS: dict[str, list[str]] = {
         "without the call itself, 100 us",
         # inputs and targets
         "max(1.10 T*, T* + 8 us)",
+        "25 us for 64/256/2, 20 us for 64/128/2",
+        "schedule and shares: 8 us more",
+        "reroute of 8192 x 8: 15 us",
         "one expert with 90% of the load; 90% on the experts of one rank",
         "the first quarter of the experts 10 times as hot",
     ],

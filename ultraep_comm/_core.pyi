@@ -37,6 +37,7 @@ class RerouteFault(enum.Enum):
     rank has already. QUOTA_MISMATCH: the quotas of `expert` sum to `counted`, its load to
     `expected`. ID_OUT_OF_RANGE: `topk_ids` has `value` at the flat index `position`.
     COUNT_MISMATCH: the routing has `expert` `counted` times, `load[rank]` says `expected`.
+    OTHER_HOME: the plan has `expert` at home on rank `value`, the group elsewhere.
     """
 
     NONE = 0
@@ -45,6 +46,7 @@ class RerouteFault(enum.Enum):
     QUOTA_MISMATCH = 3
     ID_OUT_OF_RANGE = 4
     COUNT_MISMATCH = 5
+    OTHER_HOME = 6
 
 class RerouteStatus:
     """The first fault found, or NONE; fields that the fault does not name are -1."""
@@ -363,6 +365,7 @@ class CudaLauncherConfig:
         driver: CudaDriver,
         context: int,
         stream: int,
+        captured_stream: int,
         kernel: int,
         reduce: int,
         notice: int,
@@ -493,6 +496,7 @@ class CudaStages:
         slot_expert: int,
         slot_quota: int,
         home_quota: int,
+        home: int,
         ids: int,
         out: int,
         num_ids: int,
@@ -505,6 +509,7 @@ class CudaStages:
         slot_expert: int,
         slot_quota: int,
         home_quota: int,
+        home: int,
         routing_map: int,
         out: int,
         num_tokens: int,
@@ -524,6 +529,8 @@ class CudaStages:
     ) -> None:
         """Copy `fields` (to, from, words), or clear `in_use` for generation 0."""
     def is_capturing(self, stream: int) -> bool: ...
+    @property
+    def has_captured(self) -> bool: ...
     def await_idle(self) -> bool: ...
     def take_faults(self) -> CudaStageFaults | None: ...
 

@@ -53,7 +53,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
         return tracing_calls.gather_load(topk_ids, group)
     group._check_open("gather_load")
     t = group.topology
-    counts = torch.empty(t.num_experts, dtype=torch.int32)
+    counts = torch.empty(t.num_experts, dtype=torch.int32, device="cpu")
     if group._loads is not None:
         return _exchange(topk_ids, counts, group, group._loads)
     if group._device is not None:
@@ -63,7 +63,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     except Exception as error:
         group._reject(error)
         raise
-    table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32)
+    table = torch.empty((t.num_ranks, t.num_experts), dtype=torch.int32, device="cpu")
     engine = group._engine
     assert isinstance(engine, _core.Engine)  # other groups have an exchange of their own
     try:
@@ -156,7 +156,7 @@ def _gather_on_device(topk_ids: torch.Tensor, group: Group, device: Device) -> t
     except BaseException as error:
         group._broke_off(error)
         raise
-    return torch.empty(load.shape, dtype=torch.int32).copy_(load)
+    return torch.empty(load.shape, dtype=torch.int32, device="cpu").copy_(load)
 
 
 def _exchange(
@@ -240,7 +240,7 @@ def replicate_experts(
         GroupClosedError: the group is closed or failed earlier.
         DeviceError: the CUDA driver refused the call.
         UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
-            the addresses of the weights are on the CPU.
+            the addresses of the weights are on the CPU, or the handle's save was not captured.
         TransferError: the call failed.
     """
     if torch.compiler.is_dynamo_compiling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from ultraep_comm import hosting
@@ -68,7 +69,8 @@ def new_group(
         CalibrationError: rank 0's file of measured costs is not one of this machine.
     """
     meeting = Meeting(process_group)
-    with meeting.making():
+    # Memory that lasts is used outside of an inference mode too.
+    with torch.inference_mode(False), meeting.making():
         error: Exception | None = None
         options = topology = None
         try:
@@ -163,8 +165,14 @@ def new_loopback_groups(
     )
     _prepare_recording(options, topology)
     run = new_run()
-    if engine == "host":
-        return _recorded(hosting.make_loopback_groups(options, topology), options, run)
+    with torch.inference_mode(False):  # as in new_group
+        groups = _make_loopback_groups(options, topology)
+    return _recorded(groups, options, run)
+
+
+def _make_loopback_groups(options: Options, topology: Topology) -> list[Group]:
+    if options.engine == "host":
+        return hosting.make_loopback_groups(options, topology)
     from ultraep_comm.cuda import making
     from ultraep_comm.cuda.device import find_device
     from ultraep_comm.cuda.kernels import load_kernels
@@ -173,11 +181,11 @@ def new_loopback_groups(
         device = find_device()
         kernels = load_kernels(device, None)
     except UnsupportedError:
-        if engine == "cuda":
+        if options.engine == "cuda":
             raise
-        return _recorded(hosting.make_loopback_groups(options, topology), options, run)
+        return hosting.make_loopback_groups(options, topology)
     options.refuse_check()
-    return _recorded(making.make_loopback_groups(options, topology, device, kernels), options, run)
+    return making.make_loopback_groups(options, topology, device, kernels)
 
 
 def _prepare_recording(options: Options, topology: Topology) -> None:

@@ -172,7 +172,12 @@ class Group:
 
     @property
     def bytes_stored(self) -> int:
-        """Return the bytes that this rank's engine has stored into slots since the group exists."""
+        """Return the bytes that this rank's engine has stored into slots since the group exists.
+
+        Raises:
+            UnsupportedError: the current stream is being captured.
+        """
+        self._refuse_capture("bytes_stored")
         return self._engine.bytes_stored
 
     # ---- weights --------------------------------------------------------------------------
@@ -240,8 +245,10 @@ class Group:
 
         Raises:
             OutOfSharedMemoryError: there is not enough memory on some rank.
-            UnsupportedError: some ranks have no load/store access to each other, so none can pull.
+            UnsupportedError: some ranks have no load/store access to each other, so none can pull;
+                or the current stream is being captured.
         """
+        self._refuse_capture("empty_weights()")
         self._check_open("empty_weights")
         if not self._fabric.can_pull:
             raise UnsupportedError(
@@ -249,7 +256,8 @@ class Group:
                 " group reach each other by puts only; use ordinary tensors and mode='push'"
             )
         try:
-            region = self._fabric.allocate(self._layout.region_bytes)
+            with torch.inference_mode(False):
+                region = self._fabric.allocate(self._layout.region_bytes)
         except BaseException as error:  # Ctrl-C too
             if isinstance(error, Exception):
                 self._first_error = error
@@ -258,14 +266,17 @@ class Group:
         index = self._engine.add_region(region.bases)
         self._memory.append(region)
         self._weights.add_region(region.bases[self.rank], index)
-        return self._views(region.local, self._layout.region_offset, self.num_mains)
+        with torch.inference_mode(False):  # as in new_group
+            return self._views(region.local, self._layout.region_offset, self.num_mains)
 
     def expert_pointers(self, weights: Weights | BoundWeights) -> dict[str, torch.Tensor]:
         """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, mains first, then slots.
 
         Raises:
             InvalidWeightsError: as :meth:`bind`.
+            UnsupportedError: the current stream is being captured.
         """
+        self._refuse_capture("expert_pointers()")
         bound, mains = self._weights.addresses_of(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
@@ -320,7 +331,8 @@ class Group:
     def reserve_plans(self, count: int) -> None:
         """Have memory for so many more saved plans: for a capture, all that it saves. Local.
 
-        Outside of captures :meth:`save` does so by itself. The host engine needs none.
+        Outside of captures :meth:`save` does so by itself, and takes none of these. The host engine
+        needs none.
 
         Raises:
             UnsupportedError: the current stream is being captured.
@@ -334,6 +346,7 @@ class Group:
 
         Raises:
             PlanHandleError: a handle that cannot be used.
+            UnsupportedError: a handle of outside in a capture, or any in a compiled function.
         """
         if not isinstance(given, PlanHandle):
             return given, 0, operation
@@ -403,6 +416,14 @@ class Group:
         self._check_running(operation)
         self._raise_stage_fault()
 
+    def _refuse_capture(self, operation: str) -> None:
+        """Raise UnsupportedError for what no graph can hold, and nobody can do beside one."""
+        if self._device is not None and self._device.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: {operation} while the current stream is being captured into a"
+                " CUDA graph; call it before or after the capture"
+            )
+
     def leave_to_parent(self) -> None:
         """Put the group out of use in a process that was forked from its own. Called there."""
         if self._state == "open":
@@ -459,13 +480,13 @@ class Group:
             return Work(self, epoch, operation, mode)
         if self._recorder is not None:
             self._recorder.add(epoch, operation, mode, plan, tag, expert_bytes)
+        self._in_flight.append((epoch, keep))  # before anything that may be refused
         while (
             self._in_flight
             and self._engine.failed_epoch() == 0
             and self._engine.is_completed(self._in_flight[0][0])
         ):
             self._in_flight.popleft()
-        self._in_flight.append((epoch, keep))
         return Work(self, epoch, operation, mode)
 
     def _failure(self, epoch: int, operation: str) -> UltraEPError:
@@ -533,10 +554,12 @@ class Group:
             PlanHandleError: likewise, a replay saved a plan before the one there was reduced.
             GroupBusyError: plans were saved that nobody has reduced or released. The group is
                 closed all the same.
+            UnsupportedError: the current stream is being captured; the group stays open.
         """
         if self._state != "open":
             self._state = "closed"
             return
+        self._refuse_capture("close()")
         self._state = "closed"
         engine = self._engine
         busy = self._plans.busy_error("the group was closed")
@@ -568,7 +591,7 @@ class Group:
                 epoch=self._engine.epoch,
             )
         if self._stages is not None and not self._aborted:
-            self._stages.finish()
+            self._stages.finish_replays()
             self._stages.raise_fault()
         if busy is not None and failed == 0 and not self._aborted:
             raise busy

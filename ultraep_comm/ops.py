@@ -19,7 +19,7 @@ from ultraep_comm.collectives import gather_load, replicate_experts
 from ultraep_comm.costs import PlanCost
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_replicas
+from ultraep_comm.planning import plan_apart
 from ultraep_comm.reduction import reduce_expert_grads
 from ultraep_comm.registry import find_group
 from ultraep_comm.rerouting import reroute, reroute_gradient, reroute_map
@@ -82,12 +82,9 @@ def _plan_replicas(
             replica=replica,
             expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
         )
-    owner = find_group(group)
-    plan = plan_replicas(load, group=owner, target=target, cost=plan_cost)
-    home, domains = plan.home, plan.domains
-    if owner._stages is not None and home is owner._stages.home and domains is not None:
-        home, domains = home.clone(), domains.clone()  # a graph may write to them when it is done
-    return plan.slot_expert, plan.slot_quota, plan.home_quota, home, domains
+    # What an operator returns shares no memory: a graph reuses each when it is done with it.
+    plan = plan_apart(load, find_group(group), target, plan_cost)
+    return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
 
 
 _PLAN = "Tensor slot_expert, Tensor home, Tensor? slot_quota, Tensor? home_quota"
@@ -208,10 +205,10 @@ def _start_replicate(*arguments: Any) -> Tensor:
     copies, filled, call = _transfer_of(*arguments)
     if copies:  # the memory is put back, so it must have been filled by then
         _run(copies, filled, call)
-        return torch.tensor([_FINISHED])
+        return torch.tensor([_FINISHED], device="cpu")
     work = call(async_op=True)
     assert work is not None
-    return torch.tensor([work._epoch])
+    return torch.tensor([work._epoch], device="cpu")
 
 
 @_operator(

@@ -286,7 +286,7 @@ class Plan:
 
 def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     try:
-        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidPlanError(f"{name} is no tensor of integers: {error}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:

@@ -116,6 +116,11 @@ class PlanHandle:
         """
         self._store.end(self, _RELEASED)
 
+    def _let_go(self) -> None:
+        """Release a handle that nobody has any more, unless a graph may: its replays save to it."""
+        if not self._captured:
+            self.release()
+
     def _spend(self, *, on_device: bool = True) -> None:
         """End the handle: its reduction has been submitted, there with the mark to clear."""
         self._store.end(self, _SPENT)
@@ -216,6 +221,7 @@ class PlanStore:
         self._saved: Counter[int] = Counter()  # plans of a layer so far
         self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
         self._free: list[_Entry] = []
+        self._reserved: list[_Entry] = []  # for captured saves alone
         self._ended: deque[tuple[int, _Entry]] = deque()  # free behind that call
         self._captured_saves = 0  # since the last that was not captured
 
@@ -249,12 +255,16 @@ class PlanStore:
             generation=self._generation + 1,
         )
         if entry is not None:
-            self._launch(
-                [(copies[name], fields[name]) for name in fields],
-                entry.in_use if captured else None,
-                handle.generation if captured else 0,
-                handle._tag,
-            )
+            try:
+                self._launch(
+                    [(copies[name], fields[name]) for name in fields],
+                    entry.in_use if captured else None,
+                    handle.generation if captured else 0,
+                    handle._tag,
+                )
+            except BaseException:
+                self._take_back(entry, captured)
+                raise
         self._generation += 1
         self._saved[layer] += 1
         self._live[self._generation] = (layer, microbatch)
@@ -283,7 +293,8 @@ class PlanStore:
             self._captured_saves = 0
             self._collect()
             return self._free.pop() if self._free else self._make_entry(device)
-        if not self._free:
+        held = self._reserved or self._free
+        if not held:
             needed = self._captured_saves + 1
             raise UnsupportedError(
                 f"rank {self._rank}: save needs an entry of the plan store, and none is free after"
@@ -292,7 +303,15 @@ class PlanStore:
                 " one for each plan that it saves"
             )
         self._captured_saves += 1
-        return self._free.pop()
+        return held.pop()
+
+    def _take_back(self, entry: _Entry, captured: bool) -> None:
+        """Have the entry of a save that was refused."""
+        if captured:
+            self._captured_saves -= 1
+            self._reserved.append(entry)
+        else:
+            self._free.append(entry)
 
     def _collect(self) -> None:
         """Free the entries whose calls have finished. Not in a capture, which forbids to ask."""
@@ -314,17 +333,18 @@ class PlanStore:
         for name, shape in shapes.items():
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        memory = device.allocate(4 * total).view(torch.int32)
-        return _Entry(
-            {
-                name: memory[begins[name] :][: math.prod(shape)].view(shape)
-                for name, shape in shapes.items()
-            },
-            memory[:2].view(torch.int64),
-        )
+        with torch.inference_mode(False):  # autograd may save them
+            memory = device.allocate(4 * total).view(torch.int32)
+            return _Entry(
+                {
+                    name: memory[begins[name] :][: math.prod(shape)].view(shape)
+                    for name, shape in shapes.items()
+                },
+                memory[:2].view(torch.int64),
+            )
 
     def reserve(self, count: int) -> None:
-        """Have so many free entries; see ``Group.reserve_plans``."""
+        """Have so many entries for captured saves; see ``Group.reserve_plans``."""
         count = as_int(count, "count")
         if self._device is None:
             return
@@ -335,8 +355,10 @@ class PlanStore:
             )
         self._captured_saves = 0
         self._collect()
-        while len(self._free) < count:
-            self._free.append(self._make_entry(self._device))
+        while len(self._reserved) < count:
+            self._reserved.append(
+                self._free.pop() if self._free else self._make_entry(self._device)
+            )
 
     # ---- using ----------------------------------------------------------------------------
 
@@ -345,6 +367,8 @@ class PlanStore:
 
         Raises:
             PlanHandleError: it cannot.
+            UnsupportedError: a capture is in progress that the handle was not saved in: the graph
+                would read the entry when it belongs to whoever saves next.
         """
         if handle._store is not self:
             raise self._error(
@@ -358,6 +382,14 @@ class PlanStore:
         end = handle._end or (_CLOSED if self.closed else None)
         if end is not None:
             raise self._error(handle, operation, end)
+        is_lent = handle._entry is not None and not handle._captured
+        if is_lent and self._device is not None and self._device.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
+                f" handle of layer {handle.layer}, microbatch {handle.microbatch}, which was saved"
+                " outside of captures: replays would read whatever plan is in its memory by then;"
+                " save the plan in the capture, or give the plan itself"
+            )
         return handle._plan
 
     def _error(self, handle: PlanHandle, operation: str, end: _End) -> PlanHandleError:
@@ -436,4 +468,5 @@ class PlanStore:
         self.closed = True
         self._live.clear()
         self._free.clear()
+        self._reserved.clear()
         self._ended.clear()

@@ -70,13 +70,7 @@ def plan_replicas(
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
         return tracing.plan_replicas(load, group, target, cost)
-    stages = None if group is None else group._stages
-    if stages is not None:
-        stages.raise_fault()
-    on_device = stages is not None and stages.holds(load)
-    _check_kind(load, group, on_device)
-    if not on_device:
-        _check_values(load)
+    on_device = _check_load(load, group)
     if group is not None:
         topology = group.topology
     else:
@@ -92,6 +86,28 @@ def plan_replicas(
             domains=domains,
             allow_cross_domain=allow_cross_domain,
         )
+    return _plan(load, group, topology, target, cost, on_device=on_device)
+
+
+def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
+    """Do what :func:`plan_replicas` does, but no two tensors of the plan share memory.
+
+    Nor does one with the group. ``load`` of the plan may be the caller's.
+    """
+    on_device = _check_load(load, group)
+    return _plan(load, group, group.topology, target, cost, on_device=on_device, apart=True)
+
+
+def _plan(
+    load: torch.Tensor,
+    group: Group | None,
+    topology: Topology,
+    target: float,
+    cost: PlanCost | None,
+    *,
+    on_device: bool,
+    apart: bool = False,
+) -> Plan:
     expected = (topology.num_ranks, topology.num_experts)
     if tuple(load.shape) not in (expected, expected[1:]):
         raise InvalidLoadError(
@@ -99,8 +115,8 @@ def plan_replicas(
             " sums"
         )
     target_ppm, costs = plan_objective(target, cost, group)
-    if stages is not None and on_device:
-        return stages.plan(load, target_ppm, costs)
+    if group is not None and group._stages is not None and on_device:
+        return group._stages.plan(load, target_ppm, costs, apart=apart)
     total = (load.sum(dim=0, dtype=torch.int64) if load.dim() == 2 else load.long()).contiguous()
     try:
         slot_expert, slot_quota, home_quota = _core.plan_replicas(
@@ -116,11 +132,11 @@ def plan_replicas(
         raise InvalidLoadError(str(error)) from None
     return Plan(
         slot_expert=torch.from_numpy(slot_expert),
-        home=torch.tensor(topology.home),
+        home=torch.tensor(topology.home, device="cpu"),
         slot_quota=torch.from_numpy(slot_quota),
         home_quota=torch.from_numpy(home_quota),
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
-        domains=torch.tensor(topology.domain),
+        domains=torch.tensor(topology.domain, device="cpu"),
     )
 
 
@@ -137,6 +153,18 @@ def plan_objective(
 
 def _expert_bytes(group: Group | None) -> int | None:
     return None if group is None else sum(s.nbytes for s in group.segments.values())
+
+
+def _check_load(load: torch.Tensor, group: Group | None) -> bool:
+    """Return whether the load is on the group's device; raise for what the host can see."""
+    stages = None if group is None else group._stages
+    if stages is not None:
+        stages.raise_fault()
+    on_device = stages is not None and stages.holds(load)
+    _check_kind(load, group, on_device)
+    if not on_device:
+        _check_values(load)
+    return on_device
 
 
 def _check_kind(load: torch.Tensor, group: Group | None, on_device: bool) -> None:
@@ -234,9 +262,14 @@ def check_plan_fits(plan: Plan, group: Group) -> None:
             f"rank {group.rank}: the plan is on {plan.slot_expert.device}; expected cpu"
         )
     if not np.array_equal(plan.home.numpy(), t.home):
-        raise InvalidPlanError(
-            f"rank {group.rank}: the plan's home map is not the group's; pass home= to both"
-        )
+        raise other_home(group.rank)
+
+
+def other_home(rank: int) -> InvalidPlanError:
+    """Return the error for a plan that was made for another home map."""
+    return InvalidPlanError(
+        f"rank {rank}: the plan's home map is not the group's; pass home= to both"
+    )
 
 
 def _check_numbers(plan: Plan, group: Group) -> None:

@@ -67,7 +67,7 @@ def reduce_expert_grads(
         GroupClosedError: the group is closed or failed earlier.
         DeviceError: the CUDA driver refused the call.
         UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
-            the addresses of the gradients are on the CPU.
+            the addresses of the gradients are on the CPU, or the handle's save was not captured.
         TransferError: the call failed. Slot gradients and the main gradients of replicated experts
             are undefined then.
     """

@@ -11,7 +11,13 @@ from ultraep_comm import _core, tracing
 from ultraep_comm.errors import InvalidLoadError, InvalidPlanError
 from ultraep_comm.plan import Plan
 from ultraep_comm.plan_store import PlanHandle
-from ultraep_comm.planning import check_device_plan, check_ids, check_plan_fits, plan_on_host
+from ultraep_comm.planning import (
+    check_device_plan,
+    check_ids,
+    check_plan_fits,
+    other_home,
+    plan_on_host,
+)
 from ultraep_comm.topology import IntArray
 
 if TYPE_CHECKING:
@@ -49,7 +55,8 @@ def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) ->
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
         UnsupportedError: a stream is being captured, and something has to be copied, or the working
-            memory has to grow: the text says which call to make once before the capture.
+            memory has to grow: the text says which call to make once before the capture; or the
+            handle's save was not captured.
         PlanHandleError: the handle has ended, or is another group's.
         DeviceError: the CUDA driver refused a launch.
     """
@@ -255,6 +262,8 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
             f"rank {rank}: the quotas of expert {status.expert} sum to {status.counted}; expected"
             f" its load, {status.expected}"
         )
+    if status.fault is faults.OTHER_HOME:
+        raise other_home(rank)
     if status.fault is faults.BAD_SLOT:
         raise InvalidPlanError(
             f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"

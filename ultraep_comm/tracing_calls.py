@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Ranks issue calls in one order across groups too, so all groups share it. An effect token of torch
 # would say the same, but not of operators that write to their arguments, as these do to slots.
-ORDER = torch.zeros(1, dtype=torch.int64)
+ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 TABLE = "group.weight_table"  # stands among the names of segments for the table
 

@@ -66,7 +66,8 @@ UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
                           const int32_t* slot_expert, int32_t mode, bool may_pull,
                           const CostModel& cost, const ScheduleScratch& scratch, PlanShape* shape,
                           Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, scratch, s);
+  PlanShape own;
+  own = collect_replicas(team, t, slot_expert, scratch, s);
   if (team.leader()) *shape = own;
   const GroupCounts num_groups(tiles);
   const bool has_choice = mode < 0 && own.max_fanout > 1;

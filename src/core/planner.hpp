@@ -179,8 +179,8 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
   if (goal.is_met) return;
   detail::sort_mains(topology, goal.mean, scratch, &sorted);
   AloneCrew crew;
-  search_plan(crew, sorted, objective, goal, slots, scratch.team(topology, 0), slot_expert,
-              slot_quota, home_quota);
+  search_plan(crew, sorted, objective, goal, slots, scratch.team(topology, 0),
+              {slot_expert, slot_quota, home_quota});
 }
 
 }  // namespace uec

@@ -11,6 +11,7 @@
 #include "core/common.hpp"
 #include "core/crew.hpp"
 #include "core/probe.hpp"
+#include "core/sorted_load.hpp"
 
 namespace uec::detail {
 
@@ -26,19 +27,27 @@ class PoolSearch {
     int32_t num_replicas, variant;  // -1: none
   };
 
-  UEC_HD PoolSearch(const Crew& crew, const Pool& pool, int32_t slots, int32_t last_cap)
-      : crew_(crew), pool_(pool), slots_(slots), last_cap_(last_cap) {}
+  UEC_HD PoolSearch(const Crew& crew, const SortedLoad& sorted, const Goal& goal, int32_t p,
+                    int32_t slots)
+      : crew_(crew),
+        sorted_(sorted),
+        goal_(goal),
+        p_(p),
+        slots_(slots),
+        last_cap_(sorted.last_cap) {
+    forget();
+  }
 
-  // By target: the lowest threshold from `wanted` up that some probe reaches; with the lowest cap
+  UEC_HD Pool pool() const { return sorted_.pool(p_); }
+
+  // By target: the lowest threshold from the goal's up that some probe reaches; with the lowest cap
   // for it, the fewest replicas; with as many, less imbalance.
-  UEC_HD void begin_by_target(int64_t wanted, int64_t mean) {
+  UEC_HD void begin_by_target() {
     improves_ = true;
-    wanted_ = wanted;
-    mean_ = mean;
     if (crew_.size() > kNumOrders) {
       aim_ = Aim::kOpening;
-      high_ = wanted;
-      cap_ = least_cap(wanted);
+      high_ = wanted();
+      cap_ = least_cap(wanted());
     } else {
       begin_thresholds();
     }
@@ -57,6 +66,7 @@ class PoolSearch {
     const int32_t i = crew_.index();
     switch (aim_) {
       case Aim::kOpening:
+        if (looks_ahead() && i >= kFirstAhead) return ahead(i - kFirstAhead);
         return i < kNumOrders ? make(high_, cap_, i) : make(high_, last_cap_, i - kNumOrders);
       case Aim::kImprovement:
         return improvement();
@@ -87,13 +97,14 @@ class PoolSearch {
   // The lowest cap below which some rank could not shed its excess.
   UEC_HD int32_t least_cap(int64_t threshold) const {
     const auto team = crew_.team();
+    const Pool pool = this->pool();
     int32_t cap = 1;
-    for (int32_t i = team.index(); i < pool_.num_ranks; i += team.size()) {
-      int64_t excess = pool_.rank_load(i) - threshold;
+    for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
+      int64_t excess = pool.rank_load(i) - threshold;
       if (excess <= 0) break;
-      const int32_t* const mains = pool_.mains + pool_.mains_begin[pool_.ranks[i]];
+      const int32_t* const mains = pool.mains + pool.mains_begin[pool.ranks[i]];
       int32_t n = 0;
-      for (; excess > 0; ++n) excess -= pool_.load[mains[n]];
+      for (; excess > 0; ++n) excess -= pool.load[mains[n]];
       cap = max32(cap, n);
     }
     return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
@@ -103,8 +114,14 @@ class PoolSearch {
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
   enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
 
+  UEC_HD int64_t wanted() const { return goal_.threshold; }
   UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant) const {
     return {threshold, cap < slots_ ? cap : slots_, cap, variant};
+  }
+  // By fields: a device would load a constant of both from memory.
+  UEC_HD void forget() {
+    found_.num_replicas = -1;
+    found_.variant = -1;
   }
   UEC_HD void ask(int64_t threshold, int32_t cap) {
     asked_ = threshold;
@@ -115,17 +132,34 @@ class PoolSearch {
   // ---- what nearly every load takes, in one round: that `wanted` is reached, and its fewest
   // replicas with the cap that it needs. Where that fails the search begins anew.
 
+  //
+  // A crew that is large enough also asks about the first two steps of the improvement, whichever
+  // order will have the fewest replicas: that spares a round.
+
+  static constexpr int32_t kFirstAhead = 7, kNodesAhead = 3;
+  UEC_HD bool looks_ahead() const { return crew_.size() >= kFirstAhead + kNodesAhead * kNumOrders; }
+  UEC_HD Question ahead(int32_t i) const {
+    if (i >= kNodesAhead * kNumOrders) return make(high_, cap_, kNumVariants);
+    return at_node(i / kNumOrders + 1, goal_.mean - 1, kImprovementSteps, i % kNumOrders);
+  }
   UEC_HD int32_t take_opening(const int32_t* counts) {
+    const int32_t end = looks_ahead() ? kFirstAhead : crew_.size();
     bool is_reached = false;
-    for (int32_t t = kNumOrders; t < crew_.size(); ++t) is_reached |= counts[t] >= 0;
+    for (int32_t t = kNumOrders; t < end; ++t) is_reached |= counts[t] >= 0;
     int32_t best = -1;
     for (int32_t v = 0; v < kNumOrders && is_reached; ++v)
       if (prefer_fewer(counts[v], v)) best = v;
-    if (best >= 0)
-      begin_improvement();
-    else
+    if (best < 0) {
       begin_thresholds();
-    return best;
+      return best;
+    }
+    begin_improvement();
+    if (!looks_ahead()) return best;
+    const int32_t improved = take_nodes(
+        kNodesAhead,
+        [&](int32_t node) { return kFirstAhead + (node - 1) * kNumOrders + found_.variant; },
+        counts);
+    return improved >= 0 ? improved : best;
   }
 
   // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
@@ -133,12 +167,13 @@ class PoolSearch {
   // greedy: the nearest success is a better guide than the middle, and where `wanted` is out of
   // reach the mean may not be.)
 
+  UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
   UEC_HD void begin_thresholds() {
     aim_ = Aim::kThreshold;
     stage_ = Stage::kWanted;
-    unit_ = step_ = max64(wanted_ / 4096, 1);
-    high_ = wanted_;
-    ask(wanted_, last_cap_);
+    step_ = unit();
+    high_ = wanted();
+    ask(wanted(), last_cap_);
   }
   UEC_HD void take_threshold(const int32_t* counts) {
     bool is_reached = false;
@@ -153,9 +188,9 @@ class PoolSearch {
     } else if (is_reached) {
       high_ = asked_;
       begin_cap(least_cap(high_));
-    } else if (stage_ == Stage::kWanted && mean_ < wanted_) {
+    } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
       stage_ = Stage::kMean;
-      ask(mean_, last_cap_);
+      ask(goal_.mean, last_cap_);
     } else {
       gallop();
     }
@@ -163,16 +198,17 @@ class PoolSearch {
   UEC_HD void gallop() {
     stage_ = Stage::kGallop;
     low_ = high_;  // no plan
-    high_ = min64(low_ + step_, pool_.fullest());
+    const int64_t fullest = pool().fullest();
+    high_ = min64(low_ + step_, fullest);
     step_ *= 2;
-    if (high_ == pool_.fullest())  // which needs no replica
+    if (high_ == fullest)  // which needs no replica
       bisect();
     else
       ask(high_, last_cap_);
   }
   UEC_HD void bisect() {
     stage_ = Stage::kBisect;
-    if (high_ - low_ > unit_)
+    if (high_ - low_ > unit())
       ask(low_ + (high_ - low_) / 2, last_cap_);
     else
       begin_cap(least_cap(high_));
@@ -183,7 +219,7 @@ class PoolSearch {
 
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
-    found_ = {-1, -1};
+    forget();
     ask(high_, cap);
   }
   UEC_HD int32_t take_cap(const int32_t* counts) {
@@ -216,34 +252,44 @@ class PoolSearch {
   // ask about the next few at once, whatever the first of them will bring: team t about node t + 1
   // of the tree of steps, where 2 n follows on a success of node n, and 2 n + 1 on a failure.
 
+  static constexpr int32_t kImprovementSteps = 6;
+
   UEC_HD void begin_improvement() {
     aim_ = Aim::kImprovement;
-    low_ = mean_ - 1;
-    steps_ = improves_ && found_.num_replicas > 0 ? 6 : 0;
+    low_ = goal_.mean - 1;
+    steps_ = improves_ && found_.num_replicas > 0 ? kImprovementSteps : 0;
     if (steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
   }
-  UEC_HD Question improvement() const {
-    const int32_t node = crew_.index() + 1;
+  // What is asked at a node, if the steps from `low` come there.
+  UEC_HD Question at_node(int32_t node, int64_t low, int32_t steps, int32_t variant) const {
     int32_t depth = 0;
     while (node >> (depth + 1) != 0) ++depth;
-    int64_t low = low_, high = high_;
-    bool is_asked = depth < steps_;
+    int64_t high = high_;
+    bool is_asked = depth < steps && high - low > 1;
     for (int32_t d = depth; d > 0 && is_asked; --d) {
       ((node >> (d - 1) & 1) == 0 ? high : low) = low + (high - low) / 2;
       is_asked = high - low > 1;
     }
-    return make(low + (high - low) / 2, cap_, is_asked ? found_.variant : kNumVariants);
+    return make(low + (high - low) / 2, cap_, is_asked ? variant : kNumVariants);
+  }
+  UEC_HD Question improvement() const {
+    return at_node(crew_.index() + 1, low_, steps_, found_.variant);
   }
   UEC_HD int32_t take_improvement(const int32_t* counts) {
+    return take_nodes(crew_.size(), [](int32_t node) { return node - 1; }, counts);
+  }
+  // The steps that have been asked about: team_of(node), for nodes up to `last`.
+  template <class TeamOf>
+  UEC_HD int32_t take_nodes(int32_t last, TeamOf&& team_of, const int32_t* counts) {
     int32_t best = -1;
-    for (int32_t n = 1; n <= crew_.size() && aim_ != Aim::kDone;) {
+    for (int32_t n = 1; n <= last && aim_ != Aim::kDone;) {
       const int64_t middle = low_ + (high_ - low_) / 2;
-      const int32_t count = counts[n - 1];
+      const int32_t count = counts[team_of(n)];
       const bool succeeds = count >= 0 && count <= found_.num_replicas;
       (succeeds ? high_ : low_) = middle;
       if (succeeds) {
         found_.num_replicas = count;
-        best = n - 1;
+        best = team_of(n);
       }
       n = succeeds ? 2 * n : 2 * n + 1;
       if (--steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
@@ -252,14 +298,16 @@ class PoolSearch {
   }
 
   const Crew& crew_;
-  const Pool& pool_;
+  const SortedLoad& sorted_;
+  const Goal& goal_;
+  const int32_t p_;
   const int32_t slots_, last_cap_;
   Aim aim_ = Aim::kDone;
   Stage stage_ = Stage::kWanted;
   bool improves_ = false;
   int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
-  int64_t wanted_ = 0, mean_ = 0, unit_ = 0, step_ = 0, low_ = 0, high_ = 0, asked_ = 0;
-  Found found_{-1, -1};
+  int64_t step_ = 0, low_ = 0, high_ = 0, asked_ = 0;
+  Found found_;
 };
 
 }  // namespace uec::detail

@@ -12,12 +12,17 @@
 
 namespace uec {
 
-// One replica: `quota` tokens of `expert` are served by `rank`. The quota is never zero.
+// One replica: `quota` tokens of an expert are served by a rank. The quota is never zero.
 struct Replica {
-  int32_t expert;
-  int32_t rank;
-  int32_t slot;  // of that rank: replicas come to a rank's slots in the order of the plan
+  int32_t main;   // of the expert: index into the pool's mains
+  int32_t place;  // of the rank: index into the pool's ranks
+  int32_t slot;   // of that rank: replicas come to a rank's slots in the order of the plan
   int32_t quota;
+};
+
+// Where a rank's mains are.
+struct MainsRow {
+  int32_t begin, count;
 };
 
 // Ranks that may hold each other's experts: what does not change between probes. Borrowed arrays.
@@ -29,6 +34,12 @@ struct Pool {
   const int32_t* mains_begin = nullptr;    // [G + 1]
   const int32_t* mains = nullptr;          // [E] by home; an exporter's by descending load, then id
   int32_t largest = 0;                     // tokens of the largest expert
+  // The same once more, for packed probes (packed_probe.hpp); null where there are none. What has
+  // 2^31 tokens and more is not looked at.
+  const int32_t* rank_tokens = nullptr;  // [num_ranks] without replicas
+  const MainsRow* rows = nullptr;        // [num_ranks]
+  const int32_t* main_tokens = nullptr;  // [E] of `mains`
+  int32_t max_mains = 0;                 // of a rank
 
   // Tokens on the i-th rank without replicas.
   UEC_HD int64_t rank_load(int32_t i) const { return tokens_before[i + 1] - tokens_before[i]; }
@@ -52,8 +63,8 @@ struct Question {
 // A rank below the threshold.
 struct CoolRank {
   int64_t slack;  // tokens it may still take, never 0
-  int32_t rank;
-  int32_t left;  // replicas it may still take, never 0
+  int32_t place;  // among the pool's ranks
+  int32_t left;   // replicas it may still take, never 0
 };
 
 // Shared by a team's members.
@@ -152,6 +163,7 @@ struct Exporter {
   Team team;
   const int64_t* load;
   const int32_t* mains;
+  int32_t begin;     // of them, in the pool's
   int32_t num_open;  // of them, that may be exported
   int32_t* have;     // [num_open] a member looks at its own only
   int32_t main = 0;  // the first with most left
@@ -159,8 +171,12 @@ struct Exporter {
   bool listed = false;
 
   UEC_HD Exporter(Team members, const Pool& pool, int32_t rank, int32_t max_exports, int32_t* left)
-      : team(members), load(pool.load), mains(pool.mains + pool.mains_begin[rank]), have(left) {
-    const int32_t num_mains = pool.mains_begin[rank + 1] - pool.mains_begin[rank];
+      : team(members),
+        load(pool.load),
+        mains(pool.mains + pool.mains_begin[rank]),
+        begin(pool.mains_begin[rank]),
+        have(left) {
+    const int32_t num_mains = pool.mains_begin[rank + 1] - begin;
     num_open = num_mains < max_exports ? num_mains : max_exports;
     most = static_cast<int32_t>(load[mains[0]]);
   }
@@ -225,7 +241,7 @@ struct Prober {
     cool.count = n - first_cool;
     for (int32_t i = team.index(); i < cool.count; i += team.size()) {
       const int32_t from = first_cool + i;
-      cool.entry[i] = {ask.threshold - pool.rank_load(from), pool.ranks[from], ask.max_imports};
+      cool.entry[i] = {ask.threshold - pool.rank_load(from), from, ask.max_imports};
     }
     team.sync();
     return num_hot;
@@ -266,7 +282,7 @@ struct Prober {
     const CoolRank taker = cool.entry[at];
     spare -= costs(taker, quota);
     if (taker.left > 1 && taker.slack > quota)
-      cool.replace(at, {taker.slack - quota, taker.rank, taker.left - 1});
+      cool.replace(at, {taker.slack - quota, taker.place, taker.left - 1});
     else
       cool.remove(at);
     return taker;
@@ -296,14 +312,14 @@ UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const Pro
       const CoolRank taker = prober.fill(at, quota);
       const auto tokens = static_cast<int32_t>(quota);
       if (team.leader())
-        trial[count] = {from.mains[from.main], taker.rank, ask.max_imports - taker.left, tokens};
+        trial[count] = {from.begin + from.main, taker.place, ask.max_imports - taker.left, tokens};
       ++count;
       excess -= quota;
       if (excess <= 0) break;
       from.take(tokens);
       if (from.most == 0) return -1;  // `max_exports` mains do not have the excess
     }
-    if (excess < 0) prober.cool.insert({-excess, rank, ask.max_imports});
+    if (excess < 0) prober.cool.insert({-excess, hot, ask.max_imports});
   }
   return count;
 }

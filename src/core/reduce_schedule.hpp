@@ -76,7 +76,8 @@ template <class Team>
 UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
                            const int32_t* slot_expert, int32_t mode, const CostModel& cost,
                            const ScheduleScratch& scratch, PlanShape* shape, Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, scratch, s);
+  PlanShape own;
+  own = collect_replicas(team, t, slot_expert, scratch, s);
   if (team.leader()) *shape = own;
   const GroupCounts num_groups(tiles);
   const bool has_choice = mode < 0 && own.max_fanout > 1;

@@ -99,7 +99,8 @@ struct ReductionPieces {
       if (seen != epoch || i + 1 == r.count)
         return {FlagKind::kConsumed, peer, r.expert, p, seen, epoch};
     }
-    return {};
+    Wait none;
+    return none;
   }
 };
 

@@ -26,6 +26,7 @@ struct QuotaPlan {
   const int32_t* slot_expert = nullptr;  // [G, S] expert in the slot, -1 empty
   const int32_t* slot_quota = nullptr;   // [G, S] ignored where the slot is empty
   const int32_t* home_quota = nullptr;   // [E]
+  const int32_t* home = nullptr;         // [E] that it was made for; null: the topology's
 };
 
 enum class RerouteFault : int32_t {
@@ -35,6 +36,7 @@ enum class RerouteFault : int32_t {
   kQuotaMismatch,  // the quotas of `expert` sum to `counted`, its load to `expected`
   kIdOutOfRange,   // topk_ids[position] (row-major) is `value`: neither -1 nor an expert
   kCountMismatch,  // the routing has `expert` `counted` times, load[rank] says `expected`
+  kOtherHome,      // the plan has `expert` at home on rank `value`, the group elsewhere
 };
 
 // The first fault found, or kNone. Fields that the fault does not name are -1.
@@ -141,6 +143,9 @@ UEC_HD inline RerouteStatus list_instances(const Topology& topology, const Quota
   const int32_t num_ranks = topology.num_ranks;
   const int32_t slots = topology.slots_per_rank;
   const int32_t stride = group_mains(topology, s.mains_begin, s.mains) + slots;
+  for (int32_t e = 0; plan.home != nullptr && e < num_experts; ++e)
+    if (plan.home[e] != topology.home[e])
+      return {.fault = RerouteFault::kOtherHome, .expert = e, .value = plan.home[e]};
 
   s.begin[0] = 0;
   for (int32_t e = 0; e < num_experts; ++e) s.begin[e + 1] = 1;
@@ -218,8 +223,12 @@ UEC_HD inline RerouteStatus check_sums(const Topology& topology, const QuotaPlan
 UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& plan, int32_t source,
                                    int32_t expert, const RerouteScratch& s) {
   const int32_t begin = s.begin[expert], end = s.begin[expert + 1];
-  share_expert<4>(Alone{}, plan.load + expert, topology.num_experts, source, s.rank + begin,
-                  end - begin, s.quota + begin, s.turns);
+  const int32_t* const load = plan.load + expert;
+  const int64_t stride = topology.num_experts;
+  for (int32_t r = 0; r < topology.num_ranks; ++r)
+    s.turns[r].rest = static_cast<uint32_t>(load[r * stride]);
+  share_expert<4>(Alone{}, load[source * stride], source, s.rank + begin, end - begin,
+                  s.quota + begin, s.turns);
   for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 

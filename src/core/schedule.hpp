@@ -331,8 +331,8 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
     s.egress[r] = scratch.exports[r] * kEgressUnit;
   // Descending fan-out, then id: widely replicated experts have the most freedom and the most to
   // place.
-  const int32_t num_shared =
-      shape.max_fanout > 1 ? detail::sort_experts(team, shape, scratch.order, s) : 0;
+  int32_t num_shared = 0;
+  if (shape.max_fanout > 1) num_shared = detail::sort_experts(team, shape, scratch.order, s);
   const int32_t passes = shape.chained ? 4 : 2;
   // All ranks send kEgressUnit for every replica.
   if (shape.num_replicas < 1 << 16)

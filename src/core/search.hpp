@@ -8,9 +8,11 @@
 
 #include "core/common.hpp"
 #include "core/crew.hpp"
+#include "core/packed_probe.hpp"
 #include "core/pool_search.hpp"
 #include "core/probe.hpp"
 #include "core/scratch.hpp"
+#include "core/sorted_load.hpp"
 
 namespace uec {
 
@@ -38,42 +40,6 @@ struct Objective {
   bool operator==(const Objective&) const = default;
 };
 
-// A load, as the search sees it. Borrowed arrays.
-//
-// Ranks that may hold each other's experts are a pool: a domain, or all ranks where plans may cross
-// domains. Pools are numbered by their fullest rank.
-struct SortedLoad {
-  int32_t num_pools = 0;
-  int32_t largest = 0;                  // tokens of the largest expert
-  int32_t last_cap = 0;                 // from which on a cap on exports and imports caps nothing
-  const int32_t* pool_begin = nullptr;  // [num_pools + 1] where a pool begins in `ranks`
-  const int32_t* ranks = nullptr;       // [G] by pool, then descending load, then id
-  const int64_t* tokens_before = nullptr;  // [G + 1] tokens of `ranks`, running sums
-  const int64_t* load = nullptr;           // [E]
-  const int32_t* mains_begin = nullptr;    // [G + 1]
-  const int32_t* mains = nullptr;          // [E] by home; of ranks above the mean by descending
-                                           // load, then id
-
-  UEC_HD Pool pool(int32_t p) const {
-    const int32_t begin = pool_begin[p];
-    return {
-        ranks + begin, pool_begin[p + 1] - begin, tokens_before + begin, load, mains_begin, mains,
-        largest};
-  }
-  UEC_HD int64_t pool_mean(int32_t p) const {
-    const int32_t begin = pool_begin[p], end = pool_begin[p + 1];
-    return ceil_div(tokens_before[end] - tokens_before[begin], end - begin);
-  }
-};
-
-// How low the fullest rank of a pool is to be brought.
-struct Goal {
-  int64_t mean;       // tokens that some rank has under any plan: the largest mean of a pool
-  int64_t fullest;    // tokens of the fullest rank without replicas
-  int64_t threshold;  // by target: tokens of a rank that are few enough
-  bool is_met;        // without replicas
-};
-
 // All members of a team have the same answer. `mains` and `last_cap` are not looked at.
 template <class Team>
 UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& objective);
@@ -97,17 +63,24 @@ struct TeamScratch {
   }
 };
 
+// Where a plan goes, as of plan_replicas() in planner.hpp.
+struct PlanOut {
+  int32_t* slot_expert;  // [G, S]
+  int32_t* slot_quota;   // [G, S]
+  int32_t* home_quota;   // [E]
+};
+
 // Writes the replicas of the plan into slots that are empty (-1, and 0 tokens), and takes their
 // tokens from home_quota [E], which is the load. All threads of the crew call it, for a goal that
 // is not met; no thread knows when others have written.
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
 // takes at most 9 (2 n + 2 + c) + 6 probes by target, and 9 (14 c + 1) by cost. By target it is
-// nearly always ten; a crew of eight asks these in three rounds.
+// nearly always ten; a crew of eight asks these in three rounds, one of sixteen in two.
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
-                        int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota);
+                        const PlanOut& out);
 
 // ---------------------------------------------------------------------------------------------
 // Implementation
@@ -146,16 +119,16 @@ struct Keeper {
     scratch.trial = scratch.best;
     scratch.best = kept;
   }
-  UEC_HD void place(int32_t num_replicas, int32_t* slot_expert, int32_t* slot_quota,
-                    int32_t* home_quota) const {
+  UEC_HD void place(const Pool& pool, int32_t num_replicas, const PlanOut& out) const {
     if (crew.index() != team) return;
     const auto members = crew.team();
     for (int32_t i = members.index(); i < num_replicas; i += members.size()) {
       const Replica replica = scratch.best[i];
-      const int32_t at = replica.rank * slots + replica.slot;
-      slot_expert[at] = replica.expert;
-      slot_quota[at] = replica.quota;
-      crew.subtract(home_quota + replica.expert, replica.quota);
+      const int32_t expert = pool.mains[replica.main];
+      const int32_t at = pool.ranks[replica.place] * slots + replica.slot;
+      out.slot_expert[at] = expert;
+      out.slot_quota[at] = replica.quota;
+      crew.subtract(out.home_quota + expert, replica.quota);
     }
   }
 };
@@ -218,16 +191,15 @@ UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& obje
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
-                        int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota) {
+                        const PlanOut& out) {
   detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
   detail::CostSearch costs(objective, goal, slots_per_rank, sorted.last_cap);
   for (bool is_last = !objective.by_cost;;) {
     int64_t sum = costs.fixed();
     for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
-      const Pool pool = sorted.pool(p);
-      detail::PoolSearch<Crew> search(crew, pool, slots_per_rank, sorted.last_cap);
+      detail::PoolSearch<Crew> search(crew, sorted, goal, p, slots_per_rank);
       if (!objective.by_cost)
-        search.begin_by_target(goal.threshold, goal.mean);
+        search.begin_by_target();
       else if (is_last)
         search.begin_by_cost(costs.best_threshold, costs.best_cap);
       else if (search.least_cap(costs.threshold()) <= costs.cap)
@@ -235,15 +207,16 @@ UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& o
       while (!search.is_done()) {
         const Question question = search.question();
         const ProbeScratch memory{keeper.scratch.have, keeper.scratch.cool};
-        const int32_t count = question.variant < kNumVariants
-                                  ? probe(crew.team(), pool, question, memory, keeper.scratch.trial)
-                                  : -1;
+        const int32_t count =
+            question.variant < kNumVariants
+                ? fastest_probe(crew.team(), sorted, p, question, memory, keeper.scratch.trial)
+                : -1;
         const int32_t best = search.take(crew.exchange(count));
         if (best >= 0) keeper.keep(best);
       }
       const int32_t num_replicas = search.found().num_replicas;
       if (is_last)
-        keeper.place(num_replicas, slot_expert, slot_quota, home_quota);
+        keeper.place(search.pool(), num_replicas, out);
       else
         sum = num_replicas < 0 ? costs.least : sum + objective.per_replica * num_replicas;
     }

@@ -43,6 +43,7 @@ struct ShareScratch {
 
 // What compute_shares() and reroute_tokens() look for, in their order.
 enum class FaultStage : uint64_t {
+  kHome,        // expert
   kSlotExpert,  // position in slot_expert
   kSlotTwice,   // position in slot_expert
   kLoad,        // position in load
@@ -83,27 +84,19 @@ UEC_HD inline int32_t find_instance(const int32_t* begin, const ShareEntry* entr
 
 namespace share_table_detail {
 
-struct Sum {
-  uint64_t before, total;
-};
-template <class Team>
-UEC_HD Sum sum_over(const Team& team, uint64_t value) {
-  const uint64_t before = team.sum_before(value);
-  return {before, team.from(team.size() - 1, before + value)};
-}
+// Loads that a member has under way together.
+inline constexpr int32_t kLoadsAtOnce = 4;
 
 UEC_HD inline void keep_worst(uint64_t* worst, FaultStage stage, int64_t position) {
   const uint64_t word = fault_word(stage, position);
   if (word > *worst) *worst = word;
 }
 
-// Whether the rank of a slot holds its expert already, as main instance or in a slot before.
-UEC_HD inline bool holds_twice(const Topology& topology, const QuotaPlan& plan, int32_t slot) {
-  const int32_t rank = slot / topology.slots_per_rank;
+// Whether a slot before this one, of the same rank, has the expert that it has.
+UEC_HD inline bool repeats_slot(const QuotaPlan& plan, int32_t slots_per_rank, int32_t slot) {
   const int32_t expert = plan.slot_expert[slot];
-  if (topology.home[expert] == rank) return true;
   UEC_ROLLED
-  for (int32_t i = rank * topology.slots_per_rank; i < slot; ++i)
+  for (int32_t i = slot / slots_per_rank * slots_per_rank; i < slot; ++i)
     if (plan.slot_expert[i] == expert) return true;
   return false;
 }
@@ -130,79 +123,122 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
                                         int32_t source, int32_t expert, const ShareScratch& scratch,
                                         const ShareTable& table) {
   using namespace share_table_detail;
-  const int32_t num_experts = topology.num_experts, slots = topology.slots_per_rank;
+  const int32_t num_ranks = topology.num_ranks, num_experts = topology.num_experts;
+  const int32_t slots = topology.slots_per_rank;
+  // All that is loaded from memory is asked for before the first sum, and as much as possible
+  // before anything waits for it: on a device each trip takes as long as a hundred instructions.
+  const int32_t* const load = plan.load + expert;
+  const auto load_of = [&](int32_t r) { return load[static_cast<int64_t>(r) * num_experts]; };
   const int32_t home = topology.home[expert];
-  uint64_t worst = 0;
+  const int32_t planned_home = plan.home == nullptr ? home : plan.home[expert];
+  const int32_t home_quota = plan.home_quota[expert], main_id = ids.main_id[expert];
+  const int32_t own_load = load_of(source);
+  int32_t loaded[kLoadsAtOnce];
+  const auto load_column = [&](int32_t first) {
+    for (int32_t k = 0; k < kLoadsAtOnce; ++k) {
+      const int32_t r = first + k * team.size();
+      loaded[k] = r < num_ranks ? load_of(r) : 0;
+    }
+  };
+  load_column(team.index());
 
   // Replicas of lower experts, of this one, and of this one on ranks before its home.
-  uint64_t lower = 0, replicas = 0, ahead = 0;
-  const Run own = Run::of(team, topology.num_ranks * slots);
+  uint64_t worst = 0, lower = 0, replicas = 0, ahead = 0;
+  int32_t first_quota = 0, first_id = 0;  // of the member's first replica
+  const Run own = Run::of(team, num_ranks * slots);
   UEC_ROLLED
-  for (int32_t i = own.begin; i < own.end; ++i) {
-    const int32_t held = plan.slot_expert[i];
-    if (held < -1 || held >= num_experts) keep_worst(&worst, FaultStage::kSlotExpert, i);
-    if (held >= 0 && held < expert) ++lower;
-    if (held != expert) continue;
-    ++replicas;
-    if (i / slots < home) ++ahead;
-    if (holds_twice(topology, plan, i)) keep_worst(&worst, FaultStage::kSlotTwice, i);
+  for (int32_t begin = own.begin; begin < own.end; begin += kLoadsAtOnce) {
+    int32_t held[kLoadsAtOnce];
+    for (int32_t k = 0; k < kLoadsAtOnce; ++k)
+      held[k] = begin + k < own.end ? plan.slot_expert[begin + k] : -1;
+    uint32_t its = 0;  // a bit for each that is of this expert
+    for (int32_t k = 0; k < kLoadsAtOnce; ++k) {
+      its |= static_cast<uint32_t>(held[k] == expert) << k;
+      lower += held[k] >= 0 && held[k] < expert;
+      if (held[k] < -1 || held[k] >= num_experts)
+        keep_worst(&worst, FaultStage::kSlotExpert, begin + k);
+    }
+    UEC_ROLLED
+    for (int32_t i = begin; its != 0; ++i, its >>= 1) {
+      if ((its & 1) == 0) continue;
+      const int32_t rank = i / slots;
+      if (replicas++ == 0) {
+        first_quota = plan.slot_quota[i];
+        first_id = ids.slot_id[rank];
+      }
+      if (rank < home) ++ahead;
+      if (rank == home || repeats_slot(plan, slots, i))
+        keep_worst(&worst, FaultStage::kSlotTwice, i);
+    }
   }
+  int64_t loads = 0;
+  for (int32_t first = team.index(); first < num_ranks;) {
+    for (int32_t k = 0; k < kLoadsAtOnce; ++k) {
+      const int32_t r = first + k * team.size();
+      if (r >= num_ranks) break;
+      scratch.turns[r].rest = static_cast<uint32_t>(loaded[k]);
+      loads += loaded[k];
+      if (loaded[k] < 0)
+        keep_worst(&worst, FaultStage::kLoad, static_cast<int64_t>(r) * num_experts + expert);
+    }
+    first += kLoadsAtOnce * team.size();
+    if (first < num_ranks) load_column(first);
+  }
+  if (team.leader() && planned_home != home) keep_worst(&worst, FaultStage::kHome, expert);
+
   constexpr int32_t kBits = 21;  // three counts of slots in a word
   constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
-  const Sum sums = sum_over(team, (lower << kBits | replicas) << kBits | ahead);
-  const auto begin = expert + static_cast<int32_t>(sums.total >> 2 * kBits);
-  const auto num_instances = 1 + static_cast<int32_t>(sums.total >> kBits & kMask);
-  const auto main_at = static_cast<int32_t>(sums.total & kMask);
+  const uint64_t counts = (lower << kBits | replicas) << kBits | ahead;
+  const uint64_t before = team.sum_before(counts);
+  const uint64_t all = team.from(team.size() - 1, before + counts);
+  const auto begin = expert + static_cast<int32_t>(all >> 2 * kBits);
+  const auto num_instances = 1 + static_cast<int32_t>(all >> kBits & kMask);
+  const auto main_at = static_cast<int32_t>(all & kMask);
   if (team.leader()) {
     table.begin[expert] = begin;
     if (expert == num_experts - 1) table.begin[num_experts] = begin + num_instances;
   }
-  if (num_instances > topology.num_ranks) return worst;  // some rank holds it twice
+  if (num_instances > num_ranks) return worst;  // some rank holds it twice
 
   // The instances, by rank.
   if (team.leader()) {
     scratch.rank[main_at] = home;
-    scratch.quota[main_at] = plan.home_quota[expert];
-    table.entries[begin + main_at].physical_id = ids.main_id[expert];
+    scratch.quota[main_at] = home_quota;
+    table.entries[begin + main_at].physical_id = main_id;
   }
-  auto at = static_cast<int32_t>(sums.before >> kBits & kMask);
+  auto at = static_cast<int32_t>(before >> kBits & kMask);
+  uint64_t listed = 0;
   UEC_ROLLED
-  for (int32_t i = own.begin; replicas > 0 && i < own.end; ++i) {
+  for (int32_t i = own.begin; listed < replicas; ++i) {
     if (plan.slot_expert[i] != expert) continue;
+    const bool is_first = listed++ == 0;
     const int32_t rank = i / slots;
     const int32_t place = at++ + (rank < home ? 0 : 1);
     scratch.rank[place] = rank;
-    scratch.quota[place] = plan.slot_quota[i];
-    table.entries[begin + place].physical_id = ids.slot_id[rank] + i % slots;
+    scratch.quota[place] = is_first ? first_quota : plan.slot_quota[i];
+    table.entries[begin + place].physical_id =
+        (is_first ? first_id : ids.slot_id[rank]) + i % slots;
   }
   team.sync();
 
   // What the shares rest on.
-  const int32_t* const load = plan.load + expert;
-  int64_t loads = 0, quotas = 0;
-  UEC_ROLLED
-  for (int32_t r = team.index(); r < topology.num_ranks; r += team.size()) {
-    const int64_t position = static_cast<int64_t>(r) * num_experts;
-    loads += load[position];
-    if (load[position] < 0) keep_worst(&worst, FaultStage::kLoad, position + expert);
-  }
+  int64_t quotas = 0;
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size()) {
     quotas += scratch.quota[i];
     if (scratch.quota[i] < 0) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert + 1);
   }
-  const auto total_load = static_cast<int64_t>(sum_over(team, static_cast<uint64_t>(loads)).total);
-  const auto total_quota =
-      static_cast<int64_t>(sum_over(team, static_cast<uint64_t>(quotas)).total);
+  const auto total_load = static_cast<int64_t>(team.sum(static_cast<uint64_t>(loads)));
+  const auto total_quota = static_cast<int64_t>(team.sum(static_cast<uint64_t>(quotas)));
   if (total_load > kMaxLoad) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert);
   if (total_quota != total_load) keep_worst(&worst, FaultStage::kSums, int64_t{3} * expert + 2);
   if (team.lowest(worst == 0 ? 1 : 0) == 0) return worst;
 
   if (num_instances == 1) {
-    if (team.leader()) table.entries[begin].upto = load[static_cast<int64_t>(source) * num_experts];
+    if (team.leader()) table.entries[begin].upto = own_load;
     return worst;
   }
-  share_expert<1>(team, load, num_experts, source, scratch.rank, num_instances, scratch.quota,
+  share_expert<1>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
                   scratch.turns);
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())
@@ -216,6 +252,11 @@ UEC_HD inline RerouteStatus explain_plan_fault(const Topology& topology, const Q
   const int64_t position = fault_position(word);
   RerouteStatus status;
   switch (fault_stage(word)) {
+    case FaultStage::kHome:
+      status.fault = RerouteFault::kOtherHome;
+      status.expert = static_cast<int32_t>(position);
+      status.value = plan.home[position];
+      return status;
     case FaultStage::kSlotExpert:
     case FaultStage::kSlotTwice:
       status.fault = RerouteFault::kBadSlot;

@@ -22,26 +22,30 @@ struct Turn {
 // instance and those before it. First every rank uses the quota of its own instance; the rest
 // follows in rank order, each source in proportion to what is left.
 //
-//   load   the expert's column, `stride` apart: nothing is negative, the sum is below 2^31
+//   load   of the source
 //   rank   [num_instances] ascending
-//   quota  [num_instances] their sum is the load's
-//   turns  [source + 1] scratch
+//   quota  [num_instances] their sum is the loads'
+//   turns  [G] scratch. `rest` is each rank's load: nothing is negative, the sum is below 2^31
 //
-// A member takes the turns of kAtOnce instances side by side: of one instance, each turn has to
-// wait for the one before.
+// The team has synchronised since these were written. A member takes the turns of kAtOnce instances
+// side by side: of one instance, each turn has to wait for the one before.
 template <int32_t kAtOnce, class Team>
-UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t stride,
-                                int32_t source, const int32_t* rank, int32_t num_instances,
-                                int32_t* quota, Turn* turns);
+UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, const int32_t* rank,
+                                int32_t num_instances, int32_t* quota, Turn* turns);
 
 // ---------------------------------------------------------------------------------------------
 // Implementation
 
+// Field by field: from a list of constants in braces, a device loads them from its memory.
 UEC_HD inline Turn make_turn(uint32_t rest, uint32_t remaining) {
-  if (rest == 0) return {0, 1, 0};
-  return {
-      rest, remaining,
-      rest == remaining ? ~uint32_t{0} : static_cast<uint32_t>((uint64_t{rest} << 32) / remaining)};
+  Turn turn{rest, remaining, ~uint32_t{0}};
+  if (rest == 0) {
+    turn.remaining = 1;
+    turn.ratio = 0;
+  } else if (rest != remaining) {
+    turn.ratio = static_cast<uint32_t>((uint64_t{rest} << 32) / remaining);
+  }
+  return turn;
 }
 
 // rest * quota / remaining, rounded down, for a quota of at most `remaining`. Without a division,
@@ -55,26 +59,22 @@ UEC_HD inline uint32_t part_of(const Turn& turn, uint32_t quota) {
 }
 
 template <int32_t kAtOnce, class Team>
-UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t stride,
-                                int32_t source, const int32_t* rank, int32_t num_instances,
-                                int32_t* quota, Turn* turns) {
-  UEC_ROLLED
-  for (int32_t r = team.index(); r <= source; r += team.size())
-    turns[r].rest = static_cast<uint32_t>(load[r * stride]);
-  team.sync();
+UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, const int32_t* rank,
+                                int32_t num_instances, int32_t* quota, Turn* turns) {
   // Locality first: a rank with an instance uses that quota for its own tokens.
   const Run own = Run::of(team, num_instances);
   uint32_t sum = 0;
   UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
-    const auto kept = static_cast<int32_t>(min64(load[rank[i] * stride], quota[i]));
-    if (rank[i] <= source) turns[rank[i]].rest -= static_cast<uint32_t>(kept);
+    Turn& turn = turns[rank[i]];
+    const auto kept = static_cast<int32_t>(min64(turn.rest, quota[i]));
+    turn.rest -= static_cast<uint32_t>(kept);
     sum += static_cast<uint32_t>(quota[i] -= kept);
   }
   auto upto = static_cast<uint32_t>(team.sum_before(sum));
   const uint32_t remaining = team.from(team.size() - 1, upto + sum);
   const uint32_t rest = turns[source].rest;
-  const int32_t kept = load[source * stride] - static_cast<int32_t>(rest);
+  const int32_t kept = load - static_cast<int32_t>(rest);
 
   if (rest > 0) {
     const Run sources = Run::of(team, source + 1);
@@ -98,9 +98,13 @@ UEC_HD inline void share_expert(const Team& team, const int32_t* load, int64_t s
     for (int32_t k = 0; k < kAtOnce; ++k)
       if (k < count) left[k] = upto += static_cast<uint32_t>(quota[i + k]);
     if (rest > 0) {
-      for (int32_t r = 0; r < source; ++r)
-        for (uint32_t& sum : left) sum -= part_of(turns[r], sum);
-      for (uint32_t& sum : left) sum = part_of(turns[source], sum);
+      Turn turn = turns[0];  // the next one, loaded while the one before is taken
+      for (int32_t r = 0; r < source; ++r) {
+        const Turn present = turn;
+        turn = turns[r + 1];
+        for (uint32_t& sum : left) sum -= part_of(present, sum);
+      }
+      for (uint32_t& sum : left) sum = part_of(turn, sum);
     }
     for (int32_t k = 0; k < kAtOnce; ++k)
       if (k < count)

@@ -51,11 +51,16 @@ UEC_HD PlanCheck check_plan(Team team, const Topology& t, const int32_t* slot_ex
     }
   }
   first = team.lowest(first);
-  if (first == ~uint32_t{0}) return {};
+  PlanCheck check;
+  if (first == ~uint32_t{0}) return check;
   const auto rank = static_cast<int32_t>(first / static_cast<uint32_t>(slots));
   const auto slot = static_cast<int32_t>(first % static_cast<uint32_t>(slots));
   const int32_t* row = slot_expert + static_cast<int64_t>(rank) * slots;
-  return {detail::slot_fault(t, row, rank, slot), rank, slot, row[slot]};
+  check.fault = detail::slot_fault(t, row, rank, slot);
+  check.rank = rank;
+  check.slot = slot;
+  check.expert = row[slot];
+  return check;
 }
 
 }  // namespace uec

@@ -287,6 +287,7 @@ inline constexpr int32_t kLayout[] = {
     sizeof(SymmetricLayout),
     sizeof(Capacity),
     sizeof(SharesArgs),
+    offsetof(SharesArgs, home),
     sizeof(RerouteArgs),
     sizeof(RerouteState),
     sizeof(PlanArgs),

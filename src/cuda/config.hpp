@@ -37,6 +37,9 @@ inline constexpr int32_t kLoadThreads = 512;
 inline constexpr int32_t kIdsPerLoadThread = 8;
 inline constexpr int32_t kQuadsAtOnce = 4;
 
+// Rows of a load that a thread of the planner has under way.
+inline constexpr int32_t kSourcesAtOnce = 16;
+
 // The reduction: warps of a block, each of which adds up groups of its own, and 16 bytes that a
 // lane of them has under way at a time. See adder.cuh.
 inline constexpr int32_t kReduceWarps = 16;

@@ -24,6 +24,7 @@ inline constexpr Result kNotReady = 600;
   F(cuCtxPushCurrent, (Handle context))                                                           \
   F(cuCtxPopCurrent, (Handle * context))                                                          \
   F(cuCtxSynchronize, ())                                                                         \
+  F(cuStreamSynchronize, (Handle stream))                                                         \
   F(cuMemcpyHtoD, (Address to, const void* from, size_t bytes))                                   \
   F(cuMemcpyDtoH, (void* to, Address from, size_t bytes))                                         \
   F(cuMemcpyHtoDAsync, (Address to, const void* from, size_t bytes, Handle stream))               \
@@ -34,6 +35,7 @@ inline constexpr Result kNotReady = 600;
   F(cuStreamWaitEvent, (Handle stream, Handle event, unsigned flags))                             \
   F(cuStreamGetCaptureInfo, (Handle stream, int32_t* status, uint64_t* id, void** graph,          \
                              const void** nodes, size_t* num_nodes))                              \
+  F(cuThreadExchangeStreamCaptureMode, (int32_t* mode))                                           \
   F(cuLaunchKernel, (Handle kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,            \
                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, \
                      Handle stream, void** arguments, void** unused))                             \
@@ -73,6 +75,15 @@ inline void require(const Driver& driver, Result result, const char* what) {
                     " (" + std::to_string(result) + "): " + (text ? text : "no description"));
 }
 
+// Copies bytes to the device, where they are when this returns. Outside of captures.
+inline void copy_to_device(const Driver& driver, Address to, const void* from, size_t bytes) {
+  require(driver, driver.cuMemcpyHtoD(to, from, bytes), "cuMemcpyHtoD");
+  // From memory that is not page-locked, the driver returns once it has read it. The rest is in the
+  // legacy stream, which other streams do not wait for. Not the whole context is waited for: its
+  // kernels may be waiting for calls that peers have yet to make.
+  require(driver, driver.cuStreamSynchronize(nullptr), "cuStreamSynchronize");
+}
+
 // Which capture into a graph a stream is in; 0: none.
 inline uint64_t capture_of(const Driver& driver, Handle stream) {
   constexpr int32_t kActive = 1, kInvalidated = 2;
@@ -86,6 +97,30 @@ inline uint64_t capture_of(const Driver& driver, Handle stream) {
         "call"
         " that cannot be captured");
   return status == kActive ? id : 0;
+}
+
+// Lets this thread ask for events, for a scope, while any thread captures into a graph: else the
+// driver refuses, and the capture is spoiled. Events that were recorded in a capture stay refused.
+class RelaxedScope {
+ public:
+  explicit RelaxedScope(const Driver& driver) : driver_(driver) { exchange(); }
+  ~RelaxedScope() { exchange(); }
+  RelaxedScope(const RelaxedScope&) = delete;
+  RelaxedScope& operator=(const RelaxedScope&) = delete;
+
+ private:
+  void exchange() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+
+  const Driver& driver_;
+  int32_t mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; inside the scope: what the thread's was
+};
+
+// Whether the device has come to an event; DriverError: it has failed.
+inline bool has_come_to(const Driver& driver, Handle event) {
+  const RelaxedScope relaxed(driver);
+  const Result result = driver.cuEventQuery(event);
+  if (result != kNotReady) require(driver, result, "a kernel");
+  return result == kSuccess;
 }
 
 // Makes a context current on this thread, for a scope. A null context is left alone.

@@ -106,16 +106,14 @@ void Engine::write_state() {
 
   const ContextScope current = launcher_->scope();
   const Driver& driver = launcher_->config().driver;
-  require(driver, driver.cuMemcpyHtoD(at, image.data(), bytes), "cuMemcpyHtoD");
-  require(driver, driver.cuMemcpyHtoD(launcher_->state(config_.rank), &state, sizeof(state)),
-          "cuMemcpyHtoD");
+  copy_to_device(driver, at, image.data(), bytes);
+  copy_to_device(driver, launcher_->state(config_.rank), &state, sizeof(state));
 }
 
 int32_t Engine::add_region(const std::vector<uint64_t>& bases, Address table) {
   const ContextScope current = launcher_->scope();
   const Driver& driver = launcher_->config().driver;
-  require(driver, driver.cuMemcpyHtoD(table, bases.data(), bases.size() * sizeof(uint64_t)),
-          "cuMemcpyHtoD");
+  copy_to_device(driver, table, bases.data(), bases.size() * sizeof(uint64_t));
   const std::lock_guard lock(submit_mutex_);
   regions_.push_back(table);
   return static_cast<int32_t>(regions_.size()) - 1;
@@ -154,11 +152,21 @@ CaptureError Engine::refusal(const std::string& why) const {
   return CaptureError("rank " + std::to_string(config_.rank) + ": " + why);
 }
 
+uint64_t Engine::capture_in(Handle stream) const {
+  try {
+    return capture_of(launcher_->config().driver, stream);
+  } catch (const CaptureError& error) {
+    throw refusal(error.what());
+  }
+}
+
 uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool background,
                                  Handle stream) {
   if (is_over()) throw refusal("the group has failed; close it and make a new one");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream, background);
+  } catch (const CaptureError& error) {
+    throw refusal(error.what());
   } catch (const DriverError& error) {  // nothing has run: the group is as it was
     throw refusal(std::string("the capture into a CUDA graph failed: ") + error.what());
   }
@@ -172,7 +180,7 @@ uint64_t Engine::gather(const LoadCall& load, Address plan, const PlanArgs& plan
   request.load = load;
   request.plan = plan;
   request.plan_args = plan_args;
-  if (const uint64_t capture = capture_of(launcher_->config().driver, stream))
+  if (const uint64_t capture = capture_in(stream))
     return submit_captured(capture, request, false, stream);
   return submit([&](uint64_t) { return request; }, false, stream, interrupted);
 }
@@ -190,7 +198,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   *mode = Mode::kDirect;
-  if (capture_of(launcher_->config().driver, stream) != 0)
+  if (capture_in(stream) != 0)
     throw refusal(
         "the stream is being captured into a CUDA graph, and the plan is on the CPU: a replay would"
         " repeat it; plan from a load on the device");
@@ -236,7 +244,7 @@ uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
 uint64_t Engine::submit_from_device(Request request, const char* missing, const uint64_t* mains,
                                     int64_t num_mains, bool background, Handle stream,
                                     const Interrupted& interrupted) {
-  if (const uint64_t capture = capture_of(launcher_->config().driver, stream)) {
+  if (const uint64_t capture = capture_in(stream)) {
     if (request.device.mains == 0 && num_mains > 0) throw refusal(missing);
     return submit_captured(capture, request, background, stream);
   }
@@ -273,7 +281,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
       request,
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
       " on the device; bind them with group.bind() before the capture and pass what it returns,"
-      " or pass group.weight_table",
+      " or pass group.weight_table, as compiled functions have to",
       args.mains, num_addresses(), background, stream, interrupted);
 }
 
@@ -380,7 +388,11 @@ bool Engine::wait(uint64_t epoch, Handle stream, const Interrupted& interrupted)
     if (succeeded(epoch)) fail_here();  // interrupted: the caller is about to free what it lent
     return false;
   }
-  launcher_->order(epoch, stream);
+  try {
+    launcher_->order(epoch, stream);
+  } catch (const CaptureError& error) {
+    throw refusal(error.what());
+  }
   return true;
 }
 

@@ -133,6 +133,7 @@ class Engine {
   uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
                            Handle stream);
   CaptureError refusal(const std::string& why) const;  // of a call that is being captured
+  uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool succeeded(uint64_t epoch) const;
   bool is_over() const;            // takes no more calls
   void fail_here();                // the driver refused a call

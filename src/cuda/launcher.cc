@@ -170,7 +170,7 @@ uint64_t Launcher::submit_captured(int32_t rank, uint64_t capture, const Request
     captured_.last = nullptr;
     const uint64_t most = *std::max_element(captured_.submitted.begin(), captured_.submitted.end());
     std::fill(captured_.submitted.begin(), captured_.submitted.end(), most);
-    captured_.launched = most;
+    captured_.launched = captured_before_ = most;
   }
   const uint64_t next = captured_.submitted[rank - config_.first_rank] + 1;
   if (next > captured_.launched + kDepth)
@@ -195,7 +195,8 @@ void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle
   line.submitted[index] = number(call);
   const uint64_t all = *std::min_element(line.submitted.begin(), line.submitted.end());
   if (is_ended(call) || all < number(call) || !agree(e, call)) return;
-  launch(call, e.in_place ? stream : config_.stream);
+  e.capture = is_captured(call) ? capture_ : 0;
+  launch(call, e.in_place ? stream : is_captured(call) ? config_.captured_stream : config_.stream);
 }
 
 // What the line did last comes before what `stream` gets from now on: calls share a rank's state.
@@ -319,7 +320,8 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   }
 }
 
-// No event tells when replays have finished. Their own clocks bound them.
+// No event tells when replays have finished. Their own clocks bound them. Whatever is being
+// captured on the device at that time, by whom and in what mode ever, makes the driver refuse.
 void Launcher::await_replays() {
   const ContextScope current = scope();
   {
@@ -346,13 +348,7 @@ void Launcher::notify(int32_t rank, Notice notice) {
     require(driver, driver.cuEventRecord(noticed_, config_.stream), "cuEventRecord");
     line_.last = noticed_;
   }
-  poll(
-      [&] {
-        const Result result = driver.cuEventQuery(noticed_);
-        if (result != kNotReady) require(driver, result, "a kernel");
-        return result == kSuccess;
-      },
-      {});
+  poll([&] { return has_come_to(driver, noticed_); }, {});
 }
 
 // ---- waiting ------------------------------------------------------------------------------------
@@ -398,9 +394,7 @@ bool Launcher::done(uint64_t call) {
   const Entry& e = line_.entry(call);
   if (e.call != call) return true;  // its storage has been used again
   const ContextScope current = scope();
-  const Result result = config_.driver.cuEventQuery(e.done);
-  if (result == kNotReady) return false;
-  require(config_.driver, result, "a kernel");
+  if (!has_come_to(config_.driver, e.done)) return false;
   completed_ = call;  // launches follow each other
   return true;
 }
@@ -412,19 +406,28 @@ bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
 void Launcher::order(uint64_t call, Handle stream) {
   const std::lock_guard lock(mutex_);
   const Entry& e = line(call).entry(number(call));
+  const bool is_latest = e.call == number(call);  // of those that use its events
+  // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
+  if (is_latest && e.in_place && e.stream.front() == stream) return;
+  const ContextScope current = scope();
+  const uint64_t capture = capture_of(config_.driver, stream);
   if (is_captured(call)) {
     if (e.call < number(call))
       throw CaptureError("ranks that share a launch have to capture together, in one capture");
-    if (e.call > number(call)) {  // its events are those of a later call, which comes after it
-      const ContextScope current = scope();
-      return join(captured_, stream);
-    }
-  } else if (e.call != call || call <= completed_) {
+    // One of an earlier capture has lost its events to a later one.
+    const uint64_t own = is_latest ? e.capture : number(call) > captured_before_ ? capture_ : 0;
+    if (capture == 0 || capture != own)
+      throw CaptureError(
+          "wait() for a call that is a part of a CUDA graph, outside of the capture that made it;"
+          " wait in that capture, and for a replay with the stream of the replay");
+    if (!is_latest) return join(captured_, stream);  // the later call comes after it
+  } else if (capture != 0) {
+    throw CaptureError(
+        "wait() in a capture into a CUDA graph for a call that was made outside of it; wait before"
+        " the capture");
+  } else if (!is_latest || call <= completed_) {
     return;
   }
-  // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
-  if (e.in_place && e.stream.front() == stream) return;
-  const ContextScope current = scope();
   require(config_.driver, config_.driver.cuStreamWaitEvent(stream, e.done, 0), "cuStreamWaitEvent");
 }
 

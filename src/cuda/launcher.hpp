@@ -54,6 +54,8 @@ struct LauncherConfig {
   Driver driver;
   Handle context = nullptr;
   Handle stream = nullptr;  // the group's own
+  // The same for captured calls: a stream in a capture takes no other calls until that has ended.
+  Handle captured_stream = nullptr;
   Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
   Handle reduce = nullptr;  // ultraep_reduce; null: slots hold no gradients
   Handle notice = nullptr;  // ultraep_replicate_notice
@@ -140,6 +142,7 @@ class Launcher {
     std::vector<Request> requests;  // [ranks]
     bool in_place = false;          // launched on the caller's stream itself
     uint64_t call = 0;              // that it was launched for
+    uint64_t capture = 0;           // that this was in; 0: none
   };
   // Calls that are launched one after the other.
   struct Line {
@@ -186,7 +189,8 @@ class Launcher {
   mutable std::mutex mutex_;
   host::OwnedByProcess<std::condition_variable> launches_;
   Line line_, captured_;
-  uint64_t capture_ = 0;  // that the last captured call was in
+  uint64_t capture_ = 0;          // that the last captured call was in
+  uint64_t captured_before_ = 0;  // number of the last captured call that was not in it
   LaunchCounts counts_;
   uint64_t completed_ = 0;
   End end_;

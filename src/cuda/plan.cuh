@@ -36,19 +36,24 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   const PlanBlock block(topology, BlockCrew::size(), shared_memory);
   BlockCrew crew(block.answers);
 
-  SortedLoad sorted;
-  const PlanStatus status = sort_load(args, crew, block, &sorted);
+  if (ptx::thread_idx() == 0) {  // sort_load() has barriers
+    block.out->slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
+    block.out->slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
+    block.out->home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+  }
+  const PlanStatus status = sort_load(args, crew, block);
   if (ptx::thread_idx() == 0) put_fault(args, status);
   write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
   if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
-  const Goal goal = find_goal(Warp{}, sorted, args.objective);
-  if (goal.is_met) return;
+  if (BlockCrew::index() == 0) {
+    const Goal goal = find_goal(Warp{}, *block.sorted, args.objective);
+    if (Warp::leader()) *block.goal = goal;
+  }
+  ptx::sync_block();
+  if (block.goal->is_met) return;
   // Its first exchange lets the replicas come after the empty slots.
-  search_plan(crew, sorted, args.objective, goal, args.slots_per_rank,
-              block.planner.team(topology, BlockCrew::index()),
-              reinterpret_cast<int32_t*>(args.slot_expert),
-              reinterpret_cast<int32_t*>(args.slot_quota),
-              reinterpret_cast<int32_t*>(args.home_quota));
+  search_plan(crew, *block.sorted, args.objective, *block.goal, args.slots_per_rank,
+              block.planner.team(topology, BlockCrew::index()), *block.out);
 }
 
 }  // namespace uec::cuda

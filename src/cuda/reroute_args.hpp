@@ -77,6 +77,7 @@ struct SharesArgs {
   uint64_t slot_expert = 0;
   uint64_t slot_quota = 0;
   uint64_t home_quota = 0;
+  uint64_t home = 0;  // 0: the group's
 };
 
 // What is rerouted.

@@ -25,7 +25,8 @@ UEC_DEVICE void reroute_shares(const SharesArgs& args, std::byte* shared_memory)
   const QuotaPlan plan{reinterpret_cast<const int32_t*>(args.load),
                        reinterpret_cast<const int32_t*>(args.slot_expert),
                        reinterpret_cast<const int32_t*>(args.slot_quota),
-                       reinterpret_cast<const int32_t*>(args.home_quota)};
+                       reinterpret_cast<const int32_t*>(args.home_quota),
+                       reinterpret_cast<const int32_t*>(args.home)};
 
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const int32_t num_warps = ptx::num_threads() / ptx::kWarpSize;

@@ -106,8 +106,7 @@ Stages::Stages(const Driver& driver, Handle context, StageShape shape, const Sta
   for (const auto* part : {&shape_.home, &shape_.domain, &shape_.mains_begin, &shape_.mains})
     image.insert(image.end(), part->begin(), part->end());
   const ContextScope current(driver_, context_);
-  require(driver_, driver_.cuMemcpyHtoD(constants_, image.data(), image.size() * sizeof(int32_t)),
-          "cuMemcpyHtoD");
+  copy_to_device(driver_, constants_, image.data(), image.size() * sizeof(int32_t));
   used_ = make_event();
   captured_ = make_event();
 }
@@ -142,10 +141,8 @@ void Stages::lend_state(Address state, int32_t max_runs) {
   RerouteArrays::cut(reinterpret_cast<std::byte*>(state), shape, &arrays);
   const ContextScope current(driver_, context_);
   const auto copy = [&](int32_t* to, const std::vector<int32_t>& from) {
-    require(driver_,
-            driver_.cuMemcpyHtoD(reinterpret_cast<Address>(to), from.data(),
-                                 from.size() * sizeof(int32_t)),
-            "cuMemcpyHtoD");
+    copy_to_device(driver_, reinterpret_cast<Address>(to), from.data(),
+                   from.size() * sizeof(int32_t));
   };
   copy(arrays.home, shape_.home);
   copy(arrays.main_id, main_id);
@@ -199,6 +196,7 @@ void Stages::reroute(const RerouteCall& call, Handle stream) {
   shares.slot_expert = call.slot_expert;
   shares.slot_quota = call.slot_quota;
   shares.home_quota = call.home_quota;
+  shares.home = call.home;
   RerouteArgs args;
   args.shape = shares.shape;
   args.state = state_;
@@ -274,9 +272,7 @@ bool Stages::is_idle() const {
   const std::lock_guard lock(mutex_);
   if (!is_used_) return true;
   const ContextScope current(driver_, context_);
-  const Result result = driver_.cuEventQuery(used_);
-  if (result != kNotReady) require(driver_, result, "a kernel");
-  return result == kSuccess;
+  return has_come_to(driver_, used_);
 }
 
 void Stages::pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }

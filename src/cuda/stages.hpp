@@ -82,6 +82,7 @@ struct RerouteCall {
   Address slot_expert = 0;
   Address slot_quota = 0;
   Address home_quota = 0;
+  Address home = 0;  // 0: the plan is of the group's own home map
   Routing routing = Routing::kNone;
   Address from = 0;
   Address to = 0;
@@ -120,6 +121,11 @@ class Stages {
   void save_plan(SaveArgs args, Handle stream);
 
   bool is_capturing(Handle stream) const;
+  // Whether graphs may have any of the launches.
+  bool has_captured() const {
+    const std::lock_guard lock(mutex_);
+    return capture_ != 0;
+  }
   // Whether the launches outside captures have finished.
   bool is_idle() const;
   // Until they have. False: `interrupted`.

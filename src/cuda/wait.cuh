@@ -85,7 +85,10 @@ UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
 // Runs steps to their end. Every wait is bounded: by an abort, a cancellation, or the warp's clock.
 template <class Steps, class Memory>
 UEC_DEVICE bool drive(Steps& steps, BlockCall& block, Clock& clock, Memory& memory) {
-  if (Warp::leader()) clock = {};
+  if (Warp::leader()) {
+    clock.since = clock.called_since = 0;
+    clock.waiting = clock.called = 0;
+  }
   Fault fault = Fault::kNone;
   int32_t aborter = -1;
   uint64_t waited = 0;

@@ -181,6 +181,43 @@ ultraep_add_core_mutant(taken_by_each PROGRAM test_probe FILE core/probe.hpp
   FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
   REPLACE [[    have[main] -= quota;]])
 
+# ---- a packed probe ------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(packed_without_turns PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[+ static_cast<uint32_t>(turn)) ^ mask;]]
+  REPLACE [[+ static_cast<uint32_t>(turn) * 0) ^ mask;]])
+
+ultraep_add_core_mutant(packed_latest_last PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[      --turn;
+      const int32_t rest]]
+  REPLACE [[      ++turn;
+      const int32_t rest]])
+
+ultraep_add_core_mutant(packed_taker_of_each PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[      uint32_t taker = team.lowest(lowest);]]
+  REPLACE [[      uint32_t taker = lowest;]])
+
+ultraep_add_core_mutant(packed_cost_of_each PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[team.sum(static_cast<uint32_t>(cost)));]]
+  REPLACE [[static_cast<uint32_t>(cost));]])
+
+ultraep_add_core_mutant(packed_joins_nowhere PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[      if (hot == index + p * size) cool.put(]]
+  REPLACE [[      if (hot == -1) cool.put(]])
+
+ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[    const bool stays = left[p] > 1 && rest > 0;]]
+  REPLACE [[    const bool stays = rest > 0;]])
+
+ultraep_add_core_mutant(packed_next_exporter_again PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[    after = place_of(h + 2);]]
+  REPLACE [[    after = place_of(h + 1);]])
+
+ultraep_add_core_mutant(packed_too_large PROGRAM test_probe FILE core/packed_probe.hpp
+  FIND [[         (ask.threshold + 1) * detail::num_turns(pool, ask) <= limit &&
+]]
+  REPLACE [[]])
+
 # ---- two sides ----------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.hpp

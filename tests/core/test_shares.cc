@@ -68,7 +68,10 @@ Expert draw_expert(Random& random, int32_t num_ranks, int32_t most) {
 template <int32_t kAtOnce, class Team>
 std::vector<int32_t> compute(const Team& team, const Expert& x, int32_t source,
                              std::vector<int32_t>& quota, std::vector<uec::Turn>& turns) {
-  uec::share_expert<kAtOnce>(team, x.load.data(), 1, source, x.rank.data(),
+  for (size_t r = team.index(); r < x.load.size(); r += team.size())
+    turns[r].rest = static_cast<uint32_t>(x.load[r]);
+  team.sync();
+  uec::share_expert<kAtOnce>(team, x.load[source], source, x.rank.data(),
                              static_cast<int32_t>(x.rank.size()), quota.data(), turns.data());
   return quota;
 }
@@ -76,7 +79,7 @@ std::vector<int32_t> compute(const Team& team, const Expert& x, int32_t source,
 void check_expert(const Expert& x, int32_t source, int32_t team_size) {
   const std::vector<int32_t> expected = define(x, source);
   std::vector<int32_t> quota = x.quota;
-  std::vector<uec::Turn> turns(source + 1);
+  std::vector<uec::Turn> turns(x.load.size());
   if (team_size == 1) {
     CHECK(compute<4>(Alone{}, x, source, quota, turns) == expected);
     quota = x.quota;

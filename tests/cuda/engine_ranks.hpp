@@ -60,6 +60,7 @@ class Ranks {
     LauncherConfig c{recorder::make_driver(),
                      kContext,
                      recorder::kOwnStream,
+                     recorder::kCapturedStream,
                      recorder::kKernel,
                      recorder::kReduce,
                      recorder::kNotice,

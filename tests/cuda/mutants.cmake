@@ -59,3 +59,20 @@ ultraep_add_cuda_mutant(stages_fault_read_before_complete PROGRAM test_stages FI
 ultraep_add_cuda_mutant(stages_fault_given_up_before_read PROGRAM test_stages FILE cuda/stages.cc
   FIND [[routing.store(0, std::memory_order_release)]]
   REPLACE [[routing.store(0, std::memory_order_relaxed)]])
+
+# ---- launches of calls ---------------------------------------------------------------------------
+
+ultraep_add_cuda_mutant(launcher_waits_outside_the_capture PROGRAM test_engine_plans
+  FILE cuda/launcher.cc
+  FIND [[if (capture == 0 || capture != own)]]
+  REPLACE [[if (false)]])
+
+ultraep_add_cuda_mutant(launcher_waits_in_a_capture_for_outside PROGRAM test_engine_plans
+  FILE cuda/launcher.cc
+  FIND [[} else if (capture != 0) {]]
+  REPLACE [[} else if (false) {]])
+
+ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_engine_plans
+  FILE cuda/launcher.cc
+  FIND [[config_.captured_stream]]
+  REPLACE [[config_.stream]])

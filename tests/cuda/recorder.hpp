@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.hpp"
 #include "cuda/args.hpp"
 #include "cuda/driver.hpp"
 
@@ -22,6 +23,7 @@ using uec::cuda::Handle;
 using uec::cuda::Result;
 
 inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
+inline const Handle kCapturedStream = reinterpret_cast<Handle>(0x52);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
 inline const Handle kReduce = reinterpret_cast<Handle>(0xA5);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
@@ -47,8 +49,11 @@ struct State {
   int32_t capturing = 0;
   uint64_t capture = 9;
   Result launch_result = 0;
-  int contexts = 0;  // pushed and not popped
-  int events = 0;    // that exist
+  int32_t mode = 0;          // of the thread, for captures
+  int contexts = 0;          // pushed and not popped
+  int events = 0;            // that exist
+  std::vector<char> staged;  // of the last copy to the device
+  void* staged_to = nullptr;
   std::function<void(const Launch&)> on_launch;
 };
 
@@ -75,6 +80,13 @@ inline size_t num_launches() {
   return state().launches.size();
 }
 
+// A copy from memory that is not page-locked is there once the legacy stream has been waited for.
+inline void deliver_staged() {
+  State& s = state();
+  if (!s.staged.empty()) std::memcpy(s.staged_to, s.staged.data(), s.staged.size());
+  s.staged.clear();
+}
+
 inline Driver make_driver() {
   Driver d;
   d.cuCtxPushCurrent = [](Handle) {
@@ -92,8 +104,18 @@ inline Driver make_driver() {
     note("synchronize");
     return 0;
   };
+  d.cuStreamSynchronize = [](Handle stream) {
+    const std::lock_guard lock(state().mutex);
+    CHECK(stream == nullptr);
+    deliver_staged();
+    return 0;
+  };
   d.cuMemcpyHtoD = [](Address to, const void* from, size_t bytes) {
-    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    const std::lock_guard lock(state().mutex);
+    deliver_staged();
+    const auto* const begin = static_cast<const char*>(from);
+    state().staged.assign(begin, begin + bytes);
+    state().staged_to = reinterpret_cast<void*>(to);
     return 0;
   };
   d.cuMemcpyDtoH = [](void* to, Address from, size_t bytes) {
@@ -124,8 +146,14 @@ inline Driver make_driver() {
     note("record " + name_of(event) + " on " + name_of(stream));
     return 0;
   };
+  d.cuThreadExchangeStreamCaptureMode = [](int32_t* mode) {
+    const std::lock_guard lock(state().mutex);
+    std::swap(*mode, state().mode);
+    return 0;
+  };
   d.cuEventQuery = [](Handle event) {
     const std::lock_guard lock(state().mutex);
+    if (state().capturing != 0 && state().mode != 2) return uec::cuda::Result{900};
     return state().pending.count(event) ? uec::cuda::kNotReady : uec::cuda::kSuccess;
   };
   d.cuStreamWaitEvent = [](Handle stream, Handle event, unsigned) {

@@ -81,6 +81,7 @@ void check_captured() {
     const uec::cuda::LaunchArgs& args = recorder::state().launches.back().args;
     CHECK_EQ(args.counted, 0);
     CHECK(args.calls != eager_calls);
+    CHECK(recorder::state().launches.back().stream == recorder::kCapturedStream);
     const std::vector<std::string> log = recorder::take_log();
     const auto waits = std::count_if(log.begin(), log.end(), [](const std::string& line) {
       return line.starts_with("wait for ");
@@ -93,6 +94,56 @@ void check_captured() {
   CHECK_EQ(recorder::take_log().size(), size_t{1});
   recorder::state().capturing = 0;
   CHECK_EQ(ranks.engines[0]->epoch(), 1);
+}
+
+// Calls and waits for them are on one side of a capture's border: the driver is not even asked.
+void check_waits_across_captures() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 1, 1);
+  Engine& engine = *ranks.engines[0];
+  const auto refusal = [&](uint64_t call) -> std::string {
+    recorder::take_log();
+    try {
+      engine.wait(call, kUserStream, {});
+    } catch (const uec::cuda::CaptureError& error) {
+      CHECK(recorder::take_log().empty());
+      return error.what();
+    }
+    return {};
+  };
+  uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
+  args.mains = nullptr;
+  args.table = 0x9000;
+  const auto call = [&] { return engine.replicate_on_device(args, true, kUserStream, {}); };
+  const uint64_t eager = call();
+  recorder::state().capturing = 1;
+  CHECK(refusal(eager).starts_with("rank 1: wait() in a capture into a CUDA graph for a call"));
+  const uint64_t first = call(), second = call();
+  CHECK(refusal(first).empty());
+  CHECK_EQ(recorder::take_log().size(), size_t{1});
+  recorder::state().capture = 10;
+  CHECK(refusal(second).starts_with("rank 1: wait() for a call that is a part of a CUDA graph"));
+  std::vector<uint64_t> others;
+  for (uint64_t n = 0; n <= Launcher::kDepth; ++n) others.push_back(call());
+  CHECK(!refusal(second).empty());  // its events are a later call's by now
+  CHECK(refusal(others.front()).empty());
+  CHECK(refusal(others.back()).empty());
+  recorder::state().capturing = 0;
+  CHECK(!refusal(others.back()).empty());
+  CHECK(refusal(eager).empty());
+  CHECK_EQ(engine.failed_epoch(), 0);
+  recorder::state().capture = 9;
+}
+
+// Asking for an event is refused in every mode but one, which threads have for no longer.
+void check_queries_beside_a_capture() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 1, 1);
+  const uint64_t call = ranks.call(0, plan, true);
+  recorder::state().capturing = 1;  // and the driver does not say which thread's
+  CHECK(ranks.engines[0]->is_completed(call));
+  CHECK_EQ(recorder::state().mode, 0);
+  recorder::state().capturing = 0;
 }
 
 // Waiting for a captured call whose events are used again waits for the later one; a rank that is
@@ -269,6 +320,8 @@ int main() {
   check_plans_on_device();
   check_captured();
   check_captured_without_mains();
+  check_waits_across_captures();
+  check_queries_beside_a_capture();
   check_captured_far_ahead();
   check_ends_behind_replays();
   CHECK_EQ(recorder::state().contexts, 0);

@@ -53,6 +53,7 @@ class EmulatedReroute {
     args.slot_expert = address(case_.group.slot_expert.data());
     args.slot_quota = address(case_.slot_quota.data());
     args.home_quota = address(case_.home_quota.data());
+    args.home = address(case_.plan().home);
     launch(RerouteGrid::of_shares(shape_, kThreads, emulation::kLanes),
            [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }

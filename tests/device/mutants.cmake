@@ -489,6 +489,18 @@ ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan FIL
   FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
   REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
+ultraep_add_device_mutant(device_looks_ahead_at_another_node PROGRAM test_plan FILE core/pool_search.hpp
+  FIND [[return kFirstAhead + (node - 1) * kNumOrders + found_.variant;]]
+  REPLACE [[return kFirstAhead + (kNodesAhead - node) * kNumOrders + found_.variant;]])
+
+ultraep_add_device_mutant(device_leaders_of_each_lane PROGRAM test_plan FILE cuda/plan_sort.cuh
+  FIND [[const bool is_fullest = tokens == highest(Warp{}, tokens);]]
+  REPLACE [[const bool is_fullest = true;]])
+
+ultraep_add_device_mutant(device_positions_of_each_lane HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
+  FIND [[static_cast<int32_t>(Warp::sum(ranks_before));]]
+  REPLACE [[static_cast<int32_t>(ranks_before);]])
+
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/pool_search.hpp
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
   REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])

@@ -3,8 +3,8 @@
 PYTHONPATH=tests/python python tests/device/process_ranks.py FABRIC CASE NUM_RANKS [NUM_GPUS]
 
 FABRIC is shm, nvshmem or torch, CASE one of `CASES`. Ranks take the first NUM_GPUS GPUs in turn,
-by default only one. Exits with 0, or with 77 and a line beginning REFUSED where the fabric does not
-work here.
+by default only one. Exits with 0; with 77 and a line beginning REFUSED where the fabric does not
+work here, which is only so while no group has been made; else with 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import os
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,25 @@ from ultraep_comm.bench.payload import SENTINEL, Payload
 REFUSED, MADE = 77, "a group was made"
 SIZES = {"w13": 200_003, "w2": 65_536, "bias": 1}
 EXPERTS, SLOTS = 6, 2
+GRACE = 30.0  # seconds for the other ranks, once one has failed
+_made: list[str] = []  # groups of this process
+
+
+def status_of(error: BaseException, made: int) -> int:
+    """Return what a rank exits with that has made so many groups."""
+    refused = isinstance(error, (errors.BootstrapError, errors.UnsupportedError))
+    return REFUSED if refused and not made else 1
+
+
+def outcome(statuses: Sequence[int | None]) -> int:
+    """Return what all ranks come to: one that failed is no refusal, whatever its peers say of it.
+
+    None is a rank that had to be stopped because another had ended.
+    """
+    ended = {status for status in statuses if status is not None}
+    if ended - {0, REFUSED}:
+        return 1
+    return REFUSED if REFUSED in ended else int(None in statuses)
 
 
 def make_group(fabric: str, **options: float) -> uec.Group:
@@ -38,6 +60,7 @@ def make_group(fabric: str, **options: float) -> uec.Group:
         fabric=fabric,
         **{"timeout": 60.0, **options},  # type: ignore[arg-type]
     )
+    _made.append(group.name)
     print(MADE, flush=True)
     return group
 
@@ -200,9 +223,13 @@ def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, mee
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     try:
         CASES[case](fabric)
-    except (errors.BootstrapError, errors.UnsupportedError) as error:
-        print(f"REFUSED {error}", flush=True)
-        os._exit(REFUSED)  # NVSHMEM may not survive its own end either
+    except Exception as error:
+        status = status_of(error, len(_made))
+        if status == REFUSED:
+            print(f"REFUSED {error}", flush=True)
+        else:
+            traceback.print_exc()
+        os._exit(status)  # NVSHMEM may not survive its own end either
     dist.barrier()
     dist.destroy_process_group()
 
@@ -216,14 +243,26 @@ def main() -> int:
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(256 << 20))
     with tempfile.TemporaryDirectory() as folder:
         arguments = (fabric, case, num_ranks, num_gpus, f"file://{folder}/ranks")
-        try:
-            torch.multiprocessing.spawn(_start, arguments, nprocs=num_ranks)
-        except torch.multiprocessing.ProcessExitedException as error:
-            if error.exit_code == REFUSED:
-                return REFUSED
-            print(f"rank {error.error_index} ended with {error.exit_code}", flush=True)
-            return 1
-    return 0
+        context = torch.multiprocessing.spawn(_start, arguments, nprocs=num_ranks, join=False)
+        assert context is not None
+        statuses = _join(context.processes)
+    if any(statuses):
+        print(f"ranks ended with {statuses}", flush=True)
+    return outcome(statuses)
+
+
+def _join(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Return what each process ended with; None: it was killed, some time behind another's end."""
+    end = float("inf")
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+        if end == float("inf") and any(process.exitcode for process in processes):
+            end = time.monotonic() + GRACE
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+        process.join()
+    return [None if process in stuck else process.exitcode for process in processes]
 
 
 if __name__ == "__main__":

@@ -160,6 +160,52 @@ def test_a_thousand_replays(streams: str, made: str, forks: str) -> None:
         del replay
 
 
+@every_kind
+def test_a_rank_alone(streams: str, made: str, forks: str) -> None:
+    """Its calls are on the caller's stream itself, but for those in the background."""
+    replays = 50 if streams == "cuda" else 3
+    with Layer(streams, made, forks, 1, 5) as layer:
+        weights = layer.stacked()
+        bound = layer.bind(weights)
+
+        def in_place(rank: int) -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+            group, ids = layer.groups[rank], layer.ids[rank]
+            plan = uec.gather_and_plan(ids, group=group)
+            uec.replicate_experts(bound[rank], plan, group=group)
+            assert plan.load is not None
+            return plan.load, plan, uec.reroute(ids, plan, group=group)
+
+        for path in (in_place, layer.path(bound)):
+            layer.route()
+            layer.fill(weights)
+            layer.check(layer.each(path))
+            found, replay = layer.capture(path)
+            for _ in range(replays):
+                layer.replay(weights, found, replay)
+            layer.check(layer.each(path))
+            del replay
+
+
+@pytest.mark.parametrize("streams", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_updates_of_the_weight_table_do_not_wait(streams: str) -> None:
+    with Layer(streams, "torch", "one stream", 2, 5) as layer:
+        homes = [layer.stacked(), layer.stacked()]
+        group, seen = layer.groups[0], []
+        group.update_weight_table(homes[0][0])
+        layer.finish()
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(1 << 31)  # about a second
+        busy.record()
+        for turn in range(8):
+            group.update_weight_table(homes[turn % 2][0])
+            seen.append(group.weight_table.clone())
+        assert not busy.query()
+        layer.finish()
+        assert not torch.equal(seen[0], seen[1])
+        for turn, table in enumerate(seen):
+            assert torch.equal(table, seen[turn % 2])
+
+
 @any_kind
 @pytest.mark.parametrize("mode", ["push", "pull", "direct", "auto"])
 def test_every_mode(streams: str, made: str, forks: str, mode: str) -> None:
@@ -397,6 +443,26 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
     del replay
     with Ranks(streams, 3, SEGMENTS, num_experts=6) as fresh:  # the device is as it was
         fresh.replicate(fresh.stacked(), plan)
+
+
+@every_kind
+def test_replays_behind_a_close_move_nothing(streams: str, made: str, forks: str) -> None:
+    layer = Layer(streams, made, forks, 2, 5)
+    weights = layer.stacked()
+    bound = layer.bind(weights)
+    layer.route()
+    layer.fill(weights)
+    layer.check(layer.each(layer.path(bound)))
+    found, replay = layer.capture(layer.path(bound))
+    assert layer.replay(weights, found, replay) > 0
+    for group in layer.groups:
+        group.close()
+    layer.fill(weights)
+    replay()
+    layer.finish()
+    assert layer.wrong(layer.plan([[-1, -1]] * 2)) == [0] * 2
+    assert not any(load.any() for load, *_ in found)
+    del replay
 
 
 @every_kind

@@ -68,6 +68,7 @@ MAKING_STACK = 384
 # The same for those that add up gradients, and a warp's worker.
 REDUCING_STACK = 512
 ADDS_IN_FLIGHT = 8
+SOURCES_AT_ONCE = 16
 
 pytestmark = pytest.mark.timeout(600)  # the first test builds
 
@@ -97,6 +98,21 @@ def absent(instructions: list[str], wanted: dict[str, list[str]] = INSTRUCTIONS)
         )
 
     return {name for name, patterns in wanted.items() if not found(patterns, 0, len(instructions))}
+
+
+def data_objects(cubin: Path) -> set[str]:
+    """Return the names of all that is in memory that every thread of a device sees."""
+    elffile = pytest.importorskip("elftools.elf.elffile")
+    with cubin.open("rb") as file:
+        elf = elffile.ELFFile(file)
+        memory = re.compile(r"\.nv\.(global|constant3)")
+        return {
+            symbol.name
+            for symbol in elf.get_section_by_name(".symtab").iter_symbols()
+            if symbol["st_info"]["type"] == "STT_OBJECT"
+            and isinstance(symbol["st_shndx"], int)
+            and memory.match(elf.get_section(symbol["st_shndx"]).name)
+        }
 
 
 def symbols(cubin: Path) -> dict[str, str]:
@@ -129,6 +145,16 @@ def test_cubin_exports_the_kernels_and_what_nvshmem_asks_for(cubin: Path) -> Non
         assert exported[kernel] == "STT_FUNC"
         # So that a profile can be filtered.
         assert re.search("load|plan|reduce|replicate|reroute", kernel)
+
+
+def test_constants_are_in_the_code(cubin: Path) -> None:
+    """From a list in braces the compiler may make an object in memory, and load it each time.
+
+    That is a trip to memory in the middle of a chain. Fields that are assigned one by one are not.
+    """
+    of_nvshmem = r"nvshmem|cuda3std|^\$str"  # its state, what its headers include, its messages
+    found = {name for name in data_objects(cubin) if not re.search(of_nvshmem, name)}
+    assert found == {"ultraep_cubin_info"}
 
 
 def test_resources_are_within_the_budget(cubin: Path) -> None:
@@ -239,6 +265,17 @@ def test_gradients_are_loaded_coherently_and_added_alone(
             # From bfloat16 to float32 one less: the sums take more registers.
             wanted = ADDS_IN_FLIGHT - ("GradTypeE1ELS3_0E" in name)
             assert len([i for i in wide if i < adds[0]]) >= wanted, name
+
+
+@pytest.mark.parametrize("kernel", sorted(PLANS))
+@pytest.mark.parametrize("arch", DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
+def test_plans_load_the_rows_of_a_load_together(
+    code: dict[int, dict[str, list[str]]], arch: int, kernel: str
+) -> None:
+    """A store between two of them, which may be to the same place, would make each wait."""
+    memory = [line for line in code[arch][kernel] if re.search(r"\b(LDG?|STG?)\.E\b", line)]
+    runs = re.findall(r"L+", "".join("S" if re.search(r"\bSTG?\.", m) else "L" for m in memory))
+    assert max(map(len, runs)) >= SOURCES_AT_ONCE
 
 
 @pytest.mark.parametrize("kernel", [*TRANSFERS, REDUCTION])

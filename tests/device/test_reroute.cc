@@ -166,6 +166,32 @@ int check_group(uint32_t seed) {
   return kCalls;
 }
 
+// Several runs of blocks with as many threads as on a device, each kind of routing once.
+int check_full_blocks(uint32_t seed) {
+  constexpr int32_t kExperts = 24, kMost = 180, kMaxTokens = 230;
+  Random random(seed);
+  RoutingCase c = draw_group(random, 5, kExperts, 3);
+  EmulatedReroute device(c, kMost * kExperts + 12, kMaxTokens, static_cast<int32_t>(seed % 3));
+  for (int call = 0; call < 3; ++call) {
+    draw_plan(c, random, kMost);
+    device.share();
+    const HostShares host(c);
+    CHECK(host.status.fault == uec::RerouteFault::kNone);
+    host.check(device.table(), kExperts);
+    switch (call) {
+      case 0:
+        check_ids<int32_t>(c, host, device, random);
+        break;
+      case 1:
+        check_ids<int64_t>(c, host, device, random);
+        break;
+      default:
+        check_map(c, host, device, kMaxTokens, random);
+    }
+  }
+  return 3;
+}
+
 // One block, and nothing for it to do.
 void check_nothing() {
   Random random(9);
@@ -208,8 +234,12 @@ int main() {
   const Watchdog watchdog("a launch that does not end");
   check_nothing();
   check_first_fault_stays();
-  const int groups = scaled(500);
+  constexpr bool kFull = kThreads == uec::cuda::kRerouteThreads;
+  const int groups = kFull ? 4 : scaled(500);
   int calls = 0;
-  for (int seed = 0; seed < groups; ++seed) calls += check_group(static_cast<uint32_t>(seed));
+  for (int i = 0; i < groups; ++i) {
+    const auto seed = static_cast<uint32_t>(i);
+    calls += kFull ? check_full_blocks(seed) : check_group(seed);
+  }
   std::printf("%d calls\n", calls);
 }

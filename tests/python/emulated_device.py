@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,9 +68,10 @@ class EmulatedDevice:
         self._memory: list[torch.Tensor] = []
         self._uploads: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}  # of empty(): kept, so that no address comes twice
+        self._kept: set[tuple[int, int]] = set()  # of keep(): memory and stream
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8))
+        self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8, device="cpu"))
         address = self._memory[-1].data_ptr()
         # Memory of its own, as from a device: at the beginning of a tensor's storage.
         return self.view(address + -address % 4096, max(1, num_bytes)).narrow(0, 0, num_bytes)
@@ -83,7 +84,7 @@ class EmulatedDevice:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
-        memory = torch.empty(max(1, count), dtype=dtype)[:count].view(tuple(shape))
+        memory = torch.empty(max(1, count), dtype=dtype, device="cpu")[:count].view(tuple(shape))
         self._held[memory.untyped_storage().data_ptr()] = memory
         return memory
 
@@ -92,6 +93,14 @@ class EmulatedDevice:
         return tensor.untyped_storage().data_ptr() in self._held or any(
             memory.data_ptr() <= at < memory.data_ptr() + memory.numel() for memory in self._memory
         )
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        stream = self.current_stream()
+        self._kept.update((t.untyped_storage().data_ptr(), stream) for t in tensors)
+
+    def is_kept(self, tensor: torch.Tensor, stream: int) -> bool:
+        """Return whether memory that is freed now would wait for what the stream holds."""
+        return (tensor.untyped_storage().data_ptr(), stream) in self._kept
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         self._uploads.append(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _ARGUMENTS = {
     "cuCtxPushCurrent": [_POINTER],
     "cuCtxPopCurrent": [_POINTER],
     "cuCtxSynchronize": [],
+    "cuStreamSynchronize": [_POINTER],
     "cuMemcpyHtoD": [ctypes.c_uint64, _POINTER, ctypes.c_size_t],
     "cuMemcpyDtoH": [_POINTER, ctypes.c_uint64, ctypes.c_size_t],
     "cuMemcpyHtoDAsync": [ctypes.c_uint64, _POINTER, ctypes.c_size_t, _POINTER],
@@ -39,6 +40,7 @@ _ARGUMENTS = {
         ctypes.POINTER(ctypes.c_uint64),
         *[_POINTER] * 3,
     ],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(ctypes.c_int32)],
     "cuLaunchKernel": [
         _POINTER,
         *[ctypes.c_uint] * 7,
@@ -125,6 +127,9 @@ class FakeDevice:
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(tensor.data_ptr() == t.data_ptr() for t in self.tensors)
 
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         to.copy_(values)
 
@@ -174,6 +179,9 @@ class FakeDevice:
 
     _driver_ctx_pop_current = _driver_event_destroy = _driver_ctx_push_current
 
+    def _driver_stream_synchronize(self, stream: int) -> int:
+        return 0
+
     def _driver_memcpy_hto_d(self, to: int, source: int, num_bytes: int) -> int:
         ctypes.memmove(to, source, num_bytes)
         return 0
@@ -206,6 +214,9 @@ class FakeDevice:
     ) -> int:
         status[0] = self.capturing
         capture[0] = 9
+        return 0
+
+    def _driver_thread_exchange_stream_capture_mode(self, mode: Any) -> int:
         return 0
 
     def _driver_launch_kernel(self, kernel: int, *rest: Any) -> int:

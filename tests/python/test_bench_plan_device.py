@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from emulated_device import EmulatedDevice
 from stand_in import Emulated
 
-from ultraep_comm import Plan
+from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench import plan_device
 from ultraep_comm.bench.cli import _parser, main
+from ultraep_comm.bench.plan_device_ranks import AllRanks, ids_of
 from ultraep_comm.bench.plan_settings import PlanSettings, make_plan_settings
 from ultraep_comm.cuda.stages import CudaStages
 
@@ -45,8 +47,11 @@ def test_end_to_end(
         for run in record["warps"]:
             assert run["time_us"]["p99"] >= run["time_us"]["p50"] > 0
             assert run["first_us"] > 0
-        for name in ("host_us", "counts_us", "shares_us", "reroute_us"):
+        for name in ("host_us", "counts_us", "at_once_us", "launch_us", "shares_us", "reroute_us"):
             assert record[name]["p50"] > 0
+        tiny = [record[f"tiny_{where}_plan_us"] for where in ("device", "host")]
+        assert min(tiny[0]["p50"], tiny[1]["p50"]) > 0
+        assert record["schedule_us"]["p99"] >= record["schedule_us"]["p50"]
         assert record["ids"] == pytest.approx(24, abs=12)
         assert record["wrong_values"] == 0
     assert document["settings"]["warps"] == [1, 3]
@@ -70,6 +75,53 @@ def test_warps_that_do_not_fit_are_left_out(
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row[4] != "-"
     assert row[5] == "-"
+
+
+def test_without_a_block_for_each_rank_they_are_left_out(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    emulated.num_sms, path = 2, tmp_path / "o.json"
+    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
+    assert plan_device.run_on(Emulated(), _settings(*TINY, "--sizes", "3/8/1", *few)) == 0
+    (record,) = json.loads(path.read_text())["records"]
+    assert record["at_once_us"] is record["schedule_us"] is record["tiny_host_plan_us"] is None
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert [cell == "-" for cell in row[-8:]] == [False, True, False, True, *[False] * 4]
+
+
+@pytest.mark.parametrize("broken", ["slot", "empty slot", "load", "plan"])
+def test_what_is_wrong_with_all_ranks_is_found(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Negative controls, in what calls leave."""
+    settings = _settings(*TINY, "--sizes", "3/8/1")
+    (size,) = settings.sizes
+    load = torch.tensor([[9, 1, 0, 0, 2, 0, 1, 1]] * 3, dtype=torch.int32)
+    plan = plan_replicas(load, slots_per_rank=1, num_ranks=3, home=size.home, target=1.01)
+    filled = (plan.slot_expert >= 0).flatten().tolist()
+    assert sorted(set(filled)) == [False, True]
+    every = AllRanks.of(size)
+    assert every is not None
+    assert every.measure(Emulated(), load, plan, ids_of(load), 1.01).wrong_values == 0
+    if "slot" in broken:
+        at = filled.index(broken == "slot")
+        find = AllRanks._wrong_slots
+
+        def find_in_broken(self: AllRanks, plan: Plan) -> int:
+            self.groups[at].slots["w"][0, 5] ^= 1
+            return find(self, plan)
+
+        monkeypatch.setattr(AllRanks, "_wrong_slots", find_in_broken)
+    ids = ids_of(load)
+    if broken == "load":
+        ids[1][0] = 1
+    if broken == "plan":
+        plan = dataclasses.replace(plan, home_quota=plan.home_quota.roll(1))
+    assert every.measure(Emulated(), load, plan, ids, 1.01).wrong_values > 0
+    every.close()
 
 
 @pytest.mark.parametrize("broken", ["plan", "reroute"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
+from ultraep_comm.nn.hooks import ExpertPass
 
 E, S = 4, 1
 EXPERT = {"w": Segment((40, 4), torch.bfloat16)}
@@ -196,9 +198,11 @@ def test_captured_handles_in_another_order_do_not_match(
 ) -> None:
     bound = [group.bind(make_weights(group)) for group in groups]
     plan = on_device(emulated, plan_of(0))
-    handles = [group.save(plan, layer=3 + group.rank) for group in groups]
+    for group in groups:
+        group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
+    handles = [group.save(plan, layer=3 + group.rank) for group in groups]
     error = raised(lambda: [work.wait() for work in start(groups, bound, handles)])
     emulated.end_capture()
     assert isinstance(error, errors.PlanMismatchError)
@@ -237,3 +241,122 @@ def test_a_capture_has_the_entries_that_were_reserved(
     for handle in (held[1], *again):
         handle.release()
     group.assert_idle()
+
+
+def test_reserved_entries_outlast_warm_ups(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    group = groups[0]
+    plan = on_device(emulated, plan_of(0))
+    group.reserve_plans(2)
+    emulated.delay(20_000)
+    for _ in range(2):  # as often as is usual
+        held = [group.save(plan, layer=layer) for layer in (1, 2)]
+        for handle in held:
+            handle.release()
+    emulated.settle()
+    emulated.begin_capture()
+    captured = [group.save(plan, layer=layer) for layer in (1, 2)]
+    emulated.end_capture()
+    for handle in captured:
+        handle.release()
+
+
+def test_handles_of_outside_are_refused_in_a_capture(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    """The graph would follow whoever saves to their memory next."""
+    bound = [group.bind(make_weights(group)) for group in groups]
+    plan = on_device(emulated, plan_of(0))
+    ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
+    routing = emulated.put(torch.zeros(3, E, dtype=torch.bool))
+    handles = [group.save(plan, layer=3) for group in groups]
+    emulated.settle()
+    emulated.begin_capture()
+    group, handle = groups[0], handles[0]
+    calls: dict[str, Callable[[], object]] = {
+        "replicate_experts": lambda: uec.replicate_experts(bound[0], handle, group=group),
+        "reduce_expert_grads": lambda: uec.reduce_expert_grads({}, handle, group=group),
+        "reroute": lambda: uec.reroute(ids, handle, group=group),
+        "reroute_map": lambda: uec.reroute_map(routing, None, handle, group=group),
+        "PlanHandle.plan": lambda: handle.plan,
+    }
+    for name, call in calls.items():
+        match = f"rank 0: {name} in a capture .* of layer 3, microbatch 0, .* save the plan in"
+        with pytest.raises(errors.UnsupportedError, match=match):
+            call()
+    emulated.end_capture()
+    settle(start(groups, bound, handles))  # the group and its peers are as they were
+    for each in handles:
+        each.release()
+
+
+@pytest.mark.parametrize("other_capture", [False, True], ids=["outside", "in another capture"])
+def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
+    emulated: EmulatedDevice, groups: list[uec.Group], other_capture: bool
+) -> None:
+    group = groups[0]
+    given, other = on_device(emulated, plan_of(0)), on_device(emulated, plan_of(1))
+    group.reserve_plans(1)
+    emulated.settle()
+    emulated.begin_capture()
+    handle = group.save(given)
+    run = ExpertPass(handle, {})
+    graph = emulated.end_capture()
+    if other_capture:
+        emulated.begin_capture()
+    del run
+    gc.collect()
+    if other_capture:
+        emulated.end_capture()
+    assert handle.is_live
+    eager = group.save(other)
+    emulated.replay(graph)
+    emulated.settle()
+    assert eager.plan.slot_expert.tolist() == PLANS[1]
+    assert handle.plan.slot_expert.tolist() == PLANS[0]
+    eager.release()
+    handle.release()
+
+
+def test_a_pass_that_is_dropped_in_a_capture_is_no_part_of_it(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    handle = groups[0].save(on_device(emulated, plan_of(0)))
+    run = ExpertPass(handle, {})
+    emulated.settle()
+    emulated.begin_capture()
+    launches = emulated.launches()
+    del run
+    gc.collect()
+    assert emulated.launches() == launches
+    emulated.end_capture()
+    assert not handle.is_live
+
+
+def test_a_save_that_is_refused_keeps_no_entry(
+    emulated: EmulatedDevice, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups[0]
+    plan = on_device(emulated, plan_of(0))
+    group.reserve_plans(1)
+    with group.save(plan) as handle:
+        at = handle.plan.slot_expert.data_ptr()
+    emulated.settle()
+
+    def refuse(*_: object) -> None:
+        raise errors.DeviceError("refused")
+
+    for captured in (False, True):
+        if captured:
+            emulated.begin_capture()
+        with monkeypatch.context() as patch:
+            patch.setattr(group._plans, "_launch", refuse)
+            for _ in range(2):
+                with pytest.raises(errors.DeviceError, match="refused"):
+                    group.save(plan)
+        with group.save(plan) as handle:
+            assert captured or handle.plan.slot_expert.data_ptr() == at
+        if captured:
+            emulated.end_capture()
+            handle.release()

@@ -12,6 +12,7 @@ from stage_cases import FIELDS, Case, assert_same, order_gathers
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.cuda import stages as stages_module
+from ultraep_comm.cuda.device import CudaDevice
 
 
 @pytest.fixture
@@ -19,6 +20,50 @@ def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Emulate
     order_gathers(emulated, monkeypatch)
     monkeypatch.setattr(stages_module, "MIN_RUNS", 4)
     return emulated
+
+
+def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:
+    """Callers may drop it at once, on whatever stream it was made."""
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    load = case.load(9)
+    there, ids, routing = device.put(load), device.put(case.ids(load)), device.put(case.map(load))
+    probs = device.put(torch.rand(routing.shape)).requires_grad_()
+
+    def kept(stream: int, *tensors: torch.Tensor | None) -> bool:
+        return all(t is not None and device.is_kept(t, stream) for t in tensors)
+
+    with device.on(11):
+        plan = uec.plan_replicas(there, group=case.group)
+    assert kept(11, there)
+    home = device.put(plan.home)
+    other = uec.Plan(**{**{name: getattr(plan, name) for name in FIELDS}, "home": home})
+    tensors = [getattr(other, name) for name in FIELDS if name != "domains"]
+    with device.on(12):
+        uec.reroute(ids, other, group=case.group)
+    assert kept(12, ids, *tensors)
+    with device.on(13):
+        uec.reroute_map(routing, probs, other, group=case.group)
+    assert kept(13, routing, probs, *tensors)
+    with device.on(14):
+        handle = case.group.save(other)
+        handle.release()
+    assert kept(14, plan.slot_expert, plan.slot_quota, plan.home_quota)
+    assert not kept(13, ids)
+    device.settle()
+    case.close()
+
+
+def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, other = torch.zeros(8), torch.zeros(3)
+    noted: list[tuple[int, object]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: noted.append((self.data_ptr(), stream))
+    )
+    device = CudaDevice.__new__(CudaDevice)
+    device._index = 5
+    device.keep([other, memory[:2], memory[4:].view(2, 2)])
+    assert noted == [(t.data_ptr(), "stream of 5") for t in (other, memory)]
 
 
 # ---- plans --------------------------------------------------------------------------------------
@@ -327,7 +372,10 @@ def _host_error(call: Any) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("kind", ["id", "count", "slot", "quota", "negative", "map"])
+KINDS = ["id", "count", "slot", "quota", "negative", "map", "home", "home of a map"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, kind: str) -> None:
     case = Case(0, num_ranks=3, num_experts=6, slots=2)
     load = case.load(9)
@@ -346,11 +394,14 @@ def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, 
         parts["home_quota"][3] += 1
     elif kind == "negative":
         parts["load"][2, 4] = -3
+    elif kind.startswith("home"):
+        parts["home"][:] = 2 - parts["home"]
+        parts["slot_expert"][0, 0] = 9  # which a plan for another home map may be, too
     else:
         routing[0] = ~routing[0]
     plan = uec.Plan(**parts)
     there = uec.Plan(**{name: device.put(tensor) for name, tensor in parts.items()})
-    if kind == "map":
+    if kind.endswith("map"):
         expected = _host_error(lambda: uec.reroute_map(routing, None, plan, group=case.group))
         uec.reroute_map(device.put(routing), None, there, group=case.group)
     else:

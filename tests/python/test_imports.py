@@ -104,6 +104,8 @@ CPP_ORDER = [
     "core/counts.hpp",
     "core/crew.hpp",
     "core/probe.hpp",
+    "core/sorted_load.hpp",
+    "core/packed_probe.hpp",
     "core/pool_search.hpp",
     "core/search.hpp",
     "core/planner.hpp",

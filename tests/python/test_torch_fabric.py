@@ -260,6 +260,8 @@ def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
         ("rendezvous", dist.DistStoreError("timeout"), bootstrap, "Has a rank left"),
         ("rendezvous", RuntimeError("overlapping devices"), unsupported, "CUDA_VISIBLE_DEVICES"),
         ("rendezvous", RuntimeError("cannot import"), unsupported, "use fabric='nvshmem'"),
+        ("allocate", TypeError("another argument"), TypeError, "another argument"),
+        ("rendezvous", AttributeError("no such handle"), AttributeError, "no such handle"),
     ]
     for number, (where, error, own, part) in enumerate(cases):
         part_of_it = folder / str(number)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ultraep_comm.bench.critical_path_settings import PathSettings
+from ultraep_comm.bench.device_rounds import padding_id
 from ultraep_comm.bench.device_transfers import DeviceCopy, RanksHere
 from ultraep_comm.bench.routed_ids import Ids, count_ids
 from ultraep_comm.collectives import gather_and_plan, gather_load, replicate_experts
@@ -112,6 +113,7 @@ class PathCalls:
         self._plans: list[Plan] = []
         nothing = torch.full((settings.num_ranks, settings.slots), -1, dtype=torch.int32)
         self._empty = Plan.from_slots(nothing, num_experts=settings.num_experts)
+        self._padding = padding_id(self.groups[0])
 
     def _stages(self, rank: int) -> CudaStages:
         stages = self.groups[rank]._stages
@@ -126,8 +128,11 @@ class PathCalls:
         self._plans = self.plan(self._loads)
 
     def line_up(self) -> None:
-        """Enqueue a call that moves nothing: ranks go on from it together."""
-        self._ranks.call(self._empty, "push", self._ranks.bound)
+        """Enqueue what no rank leaves before all have come to it; of one GPU, an empty call."""
+        if self._ranks.loopback:
+            self._ranks.call(self._empty, "push", self._ranks.bound)
+        else:
+            gather_load(self._padding, group=self.groups[0])
 
     def launch_counts(self) -> tuple[int, int]:
         """Return the kernels and copies so far, as one rank has them."""
@@ -231,9 +236,17 @@ class PathCalls:
         return Found(loads=_loads_of(plans), plans=plans)
 
     def path_and_reroute(self) -> Found:
-        """The same, with the reroute beside the transfer."""
+        """From ids to filled slots and physical ids, with the reroute beside the transfer."""
         loads = self.gather()
         plans = self.plan(loads)
+        return self._transfer_and_reroute(loads, plans)
+
+    def path_at_once_and_reroute(self) -> Found:
+        """The same, with one launch up to the plans: what users are told to do."""
+        plans = self.gather_and_plan()
+        return self._transfer_and_reroute(_loads_of(plans), plans)
+
+    def _transfer_and_reroute(self, loads: list[torch.Tensor], plans: list[Plan]) -> Found:
         works = self.transfer(plans)
         physical = self.reroute(plans)
         for work in works:
@@ -269,7 +282,13 @@ class PathCalls:
 
     def variants(self) -> list[Variant]:
         """Return all of them. Collective: runs some."""
-        for call in (self.path, self.path_at_once, self.path_and_reroute):
+        paths = {
+            "": self.path,
+            " at once": self.path_at_once,
+            " + reroute": self.path_and_reroute,
+            " at once + reroute": self.path_at_once_and_reroute,
+        }
+        for call in paths.values():
             call()
             self._meter.settle()
         made = [
@@ -278,12 +297,8 @@ class PathCalls:
             Variant(name="gather_and_plan", run=self._only_gather_and_plan),
             Variant(name="replicate_experts", run=self._only_transfer),
             Variant(name="reroute", run=lambda: Found(physical=self.reroute(self._plans))),
-            Variant(name="path", run=self.path),
-            Variant(name="path at once", run=self.path_at_once),
-            Variant(name="path + reroute", run=self.path_and_reroute),
-            self.captured("graph", self.path),
-            self.captured("graph at once", self.path_at_once),
-            self.captured("graph + reroute", self.path_and_reroute),
+            *(Variant(name=f"path{how}", run=call) for how, call in paths.items()),
+            *(self.captured(f"graph{how}", call) for how, call in paths.items()),
             Variant(name="host plan", run=self.planned_on_host, is_async=False),
         ]
         if self._ranks.loopback:

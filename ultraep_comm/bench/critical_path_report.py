@@ -19,8 +19,8 @@ from ultraep_comm.bench.table import format_table
 
 BIG_COPY, HOST_PLAN = "big copy", "host plan"
 WHOLE_PATH = (
-    *("path", "path at once", "path + reroute"),
-    *("graph", "graph at once", "graph + reroute"),
+    *("path", "path at once", "path + reroute", "path at once + reroute"),
+    *("graph", "graph at once", "graph + reroute", "graph at once + reroute"),
     HOST_PLAN,
 )
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ultraep_comm.bench.device import HOST_CALLS, TIMED_CALLS
 from ultraep_comm.bench.device_report import Baselines, DeviceRun, FixedCosts, ModeRun
-from ultraep_comm.bench.device_rounds import measure_rounds, slowest
+from ultraep_comm.bench.device_rounds import measure_rounds, padding_id, slowest
 from ultraep_comm.bench.device_sizes import TILE_BYTES, Announce, run_device_sizes
 from ultraep_comm.bench.device_transfers import DeviceCopy
 from ultraep_comm.bench.gpu import Meter, own_gpu
@@ -23,6 +23,7 @@ from ultraep_comm.bench.reduce_settings import ReduceSettings
 from ultraep_comm.bench.reductions import GradStage
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.traffic import count_reduction_traffic
+from ultraep_comm.collectives import gather_load
 from ultraep_comm.creation import new_group, new_loopback_groups
 from ultraep_comm.group import Group
 from ultraep_comm.plan import Plan
@@ -100,7 +101,9 @@ def _measure_size(meter: Meter, settings: ReduceSettings, announce: Announce) ->
                 wrong_bytes=wrong[len(modes) :],
                 copied=[x.num_bytes for x in baselines],
             )
-            empty_us = [ranks.time_us(ranks.line_up, TIMED_CALLS) for _ in range(settings.iters)]
+            empty_us = [
+                ranks.time_us(ranks.reduce_nothing, TIMED_CALLS) for _ in range(settings.iters)
+            ]
             found.fixed = FixedCosts(
                 empty_us=slowest(float(np.median(empty_us)), loopback),
                 tile_us=None,
@@ -145,6 +148,7 @@ class ReducingRanks:
             torch.full((settings.num_ranks, settings.slots), -1, dtype=torch.int32),
             num_experts=settings.num_experts,
         )
+        self._padding = padding_id(groups[0])
 
     def fill(self, payload: GradPayload, epoch: int) -> None:
         """Give the gradients of every rank here a new epoch's values."""
@@ -175,9 +179,16 @@ class ReducingRanks:
         for work in self.submit(plan, mode):
             work.wait()
 
-    def line_up(self) -> None:
+    def reduce_nothing(self) -> None:
         """Enqueue a call with nothing to reduce."""
         self.call(self.nothing, "pull")
+
+    def line_up(self) -> None:
+        """Enqueue what no rank leaves before all have come to it; of one GPU, a call."""
+        if self.loopback:
+            self.reduce_nothing()
+        else:
+            gather_load(self._padding, group=self.stages[0].group)
 
     def time_us(self, run: Any, calls: int) -> float:
         """Return the device's time of a call, behind one that lines up the ranks."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.figures import Times
 from ultraep_comm.bench.interleaved import Rounds
 from ultraep_comm.bench.progress import show_progress
+from ultraep_comm.group import Group
 
 
 class DeviceRound(Protocol):
@@ -77,6 +78,16 @@ def measure_rounds(
         dist.all_reduce(torch.from_numpy(wrong))
     of_ranks = np.stack(everybody, axis=1)  # [transfers, ranks, iters]
     return [Times(iterations=t.max(axis=0), ranks=t.mean(axis=1)) for t in of_ranks], wrong
+
+
+def padding_id(group: Group) -> torch.Tensor:
+    """Return an id that counts nothing. Its `gather_load` lines up the ranks of a group.
+
+    None goes on before all have come to it, and nobody's host waits. (A call with an empty plan
+    lines up nobody: a rank with nothing to move waits for no other.)
+    """
+    padding = torch.full((1, 1), -1)
+    return padding if group._stages is None else group._stages.put(padding)
 
 
 def slowest(value: float, loopback: bool) -> float:

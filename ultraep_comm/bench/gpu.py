@@ -100,8 +100,8 @@ class Gpu:
         return choose_num_sms(given, self._device, ranks_here)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory."""
-        return self._device.view(address, num_bytes)
+        """Wrap memory that the device reaches."""
+        return view_mapped(address, num_bytes, self.torch_device)
 
     def time_us(
         self,
@@ -163,6 +163,18 @@ class Gpu:
             "cuda": torch.version.cuda,
             **query_smi(str(getattr(properties, "uuid", ""))),
         }
+
+
+def view_mapped(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory that a device reaches, also a peer's, as uint8 of that device.
+
+    Torch copies between it and the device's own by their addresses, on the current stream. (Through
+    `__cuda_array_interface__` torch would copy a peer's memory at once, and give that copy.)
+    """
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage = construct(address, device, num_bytes)
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    return memory.set_(storage, 0, (num_bytes,), (1,))
 
 
 def query_smi(uuid: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ultraep_comm import _core
 from ultraep_comm.bench.gpu import Gpu, Meter
 from ultraep_comm.bench.outputs import write_outputs
 from ultraep_comm.bench.plan import make_plan_loads, time_core_us
+from ultraep_comm.bench.plan_device_ranks import FIELDS, AllRanks, differ, ids_of
 from ultraep_comm.bench.plan_device_report import (
     DeviceRow,
     WarpRun,
@@ -36,7 +37,6 @@ from ultraep_comm.topology import Topology
 
 PLAN_CALLS = 20  # in a row
 GATHER_CALLS = 3  # four can be under way without blocking the host
-FIELDS = ("slot_expert", "slot_quota", "home_quota")
 
 
 def run(settings: PlanSettings) -> int:
@@ -139,17 +139,26 @@ def measure_row(
     others = [_measure_others(meter, stages, group, case) for case in cases]
     stages.raise_fault()
     group.close()
-    gather_us, shares_us, reroute_us, wrong = np.array(others).T
+    gather_us, launch_us, shares_us, reroute_us, wrong = np.array(others).T
+    every = AllRanks.of(size)
+    of_ranks = []
+    if every is not None:
+        for case in cases:
+            given = (case.load, case.plan, ids_of(case.load), settings.target)
+            of_ranks.append(every.measure(meter, *given))
+        every.close()
     return DeviceRow(
         size=size,
         family=family,
         host_us=np.array([case.host_us for case in cases]),
         runs=runs,
         gather_us=gather_us,
+        launch_us=launch_us,
+        ranks=of_ranks,
         shares_us=shares_us,
         reroute_us=reroute_us,
         num_ids=float(np.mean([len(case.ids) for case in cases])),
-        wrong_values=int(wrong.sum()),
+        wrong_values=int(wrong.sum()) + sum(times.wrong_values for times in of_ranks),
     )
 
 
@@ -183,7 +192,7 @@ def _measure_plans(
             first = meter.time_us(plan, 1, 1, line_up=lambda: None)
         times.append(meter.time_us(plan, PLAN_CALLS, 1))
         meter.settle()
-        wrong += sum(_differ(getattr(plans[0], name), getattr(case.plan, name)) for name in FIELDS)
+        wrong += sum(differ(getattr(plans[0], name), getattr(case.plan, name)) for name in FIELDS)
     stages.raise_fault()
     return WarpRun(
         num_warps=stages.plan_warps,
@@ -195,8 +204,8 @@ def _measure_plans(
 
 def _measure_others(
     meter: Meter, stages: CudaStages, group: Group, case: Sourced
-) -> tuple[float, float, float, int]:
-    """Return the times of counts, of a reroute of padding, and of all ids, and what is wrong."""
+) -> tuple[float, float, float, float, int]:
+    """Return the times of counts, nothing, a reroute of padding, and of all ids; what is wrong."""
     ids, padding = stages.put(case.ids), stages.put(torch.full((1, 1), -1))
     plan = stages.plan(stages.put(case.load), 1_000_000, None)
     meter.settle()
@@ -211,15 +220,12 @@ def _measure_others(
     shares = keep("padding", lambda: stages.reroute(padding, plan))
     reroute = keep("ids", lambda: stages.reroute(ids, plan))
     gather_us = meter.time_us(gather, GATHER_CALLS, 1)
+    launch_us = meter.time_us(lambda: stages.save([], None), PLAN_CALLS, 1)
     shares_us = meter.time_us(shares, PLAN_CALLS, 1)
     meter.settle()
     with suppress(InvalidLoadError):  # padding is not what was counted, and the shares are the same
         stages.raise_fault()
     reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
     meter.settle()
-    wrong = _differ(found["counts"], case.load[:1]) + _differ(found["ids"], case.physical)
-    return gather_us, shares_us, reroute_us, wrong
-
-
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found.cpu() != expected).sum())
+    wrong = differ(found["counts"], case.load[:1]) + differ(found["ids"], case.physical)
+    return gather_us, launch_us, shares_us, reroute_us, wrong

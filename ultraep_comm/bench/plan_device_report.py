@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.machine import describe_machine, find_commit
+from ultraep_comm.bench.plan_device_ranks import RanksTimes
 from ultraep_comm.bench.plan_settings import PlanSettings, PlanSize
 from ultraep_comm.bench.report import describe_run
 from ultraep_comm.bench.table import format_table
@@ -42,6 +43,8 @@ class DeviceRow:
         host_us: of the host's core.
         runs: of the plan kernel, for each number of warps that fits.
         gather_us: of counting a rank's ids, without an exchange.
+        launch_us: of a kernel with nothing to do.
+        ranks: of all ranks on this device; empty: there is no block for each.
         shares_us: of the reroute of a single padding id.
         reroute_us: of the reroute of all ids.
         num_ids: of the rank; mean.
@@ -53,6 +56,8 @@ class DeviceRow:
     host_us: NDArray[np.float64]
     runs: Sequence[WarpRun]
     gather_us: NDArray[np.float64]
+    launch_us: NDArray[np.float64]
+    ranks: Sequence[RanksTimes]
     shares_us: NDArray[np.float64]
     reroute_us: NDArray[np.float64]
     num_ids: float
@@ -62,6 +67,16 @@ class DeviceRow:
     def wrong(self) -> int:
         """Return everything that is wrong."""
         return self.wrong_values + sum(run.wrong_values for run in self.runs)
+
+    @property
+    def schedule_us(self) -> NDArray[np.float64]:
+        """Return how much longer a transfer is whose schedule its kernel has to make."""
+        return np.array([times.device_us - times.host_us for times in self.ranks])
+
+    @property
+    def at_once_us(self) -> NDArray[np.float64]:
+        """Return times of counts, exchange and plan in one launch; none where it is not one."""
+        return np.array([t.at_once_us for t in self.ranks if t.at_once_us is not None])
 
     def record(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -86,13 +101,20 @@ class DeviceRow:
             ],
             "ids": self.num_ids,
             "counts_us": _percentiles(self.gather_us),
+            "launch_us": _percentiles(self.launch_us),
+            "at_once_us": _percentiles(self.at_once_us),
+            "schedule_us": _percentiles(self.schedule_us),
+            "tiny_device_plan_us": _percentiles(np.array([t.device_us for t in self.ranks])),
+            "tiny_host_plan_us": _percentiles(np.array([t.host_us for t in self.ranks])),
             "shares_us": _percentiles(self.shares_us),
             "reroute_us": _percentiles(self.reroute_us),
             "wrong_values": self.wrong,
         }
 
 
-def _percentiles(values: NDArray[np.float64]) -> dict[str, float]:
+def _percentiles(values: NDArray[np.float64]) -> dict[str, float] | None:
+    if not len(values):
+        return None
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
@@ -103,7 +125,8 @@ def format_device_header(settings: PlanSettings, device: Mapping[str, Any]) -> s
         f"device: {device.get('gpu', 'unknown')}, {device.get('gpu_sms', '?')} SMs",
         f"loads: {settings.tokens} tokens of each rank to {settings.topk} experts; target"
         f" {settings.target:g}",
-        "times: medians over loads, in us; counts without exchange; shares: a reroute of nothing",
+        "times: medians over loads, in us; counts without exchange; counts + plan: one launch",
+        "schedule: how much longer a transfer takes that makes it; shares: a reroute of nothing",
     ]
     return "\n".join(f"# {line}" for line in lines)
 
@@ -112,24 +135,27 @@ def format_device_table(settings: PlanSettings, rows: Sequence[DeviceRow]) -> st
     """Return the table, with a column for each number of warps."""
     warps = [str(n) for n in settings.warps]
     headers = [
-        ["size", "load", "loads", "host", *["plan"] * len(warps), *["counts", "shares"]],
-        ["G/E/S", "", "", "core", *[f"{n} warps" for n in warps], "", ""],
+        ["size", "load", "loads", "host", *["plan"] * len(warps), *["counts", "counts"]],
+        ["G/E/S", "", "", "core", *[f"{n} warps" for n in warps], "", "+ plan"],
     ]
-    headers[0] += ["reroute", "ids", "#wrong"]
-    headers[1] += ["", "mean", ""]
+    headers[0] += ["launch", "schedule", "shares", "reroute", "ids", "#wrong"]
+    headers[1] += ["", "", "", "", "mean", ""]
     return format_table(headers, [_cells(settings, row) for row in rows])
 
 
 def _cells(settings: PlanSettings, row: DeviceRow) -> list[str]:
     plans = {run.num_warps: f"{np.median(run.times_us):.1f}" for run in row.runs}
-    times = (row.gather_us, row.shares_us, row.reroute_us)
+    times = (row.gather_us, row.at_once_us, row.launch_us, row.schedule_us, row.shares_us)
     return [
         str(row.size),
         row.family,
         str(len(row.host_us)),
         f"{np.median(row.host_us):.1f}",
         *[plans.get(n, "-") for n in settings.warps],
-        *[f"{np.median(values):.1f}" for values in times],
+        *[
+            f"{np.median(values):.1f}" if len(values) else "-"
+            for values in (*times, row.reroute_us)
+        ],
         f"{row.num_ids:.0f}",
         str(row.wrong),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +55,11 @@ class Device(Protocol):
         """Return device memory, uint8, zeroed: by now, not in the order of a stream."""
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return device memory that somebody else owns, as uint8."""
+        """Return memory of this device that somebody else owns, as uint8.
+
+        Raises:
+            DeviceError: it is not this device's.
+        """
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return page-locked host memory, uint8, zeroed, at the same address on the device."""
@@ -66,8 +70,14 @@ class Device(Protocol):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
 
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep tensors' memory until what the current stream holds has run, also if dropped."""
+
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy a CPU tensor, in the order of the current stream; ``values`` may go at once."""
+        """Copy a CPU tensor, in the order of the current stream; ``values`` may go at once.
+
+        The host does not wait for what the stream holds.
+        """
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
@@ -166,13 +176,20 @@ class CudaDevice:
         return memory
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory."""
-        return torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
+        """Wrap memory; torch copies what it takes for another device's."""
+        with _refusals_typed(f"a view of {num_bytes} bytes at {address:#x}"):
+            memory = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
+        if num_bytes and memory.data_ptr() != address:
+            raise DeviceError(
+                f"{num_bytes} bytes at {address:#x} are not memory of {self.torch_device}: torch"
+                " made a copy of them instead of a view"
+            )
+        return memory
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return zeroed page-locked memory: under unified addressing, at one address."""
         with _refusals_typed(f"{num_bytes} bytes of page-locked memory"):
-            return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor: during a capture, of the graph's memory."""
@@ -182,9 +199,18 @@ class CudaDevice:
         """Return whether a tensor is on this device."""
         return tensor.device == self.torch_device
 
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tell torch's allocator, in captures too. It looks at that when the memory is freed."""
+        stream, last = torch.cuda.current_stream(self._index), None
+        for tensor in tensors:
+            memory = tensor if tensor._base is None else tensor._base
+            if memory is not last:  # a plan's tensors are views of one memory
+                memory.record_stream(stream)
+            last = memory
+
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy from pageable memory, which the driver has read when this returns."""
-        to.copy_(values)
+        """Copy by way of page-locked memory, which torch keeps until the stream has read it."""
+        to.copy_(values.pin_memory(), non_blocking=True)
 
     def is_capturing(self) -> bool:
         """Ask torch, which knows of graphs of other libraries too."""

@@ -50,10 +50,12 @@ class SharedLauncher:
         num_sms: int,
     ) -> None:
         stream, stream_owner = device.new_stream()
+        captured_stream, captured_owner = device.new_stream()
         launcher_config = _core.CudaLauncherConfig(
             driver=device.driver,
             context=device.context,
             stream=stream,
+            captured_stream=captured_stream,
             kernel=kernels.replicate,
             reduce=kernels.reduce,
             notice=kernels.notice,
@@ -76,7 +78,7 @@ class SharedLauncher:
             launcher_config,
             memory.data_ptr(),
             pinned.data_ptr(),
-            (device, stream_owner, memory, pinned),
+            (device, stream_owner, captured_owner, memory, pinned),
         )
 
 

@@ -13,7 +13,7 @@ from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 # With 4 stages each they keep 256 tiles in flight. Modelled (docs/model.md): with half as many,
 # tiles for a rank that imports two experts hold up those that its senders have for others.
 DEFAULT_NUM_SMS = 64
-PLAN_WARPS = 8  # at most: each makes probes of its own. A guess, to be measured
+PLAN_WARPS = 16  # at most: each makes probes of its own, so that two rounds do. To be measured
 NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
 REDUCE = "ultraep_reduce"
 

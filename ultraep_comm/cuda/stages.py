@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 class CudaStages:
     """Launches on the current stream, one behind the other; see src/cuda/stages.hpp.
 
-    Every method raises DeviceError if the driver refuses a launch.
+    Every method raises DeviceError if the driver refuses a launch; in a capture UnsupportedError.
 
     Attributes:
         home: int32 ``[E]`` on the device, of every plan that is made here.
@@ -107,7 +107,7 @@ class CudaStages:
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured."""
-        with _refusals_typed():
+        with self._launching():
             return self._stages.is_capturing(self._device.current_stream())
 
     def prepare_copy(self, what: str) -> None:
@@ -124,13 +124,18 @@ class CudaStages:
         self.finish()
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor of the CPU on the device."""
+        """Return a copy of a tensor on the device."""
         return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     # ---- stages ---------------------------------------------------------------------------
 
-    def plan(self, load: Tensor, target_ppm: int, costs: Costs | None) -> Plan:
+    def plan(
+        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+    ) -> Plan:
         """Launch the plan of a load of right shape and dtype; see `planning.plan_replicas`.
+
+        Its tensors lie in one piece of memory, but for constants, which all plans share. With
+        ``apart`` each has memory of its own, and ``load`` is the one that was given.
 
         Raises:
             UnsupportedError: the group is too large for the kernel.
@@ -147,10 +152,14 @@ class CudaStages:
         given = self._as_counts(load)
         slots = (t.num_ranks, t.slots_per_rank)
         shapes: list[tuple[int, ...]] = [slots, slots, (t.num_experts,)]
-        if given is load and load.dim() == 2:  # the caller may change its own
+        if given is load and load.dim() == 2 and not apart:  # the caller may change its own
             shapes.append((t.num_ranks, t.num_experts))
-        slot_expert, slot_quota, home_quota, *kept = self._tensors(shapes)
-        with _refusals_typed():
+        slot_expert, slot_quota, home_quota, *kept = (
+            [self._device.empty(shape, torch.int32) for shape in shapes]
+            if apart
+            else self._tensors(shapes)
+        )
+        with self._launching():
             self._stages.plan(
                 given.data_ptr(),
                 kept[0].data_ptr() if kept else 0,
@@ -162,13 +171,14 @@ class CudaStages:
                 costs,
                 self._device.current_stream(),
             )
+        self._device.keep([given])
         return Plan(
             slot_expert=slot_expert,
-            home=self.home,
+            home=self.put(self.home) if apart else self.home,
             slot_quota=slot_quota,
             home_quota=home_quota,
             load=None if load.dim() == 1 else kept[0] if kept else given,
-            domains=self.domains,
+            domains=self.put(self.domains) if apart else self.domains,
         )
 
     def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
@@ -209,15 +219,16 @@ class CudaStages:
             f"reroute(topk_ids, plan, group=group) with {ids.numel()} ids",
         )
         out = self._device.empty(ids.shape, ids.dtype)
-        with _refusals_typed():
+        with self._launching():
             self._stages.reroute(
-                *_addresses(plan),
+                *self._addresses(plan),
                 ids.data_ptr(),
                 out.data_ptr(),
                 ids.numel(),
                 ids.element_size(),
                 self._device.current_stream(),
             )
+        self._device.keep([ids, *self._read_of(plan)])
         return out
 
     def reroute_map(
@@ -258,9 +269,9 @@ class CudaStages:
             physical = self._device.empty(shape, probs.dtype)
         if with_instances:
             instances = self._device.empty(given.shape, torch.int32)
-        with _refusals_typed():
+        with self._launching():
             self._stages.reroute_map(
-                *_addresses(plan),
+                *self._addresses(plan),
                 given.data_ptr(),
                 physical_map.data_ptr(),
                 num_tokens,
@@ -270,6 +281,7 @@ class CudaStages:
                 0 if instances is None else instances.data_ptr(),
                 self._device.current_stream(),
             )
+        self._device.keep([given, *self._read_of(plan), *([] if moved is None else [moved])])
         return physical_map, physical, instances
 
     def gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
@@ -293,7 +305,8 @@ class CudaStages:
         it is this save's own, the copy is not made, and a fault has the tag. Without a generation
         it is cleared.
         """
-        with _refusals_typed():
+        fields = list(fields)
+        with self._launching():
             self._stages.save_plan(
                 [(to.data_ptr(), source.data_ptr(), to.numel()) for to, source in fields],
                 0 if in_use is None else in_use.data_ptr(),
@@ -301,6 +314,7 @@ class CudaStages:
                 tag,
                 self._device.current_stream(),
             )
+        self._device.keep(itertools.chain.from_iterable(fields))
 
     # ---- faults ---------------------------------------------------------------------------
 
@@ -346,6 +360,26 @@ class CudaStages:
         """Wait for the launches outside captures."""
         with _refusals_typed():
             self._stages.await_idle()
+
+    def finish_replays(self) -> None:
+        """Wait for these and, if there can be any, for replays: for all that the device has got."""
+        self.finish()
+        if self._stages.has_captured:
+            self._device.settle()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Raise our errors. In a capture nothing has run: the group is as it was."""
+        try:
+            yield
+        except _core.CaptureError as error:
+            raise UnsupportedError(f"rank {self._rank}: {error}") from error
+        except _core.DriverError as error:
+            if self._device.is_capturing():
+                raise UnsupportedError(
+                    f"rank {self._rank}: the capture into a CUDA graph failed: {error}"
+                ) from error
+            _raise_typed(error)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -394,6 +428,22 @@ class CudaStages:
         out = self._device.empty(load.shape, torch.int32)
         return torch.where(narrow == load, narrow, narrow.new_full((), -1), out=out)
 
+    def _read_of(self, plan: Plan) -> list[Tensor]:
+        """Return the tensors of a plan that a reroute reads; ``home`` only if it is not our own."""
+        tensors = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota)
+        read = [tensor for tensor in tensors if tensor is not None]
+        return read if plan.home is self.home else [*read, plan.home]
+
+    def _addresses(self, plan: Plan) -> tuple[int, int, int, int, int]:
+        load, slot_expert, slot_quota, home_quota, *other = self._read_of(plan)
+        return (
+            load.data_ptr(),
+            slot_expert.data_ptr(),
+            slot_quota.data_ptr(),
+            home_quota.data_ptr(),
+            other[0].data_ptr() if other else 0,  # compared with our own
+        )
+
     def _dense(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_contiguous() else self.put(tensor)
 
@@ -424,24 +474,16 @@ def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
 
 
-def _addresses(plan: Plan) -> tuple[int, int, int, int]:
-    assert plan.load is not None
-    assert plan.slot_quota is not None
-    assert plan.home_quota is not None
-    return (
-        plan.load.data_ptr(),
-        plan.slot_expert.data_ptr(),
-        plan.slot_quota.data_ptr(),
-        plan.home_quota.data_ptr(),
-    )
-
-
 @contextmanager
 def _refusals_typed() -> Iterator[None]:
     try:
         yield
     except _core.DriverError as error:
-        raise DeviceError(
-            f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
-            " restart the process"
-        ) from error
+        _raise_typed(error)
+
+
+def _raise_typed(error: Exception) -> NoReturn:
+    raise DeviceError(
+        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
+        " restart the process"
+    ) from error

@@ -37,8 +37,9 @@ class WeightTables:
         """
         if self._own is None:
             self._refuse_capture("read group.weight_table once before the capture")
-            self._own = self._device.allocate(8 * self._shape[0] * self._shape[1]).view(torch.int64)
-            self._own = self._own.view(self._shape)
+            with torch.inference_mode(False):  # it is written to outside of one too
+                memory = self._device.allocate(8 * self._shape[0] * self._shape[1])
+                self._own = memory.view(torch.int64).view(self._shape)
         return self._own
 
     def update(self, addresses: Addresses) -> None:
@@ -54,7 +55,7 @@ class WeightTables:
         self._device.upload(self.own(), self._on_host(addresses))
 
     def _on_host(self, addresses: Addresses) -> torch.Tensor:
-        table = torch.empty(self._shape, dtype=torch.int64)
+        table = torch.empty(self._shape, dtype=torch.int64, device="cpu")
         if table.numel():  # the bits of uint64, which torch has few operations for
             table.view(-1).copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return table

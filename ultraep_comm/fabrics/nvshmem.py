@@ -303,7 +303,7 @@ class NvshmemFabric:
     def _allocate(self, num_bytes: int) -> SharedRegion:
         number, address = self._heap.allocate(self._meeting, num_bytes)
         self._made.append((number, address))
-        local, bases, error = torch.empty(0), [0], None
+        local, bases, error = torch.empty(0, device="cpu"), [0], None
         try:
             local = self._view(address, num_bytes)
             bases = self._find_peers(address)

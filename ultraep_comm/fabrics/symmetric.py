@@ -26,6 +26,7 @@ from ultraep_comm.fabrics.bootstrap import Meeting
 BACKEND = "CUDA"  # of torch's symmetric memory: the one whose allocations need no other rank
 FABRIC_HANDLE = 8  # CU_MEM_HANDLE_TYPE_FABRIC: memory that other machines of an NVLink rack can map
 INSTEAD = "use fabric='nvshmem'"
+_BUGS = (TypeError, AttributeError, NameError)  # say nothing of memory: they keep their type
 
 
 class SymmetricMemory(Protocol):
@@ -198,7 +199,7 @@ class TorchFabric:
             return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> SharedRegion:
-        local, types, error = torch.empty(0), 0, None
+        local, types, error = torch.empty(0, device="cpu"), 0, None
         try:
             local = self._memory.allocate(num_bytes, self._device)
             local.zero_()
@@ -268,8 +269,8 @@ class TorchFabric:
                     " replicas on ranks beyond reach"
                 )
 
-    def _typed(self, error: Exception, what: str) -> UltraEPError:
-        if isinstance(error, UltraEPError):
+    def _typed(self, error: Exception, what: str) -> Exception:
+        if isinstance(error, (UltraEPError, *_BUGS)):
             return error
         start = f"rank {self._meeting.rank}: {what} by torch's symmetric memory"
         why = _first_line(error)

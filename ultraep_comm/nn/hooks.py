@@ -37,7 +37,8 @@ class ExpertPass:
     """One forward and backward pass of one layer's experts: what its hooks share.
 
     It ends its handle: by the reduction or, where nothing is reduced or the graph is dropped, by
-    releasing it.
+    releasing it. A handle that was saved in a capture into a CUDA graph belongs to that graph, and
+    is not released because the pass is dropped.
 
     Attributes:
         handle: of the plan that the forward pass runs by.
@@ -76,7 +77,7 @@ class ExpertPass:
         self._restoring: uec.Work | None = None
         self._reducing: uec.Work | None = None
         self._has_restored = False
-        weakref.finalize(self, handle.release).atexit = False
+        weakref.finalize(self, handle._let_go).atexit = False
 
     @property
     def _group(self) -> uec.Group:

@@ -25,8 +25,11 @@ namespace emulation {
 #if !defined(UEC_EMULATED_LANES)
 #define UEC_EMULATED_LANES 2
 #endif
+#if !defined(UEC_EMULATED_WARPS)
+#define UEC_EMULATED_WARPS 2
+#endif
 inline constexpr int32_t kLanes = UEC_EMULATED_LANES;  // of a warp
-inline constexpr int32_t kWarps = 2;                   // of a block, where a launch does not say
+inline constexpr int32_t kWarps = UEC_EMULATED_WARPS;  // of a block, where a launch does not say
 
 [[noreturn]] inline void violate(const char* what) {
   std::fprintf(stderr, "emulated device: %s\n", what);

@@ -157,19 +157,27 @@ int32_t cuCtxPushCurrent(void*) { return kSuccess; }
 int32_t cuCtxPopCurrent(void**) { return kSuccess; }
 
 int32_t cuCtxSynchronize() {
-  if (Streams::instance().any_capture()) return emulation::kCaptureUnsupported;
+  if (Streams::instance().spoil_captures()) return emulation::kCaptureUnsupported;
   Streams::instance().settle();
   return kSuccess;
 }
 
 int32_t cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
-  if (Streams::instance().any_capture()) return emulation::kCaptureUnsupported;
-  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
+  Streams::instance().stage(reinterpret_cast<void*>(to), from, bytes);
+  return kSuccess;
+}
+
+int32_t cuStreamSynchronize(void* stream) {
+  if (stream != nullptr) return kInvalid;  // nobody asks for another than the legacy stream
+  if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
+  Streams::instance().settle_legacy();
   return kSuccess;
 }
 
 int32_t cuMemcpyDtoH(void* to, uint64_t from, size_t bytes) {
-  if (Streams::instance().any_capture()) return emulation::kCaptureUnsupported;
+  if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
+  Streams::instance().settle_legacy();
   std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
   return kSuccess;
 }
@@ -198,8 +206,14 @@ int32_t cuStreamWaitEvent(void* stream, void* event, unsigned) {
 
 int32_t cuStreamGetCaptureInfo(void* stream, int32_t* status, uint64_t* id, void**, const void**,
                                size_t*) {
-  *id = Streams::instance().capture_of(stream);
-  *status = *id != 0;
+  bool spoiled = false;
+  *id = Streams::instance().capture_of(stream, &spoiled);
+  *status = *id == 0 ? 0 : spoiled ? 2 : 1;
+  return kSuccess;
+}
+
+int32_t cuThreadExchangeStreamCaptureMode(int32_t* mode) {
+  std::swap(*mode, emulation::capture_mode);
   return kSuccess;
 }
 

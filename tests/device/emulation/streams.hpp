@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -16,9 +17,14 @@ namespace emulation {
 
 using Work = std::function<void()>;
 
+// This thread's interaction with captures, as the driver numbers it; 0 is the strict one, 2
+// relaxed.
+inline thread_local int32_t capture_mode = 0;
+
 // What CUDA calls these.
 inline constexpr int32_t kSuccess = 0, kInvalid = 1, kNotReady = 600, kCaptureUnsupported = 900,
-                         kCaptureUnjoined = 904, kCaptureIsolation = 905, kCapturedEvent = 907;
+                         kCaptureInvalidated = 901, kCaptureUnjoined = 904, kCaptureIsolation = 905,
+                         kCapturedEvent = 907;
 
 // Does what it is given, one after the other, in a thread of its own.
 class Stream {
@@ -69,6 +75,7 @@ inline void merge(Progress& into, const Progress& other) {
 struct Graph {
   uint64_t id = 0;
   void* origin = nullptr;
+  bool spoiled = false;  // by a call that a capture cannot have
   std::vector<Work> works;
   std::map<void*, Progress> seen;  // by each stream that takes part, of itself too
 };
@@ -112,10 +119,25 @@ class Streams {
     stream(handle).enqueue(std::move(work));
   }
 
+  // A copy from memory that is not page-locked: read now, in its place once the legacy stream, or
+  // the context, has been waited for. Copies follow each other.
+  void stage(void* to, const void* from, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    deliver_staged();
+    const auto* const begin = static_cast<const char*>(from);
+    staged_.assign(begin, begin + bytes);
+    staged_to_ = to;
+  }
+  void settle_legacy() {
+    const std::lock_guard lock(mutex_);
+    deliver_staged();
+  }
+
   void settle() {
     std::vector<Stream*> all;
     {
       const std::lock_guard lock(mutex_);
+      deliver_staged();
       for (const auto& [handle, stream] : all_) all.push_back(stream);
     }
     for (Stream* const stream : all) stream->settle();
@@ -156,20 +178,29 @@ class Streams {
 
   int32_t query(Event* event) {
     const std::lock_guard lock(mutex_);
-    if (!capturing_.empty()) return kCaptureUnsupported;
+    if (refuses_unlocked()) return kCaptureUnsupported;
     const std::lock_guard event_lock(event->mutex);
     if (event->capture != 0) return kCapturedEvent;
     return event->reached >= event->recorded ? kSuccess : kNotReady;
   }
 
-  bool any_capture() {
+  // Whether what this thread asks for is refused. All captures are as strict as can be (global), so
+  // that they are spoiled too, and end with an error.
+  bool refuses() {
     const std::lock_guard lock(mutex_);
+    return refuses_unlocked();
+  }
+  // The same for what waits for all streams: no mode of the thread helps.
+  bool spoil_captures() {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [id, graph] : capturing_) graph->spoiled = true;
     return !capturing_.empty();
   }
 
-  uint64_t capture_of(void* handle) {
+  uint64_t capture_of(void* handle, bool* spoiled = nullptr) {
     const std::lock_guard lock(mutex_);
     const Graph* const graph = graph_of(handle);
+    if (graph != nullptr && spoiled != nullptr) *spoiled = graph->spoiled;
     return graph == nullptr ? 0 : graph->id;
   }
 
@@ -188,6 +219,7 @@ class Streams {
     *captured = graph;
     if (graph == nullptr || graph->origin != handle) return kInvalid;
     capturing_.erase(graph->id);
+    if (graph->spoiled) return kCaptureInvalidated;
     Progress& joined = graph->seen[handle];
     for (const auto& [stream, seen] : graph->seen)
       for (const auto& [other, count] : seen)
@@ -201,6 +233,15 @@ class Streams {
   }
 
  private:
+  bool refuses_unlocked() {
+    if (capturing_.empty() || capture_mode == 2) return false;
+    for (const auto& [id, graph] : capturing_) graph->spoiled = true;
+    return true;
+  }
+  void deliver_staged() {
+    if (!staged_.empty()) std::memcpy(staged_to_, staged_.data(), staged_.size());
+    staged_.clear();
+  }
   Graph* graph_of(void* handle) {
     for (const auto& [id, graph] : capturing_)
       if (graph->seen.count(handle) != 0) return graph;
@@ -216,6 +257,8 @@ class Streams {
   std::map<void*, Stream*> all_;
   std::map<uint64_t, Graph*> capturing_;
   uint64_t captures_ = 0;
+  std::vector<char> staged_;
+  void* staged_to_ = nullptr;
 };
 
 }  // namespace emulation

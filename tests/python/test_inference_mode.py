@@ -1,0 +1,57 @@
+"""What a group has for good can be used outside of the inference mode that it was made in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+
+import ultraep_comm as uec
+
+EXPERT = {"w": ((8,), torch.float32)}
+
+
+@pytest.mark.parametrize("engine", ["host", "cuda"])
+def test_memory_of_groups_made_in_inference_mode(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    if engine == "cuda":
+        request.getfixturevalue("emulated")
+    with torch.inference_mode():
+        (group,) = uec.new_loopback_groups(
+            1,
+            num_experts=4,
+            slots_per_rank=1,
+            expert=EXPERT,
+            grads=torch.float32,
+            engine=engine,
+            timeout=60.0,
+        )
+        weights = group.empty_weights()["w"]
+    x = torch.ones(8, requires_grad=True)
+    for tensor in (group.slots["w"], group.slot_grads["w"], weights):
+        assert not tensor.is_inference()
+        tensor.fill_(2.0)
+        (tensor * x).sum().backward()
+    assert x.grad is not None
+    group.close()
+
+
+def test_tables_and_plans_of_the_device(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = uec.new_loopback_groups(
+        1, num_experts=4, slots_per_rank=1, expert=EXPERT, engine="cuda", timeout=60.0
+    )
+    plan = uec.plan_replicas(emulated.put(torch.ones(1, 4, dtype=torch.int32)), group=group)
+    with torch.inference_mode():
+        table = group.weight_table
+        handle = group.save(plan)
+    assert not table.is_inference()
+    assert not any(t.is_inference() for t in vars(handle.plan).values())
+    # As on a GPU, where torch copies.
+    monkeypatch.setattr(emulated, "upload", lambda to, values: to.copy_(values))
+    group.update_weight_table({"w": torch.zeros(4, 8)})
+    assert table.count_nonzero() == 4
+    handle.release()
+    group.close()
