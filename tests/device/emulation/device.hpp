@@ -281,12 +281,24 @@ inline void far_quiet() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
-// Runs `kernel(shared_memory)` in every thread of the grid, and waits for all.
+// Whoever has drawn something is held up now and then, as by other work on a multiprocessor, for as
+// long as the others may need to get ahead of it. Else what they must not do without it goes well
+// as a rule. Differs from launch to launch.
+inline void hold_up() {
+  self.dice = self.dice * 1664525 + 1013904223;
+  if (self.dice >> 29 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+}
+
+// Runs `kernel(shared_memory)` in every thread of the grid, and waits for all. None begins before
+// all are there: the first would be far ahead of the last.
 inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_bytes,
                    const std::function<void(std::byte*)>& kernel, int32_t num_warps = kWarps) {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::byte*> shared;
   std::vector<std::thread> threads;
+  static std::atomic<uint32_t> num_launches{0};
+  const uint32_t seed = 2654435761 * num_launches.fetch_add(1, std::memory_order_relaxed);
+  std::atomic<bool> all_there{false};
   for (int32_t y = 0; y < num_blocks_y; ++y)
     for (int32_t x = 0; x < num_blocks_x; ++x) {
       blocks.push_back(std::make_unique<Block>(num_warps));
@@ -294,21 +306,25 @@ inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_by
       shared.push_back(static_cast<std::byte*>(std::aligned_alloc(128, size)));
       std::memset(shared.back(), 0xA5, size);
       for (int32_t t = 0; t < num_warps * kLanes; ++t)
-        threads.emplace_back([=, block = blocks.back().get(), memory = shared.back(), &kernel] {
-          self = {};
-          self.thread = t;
-          self.block_x = x;
-          self.block_y = y;
-          self.num_blocks_x = num_blocks_x;
-          self.num_warps = num_warps;
-          self.block = block;
-          self.warp = &block->warps[t / kLanes];
-          self.dice = static_cast<uint32_t>(x * 31 + y * 7 + t + 1);
-          kernel(memory);
-          for (const Group& group : self.groups)
-            if (!group.empty()) violate("a block ended with bulk stores under way");
-        });
+        threads.emplace_back(
+            [=, block = blocks.back().get(), memory = shared.back(), &kernel, &all_there] {
+              self = {};
+              self.thread = t;
+              self.block_x = x;
+              self.block_y = y;
+              self.num_blocks_x = num_blocks_x;
+              self.num_warps = num_warps;
+              self.block = block;
+              self.warp = &block->warps[t / kLanes];
+              self.dice = seed + static_cast<uint32_t>(x * 31 + y * 7 + t + 1);
+              all_there.wait(false);
+              kernel(memory);
+              for (const Group& group : self.groups)
+                if (!group.empty()) violate("a block ended with bulk stores under way");
+            });
     }
+  all_there.store(true);
+  all_there.notify_all();
   for (std::thread& thread : threads) thread.join();
   for (std::byte* memory : shared) std::free(memory);
 }

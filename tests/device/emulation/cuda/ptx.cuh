@@ -103,7 +103,9 @@ inline int32_t compare_swap_relaxed(int32_t* at, int32_t expected, int32_t value
   return expected;
 }
 inline int32_t fetch_add_relaxed(int32_t* at, int32_t value) {
-  return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  const int32_t drawn = std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  emulation::hold_up();
+  return drawn;
 }
 inline int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
   return std::atomic_ref(*at).fetch_add(value, std::memory_order_acq_rel);
