@@ -3,7 +3,7 @@
 # Passes if a test or a sanitizer has caught it. A program that ends in any other way, such as a
 # sanitizer that does not start, proves nothing and fails.
 set(ENV{TSAN_OPTIONS} "halt_on_error=1:atexit_sleep_ms=0")
-execute_process(COMMAND ${PROGRAM} TIMEOUT 60
+execute_process(COMMAND ${PROGRAM} TIMEOUT 150
   RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
 
 if(result EQUAL 0)

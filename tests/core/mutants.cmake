@@ -19,7 +19,7 @@ function(ultraep_add_core_mutant name)
   target_precompile_headers(${target} REUSE_FROM mutants_std)
   add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
   add_dependencies(mutants ${target})
 endfunction()
 

@@ -22,7 +22,7 @@ function(ultraep_add_cuda_mutant name)
   endif()
   add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
     -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 90 LABELS mutant)
+  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
   add_dependencies(mutants ${target})
 endfunction()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_the_benchmark_as_a_step_of_srun(plain: pytest.MonkeyPatch, tmp_path: Pa
 LONG = ["replicate", "--ranks", "2", "-b", "1M", "-n", "1000000", "--json", "o.json"]
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Let processes that a test starts heed SIGINT, also in a background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize(
     ("number", "to_all", "status"),
     [
