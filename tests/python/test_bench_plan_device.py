@@ -12,7 +12,7 @@ import torch
 from emulated_device import EmulatedDevice
 from stand_in import Emulated
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan, _core, plan_replicas
 from ultraep_comm.bench import plan_device
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.plan_device_ranks import AllRanks, ids_of
@@ -90,6 +90,14 @@ def test_without_a_block_for_each_rank_they_are_left_out(
     assert record["at_once_us"] is record["schedule_us"] is record["tiny_host_plan_us"] is None
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert [cell == "-" for cell in row[-8:]] == [False, True, False, True, *[False] * 4]
+
+
+def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:
+    """Also where the device has a block for each, as a GPU has for the default's largest."""
+    emulated.num_sms = 200
+    many = _core.CUDA_MAX_LAUNCH_RANKS + 1
+    (size,) = _settings(*TINY, "--sizes", f"{many}/{many}/1").sizes
+    assert AllRanks.of(size) is None
 
 
 @pytest.mark.parametrize("broken", ["slot", "empty slot", "load", "plan"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ultraep_comm import _core
 from ultraep_comm.bench.gpu import Meter
 from ultraep_comm.bench.plan_settings import PlanSize
 from ultraep_comm.collectives import replicate_experts
@@ -63,8 +64,9 @@ class AllRanks:
 
     @classmethod
     def of(cls, size: PlanSize) -> AllRanks | None:
-        """Return them; None: the device has no block for each."""
-        return cls(size) if size.num_ranks <= device.find_device().num_sms else None
+        """Return them; None: the device, or a launch, has no block for each."""
+        most = min(device.find_device().num_sms, _core.CUDA_MAX_LAUNCH_RANKS)
+        return cls(size) if size.num_ranks <= most else None
 
     def measure(
         self,
