@@ -10,6 +10,9 @@
 
 namespace uec::cuda {
 
+// Nanoseconds from then to now. Nothing promises that the clock is never put back.
+UEC_DEVICE uint64_t lasted(uint64_t from, uint64_t now) { return now > from ? now - from : 0; }
+
 // Whether another block, or the other warp, has failed.
 UEC_DEVICE bool has_failed(BlockCall& block) {
   int32_t failed = 0;
@@ -76,7 +79,7 @@ UEC_DEVICE uint64_t expired(BlockCall& block, Clock& clock, Memory& memory) {
     clock.waiting = 1;
     clock.called |= all;
     const uint64_t limit = clock.called ? block.state->wait_limit_ns : block.state->call_limit_ns;
-    waited = now - max64(clock.since, clock.called ? clock.called_since : 0);
+    waited = lasted(max64(clock.since, clock.called ? clock.called_since : 0), now);
     if (limit == 0 || waited <= limit) waited = 0;
   }
   return Warp::share(waited);
@@ -128,7 +131,8 @@ UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
                          : report.fault == Fault::kAborted ? 50'000'000
                                                            : 0;
   const uint64_t start = ptx::nanoseconds();
-  while (ptx::nanoseconds() - start < grace && !chain_is_written(memory, block.call)) ptx::pause();
+  while (lasted(start, ptx::nanoseconds()) < grace && !chain_is_written(memory, block.call))
+    ptx::pause();
   name_root(memory, block.call, &report);
   state.settled = 1;
   auto* const status = reinterpret_cast<Status*>(state.status);

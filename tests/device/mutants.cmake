@@ -136,6 +136,10 @@ ultraep_add_device_mutant(device_members_out_of_step FILE core/claimer.hpp
 
 # ---- failing -------------------------------------------------------------------------------------
 
+ultraep_add_device_mutant(device_clock_never_put_back FILE cuda/wait.cuh
+  FIND [[return now > from ? now - from : 0; }]]
+  REPLACE [[return now - from; }]])
+
 ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/wait.cuh
   FIND [[    if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;]]
   REPLACE [[]])

@@ -89,11 +89,17 @@ struct Thread {
   Warp* warp = nullptr;
   std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
   uint32_t dice = 1;
+  uint64_t clock_behind = 0;
   uint32_t observed = 0,
            fenced = 0;  // observations that it knows of, and those behind a proxy fence
 };
 
 inline thread_local Thread self;
+
+inline uint32_t roll() {
+  self.dice = self.dice * 1664525 + 1013904223;
+  return self.dice >> 16;  // the low bits go round soon
+}
 
 inline int32_t lane() { return self.thread % kLanes; }
 inline uint32_t lane_bit() { return 1u << lane(); }
@@ -216,8 +222,7 @@ inline void read_source(BulkStore& store) {
 inline void bulk_store(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   require_fence("a bulk store follows an observation without proxy fence");
   self.groups.back().push_back({to, from, std::vector<uint8_t>(bytes), false});
-  self.dice = self.dice * 1664525 + 1013904223;
-  if (self.dice >> 30 == 0) read_source(self.groups.back().back());  // now and then at once
+  if (roll() % 4 == 0) read_source(self.groups.back().back());  // now and then at once
 }
 
 inline void bulk_commit() { self.groups.emplace_back(); }
@@ -285,8 +290,7 @@ inline void far_quiet() {
 // long as the others may need to get ahead of it. Else what they must not do without it goes well
 // as a rule. Differs from launch to launch.
 inline void hold_up() {
-  self.dice = self.dice * 1664525 + 1013904223;
-  if (self.dice >> 29 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+  if (roll() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
 }
 
 // Runs `kernel(shared_memory)` in every thread of the grid, and waits for all. None begins before
