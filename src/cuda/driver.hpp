@@ -18,6 +18,7 @@ using Address = uint64_t;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kNotReady = 600;
+inline constexpr Result kCaptureImplicit = 906;
 
 // Name and type of each function, in the driver's own words.
 #define UEC_DRIVER_FUNCTIONS(F)                                                                   \
@@ -89,8 +90,13 @@ inline uint64_t capture_of(const Driver& driver, Handle stream) {
   constexpr int32_t kActive = 1, kInvalidated = 2;
   int32_t status = 0;
   uint64_t id = 0;
-  require(driver, driver.cuStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr),
-          "cuStreamGetCaptureInfo");
+  const Result result =
+      driver.cuStreamGetCaptureInfo(stream, &status, &id, nullptr, nullptr, nullptr);
+  if (result == kCaptureImplicit)
+    throw CaptureError(
+        "the call is on the legacy default stream, while a stream that waits for that one is being"
+        " captured; make the call on a stream of its own");
+  require(driver, result, "cuStreamGetCaptureInfo");
   if (status == kInvalidated)
     throw CaptureError(
         "the stream's capture into a CUDA graph is invalid, because of an operation before this "

@@ -48,6 +48,7 @@ struct State {
   bool complete = true;      // events complete as they are recorded
   int32_t capturing = 0;
   uint64_t capture = 9;
+  Result capture_result = 0;
   Result launch_result = 0;
   int32_t mode = 0;          // of the thread, for captures
   int contexts = 0;          // pushed and not popped
@@ -165,7 +166,7 @@ inline Driver make_driver() {
                                 size_t*) {
     *status = state().capturing;
     *id = state().capture;
-    return 0;
+    return state().capture_result;
   };
   d.cuLaunchKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                         unsigned by, unsigned bz, unsigned shared, Handle stream, void** arguments,

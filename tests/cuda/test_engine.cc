@@ -400,19 +400,29 @@ void check_driver_errors() {
   CHECK_EQ(ranks.engines[2]->failed_epoch(), 1);
   CHECK(!ranks.engines[0]->synchronize(1, {}));  // nobody waits for a launch that never comes
   CHECK_EQ(ranks.engines[0]->report().root, 2);
+}
 
-  Ranks captured(plan, 0, 1);
-  recorder::state().capturing = 1;
-  thrown = false;
-  try {
-    captured.call(0, plan, false);
-  } catch (const uec::cuda::CaptureError&) {
-    thrown = true;
+// A call that a capture refuses takes no epoch, and the group goes on.
+void check_refused_by_captures() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 0, 1);
+  for (const uec::cuda::Result result : {uec::cuda::kSuccess, uec::cuda::kCaptureImplicit}) {
+    recorder::state().capturing = 1;
+    recorder::state().capture_result = result;
+    std::string text;
+    try {
+      ranks.call(0, plan, false);
+    } catch (const uec::cuda::CaptureError& error) {
+      text = error.what();
+    }
+    CHECK(text.find("rank 0: ") == 0);
+    CHECK_EQ(text.find("legacy default stream") != std::string::npos,
+             result == uec::cuda::kCaptureImplicit);
   }
-  CHECK(thrown);
   recorder::state().capturing = 0;
-  CHECK_EQ(captured.engines[0]->epoch(), 0);
-  CHECK_EQ(captured.call(0, plan, false), 1);
+  recorder::state().capture_result = uec::cuda::kSuccess;
+  CHECK_EQ(ranks.engines[0]->epoch(), 0);
+  CHECK_EQ(ranks.call(0, plan, false), 1);
 }
 
 }  // namespace
@@ -428,6 +438,7 @@ int main() {
   check_device_failure();
   check_notices();
   check_driver_errors();
+  check_refused_by_captures();
   CHECK_EQ(recorder::state().contexts, 0);
   CHECK_EQ(recorder::state().events, 0);
 }
