@@ -103,8 +103,13 @@ class CudaKernels:
         self._device = device
 
     def handle(self, name: str, shared_bytes: int) -> int:
-        """Return a kernel's handle; its limit of dynamic shared memory only grows."""
+        """Return a kernel's handle; its limit of dynamic shared memory only grows.
+
+        The kernel is on the device then: a launch that has to load it could wait for the kernels
+        of other groups, and they for their peers.
+        """
         from cuda.bindings import driver
+        from cuda.core import Device as CoreDevice
 
         with _refusals_typed(f"kernel {name}"):
             kernel = self.code.get_kernel(name).handle
@@ -114,6 +119,13 @@ class CudaKernels:
         limit = _checked(driver.cuKernelGetAttribute(attribute, kernel, device))
         if limit < shared_bytes:
             _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
+        CoreDevice(self._device).set_current()
+        function = _checked(driver.cuKernelGetFunction(kernel))
+        try:
+            answer = driver.cuFuncLoad(function)
+        except RuntimeError:  # drivers before 12.4 have no such function
+            return int(kernel)
+        _checked(answer)
         return int(kernel)
 
 
@@ -224,9 +236,19 @@ class CudaDevice:
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def new_stream(self) -> tuple[int, object]:
-        """Return a stream that goes before others: what it moves is waited for."""
-        stream = torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
-        return int(stream.cuda_stream), stream
+        """Return a stream that goes before others: what it moves is waited for.
+
+        Nobody else has it, unlike torch's, which are 32 in all: what another library gives its own
+        would wait for kernels that wait for peers, or land in a capture.
+        """
+        from cuda.core import Device as CoreDevice
+        from cuda.core import StreamOptions
+
+        with _refusals_typed("a stream"):
+            core_device = CoreDevice(self._index)
+            core_device.set_current()
+            stream = core_device.create_stream(options=StreamOptions(nonblocking=True, priority=-1))
+            return int(stream.handle), stream
 
     def settle(self) -> None:
         """Wait for the device."""
