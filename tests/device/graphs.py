@@ -55,10 +55,10 @@ class CoreGraphs(TorchGraphs):
         core: Any = pytest.importorskip("cuda.core")
         core_device = core.Device(torch.cuda.current_device())
         core_device.set_current()
-        if not hasattr(core_device, "create_graph_builder"):
+        if not hasattr(core.Stream, "create_graph_builder"):
             pytest.skip(f"cuda.core {core.__version__} has no graph builder")
-        builder = core_device.create_graph_builder()
-        stream = torch.cuda.ExternalStream(int(builder.stream.handle))
+        stream = torch.cuda.Stream()  # lives on: torch's allocator asks it when tensors are freed
+        builder = core.Stream.from_handle(int(stream.cuda_stream)).create_graph_builder()
         torch.cuda.synchronize()
         builder.begin_building("thread_local")
         try:

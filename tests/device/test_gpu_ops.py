@@ -222,7 +222,9 @@ def check_compiled(place: Place, num_ranks: int, compiled: Callable[..., Any]) -
                 found = fn(ids[rank], weights[rank], groups[rank], settle)
             return [tensor.clone() for tensor in found]  # of torch's graphs: until the next run
 
-        found = loopback(num_ranks, call)
+        # In this thread if it can be: torch's graphs are made for each thread, and some versions
+        # of torch refuse threads that are not their own.
+        found = [call(0)] if num_ranks == 1 else loopback(num_ranks, call)
         place.settle()
         return found
 
@@ -253,9 +255,8 @@ def test_compiled_layers_give_what_eager_ones_do(
 
 
 @pytest.mark.gpu
+@needs_compiler
 @pytest.mark.parametrize("streams", ["cuda"], indirect=True)
 def test_layers_compiled_for_cuda_graphs_give_what_eager_ones_do(place: Place) -> None:
-    """Torch leaves the operators out of its graphs, or does without. A rank of its own: torch
-    keeps graphs for each thread.
-    """
+    """Torch leaves the operators out of its graphs, or does without. One rank, in this thread."""
     check_compiled(place, 1, torch.compile(layer, fullgraph=True, mode="reduce-overhead"))

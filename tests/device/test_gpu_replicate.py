@@ -363,7 +363,8 @@ def test_the_host_does_not_wait(streams: str) -> None:
 
 @pytest.mark.gpu
 def test_an_async_call_runs_beside_what_the_stream_gets_next(gpu: torch.device) -> None:
-    with Ranks("cuda", 4, SEGMENTS, num_experts=9) as ranks:
+    # Where all multiprocessors are asked for, one of them may have the other kernel already.
+    with Ranks("cuda", 4, SEGMENTS, num_experts=9, num_sms=4) as ranks:
         weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
         ranks.replicate(weights, plan)
         ranks.fill(weights)
