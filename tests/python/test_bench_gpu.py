@@ -23,6 +23,7 @@ class FakeCuda:
         self.log: list[Any] = []
         self.names = iter(range(100))
         self.current = "current"
+        self.late = False  # the host, behind the device
         outer = self
 
         class Event:
@@ -33,6 +34,11 @@ class FakeCuda:
 
             def record(self) -> None:
                 outer.log.append((self.name, outer.current))
+
+            def query(self) -> bool:
+                assert self.name == "start"
+                assert outer.log[-1][0] == "end"
+                return outer.late
 
             def synchronize(self) -> None:
                 outer.log.append(f"wait for {self.name}")
@@ -120,6 +126,15 @@ def test_without_a_line_up_one_more_run_is_not_counted(cuda: FakeCuda) -> None:
     on = "current"
     kept = [entry for entry in cuda.log if entry != "event"][1:]
     assert kept == [("run", on), ("start", on), ("run", on), ("end", on), "wait for end"]
+
+
+def test_a_host_that_is_too_slow_is_told_of_once(
+    cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meter = Gpu()
+    for cuda.late in (False, True, True):
+        meter.time_us(says(cuda, "run"), 1, 1)
+    assert capsys.readouterr().err.count("the device did not wait for the host") == 1
 
 
 def test_a_capture_is_replayed(cuda: FakeCuda) -> None:

@@ -259,12 +259,15 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str],
     assert text in capsys.readouterr().err
 
 
-def test_links_on_the_cuda_engine(emulated: EmulatedDevice, tmp_path: Path) -> None:
+def test_links_on_the_cuda_engine(
+    emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The kernels' body on a CPU, all ranks in one launch."""
     path = tmp_path / "o.json"
     settings = settings_of("--ranks", "3", "--check", "--sms", "2", "--json", str(path))
     payload = Payload(settings.seed, {SEGMENT: settings.link_bytes})
     assert links.run_on_device(Emulated(), settings, payload) == 0
+    assert "no link is measured" in capsys.readouterr().out
     document = check_document(path, 3)
     assert {record["engine"] for record in document["records"]} == {"cuda"}
     assert sum(record["wrong_bytes"] for record in document["records"]) == 0

@@ -18,6 +18,7 @@ from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.plan_device_ranks import AllRanks, ids_of
 from ultraep_comm.bench.plan_settings import PlanSettings, make_plan_settings
 from ultraep_comm.cuda.stages import CudaStages
+from ultraep_comm.errors import DeviceError
 
 TINY = ["--engine", "cuda", "--tokens", "12", "--topk", "2", "--seeds", "2"]
 TINY += ["--families", "zipf1.0,adversarial", "--warps", "1,3"]
@@ -90,6 +91,23 @@ def test_without_a_block_for_each_rank_they_are_left_out(
     assert record["at_once_us"] is record["schedule_us"] is record["tiny_host_plan_us"] is None
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert [cell == "-" for cell in row[-8:]] == [False, True, False, True, *[False] * 4]
+
+
+def test_rows_before_a_failure_are_kept(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, measure = tmp_path / "o.json", plan_device.measure_row
+
+    def fail_at_the_second(*arguments: Any) -> Any:
+        if path.exists():
+            raise DeviceError("broken")
+        return measure(*arguments)
+
+    monkeypatch.setattr(plan_device, "measure_row", fail_at_the_second)
+    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
+    with pytest.raises(DeviceError, match="broken"):
+        plan_device.run_on(Emulated(), _settings(*TINY, "--sizes", "2/4/1,3/8/1", *few))
+    assert [record["ranks"] for record in json.loads(path.read_text())["records"]] == [2]
 
 
 def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:

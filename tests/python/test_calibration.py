@@ -320,6 +320,13 @@ def settings_of(*arguments: str) -> CalibrateSettings:
     return make_calibrate_settings(_parser().parse_args([*few, *arguments]))
 
 
+def test_copies_on_one_gpu_are_larger_than_its_cache() -> None:
+    few = ["calibrate", "--ranks", "3"]
+    for more, expected in (([], 16), (["--engine", "cuda"], 256), (["-b", "3M"], 3)):
+        found = make_calibrate_settings(_parser().parse_args([*few, *more]))
+        assert found.copy_bytes == expected << 20
+
+
 def test_a_file_from_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "c.json")  # of the host; it stays
     assert calibrate.run_on(Scripted(), settings_of("--output", str(path))) == 0

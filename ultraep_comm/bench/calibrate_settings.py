@@ -83,7 +83,12 @@ def add_calibrate_command(commands: argparse._SubParsersAction[argparse.Argument
         ' mode="auto" goes by its figures.',
     ).add_argument
     add("--ranks", type=int, help=f"at least 3 (default {DEFAULT_RANKS}; torchrun's under it)")
-    add("-b", "--bytes", dest="copy_bytes", default="16M", metavar="SIZE", help="(default 16M)")
+    add(
+        *("-b", "--bytes"),
+        dest="copy_bytes",
+        metavar="SIZE",
+        help="(default 16M; in loopback 256M, more than a GPU's cache has)",
+    )
     add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
     add(
         "--fabric",
@@ -107,7 +112,8 @@ def make_calibrate_settings(options: argparse.Namespace) -> CalibrateSettings:
     check_minima(options, _MINIMA)
     engine, fabric = choose_engine(options.engine, options.fabric, launched_ranks())
     num_ranks = count_ranks(options)
-    copy_bytes = parse_size(options.copy_bytes)
+    default = "256M" if fabric == "loopback" else "16M"
+    copy_bytes = parse_size(options.copy_bytes or default)
     if copy_bytes < _SMALLEST:
         raise InvalidArgumentError(
             f"--bytes is {options.copy_bytes}; expected at least {_SMALLEST}, to time a copy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -94,6 +95,7 @@ class Gpu:
         cuda: Any = torch.cuda  # partly without annotations
         self._cuda = cuda
         self._streams = [cuda.Stream() for _ in range(NUM_STREAMS)]
+        self._was_late = False
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
         """Return what a group would take."""
@@ -119,6 +121,13 @@ class Gpu:
         for _ in range(calls):
             run()
         end.record()
+        if start.query() and not self._was_late:
+            self._was_late = True
+            print(
+                "# the device did not wait for the host: some of these times are the host's",
+                file=sys.stderr,
+                flush=True,
+            )
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
 

@@ -90,11 +90,12 @@ def format_links_header(
 ) -> str:
     """Return what a reader must know before the figures."""
     order = "one at a time" if settings.one_at_a_time else "links of a round at the same time"
-    gate = settings.gate.min_gbps
+    gate, loopback = settings.gate.min_gbps, settings.fabric == "loopback"
     lines = [
         *describe_run("links"),
         *format_places(places, engine=settings.engine, fabric=settings.fabric),
         f"{format_size(settings.link_bytes)} over each link, {num_rounds} rounds, {order}",
+        *(["loopback: copies within one GPU's memory; no link is measured"] * loopback),
         f"{settings.iters} iterations after {settings.warmup}, each with the rounds in another"
         f" order; checked: {'every one' if settings.check else 'the last one'}",
         *([] if gate is None else [f"gate: every link at least {gate:g} GB/s"]),

@@ -57,12 +57,14 @@ def run_on(meter: Meter, settings: PlanSettings) -> int:
     for i, (size, family) in enumerate(cells):
         show_progress(i, len(cells), f"{size} {family}")
         loads = make_plan_loads(settings, size, family)
-        if len(loads):
-            rows.append(measure_row(meter, settings, size, family, loads))
+        if not len(loads):
+            continue
+        rows.append(measure_row(meter, settings, size, family, loads))
+        # Each time: the next row may fail, and this one took its time.
+        document = make_device_document(settings, rows, found)
+        write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     show_progress(len(cells), len(cells), "")
     print(format_device_table(settings, rows), flush=True)
-    document = make_device_document(settings, rows, found)
-    write_outputs(document, json_path=settings.json, csv_path=settings.csv)
     return 1 if any(row.wrong for row in rows) else 0
 
 
