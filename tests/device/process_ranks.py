@@ -229,9 +229,18 @@ def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, mee
             print(f"REFUSED {error}", flush=True)
         else:
             traceback.print_exc()
-        os._exit(status)  # NVSHMEM may not survive its own end either
+        _leave(status)
     dist.barrier()
     dist.destroy_process_group()
+    if fabric == "nvshmem":
+        _leave(0)
+
+
+def _leave(status: int) -> None:
+    """End without what libraries do at exit, which NVSHMEM may not survive: nobody finalises it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> int:

@@ -25,19 +25,19 @@ class FakeDriver:
         self.limit = 1000
         self.loaded: tuple[int, ...] | Exception = (0,)
 
-    def cuKernelGetAttribute(self, attribute: str, kernel: int, device: int) -> tuple[int, int]:
+    def cuKernelGetAttribute(self, attribute: str, kernel: int, device: int) -> tuple[int, int]:  # noqa: N802
         assert (attribute, kernel, device) == ("shared", KERNEL, 5)
         return 0, self.limit
 
-    def cuKernelSetAttribute(self, attribute: str, value: int, *_: int) -> tuple[int]:
+    def cuKernelSetAttribute(self, attribute: str, value: int, *_: int) -> tuple[int]:  # noqa: N802
         self.log.append((attribute, value))
         return (0,)
 
-    def cuKernelGetFunction(self, kernel: int) -> tuple[int, str]:
+    def cuKernelGetFunction(self, kernel: int) -> tuple[int, str]:  # noqa: N802
         self.log.append("find")
         return 0, f"function of {kernel:#x}"
 
-    def cuFuncLoad(self, function: str) -> tuple[int, ...]:
+    def cuFuncLoad(self, function: str) -> tuple[int, ...]:  # noqa: N802
         self.log.append(f"load {function}")
         if isinstance(self.loaded, Exception):
             raise self.loaded
@@ -51,11 +51,11 @@ class FakeCore:
         self.log = log
         self.num_streams = 0
 
-    def Device(self, index: int) -> FakeCore:
+    def Device(self, index: int) -> FakeCore:  # noqa: N802
         assert index == 5
         return self
 
-    def StreamOptions(self, **options: Any) -> dict[str, Any]:
+    def StreamOptions(self, **options: Any) -> dict[str, Any]:  # noqa: N802
         return options
 
     def set_current(self) -> None:

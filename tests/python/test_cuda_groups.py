@@ -496,7 +496,7 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     def refused(error: type[Exception], part: str, **runtime: Any) -> FakeNvshmem:
         fake = FakeNvshmem(**runtime)
         with pytest.raises(error, match=part):
-            _with_nvshmem(process_group, FakeDevice(), fake)
+            _with_nvshmem(process_group, FakeDevice(), fake, engine="cuda")
         return fake
 
     unsupported, bootstrap = errors.UnsupportedError, errors.BootstrapError
@@ -528,6 +528,20 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
     with pytest.raises(bootstrap, match="tile_bytes"):
         _with_nvshmem(process_group, uneven, FakeNvshmem())
+
+
+def _finalised(rank: int, process_group: Any) -> None:
+    runtime = FakeNvshmem()
+    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    runtime.initialized = False
+    runtime.made.clear()
+    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    assert len(runtime.uids) == 2
+    assert not runtime.freed  # which has been, with everything else
+
+
+def test_nvshmem_that_was_finalised_is_initialised_again(ranks: RankPool) -> None:
+    ranks.run(2, _finalised)
 
 
 def test_nvshmem_errors_reach_every_rank(ranks: RankPool) -> None:

@@ -407,6 +407,14 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
     error = errors.UnsupportedError if rank == 1 else errors.BootstrapError
     with pytest.raises(error, match="no NVSHMEM on rank 1"):
         _new_group(process_group, memory, **asked)
+    # Nor does NVSHMEM serve that others have initialised, over ranks of theirs.
+    foreign: dict[str, Any] = {"nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
+    for engine in ("cuda", "auto"):
+        assert kind(_new_group(process_group, memory, **foreign, engine=engine)) == "TorchFabric"
+    with pytest.raises(errors.UnsupportedError, match=r"which are PEs \[4, 5\] of 8"):
+        _new_group(process_group, memory, **foreign, fabric="nvshmem")
+    with pytest.raises(errors.UnsupportedError, match=r"PEs \[4, 5\] of 8.*no symmetric memory"):
+        _new_group(process_group, nothing("symmetric memory"), **foreign)
     # Nothing that all have: with both reasons, wherever they are.
     lacking = nothing("symmetric memory") if rank == 0 else memory
     both = r"fabric nvshmem: rank 1: no NVSHMEM.*fabric torch: rank 0: no symmetric memory"

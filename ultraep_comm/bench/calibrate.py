@@ -200,7 +200,7 @@ class Probe:
         return ranks
 
     def _experts(self, shape: Shape) -> int:
-        """Return the experts of a rank; a GPU's copies cross links, or are larger than its cache."""
+        """Return the experts of a rank; a GPU's cache is too small for a copy, or sees none."""
         if self._settings.engine != "host" or shape.is_tiny:
             return 1
         return count_experts(sum(shape.segments.values()), 1)

@@ -29,7 +29,13 @@ from ultraep_comm.fabrics.bootstrap import (
     check_same_arguments,
 )
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
-from ultraep_comm.fabrics.nvshmem import NvshmemFabric, Runtime, find_runtime, join
+from ultraep_comm.fabrics.nvshmem import (
+    NvshmemFabric,
+    OtherPesError,
+    Runtime,
+    find_runtime,
+    join,
+)
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.fabrics.symmetric import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.group import Group
@@ -105,7 +111,14 @@ def make_group(
         if not lacking:
             options.refuse_check()  # on all ranks alike
             make = make_nvshmem_group if name == "nvshmem" else make_torch_group
-            return make(meeting, options, topology, given_domains, found)
+            try:
+                return make(meeting, options, topology, given_domains, found)
+            except OtherPesError as others:  # on all ranks alike, and nothing has been made
+                if options.fabric != "auto":
+                    raise
+                own.append(others)
+                reasons.setdefault(str(others), []).append(name)
+                continue
         why = text or answers[lacking[0]].error
         reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
     if options.engine == "auto" and options.fabric == "auto":

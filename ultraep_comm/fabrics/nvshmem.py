@@ -9,10 +9,15 @@ but when the next group is made and all ranks have closed theirs. No rank waits 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import importlib.util
+import os
 import re
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,10 +32,15 @@ from ultraep_comm.errors import (
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.bootstrap import Meeting
 
+LIBRARY = "libnvshmem_host.so.3"
 UID_BYTES = 128
 INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; higher ones: several PEs on a GPU
 INVALID = 32767  # NVSHMEM_STATUS_INVALID
 MAX_FREED = 16  # allocations that are given back at once
+
+
+class OtherPesError(UnsupportedError):
+    """NVSHMEM is initialised over other ranks than a group's."""
 
 
 class Runtime(Protocol):
@@ -77,6 +87,7 @@ class Nvshmem:
         import nvshmem.bindings
         import nvshmem.core
 
+        load_library()
         self._core: Any = nvshmem.core
         self._bindings: Any = nvshmem.bindings
         self.heap = Heap(self)
@@ -95,9 +106,14 @@ class Nvshmem:
         return bytes(self._core.get_unique_id()._data.tobytes())
 
     def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
-        """Initialise with a UID."""
+        """Initialise with a UID, and without multicast.
+
+        No kernel here uses it, PEs that share a GPU cannot have it, and it needs rights that a
+        container may not have.
+        """
         from cuda.core import Device
 
+        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
         unique = self._core.get_unique_id(empty=True)
         unique._data.view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
@@ -129,6 +145,24 @@ class Nvshmem:
     def unregister(self, code: object) -> None:
         """Give one count back."""
         self._core.library_finalize(self._core.NvshmemKernelObject.from_obj(code))
+
+
+def load_library() -> None:
+    """Load the host library of the wheel, wherever Python imports it from.
+
+    nvshmem4py looks into the folders of site-packages only, and not at all of ``sys.path``. What is
+    not found here, or cannot be loaded, is its to find, or to say.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return  # torch has it, say: a second one would have a state of its own
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations if spec is not None else None) or []:
+        path = Path(folder) / "nvshmem" / "lib" / LIBRARY
+        if path.is_file():
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
+            return
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -166,7 +200,7 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
 
     Raises:
         BootstrapError: ranks differ in whether it is initialised, or one could not initialise it.
-        UnsupportedError: it is initialised over other ranks than these.
+        OtherPesError: it is initialised over other ranks than these; on every rank.
     """
     ready = [row[0] for row in meeting.gather_ints(runtime.is_initialized(), most=1)]
     if any(ready) and not all(ready):
@@ -180,7 +214,7 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
     rows = meeting.gather_ints(mine, num_pes)
     pes = [row[0] for row in rows]
     if sorted(pes) != list(range(num_pes)) or any(row[1] != num_pes for row in rows):
-        raise UnsupportedError(
+        raise OtherPesError(
             f"rank {meeting.rank}: the process group has {meeting.num_ranks} ranks, which are PEs"
             f" {pes} of {num_pes}; symmetric memory is allocated by all PEs together. Make the"
             " group over a process group of exactly the ranks that NVSHMEM was initialised with, or"
@@ -190,6 +224,7 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
 
 
 def _init(meeting: Meeting, runtime: Runtime, device: int) -> None:
+    runtime.heap.forget()
     uid, error = bytes(UID_BYTES), None
     if meeting.rank == 0:
         uid, error = _attempt(meeting.rank, runtime.unique_id, uid)
@@ -247,6 +282,10 @@ class Heap:
     def retire(self, number: int, address: int) -> None:
         """Have memory freed once every rank has retired it. Not collective."""
         self._retired[number] = address
+
+    def forget(self) -> None:
+        """NVSHMEM was finalised, and all memory with it."""
+        self._retired.clear()
 
     def _free_retired(self, meeting: Meeting) -> None:
         oldest = sorted(self._retired)[:MAX_FREED]

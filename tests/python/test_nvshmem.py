@@ -1,0 +1,69 @@
+"""NVSHMEM itself: how it is found and initialised. No GPU and no NVSHMEM is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_comm.fabrics.nvshmem import LIBRARY, UID_BYTES, Nvshmem, load_library
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of sys.path that is no site-packages, with NVSHMEM's library in it."""
+    folder = tmp_path / "nvidia" / "nvshmem" / "lib"
+    folder.mkdir(parents=True)
+    (folder / LIBRARY).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    return str(folder / LIBRARY)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("loads", [False, True])
+def test_the_library_is_the_wheels_wherever_that_is(
+    wheel: str, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, loads: bool
+) -> None:
+    """But never a second one."""
+    asked = []
+
+    def load(name: str, mode: int) -> None:
+        asked.append(name)
+        if not (is_loaded if mode & os.RTLD_NOLOAD else loads):
+            raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    load_library()
+    assert asked == ([LIBRARY] if is_loaded else [LIBRARY, wheel])
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_it_is_initialised_without_multicast(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    """Unless the user says otherwise."""
+    name, seen = "NVSHMEM_DISABLE_NVLS", []
+    monkeypatch.setenv(name, "")  # which puts back what was there
+    monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    device = SimpleNamespace(set_current=lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace(Device=lambda index: device))
+    unique = SimpleNamespace(_data=np.zeros(UID_BYTES, np.uint8))
+
+    def init(**options: Any) -> None:
+        seen.append((os.environ[name], options["rank"], options["nranks"], unique._data[5]))
+
+    runtime = Nvshmem.__new__(Nvshmem)
+    runtime._core = SimpleNamespace(get_unique_id=lambda empty: unique, init=init)
+    runtime.init(0, bytes(range(UID_BYTES)), 1, 3)
+    assert seen == [(found, 1, 3, 5)]
