@@ -16,7 +16,7 @@ from ultraep_comm import Plan, _core, plan_replicas
 from ultraep_comm.bench import plan_device
 from ultraep_comm.bench.cli import _parser, main
 from ultraep_comm.bench.plan_device_ranks import AllRanks, ids_of
-from ultraep_comm.bench.plan_settings import PlanSettings, make_plan_settings
+from ultraep_comm.bench.plan_settings import PlanSettings, PlanSize, make_plan_settings
 from ultraep_comm.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError
 
@@ -94,20 +94,24 @@ def test_without_a_block_for_each_rank_they_are_left_out(
 
 
 def test_rows_before_a_failure_are_kept(
-    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, measure = tmp_path / "o.json", plan_device.measure_row
 
-    def fail_at_the_second(*arguments: Any) -> Any:
-        if path.exists():
+    def fail_at_the_second(meter: Any, settings: Any, size: PlanSize, *rest: Any) -> Any:
+        if size.num_ranks == 3:
             raise DeviceError("broken")
-        return measure(*arguments)
+        return measure(meter, settings, size, *rest)
 
     monkeypatch.setattr(plan_device, "measure_row", fail_at_the_second)
     few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
     with pytest.raises(DeviceError, match="broken"):
         plan_device.run_on(Emulated(), _settings(*TINY, "--sizes", "2/4/1,3/8/1", *few))
     assert [record["ranks"] for record in json.loads(path.read_text())["records"]] == [2]
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
 
 
 def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,20 +53,31 @@ def run_on(meter: Meter, settings: PlanSettings) -> int:
     """Measure on a device: see :func:`run`."""
     found = meter.describe()
     print(format_device_header(settings, found), flush=True)
+    rows: list[DeviceRow] = []
+    try:
+        _measure_rows(meter, settings, rows)
+    except BaseException:  # Ctrl-C too
+        if rows:  # which took their time
+            _report(settings, rows, found)
+        raise
+    _report(settings, rows, found)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _measure_rows(meter: Meter, settings: PlanSettings, rows: list[DeviceRow]) -> None:
     cells = [(size, family) for size in settings.sizes for family in settings.families]
-    rows = []
     for i, (size, family) in enumerate(cells):
         show_progress(i, len(cells), f"{size} {family}")
         loads = make_plan_loads(settings, size, family)
-        if not len(loads):
-            continue
-        rows.append(measure_row(meter, settings, size, family, loads))
-        # Each time: the next row may fail, and this one took its time.
-        document = make_device_document(settings, rows, found)
-        write_outputs(document, json_path=settings.json, csv_path=settings.csv)
+        if len(loads):
+            rows.append(measure_row(meter, settings, size, family, loads))
     show_progress(len(cells), len(cells), "")
+
+
+def _report(settings: PlanSettings, rows: list[DeviceRow], found: dict[str, Any]) -> None:
     print(format_device_table(settings, rows), flush=True)
-    return 1 if any(row.wrong for row in rows) else 0
+    document = make_device_document(settings, rows, found)
+    write_outputs(document, json_path=settings.json, csv_path=settings.csv)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
