@@ -52,7 +52,7 @@ def new_group(
             torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
             symmetric memory, for ranks that all reach each other by load and store); or "auto":
-            "nvshmem" where every rank has it, else "torch".
+            "nvshmem" where every rank has it over these ranks, else "torch".
         timeout: seconds for every wait, 0: no limit. None: the process group's timeout until every
             rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or

@@ -496,7 +496,7 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     def refused(error: type[Exception], part: str, **runtime: Any) -> FakeNvshmem:
         fake = FakeNvshmem(**runtime)
         with pytest.raises(error, match=part):
-            _with_nvshmem(process_group, FakeDevice(), fake, engine="cuda")
+            _with_nvshmem(process_group, FakeDevice(), fake)
         return fake
 
     unsupported, bootstrap = errors.UnsupportedError, errors.BootstrapError

@@ -22,8 +22,6 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder.mkdir(parents=True)
     (folder / LIBRARY).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
-        monkeypatch.delitem(sys.modules, name)
     return str(folder / LIBRARY)
 
 

@@ -240,6 +240,17 @@ def _unreachable(rank: int, process_group: Any, folder: Path) -> str:
     return str(error)
 
 
+def _unreachable_and_foreign(rank: int, process_group: Any, folder: Path) -> None:
+    memory = FakeMemory(folder, unreachable=(1,) if rank == 0 else ())
+    options: dict[str, Any] = {"fabric": "auto", "nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
+    error = _refused(process_group, memory, errors.UnsupportedError, "no load/store", **options)
+    assert "which are PEs [4, 5] of 8" in str(error.__cause__)
+
+
+def test_why_nvshmem_was_passed_over_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _unreachable_and_foreign, tmp_path)
+
+
 def test_a_rank_beyond_reach_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
     for text in ranks.run(3, _unreachable, tmp_path):
         assert "use fabric='nvshmem', with allow_cross_domain=True" in text
@@ -413,8 +424,10 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
         assert kind(_new_group(process_group, memory, **foreign, engine=engine)) == "TorchFabric"
     with pytest.raises(errors.UnsupportedError, match=r"which are PEs \[4, 5\] of 8"):
         _new_group(process_group, memory, **foreign, fabric="nvshmem")
-    with pytest.raises(errors.UnsupportedError, match=r"PEs \[4, 5\] of 8.*no symmetric memory"):
-        _new_group(process_group, nothing("symmetric memory"), **foreign)
+    for engine in ("cuda", "auto"):
+        both = r"PEs \[4, 5\] of 8.*no symmetric memory"
+        with pytest.raises(errors.UnsupportedError, match=both):
+            _new_group(process_group, nothing("symmetric memory"), **foreign, engine=engine)
     # Nothing that all have: with both reasons, wherever they are.
     lacking = nothing("symmetric memory") if rank == 0 else memory
     both = r"fabric nvshmem: rank 1: no NVSHMEM.*fabric torch: rank 0: no symmetric memory"

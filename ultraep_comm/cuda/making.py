@@ -96,6 +96,7 @@ def make_group(
         OutOfSharedMemoryError: there is no room for slots and flags.
     """
     own: list[Exception] = []
+    foreign: OtherPesError | None = None  # why the fabric before was passed over
     reasons: dict[str, list[str]] = {}  # the fabrics that each keeps from being used
     for name in AUTO_FABRICS if options.fabric == "auto" else (options.fabric,):
         found: Any = None
@@ -113,15 +114,21 @@ def make_group(
             make = make_nvshmem_group if name == "nvshmem" else make_torch_group
             try:
                 return make(meeting, options, topology, given_domains, found)
-            except OtherPesError as others:  # on all ranks alike, and nothing has been made
+            except OtherPesError as error:  # on all ranks alike, and nothing has been made
                 if options.fabric != "auto":
                     raise
-                own.append(others)
-                reasons.setdefault(str(others), []).append(name)
+                foreign = error
+                own.append(error)
+                reasons.setdefault(str(error), []).append(name)
                 continue
+            except UnsupportedError as error:
+                if foreign is None:
+                    raise
+                raise error from foreign
         why = text or answers[lacking[0]].error
         reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
-    if options.engine == "auto" and options.fabric == "auto":
+    # Where NVSHMEM is in use there are GPUs, whose users would not expect the host engine.
+    if options.engine == "auto" and options.fabric == "auto" and foreign is None:
         return None
     raise _why_none(meeting.rank, reasons, own)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 import re
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -156,9 +156,8 @@ def load_library() -> None:
     with contextlib.suppress(OSError):
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return  # torch has it, say: a second one would have a state of its own
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations if spec is not None else None) or []:
-        path = Path(folder) / "nvshmem" / "lib" / LIBRARY
+    for folder in sys.path:
+        path = Path(folder) / "nvidia" / "nvshmem" / "lib" / LIBRARY
         if path.is_file():
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
