@@ -1,5 +1,7 @@
 """Environment variables, read here and nowhere else. An argument always wins over a variable.
 
+NVSHMEM has its own; one of them is set here, if it is not.
+
 | variable             | argument of new_group | meaning                                       |
 |----------------------|-----------------------|-----------------------------------------------|
 | ULTRAEP_TIMEOUT      | timeout               | seconds for every wait; 0: no limit           |
@@ -86,3 +88,8 @@ def record_folder() -> Path | None:
 def record_calls() -> int | None:
     """Calls that such a recording holds, or None."""
     return _read("ULTRAEP_RECORD_CALLS", int)
+
+
+def do_without_multicast() -> None:
+    """Tell NVSHMEM, which reads it where it is initialised, unless the user has."""
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ultraep_comm import env
 from ultraep_comm.errors import (
     BootstrapError,
     OutOfSharedMemoryError,
@@ -113,7 +114,7 @@ class Nvshmem:
         """
         from cuda.core import Device
 
-        os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+        env.do_without_multicast()
         unique = self._core.get_unique_id(empty=True)
         unique._data.view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
