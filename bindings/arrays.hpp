@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "core/common.hpp"
+#include "core/base/common.hpp"
 
 namespace uec::python {
 
@@ -18,7 +18,7 @@ template <typename T, int kDims>
 using Input =
     nanobind::ndarray<const T, nanobind::ndim<kDims>, nanobind::c_contig, nanobind::device::cpu>;
 template <typename T>
-using Output = nanobind::ndarray<nanobind::numpy, T, nanobind::c_contig>;
+using Output = nanobind::ndarray<nanobind::numpy, T>;
 
 // Raises ValueError "<name> is <value>; expected <expected>".
 [[noreturn]] inline void reject(const std::string& name, int64_t value,

@@ -5,6 +5,7 @@
 
 namespace uec::python {
 
+void bind_enums(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
 void bind_reroute(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
@@ -13,5 +14,6 @@ void bind_memory(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_cuda(nanobind::module_& m);
 void bind_cuda_stages(nanobind::module_& m);
+void bind_ending(nanobind::module_& m);
 
 }  // namespace uec::python

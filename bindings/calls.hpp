@@ -1,5 +1,5 @@
-// What the bindings of both engines share: addresses as arguments, questions about plans, and waits
-// that Ctrl-C ends.
+// What the bindings of both engines share: addresses as arguments, checks of plans, and waits that
+// Ctrl-C ends.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,10 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/digest.hpp"
-#include "core/prepare_reduce.hpp"
-#include "core/validate.hpp"
-#include "host/health.hpp"
+#include "core/base/digest.hpp"
+#include "core/plan/check.hpp"
+#include "core/transfer/prepare.hpp"
+#include "engine/health.hpp"
+#include "modes.hpp"
+#include "unlocked.hpp"
 
 namespace uec::python {
 
@@ -36,37 +38,64 @@ inline bool signalled() {
   return PyErr_CheckSignals() != 0;
 }
 
-inline bool has_home(const Topology& t, uint64_t home) {
-  return std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
-}
+// Where the tensors of a plan are, and for how many ranks, slots and experts it is.
+struct PlanView {
+  uint64_t slot_expert, slot_quota, home_quota, home;  // int32, [G][S] and [E]; 0: none
+  int32_t num_ranks, slots_per_rank, num_experts;      // -1: its tensors are not of one shape
+  bool on_cpu;
 
-inline ReplicateArgs replicate_args(const Topology& t, uint64_t slot_expert, uint64_t slot_quota,
-                                    uint64_t home_quota, uint64_t mains, uint64_t segments,
-                                    int32_t num_segments, int32_t mode, int32_t region,
-                                    uint64_t tag) {
-  return {.slot_expert = at<const int32_t>(slot_expert),
-          .plan_digest = digest_quotas(Alone{}, t, at<const int32_t>(slot_quota),
-                                       at<const int32_t>(home_quota)),
-          .tag = tag,
-          .mains = at<const uint64_t>(mains),
-          .segments = at<const int32_t>(segments),
-          .num_segments = num_segments,
-          .mode = mode,
-          .region = region};
-}
+  // Of the group's shape and home map, and on the CPU.
+  bool fits(const Topology& t) const {
+    return on_cpu && num_ranks == t.num_ranks && slots_per_rank == t.slots_per_rank &&
+           num_experts == t.num_experts &&
+           std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
+  }
+};
 
-inline ReduceArgs reduce_args(const Topology& t, uint64_t slot_expert, uint64_t slot_quota,
-                              uint64_t home_quota, uint64_t mains, uint64_t main_types,
-                              int32_t mode, bool zero, uint64_t tag) {
-  return {.slot_expert = at<const int32_t>(slot_expert),
-          .plan_digest = digest_quotas(Alone{}, t, at<const int32_t>(slot_quota),
-                                       at<const int32_t>(home_quota)),
-          .tag = tag,
-          .mains = at<const uint64_t>(mains),
-          .main_type = at<const GradType>(main_types),
-          .mode = mode,
-          .zero = zero};
-}
+// A transfer or a reduction as Python gives it to an engine.
+struct TransferCall {
+  Operation operation;
+  PlanView plan;
+  uint64_t mains;        // [segments][M] addresses of main weights or gradients
+  int32_t num_segments;  // of a transfer: to move; of a reduction: that have gradients
+  GivenMode mode;
+  bool background;
+  uint64_t tag;         // of the plan's handle: layer and microbatch; 0: none
+  uint64_t segments;    // of a transfer: which, int32, ascending
+  int32_t region;       // of a transfer: which region the main weights lie in; -1: none
+  uint64_t main_types;  // of a reduction: [segments] GradType
+  bool zero;            // of a reduction: slot gradients are cleared
+  bool on_device;       // the plan is, for a kernel to read
+  bool own_home;        // its home map is known to be the group's
+  uint64_t table;       // of addresses in device memory, in place of `mains`; 0: none
+  uint64_t in_use;      // the mark of a saved plan, for a reduction on the device to clear; 0: none
+
+  uint64_t plan_digest(const Topology& t) const {
+    return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),
+                         at<const int32_t>(plan.home_quota));
+  }
+
+  ReplicateArgs replicate_args(const Topology& t) const {
+    return {.slot_expert = at<const int32_t>(plan.slot_expert),
+            .plan_digest = plan_digest(t),
+            .tag = tag,
+            .mains = at<const uint64_t>(mains),
+            .segments = at<const int32_t>(segments),
+            .num_segments = num_segments,
+            .mode = number_of(mode),
+            .region = region};
+  }
+
+  ReduceArgs reduce_args(const Topology& t) const {
+    return {.slot_expert = at<const int32_t>(plan.slot_expert),
+            .plan_digest = plan_digest(t),
+            .tag = tag,
+            .mains = at<const uint64_t>(mains),
+            .main_type = at<const GradType>(main_types),
+            .mode = number_of(mode),
+            .zero = zero};
+  }
+};
 
 inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
   return {c.replicate, c.reduce, c.gather, c.rejected};
@@ -75,17 +104,23 @@ inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::Ca
 template <class Engine>
 void bind_plan_questions(nanobind::class_<Engine>& engine) {
   engine
-      .def("check",
-           [](const Engine& e, uint64_t slot_expert) {
-             const PlanCheck c = e.check(at<const int32_t>(slot_expert));
-             return std::make_tuple(static_cast<int>(c.fault), c.rank, c.slot, c.expert);
-           })
-      .def("accepts",
-           [](const Engine& e, uint64_t slot_expert, uint64_t home) {
-             return has_home(e.topology(), home) &&
-                    e.check(at<const int32_t>(slot_expert)).fault == PlanFault::kNone;
-           })
-      .def("has_home", [](const Engine& e, uint64_t home) { return has_home(e.topology(), home); });
+      .def(
+          "check",
+          [](const Engine& e, const PlanView& plan) {
+            const PlanCheck c = e.check(at<const int32_t>(plan.slot_expert));
+            return std::make_tuple(c.fault, c.rank, c.slot, c.expert);
+          },
+          nanobind::arg("plan"))
+      .def(
+          "accepts",
+          [](const Engine& e, const PlanView& plan) {
+            return plan.fits(e.topology()) &&
+                   e.check(at<const int32_t>(plan.slot_expert)).fault == PlanFault::kNone;
+          },
+          nanobind::arg("plan"))
+      .def(
+          "fits", [](const Engine& e, const PlanView& plan) { return plan.fits(e.topology()); },
+          nanobind::arg("plan"));
 }
 
 // Runs body(interrupted) without the interpreter lock.
@@ -93,7 +128,7 @@ template <class Body>
 auto interruptible(Body&& body) {
   bool raised = false;
   const auto run = [&] {
-    const nanobind::gil_scoped_release release;
+    const Unlocked unlocked;
     return body([&] { return raised = raised || signalled(); });
   };
   auto result = run();

@@ -10,9 +10,9 @@
 
 #include "bind.hpp"
 #include "calls.hpp"
-#include "cuda/block.hpp"
+#include "cuda/device/block.hpp"
+#include "cuda/device/load_block.hpp"
 #include "cuda/engine.hpp"
-#include "cuda/load_block.hpp"
 #include "cuda/stages.hpp"
 #include "objective.hpp"
 
@@ -61,13 +61,55 @@ Capacity largest_capacity(const EngineConfig& config) {
   return capacity;
 }
 
-// The epoch of a call and the mode that it has chosen: submit(interrupted, &mode).
-template <class Submit>
-std::pair<uint64_t, int> with_mode(Submit&& submit) {
-  Mode chosen;
-  const uint64_t epoch =
-      interruptible([&](auto&& interrupted) { return submit(interrupted, &chosen); });
-  return {epoch, static_cast<int>(chosen)};
+// Bit i is set for the i-th segment of a transfer; or has the GradType of main gradients.
+uint32_t bits_of(const TransferCall& call) {
+  const bool is_reduction = call.operation == Operation::kReduce;
+  const auto* values = at<const int32_t>(is_reduction ? call.main_types : call.segments);
+  uint32_t bits = 0;
+  for (int32_t i = 0; i < call.num_segments; ++i) {
+    bits |= is_reduction ? static_cast<uint32_t>(values[i]) << i : 1u << values[i];
+  }
+  return bits;
+}
+
+// Returns the call's epoch and its mode; the one that was asked for, if the device chooses.
+std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Handle stream,
+                                        const cuda::Interrupted& interrupted) {
+  if (!call.on_device) {
+    Mode chosen;
+    const uint64_t epoch = call.operation == Operation::kReduce
+                               ? e.reduce(call.reduce_args(e.topology()), call.background, stream,
+                                          interrupted, &chosen)
+                               : e.replicate(call.replicate_args(e.topology()), call.background,
+                                             stream, interrupted, &chosen);
+    return {epoch, chosen};
+  }
+  const auto* mains = call.table == 0 ? at<const uint64_t>(call.mains) : nullptr;
+  if (call.operation == Operation::kReduce) {
+    const cuda::DeviceReduceArgs args{.slot_expert = call.plan.slot_expert,
+                                      .slot_quota = call.plan.slot_quota,
+                                      .home_quota = call.plan.home_quota,
+                                      .home = call.own_home ? 0 : call.plan.home,
+                                      .tag = call.tag,
+                                      .mains = mains,
+                                      .table = call.table,
+                                      .main_types = bits_of(call),
+                                      .mode = number_of(call.mode),
+                                      .zero = call.zero,
+                                      .in_use = call.in_use};
+    return {e.reduce_on_device(args, call.background, stream, interrupted), call.mode};
+  }
+  const cuda::DeviceReplicateArgs args{.slot_expert = call.plan.slot_expert,
+                                       .slot_quota = call.plan.slot_quota,
+                                       .home_quota = call.plan.home_quota,
+                                       .home = call.own_home ? 0 : call.plan.home,
+                                       .tag = call.tag,
+                                       .mains = mains,
+                                       .table = call.table,
+                                       .segments = bits_of(call),
+                                       .mode = number_of(call.mode),
+                                       .region = call.region};
+  return {e.replicate_on_device(args, call.background, stream, interrupted), call.mode};
 }
 
 // Fills `bases` [num_ranks] on the device; see kernels.cu.
@@ -95,36 +137,54 @@ void bind_cuda(nb::module_& m) {
   m.def("cuda_tile_sizes", [] {
     return std::vector<int32_t>(std::begin(cuda::kTileSizes), std::end(cuda::kTileSizes));
   });
-  m.def("cuda_shared_bytes", [](const EngineConfig& config) {
-    return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
-  });
-  m.def("cuda_reduce_shared_bytes", [](const EngineConfig& config, int32_t num_warps) {
-    return cuda::reduce_shared_bytes(largest_capacity(config), num_warps);
-  });
+  m.def(
+      "cuda_shared_bytes",
+      [](const EngineConfig& config) {
+        return cuda::shared_bytes(largest_capacity(config), config.tile_bytes);
+      },
+      "config"_a);
+  m.def(
+      "cuda_reduce_shared_bytes",
+      [](const EngineConfig& config, int32_t num_warps) {
+        return cuda::reduce_shared_bytes(largest_capacity(config), num_warps);
+      },
+      "config"_a, "num_warps"_a);
   m.attr("CUDA_REDUCE_WARPS") = cuda::kReduceWarps;
-  m.def("cuda_load_shared_bytes", &cuda::load_shared_bytes);
-  m.def("cuda_load_plan_shared_bytes",
-        [](int32_t num_ranks, int32_t num_experts, int32_t slots_per_rank, int32_t num_warps) {
-          Topology topology;
-          topology.num_ranks = num_ranks;
-          topology.num_experts = num_experts;
-          topology.slots_per_rank = slots_per_rank;
-          return cuda::load_plan_shared_bytes(topology, num_warps);
-        });
-  m.def("cuda_plan_offsets", [](int32_t num_ranks, int32_t slots_per_rank, int32_t num_experts) {
-    const auto at = cuda::PlanOutput::cut(0, num_ranks, slots_per_rank, num_experts);
-    return std::make_tuple(at.slot_expert, at.slot_quota, at.home_quota, at.bytes);
-  });
-  m.def("cuda_staging_bytes", &Engine::staging_bytes);
+  m.def("cuda_load_shared_bytes", &cuda::load_shared_bytes, "num_ranks"_a, "num_experts"_a);
+  m.def(
+      "cuda_load_plan_shared_bytes",
+      [](int32_t num_ranks, int32_t num_experts, int32_t slots_per_rank, int32_t num_warps) {
+        Topology topology;
+        topology.num_ranks = num_ranks;
+        topology.num_experts = num_experts;
+        topology.slots_per_rank = slots_per_rank;
+        return cuda::load_plan_shared_bytes(topology, num_warps);
+      },
+      "num_ranks"_a, "num_experts"_a, "slots_per_rank"_a, "num_warps"_a);
+  m.def(
+      "cuda_plan_offsets",
+      [](int32_t num_ranks, int32_t slots_per_rank, int32_t num_experts) {
+        const auto at = cuda::PlanOutput::cut(0, num_ranks, slots_per_rank, num_experts);
+        return std::make_tuple(at.slot_expert, at.slot_quota, at.home_quota, at.bytes);
+      },
+      "num_ranks"_a, "slots_per_rank"_a, "num_experts"_a,
+      "Where slot_expert, slot_quota and home_quota lie, and all bytes.");
+  m.def("cuda_staging_bytes", &Engine::staging_bytes, "num_sms"_a, "tile_bytes"_a);
   m.def("cuda_driver_names", &driver_names);
-  m.def("cuda_launch_peers", &launch_peers);
+  m.def("cuda_launch_peers", &launch_peers, "driver"_a, "context"_a, "kernel"_a, "stream"_a,
+        "bases"_a, "own"_a, "pes"_a, "num_ranks"_a,
+        "Fills `bases` on the device; 0: out of reach.");
 
-  nb::class_<Driver>(m, "CudaDriver")
-      .def("__init__", [](Driver* self, const std::map<std::string, uint64_t>& addresses) {
-        new (self) Driver(make_driver(addresses));
-      });
+  nb::class_<Driver>(m, "CudaDriver",
+                     "Addresses of the driver's functions; ValueError: one is missing.")
+      .def(
+          "__init__",
+          [](Driver* self, const std::map<std::string, uint64_t>& addresses) {
+            new (self) Driver(make_driver(addresses));
+          },
+          "addresses"_a);
 
-  nb::class_<LauncherConfig>(m, "CudaLauncherConfig")
+  nb::class_<LauncherConfig>(m, "CudaLauncherConfig", "See src/cuda/launcher.hpp.")
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
@@ -159,7 +219,8 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
 
-  nb::class_<Launcher>(m, "CudaLauncher")
+  nb::class_<Launcher>(m, "CudaLauncher",
+                       "Launches calls of the ranks that share it; `keep` owns its memory.")
       .def(
           "__init__",
           [](Launcher* self, LauncherConfig config, uint64_t device, uint64_t pinned, nb::object) {
@@ -174,7 +235,7 @@ void bind_cuda(nb::module_& m) {
         return std::make_tuple(counts.kernels, counts.copies);
       });
 
-  nb::class_<Engine> engine(m, "CudaEngine");
+  nb::class_<Engine> engine(m, "CudaEngine", "Of one rank, on a device; see src/cuda/engine.hpp.");
   bind_plan_questions(engine);
   engine
       .def(
@@ -185,97 +246,55 @@ void bind_cuda(nb::module_& m) {
                               std::move(launcher));
           },
           "config"_a, "launcher"_a, nb::kw_only(), "far"_a, "pes"_a, "staging"_a)
-      .def("add_region", &Engine::add_region)
-      .def("replicate",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
-              bool background, uint64_t tag, uint64_t stream) {
-             const ReplicateArgs args =
-                 replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
-                                num_segments, mode, region, tag);
-             return with_mode([&](auto&& interrupted, Mode* chosen) {
-               return e.replicate(args, background, handle(stream), interrupted, chosen);
-             });
-           })
-      .def("replicate_on_device",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t home, uint64_t mains, uint64_t table, uint32_t segments, int32_t mode,
-              int32_t region, bool background, uint64_t tag, uint64_t stream) {
-             const cuda::DeviceReplicateArgs args{.slot_expert = slot_expert,
-                                                  .slot_quota = slot_quota,
-                                                  .home_quota = home_quota,
-                                                  .home = home,
-                                                  .tag = tag,
-                                                  .mains = at<const uint64_t>(mains),
-                                                  .table = table,
-                                                  .segments = segments,
-                                                  .mode = mode,
-                                                  .region = region};
-             return interruptible([&](auto&& interrupted) {
-               return e.replicate_on_device(args, background, handle(stream), interrupted);
-             });
-           })
-      .def("reduce",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t mains, uint64_t main_types, int32_t mode, bool zero, bool background,
-              uint64_t tag, uint64_t stream) {
-             const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
-                                                 mains, main_types, mode, zero, tag);
-             return with_mode([&](auto&& interrupted, Mode* chosen) {
-               return e.reduce(args, background, handle(stream), interrupted, chosen);
-             });
-           })
-      .def("reduce_on_device",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t home, uint64_t mains, uint64_t table, uint32_t main_types, int32_t mode,
-              bool zero, uint64_t in_use, bool background, uint64_t tag, uint64_t stream) {
-             const cuda::DeviceReduceArgs args{.slot_expert = slot_expert,
-                                               .slot_quota = slot_quota,
-                                               .home_quota = home_quota,
-                                               .home = home,
-                                               .tag = tag,
-                                               .mains = at<const uint64_t>(mains),
-                                               .table = table,
-                                               .main_types = main_types,
-                                               .mode = mode,
-                                               .zero = zero,
-                                               .in_use = in_use};
-             return interruptible([&](auto&& interrupted) {
-               return e.reduce_on_device(args, background, handle(stream), interrupted);
-             });
-           })
-      .def("gather",
-           [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
-              uint64_t stream) {
-             return interruptible([&](auto&& interrupted) {
-               return e.gather({ids, count, load, id_bytes}, 0, {}, handle(stream), interrupted);
-             });
-           })
-      .def("gather_and_plan",
-           [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
-              uint64_t plan, const cuda::Stages& stages, int64_t target_ppm,
-              const std::optional<Costs>& costs, uint64_t stream) {
-             const cuda::PlanArgs args = stages.plan_args(make_objective(target_ppm, costs));
-             return interruptible([&](auto&& interrupted) {
-               return e.gather({ids, count, load, id_bytes}, plan, args, handle(stream),
-                               interrupted);
-             });
-           })
+      .def("add_region", &Engine::add_region, "bases"_a, "table"_a)
+      .def(
+          "transfer",
+          [](Engine& e, const TransferCall& call, uint64_t stream) {
+            return interruptible(
+                [&](auto&& interrupted) { return transfer(e, call, handle(stream), interrupted); });
+          },
+          "call"_a, "stream"_a)
+      .def(
+          "gather",
+          [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load,
+             uint64_t stream) {
+            return interruptible([&](auto&& interrupted) {
+              return e.gather({ids, count, load, id_bytes}, 0, {}, handle(stream), interrupted);
+            });
+          },
+          "ids"_a, "count"_a, "id_bytes"_a, "load"_a, "stream"_a)
+      .def(
+          "gather_and_plan",
+          [](Engine& e, uint64_t ids, int64_t count, int32_t id_bytes, uint64_t load, uint64_t plan,
+             const cuda::Stages& stages, int64_t target_ppm, const std::optional<Costs>& costs,
+             uint64_t stream) {
+            const cuda::PlanArgs args = stages.plan_args(make_objective(target_ppm, costs));
+            return interruptible([&](auto&& interrupted) {
+              return e.gather({ids, count, load, id_bytes}, plan, args, handle(stream),
+                              interrupted);
+            });
+          },
+          "ids"_a, "count"_a, "id_bytes"_a, "load"_a, "plan"_a, "stages"_a, "target_ppm"_a,
+          "costs"_a.none(), "stream"_a)
       .def("bad_id", &Engine::bad_id)
-      .def("reject", &Engine::reject, nb::call_guard<nb::gil_scoped_release>())
-      .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
-      .def("wait",
-           [](Engine& e, uint64_t epoch, uint64_t stream) {
-             return interruptible(
-                 [&](auto&& interrupted) { return e.wait(epoch, handle(stream), interrupted); });
-           })
-      .def("synchronize",
-           [](Engine& e, uint64_t epoch) {
-             return interruptible(
-                 [&](auto&& interrupted) { return e.synchronize(epoch, interrupted); });
-           })
-      .def("is_completed", &Engine::is_completed)
+      .def("reject", &Engine::reject, nb::call_guard<Unlocked>())
+      .def("abort", &Engine::abort, nb::call_guard<Unlocked>())
+      .def("close", &Engine::close, nb::call_guard<Unlocked>())
+      .def(
+          "wait",
+          [](Engine& e, uint64_t epoch, uint64_t stream) {
+            return interruptible(
+                [&](auto&& interrupted) { return e.wait(epoch, handle(stream), interrupted); });
+          },
+          "epoch"_a, "stream"_a)
+      .def(
+          "synchronize",
+          [](Engine& e, uint64_t epoch) {
+            return interruptible(
+                [&](auto&& interrupted) { return e.synchronize(epoch, interrupted); });
+          },
+          "epoch"_a)
+      .def("is_completed", &Engine::is_completed, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)
       .def_prop_ro("epoch", &Engine::epoch)

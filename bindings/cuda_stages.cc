@@ -22,26 +22,22 @@ using cuda::Stages;
 using cuda::StageShape;
 
 void bind_shape(nb::module_& m) {
-  nb::class_<StageShape>(m, "CudaStageShape")
+  nb::class_<StageShape>(m, "CudaStageShape", "See src/cuda/stages.hpp.")
       .def(nb::init<int32_t, int32_t, std::vector<int32_t>, std::vector<int32_t>, bool, int32_t>(),
            nb::kw_only(), "rank"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
            "allow_cross_domain"_a, "warp_size"_a)
-      .def("plan_shared_bytes", &StageShape::plan_shared_bytes)
+      .def("plan_shared_bytes", &StageShape::plan_shared_bytes, "num_warps"_a)
       .def_prop_ro("shares_shared_bytes", &StageShape::shares_shared_bytes)
       .def_prop_ro("reroute_shared_bytes", &StageShape::reroute_shared_bytes)
       .def_prop_ro("constants_bytes", &StageShape::constants_bytes)
-      .def("state_bytes", &StageShape::state_bytes)
-      .def("runs_of_ids", &StageShape::runs_of_ids)
-      .def("runs_of_map", &StageShape::runs_of_map);
+      .def("state_bytes", &StageShape::state_bytes, "max_runs"_a)
+      .def("runs_of_ids", &StageShape::runs_of_ids, "num_ids"_a)
+      .def("runs_of_map", &StageShape::runs_of_map, "num_tokens"_a);
 }
 
 void bind_faults(nb::module_& m) {
-  nb::enum_<cuda::LoadFault>(m, "LoadFault")
-      .value("NONE", cuda::LoadFault::kNone)
-      .value("NEGATIVE", cuda::LoadFault::kNegative)
-      .value("TOO_MANY", cuda::LoadFault::kTooMany)
-      .value("TOO_MANY_IN_ALL", cuda::LoadFault::kTooManyInAll);
-  nb::class_<StageFaults>(m, "CudaStageFaults")
+  nb::class_<StageFaults>(m, "CudaStageFaults",
+                          "What launches found wrong: with a load, with a reroute, with a save.")
       .def_prop_ro("load", [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).fault; })
       .def_prop_ro("expert",
                    [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).expert; })
@@ -64,7 +60,7 @@ void bind_cuda_stages(nb::module_& m) {
   bind_faults(m);
   m.attr("CUDA_MAX_PLAN_WARPS") = cuda::kMaxPlanWarps;
   m.def("cuda_stage_faults_bytes", [] { return sizeof(StageFaults); });
-  nb::class_<Stages>(m, "CudaStages")
+  nb::class_<Stages>(m, "CudaStages", "Launches local stages of one rank; see src/cuda/stages.hpp.")
       .def(
           "__init__",
           [](Stages* self, const cuda::Driver& driver, uint64_t context, const StageShape& shape,
@@ -81,7 +77,7 @@ void bind_cuda_stages(nb::module_& m) {
           nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "shares"_a,
           "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
           "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 14>())
-      .def("lend_state", &Stages::lend_state)
+      .def("lend_state", &Stages::lend_state, "state"_a, "max_runs"_a)
       .def_prop_ro("max_runs", &Stages::max_runs)
       .def_prop_ro("counts",
                    [](const Stages& s) {
@@ -99,42 +95,49 @@ void bind_cuda_stages(nb::module_& m) {
           },
           "load"_a, "kept_load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "num_sources"_a,
           "target_ppm"_a, "costs"_a.none(), "stream"_a)
-      .def("reroute",
-           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-              uint64_t home_quota, uint64_t home, uint64_t ids, uint64_t out, int64_t num_ids,
-              int32_t id_bytes, uint64_t stream) {
-             s.reroute(RerouteCall{.load = load,
-                                   .slot_expert = slot_expert,
-                                   .slot_quota = slot_quota,
-                                   .home_quota = home_quota,
-                                   .home = home,
-                                   .routing = Routing::kIds,
-                                   .from = ids,
-                                   .to = out,
-                                   .count = num_ids,
-                                   .element_bytes = id_bytes},
-                       at<void>(stream));
-           })
-      .def("reroute_map",
-           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
-              uint64_t home_quota, uint64_t home, uint64_t map, uint64_t out, int64_t num_tokens,
-              uint64_t probs, uint64_t physical_probs, int32_t prob_bytes, uint64_t instances,
-              uint64_t stream) {
-             s.reroute(RerouteCall{.load = load,
-                                   .slot_expert = slot_expert,
-                                   .slot_quota = slot_quota,
-                                   .home_quota = home_quota,
-                                   .home = home,
-                                   .routing = Routing::kMap,
-                                   .from = map,
-                                   .to = out,
-                                   .count = num_tokens,
-                                   .element_bytes = prob_bytes,
-                                   .probs = probs,
-                                   .physical_probs = physical_probs,
-                                   .instances = instances},
-                       at<void>(stream));
-           })
+      .def(
+          "reroute",
+          [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
+             uint64_t home_quota, uint64_t home, uint64_t ids, uint64_t out, int64_t num_ids,
+             int32_t id_bytes, uint64_t stream) {
+            s.reroute(RerouteCall{.load = load,
+                                  .slot_expert = slot_expert,
+                                  .slot_quota = slot_quota,
+                                  .home_quota = home_quota,
+                                  .home = home,
+                                  .routing = Routing::kIds,
+                                  .from = ids,
+                                  .to = out,
+                                  .count = num_ids,
+                                  .element_bytes = id_bytes},
+                      at<void>(stream));
+          },
+          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "ids"_a, "out"_a,
+          "num_ids"_a, "id_bytes"_a, "stream"_a)
+      .def(
+          "reroute_map",
+          [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,
+             uint64_t home_quota, uint64_t home, uint64_t map, uint64_t out, int64_t num_tokens,
+             uint64_t probs, uint64_t physical_probs, int32_t prob_bytes, uint64_t instances,
+             uint64_t stream) {
+            s.reroute(RerouteCall{.load = load,
+                                  .slot_expert = slot_expert,
+                                  .slot_quota = slot_quota,
+                                  .home_quota = home_quota,
+                                  .home = home,
+                                  .routing = Routing::kMap,
+                                  .from = map,
+                                  .to = out,
+                                  .count = num_tokens,
+                                  .element_bytes = prob_bytes,
+                                  .probs = probs,
+                                  .physical_probs = physical_probs,
+                                  .instances = instances},
+                      at<void>(stream));
+          },
+          "load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "routing_map"_a,
+          "out"_a, "num_tokens"_a, "probs"_a, "physical_probs"_a, "prob_bytes"_a, "instances"_a,
+          "stream"_a)
       .def(
           "save_plan",
           [](Stages& s, const std::vector<std::tuple<uint64_t, uint64_t, int32_t>>& fields,
@@ -149,9 +152,12 @@ void bind_cuda_stages(nb::module_& m) {
               args.fields[i] = std::make_from_tuple<cuda::SavedField>(fields[i]);
             s.save_plan(args, at<void>(stream));
           },
-          "fields"_a, "in_use"_a, "generation"_a, "tag"_a, "stream"_a)
-      .def("is_capturing",
-           [](const Stages& s, uint64_t stream) { return s.is_capturing(at<void>(stream)); })
+          "fields"_a, "in_use"_a, "generation"_a, "tag"_a, "stream"_a,
+          "Copies `fields` (to, from, words); generation 0: clears `in_use`.")
+      .def(
+          "is_capturing",
+          [](const Stages& s, uint64_t stream) { return s.is_capturing(at<void>(stream)); },
+          "stream"_a)
       .def_prop_ro("has_captured", &Stages::has_captured)
       .def("await_idle",
            [](const Stages& s) {

@@ -6,9 +6,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "bind.hpp"
 #include "calls.hpp"
-#include "core/counts.hpp"
+#include "core/plan/counts.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,26 +25,25 @@ using host::Engine;
 using host::EngineConfig;
 using host::EngineLayout;
 
-nb::object waits(const Engine& engine) {
+auto waits(const Engine& engine) {
   const host::Waits waits = engine.waits();
   const auto seconds = [](auto time) { return std::chrono::duration<double>(time).count(); };
   const Wait& wait = waits.longest_for;
-  return nb::make_tuple(seconds(waits.total), waits.longer, seconds(waits.longest),
-                        static_cast<int>(wait.flag), wait.peer, wait.expert, wait.expected);
+  return std::make_tuple(seconds(waits.total), waits.longer, seconds(waits.longest), wait.flag,
+                         wait.peer, wait.expert, wait.expected);
 }
 
 // (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
 // made whole again.
-nb::list last_words(const Engine& engine) {
+auto last_words(const Engine& engine) {
   const uint64_t now = engine.epoch();
-  nb::list list;
+  std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;
   for (const LastWords& words : engine.last_words()) {
     const CallRecord record = words.record;
     const AbortWord abort = words.abort;
-    list.append(nb::make_tuple(static_cast<int>(record.kind()),
-                               record.word == 0 ? 0 : now + record.ahead_of(now),
-                               abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
-                               abort.told_by(), words.gone, words.reached));
+    list.emplace_back(record.kind(), record.word == 0 ? 0 : now + record.ahead_of(now),
+                      abort.set() ? now + abort.ahead_of(now) : 0, abort.waited_for(),
+                      abort.told_by(), words.gone, words.reached);
   }
   return list;
 }
@@ -51,42 +55,54 @@ bool wait(Engine& engine, uint64_t epoch) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-  nb::class_<EngineConfig>(m, "EngineConfig")
-      .def(nb::init<>())
-      .def_rw("rank", &EngineConfig::rank)
-      .def_rw("num_experts", &EngineConfig::num_experts)
-      .def_rw("slots_per_rank", &EngineConfig::slots_per_rank)
-      .def_rw("home", &EngineConfig::home)
-      .def_rw("domain", &EngineConfig::domain)
-      .def_rw("allow_cross_domain", &EngineConfig::allow_cross_domain)
-      .def_rw("segment_bytes", &EngineConfig::segment_bytes)
-      .def("set_grads",
-           [](EngineConfig& c, const std::vector<int64_t>& bytes, const std::vector<int>& types) {
-             c.grad_bytes = bytes;
-             c.grad_type.clear();
-             for (const int type : types) c.grad_type.push_back(static_cast<GradType>(type));
-           })
+  nb::class_<EngineConfig>(m, "EngineConfig", "See src/engine/config.hpp.")
+      .def(
+          "__init__",
+          [](EngineConfig* self, int32_t rank, int32_t num_experts, int32_t slots_per_rank,
+             std::vector<int32_t> home, std::vector<int32_t> domain, bool allow_cross_domain,
+             std::vector<int64_t> segment_bytes, std::vector<int64_t> grad_bytes,
+             std::vector<GradType> grad_type, int64_t tile_bytes,
+             const std::array<int64_t, 5>& cost, double call_timeout, double wait_timeout) {
+            new (self) EngineConfig{.rank = rank,
+                                    .num_experts = num_experts,
+                                    .slots_per_rank = slots_per_rank,
+                                    .home = std::move(home),
+                                    .domain = std::move(domain),
+                                    .allow_cross_domain = allow_cross_domain,
+                                    .segment_bytes = std::move(segment_bytes),
+                                    .grad_bytes = std::move(grad_bytes),
+                                    .grad_type = std::move(grad_type),
+                                    .tile_bytes = tile_bytes,
+                                    .call_timeout = call_timeout,
+                                    .wait_timeout = wait_timeout,
+                                    .cost = {cost[0], cost[1], cost[2], cost[3], cost[4]}};
+          },
+          nb::kw_only(), "rank"_a, "num_experts"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
+          "allow_cross_domain"_a, "segment_bytes"_a, "grad_bytes"_a, "grad_type"_a, "tile_bytes"_a,
+          "cost"_a, "call_timeout"_a, "wait_timeout"_a)
+      .def_prop_ro("num_ranks", [](const EngineConfig& c) { return c.domain.size(); })
+      .def_ro("num_experts", &EngineConfig::num_experts)
+      .def_ro("slots_per_rank", &EngineConfig::slots_per_rank)
       .def_rw("tile_bytes", &EngineConfig::tile_bytes)
       .def_rw("num_workers", &EngineConfig::num_workers)
-      .def_rw("call_timeout", &EngineConfig::call_timeout)
-      .def_rw("wait_timeout", &EngineConfig::wait_timeout)
-      .def_rw("peer_sockets", &EngineConfig::peer_sockets)
-      .def_rw("peer_processes", &EngineConfig::peer_processes)
-      .def("set_cost",
-           [](EngineConfig& c, int64_t store_per_kib, int64_t load_per_kib, int64_t group,
-              int64_t hop, int64_t parallel_percent) {
-             c.cost = {store_per_kib, load_per_kib, group, hop, parallel_percent};
-           })
-      .def("set_bases",
-           [](EngineConfig& c, const std::vector<uint64_t>& bases) {
-             c.bases = pointers<uint8_t>(bases);
-           })
-      .def("set_check_bases", [](EngineConfig& c, const std::vector<uint64_t>& bases) {
-        c.check_bases = pointers<uint8_t>(bases);
-      });
+      .def(
+          "set_memory",
+          [](EngineConfig& c, const std::vector<uint64_t>& bases,
+             const std::vector<uint64_t>& check_bases) {
+            c.bases = pointers<uint8_t>(bases);
+            c.check_bases = pointers<uint8_t>(check_bases);
+          },
+          "bases"_a, "check_bases"_a)
+      .def(
+          "set_peers",
+          [](EngineConfig& c, std::vector<int> sockets, std::vector<int> processes) {
+            c.peer_sockets = std::move(sockets);
+            c.peer_processes = std::move(processes);
+          },
+          "sockets"_a, "processes"_a);
 
-  nb::class_<EngineLayout>(m, "EngineLayout")
-      .def(nb::init<const EngineConfig&>())
+  nb::class_<EngineLayout>(m, "EngineLayout", "Offsets that every rank computes alike, in bytes.")
+      .def(nb::init<const EngineConfig&>(), "config"_a)
       .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
       .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
       .def_prop_ro("check_bytes", [](const EngineLayout& l) { return l.check.total; })
@@ -98,9 +114,9 @@ void bind_engine(nb::module_& m) {
       .def_ro("num_mains", &EngineLayout::num_mains)
       .def_ro("max_mains", &EngineLayout::max_mains);
 
-  nb::class_<Report>(m, "Report")
-      .def_prop_ro("fault", [](const Report& r) { return static_cast<int>(r.fault); })
-      .def_prop_ro("flag", [](const Report& r) { return static_cast<int>(r.wait.flag); })
+  nb::class_<Report>(m, "Report", "How a call failed; see src/engine/health.hpp.")
+      .def_ro("fault", &Report::fault)
+      .def_prop_ro("flag", [](const Report& r) { return r.wait.flag; })
       .def_prop_ro("peer", [](const Report& r) { return r.wait.peer; })
       .def_prop_ro("expert", [](const Report& r) { return r.wait.expert; })
       .def_prop_ro("piece", [](const Report& r) { return r.wait.piece; })
@@ -112,44 +128,52 @@ void bind_engine(nb::module_& m) {
       .def_ro("seconds", &Report::seconds)
       .def_ro("all_called", &Report::all_called);
 
-  nb::class_<Engine> engine(m, "Engine");
+  nb::class_<PlanView>(m, "PlanView",
+                       "Where a plan's tensors are, and for how many ranks, slots and experts.")
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t, int32_t, bool>(),
+           "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "num_ranks"_a,
+           "slots_per_rank"_a, "num_experts"_a, "on_cpu"_a);
+
+  nb::class_<TransferCall>(m, "TransferCall",
+                           "What an engine's transfer takes; bindings/calls.hpp has the fields.")
+      .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
+                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t>(),
+           "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
+           "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
+           "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
+           "in_use"_a = 0);
+
+  nb::class_<Engine> engine(m, "Engine", "Of one rank, on the host; see src/host/engine.hpp.");
   bind_plan_questions(engine);
-  engine.def(nb::init<EngineConfig>())
-      .def("add_region",
-           [](Engine& e, const std::vector<uint64_t>& bases) {
-             return e.add_region(pointers<const uint8_t>(bases));
-           })
-      .def("replicate",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t mains, uint64_t segments, int32_t num_segments, int32_t mode, int32_t region,
-              bool background, uint64_t tag) {
-             const ReplicateArgs args =
-                 replicate_args(e.topology(), slot_expert, slot_quota, home_quota, mains, segments,
-                                num_segments, mode, region, tag);
-             Mode chosen;
-             const uint64_t epoch = interruptible([&](auto&& interrupted) {
-               return e.replicate(args, background, &chosen, interrupted);
-             });
-             return std::make_pair(epoch, static_cast<int>(chosen));
-           })
-      .def("reduce",
-           [](Engine& e, uint64_t slot_expert, uint64_t slot_quota, uint64_t home_quota,
-              uint64_t mains, uint64_t main_types, int32_t mode, bool zero, bool background,
-              uint64_t tag) {
-             const ReduceArgs args = reduce_args(e.topology(), slot_expert, slot_quota, home_quota,
-                                                 mains, main_types, mode, zero, tag);
-             Mode chosen;
-             const uint64_t epoch = interruptible([&](auto&& interrupted) {
-               return e.reduce(args, background, &chosen, interrupted);
-             });
-             return std::make_pair(epoch, static_cast<int>(chosen));
-           })
-      .def("gather",
-           [](Engine& e, uint64_t row, uint64_t table) {
-             return interruptible([&](auto&& interrupted) {
-               return e.gather(at<const int32_t>(row), at<int32_t>(table), false, interrupted);
-             });
-           })
+  engine.def(nb::init<EngineConfig>(), "config"_a)
+      .def(
+          "add_region",
+          [](Engine& e, const std::vector<uint64_t>& bases) {
+            return e.add_region(pointers<const uint8_t>(bases));
+          },
+          "bases"_a)
+      .def(
+          "transfer",
+          [](Engine& e, const TransferCall& call) {
+            Mode chosen;
+            const uint64_t epoch = interruptible([&](auto&& interrupted) {
+              return call.operation == Operation::kReduce
+                         ? e.reduce(call.reduce_args(e.topology()), call.background, &chosen,
+                                    interrupted)
+                         : e.replicate(call.replicate_args(e.topology()), call.background, &chosen,
+                                       interrupted);
+            });
+            return std::make_pair(epoch, chosen);
+          },
+          "call"_a)
+      .def(
+          "exchange",
+          [](Engine& e, uint64_t row, uint64_t table) {
+            return interruptible([&](auto&& interrupted) {
+              return e.gather(at<const int32_t>(row), at<int32_t>(table), false, interrupted);
+            });
+          },
+          "row"_a, "table"_a)
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {
@@ -157,12 +181,12 @@ void bind_engine(nb::module_& m) {
                return true;
              });
            })
-      .def("abort", &Engine::abort, nb::call_guard<nb::gil_scoped_release>())
-      .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>())
-      .def("wait", &wait)
-      .def("synchronize", &wait)
-      .def("is_completed", &Engine::is_completed)
-      .def("finished_at", &Engine::finished_at)
+      .def("abort", &Engine::abort, nb::call_guard<Unlocked>())
+      .def("close", &Engine::close, nb::call_guard<Unlocked>())
+      .def("wait", &wait, "epoch"_a)
+      .def("synchronize", &wait, "epoch"_a)
+      .def("is_completed", &Engine::is_completed, "epoch"_a)
+      .def("finished_at", &Engine::finished_at, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)
       .def("report", &Engine::report)
       .def_prop_ro("epoch", &Engine::epoch)
@@ -173,17 +197,21 @@ void bind_engine(nb::module_& m) {
       .def("damage",
            [](const Engine& e) {
              const host::Damage d = e.damage();
-             return nb::make_tuple(static_cast<int>(d.kind), d.home, d.expert, d.slot, d.segment,
-                                   d.offset, d.found, d.expected, d.source_changed);
+             return std::make_tuple(d.kind, d.home, d.expert, d.slot, d.segment, d.offset, d.found,
+                                    d.expected, d.source_changed);
            })
       .def("last_words", &last_words);
 
-  m.def("count_experts", [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts,
-                            uint64_t counts) {
-    return is_long
-               ? count_experts(at<const int64_t>(ids), num_ids, num_experts, at<int32_t>(counts))
-               : count_experts(at<const int32_t>(ids), num_ids, num_experts, at<int32_t>(counts));
-  });
+  m.def(
+      "count_experts",
+      [](uint64_t ids, int64_t num_ids, bool is_long, int32_t num_experts, uint64_t counts) {
+        return is_long ? count_experts(at<const int64_t>(ids), num_ids, num_experts,
+                                       at<int32_t>(counts))
+                       : count_experts(at<const int32_t>(ids), num_ids, num_experts,
+                                       at<int32_t>(counts));
+      },
+      "ids"_a, "num_ids"_a, "is_long"_a, "num_experts"_a, "counts"_a,
+      "The position of the first bad id, or -1.");
 }
 
 }  // namespace uec::python

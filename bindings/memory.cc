@@ -15,7 +15,7 @@ struct Mapping {
 };
 
 // Unlike mmap.mmap it keeps no descriptor: a group maps every peer's memory, region by region.
-nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> map_shared(int fd, size_t num_bytes) {
+nb::ndarray<nb::numpy, uint8_t> map_shared(int fd, size_t num_bytes) {
   void* const address =
       mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (address == MAP_FAILED) {

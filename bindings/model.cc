@@ -5,8 +5,10 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
-#include "core/validate.hpp"
+#include "core/plan/check.hpp"
 #include "model/transfer.hpp"
+#include "modes.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,7 +71,6 @@ void check_transfer(const model::Transfer& transfer, size_t num_slots) {
     num_tiles += ceil_div(bytes, transfer.tile_bytes);
     if (num_tiles > 1 << 22) reject("number of tiles", num_tiles, "at most 2**22");
   }
-  if (transfer.mode < -1 || transfer.mode >= kNumModes) reject("mode", transfer.mode, "-1 to 2");
   if (transfer.chunk_tiles < 1) reject("chunk_tiles", transfer.chunk_tiles, "1 or more");
   const auto replicas =
       num_slots - std::count(transfer.slot_expert, transfer.slot_expert + num_slots, -1);
@@ -86,7 +87,9 @@ nb::object array_of(const std::vector<T>& from, std::initializer_list<size_t> sh
 }
 
 // Columns of the spans: integers [N, 6] (rank, kind, peer, expert, piece, bytes), times [N, 2].
-void add_spans(nb::dict& d, const std::vector<model::Span>& spans) {
+using Fields = nb::typed<nb::dict, nb::str, nb::any>;
+
+void add_spans(Fields& d, const std::vector<model::Span>& spans) {
   std::vector<int64_t> what, when;
   for (const model::Span& s : spans) {
     what.insert(what.end(),
@@ -97,12 +100,12 @@ void add_spans(nb::dict& d, const std::vector<model::Span>& spans) {
   d["span_ps"] = array_of(when, {spans.size(), 2});
 }
 
-nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ranks,
-                        const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
-                        bool may_pull, const std::vector<int64_t>& cost,
-                        const std::vector<double>& rates, const std::vector<int64_t>& times,
-                        const Ints& counts, const std::vector<double>& cores, bool timeline,
-                        const Ints& parent, int32_t chunk_tiles) {
+Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ranks,
+                      const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, GivenMode mode,
+                      bool may_pull, const std::vector<int64_t>& cost,
+                      const std::vector<double>& rates, const std::vector<int64_t>& times,
+                      const Ints& counts, const std::vector<double>& cores, bool timeline,
+                      const Ints& parent, int32_t chunk_tiles) {
   if (num_ranks < 1) reject("num_ranks", num_ranks, "at least 1");
   require_equal("length of cost", cost.size(), 5);
   const Ints domain(num_ranks);
@@ -116,7 +119,7 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
   transfer.slot_expert = slot_expert.data();
   transfer.segment_bytes = segment_bytes;
   transfer.tile_bytes = tile_bytes;
-  transfer.mode = mode;
+  transfer.mode = number_of(mode);
   transfer.may_pull = may_pull;
   transfer.cost = {cost[0], cost[1], cost[2], cost[3], cost[4]};
   transfer.parent = parent;
@@ -125,13 +128,13 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
   const model::Machine machine = make_machine(rates, times, counts, cores);
   model::Result result;
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     result = model::model_transfer(transfer, machine, timeline);
   }
   const auto ranks = static_cast<size_t>(num_ranks);
   const model::Outcome& found = result.outcome;
-  nb::dict d;
-  d["mode"] = static_cast<int>(result.mode);
+  Fields d;
+  d["mode"] = result.mode;
   d["finish_ps"] = array_of(found.finish, {ranks});
   d["egress_ps"] = array_of(found.egress_busy, {ranks});
   d["ingress_ps"] = array_of(found.ingress_busy, {ranks});
@@ -145,8 +148,9 @@ nb::dict model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_r
 
 void bind_model(nb::module_& m) {
   m.def("model_transfer", &model_transfer, "slot_expert"_a, "home"_a, "num_ranks"_a,
-        "segment_bytes"_a, "tile_bytes"_a, "mode"_a, "may_pull"_a, "cost"_a, "rates"_a, "times"_a,
-        "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a);
+        "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a, "cost"_a, "rates"_a,
+        "times"_a, "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a,
+        "See src/model. RuntimeError: a transfer that does not end.");
 }
 
 }  // namespace uec::python

@@ -1,7 +1,12 @@
 #include "bind.hpp"
 
 NB_MODULE(_core, m) {
-  m.doc() = "The C++ core and the engines. Use the functions of `ultraep_comm` instead.";
+  m.doc() = R"(The C++ core and the engines. Use the functions of `ultraep_comm` instead.
+
+The stub is made of this module; after a change of the bindings and an installation, anew:
+
+    python -m nanobind.stubgen -q -m ultraep_comm._core -o ultraep_comm/_core.pyi)";
+  uec::python::bind_enums(m);
   uec::python::bind_planner(m);
   uec::python::bind_reroute(m);
   uec::python::bind_schedule(m);
@@ -10,4 +15,5 @@ NB_MODULE(_core, m) {
   uec::python::bind_engine(m);
   uec::python::bind_cuda(m);
   uec::python::bind_cuda_stages(m);
+  uec::python::bind_ending(m);
 }

@@ -1,4 +1,4 @@
-// What a plan is to minimise, as Python says it.
+// What a plan is to minimise, as Python passes it.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -10,7 +10,7 @@
 #include <tuple>
 
 #include "arrays.hpp"
-#include "core/search.hpp"
+#include "core/plan/search.hpp"
 
 namespace uec::python {
 

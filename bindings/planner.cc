@@ -1,4 +1,4 @@
-#include "core/planner.hpp"
+#include "core/plan/planner.hpp"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +12,7 @@
 #include "arrays.hpp"
 #include "bind.hpp"
 #include "objective.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 
@@ -49,7 +50,7 @@ std::tuple<Output<int32_t>, Output<int32_t>, Output<int32_t>> plan_replicas_nump
   auto slot_quota = std::make_unique_for_overwrite<int32_t[]>(num_slots);
   auto home_quota = std::make_unique_for_overwrite<int32_t[]>(load.size());
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     const auto scratch = std::make_unique_for_overwrite<std::byte[]>(
         static_cast<size_t>(planner_scratch_bytes(topology)));
     plan_replicas(topology, load.data(), objective, PlannerScratch(topology, scratch.get()),
@@ -67,7 +68,11 @@ void bind_planner(nb::module_& m) {
   m.def("plan_replicas", &plan_replicas_numpy, nb::arg("load").noconvert(),
         nb::arg("home").noconvert(), nb::arg("domain").noconvert(), nb::arg("slots_per_rank"),
         nb::arg("allow_cross_domain"), nb::arg("target_ppm"), nb::arg("costs") = nb::none(),
-        "(slot_expert [G, S], slot_quota [G, S], home_quota [E]) of global sums load [E].");
+        nb::sig("def plan_replicas(load: ndarray[dtype=int64], home: ndarray[dtype=int32], "
+                "domain: ndarray[dtype=int32], slots_per_rank: int, allow_cross_domain: bool, "
+                "target_ppm: int, costs: tuple[int, int, int] | None = None) -> "
+                "tuple[ndarray[dtype=int32], ndarray[dtype=int32], ndarray[dtype=int32]]"),
+        "(slot_expert [G, S], slot_quota [G, S], home_quota [E]) of sums [E].");
 }
 
 }  // namespace uec::python

@@ -1,4 +1,4 @@
-#include "core/reroute.hpp"
+#include "core/reroute/reroute.hpp"
 
 #include <nanobind/stl/tuple.h>
 
@@ -10,6 +10,7 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "unlocked.hpp"
 
 namespace nb = nanobind;
 
@@ -75,7 +76,7 @@ RerouteStatus reroute(const Ids<Id>& topk_ids, const Matrix& load, const Matrix&
   const Source source(load, slot_expert, slot_quota, home_quota, home, rank);
   require_equal("size of out", out.size(), static_cast<int64_t>(topk_ids.size()));
 
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   const RerouteStatus status = source.compute();
   if (status.fault != RerouteFault::kNone) return status;
   return reroute_tokens(topk_ids.data(), static_cast<int64_t>(topk_ids.size()),
@@ -92,7 +93,7 @@ std::tuple<RerouteStatus, Output<int64_t>> reroute_map_numpy(
   std::unique_ptr<int64_t[]> moves;
   size_t num_moves = 0;
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     status = source.compute();
     if (status.fault == RerouteFault::kNone) {
       // A map too small for the load is a fault, and no reason to allocate for the load.
@@ -106,40 +107,42 @@ std::tuple<RerouteStatus, Output<int64_t>> reroute_map_numpy(
   return {status, to_numpy(std::move(moves), {2, num_moves})};
 }
 
+#define PLAN_ARRAYS                                                      \
+  "load: ndarray[dtype=int32], slot_expert: ndarray[dtype=int32], "      \
+  "slot_quota: ndarray[dtype=int32], home_quota: ndarray[dtype=int32], " \
+  "home: ndarray[dtype=int32], rank: int"
+
 template <typename Id>
-void bind_ids(nb::module_& m) {
+void bind_ids(nb::module_& m, const char* signature) {
   m.def("reroute", &reroute<Id>, nb::arg("topk_ids").noconvert(), nb::arg("load").noconvert(),
         nb::arg("slot_expert").noconvert(), nb::arg("slot_quota").noconvert(),
         nb::arg("home_quota").noconvert(), nb::arg("home").noconvert(), nb::arg("rank"),
-        nb::arg("out").noconvert(),
-        "Writes physical instance ids to `out`; the status says what was wrong, if anything.");
+        nb::arg("out").noconvert(), nb::sig(signature),
+        "Writes physical ids to `out`, which means nothing after a fault.");
 }
 
 }  // namespace
 
 void bind_reroute(nb::module_& m) {
-  nb::enum_<RerouteFault>(m, "RerouteFault")
-      .value("NONE", RerouteFault::kNone)
-      .value("BAD_COUNT", RerouteFault::kBadCount)
-      .value("BAD_SLOT", RerouteFault::kBadSlot)
-      .value("QUOTA_MISMATCH", RerouteFault::kQuotaMismatch)
-      .value("ID_OUT_OF_RANGE", RerouteFault::kIdOutOfRange)
-      .value("COUNT_MISMATCH", RerouteFault::kCountMismatch)
-      .value("OTHER_HOME", RerouteFault::kOtherHome);
-  nb::class_<RerouteStatus>(m, "RerouteStatus")
+  nb::class_<RerouteStatus>(m, "RerouteStatus",
+                            "The first fault found, or NONE; fields that it does not name are -1.")
       .def_ro("fault", &RerouteStatus::fault)
       .def_ro("expert", &RerouteStatus::expert)
       .def_ro("counted", &RerouteStatus::counted)
       .def_ro("expected", &RerouteStatus::expected)
       .def_ro("position", &RerouteStatus::position)
       .def_ro("value", &RerouteStatus::value);
-  bind_ids<int32_t>(m);
-  bind_ids<int64_t>(m);
+  bind_ids<int32_t>(m, "def reroute(topk_ids: ndarray[dtype=int32], " PLAN_ARRAYS
+                       ", out: ndarray[dtype=int32]) -> RerouteStatus");
+  bind_ids<int64_t>(m, "def reroute(topk_ids: ndarray[dtype=int64], " PLAN_ARRAYS
+                       ", out: ndarray[dtype=int64]) -> RerouteStatus");
   m.def("reroute_map", &reroute_map_numpy, nb::arg("routing_map").noconvert(),
         nb::arg("load").noconvert(), nb::arg("slot_expert").noconvert(),
         nb::arg("slot_quota").noconvert(), nb::arg("home_quota").noconvert(),
         nb::arg("home").noconvert(), nb::arg("rank"),
-        "(status, moves [2, N]): row-major positions in the map and in the physical map.");
+        nb::sig("def reroute_map(routing_map: ndarray[dtype=uint8], " PLAN_ARRAYS
+                ") -> tuple[RerouteStatus, ndarray[dtype=int64]]"),
+        "(status, moves [2, N]): flat positions in the map and the physical map.");
 }
 
 }  // namespace uec::python

@@ -1,4 +1,4 @@
-#include "core/schedule.hpp"
+#include "core/schedule/schedule.hpp"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
@@ -7,8 +7,9 @@
 
 #include "arrays.hpp"
 #include "bind.hpp"
-#include "core/cost.hpp"
-#include "core/validate.hpp"
+#include "core/plan/check.hpp"
+#include "core/schedule/cost.hpp"
+#include "modes.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -18,9 +19,9 @@ namespace {
 
 using Ints = std::vector<int32_t>;
 
-// The core takes legal plans and sane sizes for granted.
+// The core assumes legal plans and sane sizes.
 void check_ranges(const Topology& t, const Ints& slot_expert,
-                  const std::vector<int64_t>& segment_bytes, int64_t tile_bytes, int32_t mode,
+                  const std::vector<int64_t>& segment_bytes, int64_t tile_bytes,
                   const std::vector<int64_t>& cost) {
   if (t.num_ranks < 1) reject("length of domain", t.num_ranks, "at least 1 rank");
   if (t.slots_per_rank < 0) reject("slots_per_rank", t.slots_per_rank, "0 or more");
@@ -38,7 +39,6 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
     num_tiles += bytes / tile_bytes + 1;
     if (num_tiles > INT32_MAX) reject("number of tiles", num_tiles, "below 2**31");
   }
-  if (mode < -1 || mode >= kNumModes) reject("mode", mode, "-1 to 2");
   require_equal("length of cost", cost.size(), 5);
   for (const int64_t constant : cost)
     if (constant < 0) reject("cost", constant, "0 or more");
@@ -46,16 +46,18 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
 }
 
 // The schedule of a plan as plain lists, for tests and models. The engines build their own.
-nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
-              bool allow_cross_domain, const std::vector<int64_t>& segment_bytes,
-              int64_t tile_bytes, int32_t mode, bool may_pull, const std::vector<int64_t>& cost) {
+using Fields = nb::typed<nb::dict, nb::str, nb::any>;
+
+Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
+            bool allow_cross_domain, const std::vector<int64_t>& segment_bytes, int64_t tile_bytes,
+            GivenMode mode, bool may_pull, const std::vector<int64_t>& cost) {
   const Topology t{static_cast<int32_t>(domain.size()),
                    static_cast<int32_t>(home.size()),
                    slots_per_rank,
                    home.data(),
                    domain.data(),
                    allow_cross_domain};
-  check_ranges(t, slot_expert, segment_bytes, tile_bytes, mode, cost);
+  check_ranges(t, slot_expert, segment_bytes, tile_bytes, cost);
 
   const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
@@ -75,10 +77,11 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int
 
   PlanShape shape;
   const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
-  make_schedule(Alone{}, t, tiles, slot_expert.data(), mode, may_pull, model, scratch, &shape, s);
+  make_schedule(Alone{}, t, tiles, slot_expert.data(), number_of(mode), may_pull, model, scratch,
+                &shape, s);
   const int32_t total = s.first[s.num_experts];
-  nb::dict d;
-  d["mode"] = static_cast<int>(s.mode);
+  Fields d;
+  d["mode"] = s.mode;
   d["expert"] = Ints(expert.begin(), expert.begin() + s.num_experts);
   d["first"] = Ints(first.begin(), first.begin() + s.num_experts + 1);
   d["replica_rank"] = Ints(rank.begin(), rank.begin() + total);
@@ -96,8 +99,8 @@ nb::dict make(const Ints& slot_expert, const Ints& home, const Ints& domain, int
 
 void bind_schedule(nb::module_& m) {
   m.def("make_schedule", &make, "slot_expert"_a, "home"_a, "domain"_a, "slots_per_rank"_a,
-        "allow_cross_domain"_a, "segment_bytes"_a, "tile_bytes"_a, "mode"_a, "may_pull"_a,
-        "cost"_a);
+        "allow_cross_domain"_a, "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a,
+        "cost"_a, "A legal plan's schedule; `cost` is CostModel by field.");
 }
 
 }  // namespace uec::python

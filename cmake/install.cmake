@@ -1,11 +1,11 @@
-# `find_package(ultraep_comm)` gives ultraep_comm::core, ultraep_comm::host and
+# `find_package(ultraep_comm)` gives ultraep_comm::core, ultraep_comm::engine, ultraep_comm::host and
 # ultraep_comm::cuda_host, and the folder of the cubins, where there are any, in
 # ultraep_comm_CUBIN_DIR.
 include(CMakePackageConfigHelpers)
 
-install(TARGETS ultraep_core ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
+install(TARGETS ultraep_core ultraep_engine ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(DIRECTORY src/core src/host src/cuda COMPONENT dev
+install(DIRECTORY src/core src/engine src/host src/cuda COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp")
 install(EXPORT ultraep_comm NAMESPACE ultraep_comm:: FILE ultraep_comm-targets.cmake COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)

@@ -1,75 +1,133 @@
-# Mutants: copies of a source with one rule broken, which a test has to catch.
+# Mutants: programs with one rule broken each, which a test has to catch.
 #
-#   ultraep_mutate(<out_include_dir> NAME <name> FILE <path below src/ or tests/>
-#                  FIND [[...]] REPLACE [[...]])
+#   ultraep_mutate(<family> NAME <name> PROGRAM <program> [WATCHDOG <seconds>]
+#                  FILE <path below src/ or tests/> FIND [[...]] REPLACE [[...]])
 #
-# Replaces the one place where FIND stands in FILE, and sets <out_include_dir> to the folder whose
-# copies go ahead of the originals on the include path. Calls with the same NAME add up: a later one
-# changes what the earlier ones left. The copies are written at the end of the calling directory's
-# CMakeLists.txt, and only where they differ from what is there.
-#
+# Replaces the one place where FIND stands in FILE. Calls with the same NAME are one mutant.
 # Text with "]]" in it goes into [=[ ]=].
-function(ultraep_mutate out_include_dir)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;FILE;FIND;REPLACE" "")
-  set(here "ultraep_mutate(NAME ${arg_NAME} FILE ${arg_FILE})")
-  if(NOT arg_NAME MATCHES "^[a-z0-9_]+$" OR NOT DEFINED arg_FILE)
-    message(FATAL_ERROR "${here}: needs a NAME of a-z, 0-9 and _, and a FILE")
+#
+# Compiled is not each, but all of a program's together: mutants.py writes copies of the sources that
+# choose one at run time by $UEC_MUTANT, and go ahead of the originals on the include path.
+function(ultraep_mutate family)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;PROGRAM;WATCHDOG;FILE;FIND;REPLACE" "")
+  set(here "ultraep_mutate(${family} NAME ${arg_NAME} FILE ${arg_FILE})")
+  if(NOT arg_NAME MATCHES "^[a-z0-9_]+$" OR NOT DEFINED arg_FILE OR NOT DEFINED arg_PROGRAM)
+    message(FATAL_ERROR "${here}: needs a NAME of a-z, 0-9 and _, a PROGRAM and a FILE")
   elseif(DEFINED arg_UNPARSED_ARGUMENTS)
     message(FATAL_ERROR "${here}: does not know '${arg_UNPARSED_ARGUMENTS}'")
-  elseif("${arg_FIND}" STREQUAL "" OR "${arg_FIND}" STREQUAL "${arg_REPLACE}")
-    message(FATAL_ERROR "${here}: FIND is empty, or is what REPLACE is")
+  elseif("${arg_FIND}" STREQUAL "")
+    message(FATAL_ERROR "${here}: FIND is empty")
   endif()
-
-  set(key ULTRAEP_MUTANT_${arg_NAME})
-  get_property(files GLOBAL PROPERTY ${key})
-  if(NOT files)
-    # At the end, so that a copy changed by several calls is written, and compiled, once.
-    cmake_language(EVAL CODE "cmake_language(DEFER CALL _ultraep_write_mutant ${arg_NAME})")
+  set(key ULTRAEP_MUTANTS_${family})
+  get_property(names GLOBAL PROPERTY ${key})
+  if(NOT arg_NAME IN_LIST names)
+    set_property(GLOBAL APPEND PROPERTY ${key} ${arg_NAME})
+    set_property(GLOBAL PROPERTY ${key}_${arg_NAME} ${arg_PROGRAM} ${arg_WATCHDOG})
   endif()
-  if(NOT arg_FILE IN_LIST files)
-    set(original ${PROJECT_SOURCE_DIR}/src/${arg_FILE})
-    if(NOT EXISTS ${original})
-      set(original ${PROJECT_SOURCE_DIR}/tests/${arg_FILE})
+  # Fields and records end as in mutants.py.
+  string(ASCII 31 field)
+  string(ASCII 30 record)
+  set_property(GLOBAL APPEND_STRING PROPERTY ${key}_entries
+    "${arg_NAME}${field}${arg_FILE}${field}${arg_FIND}${field}${arg_REPLACE}${record}")
+  foreach(root IN ITEMS src tests)
+    set(original ${PROJECT_SOURCE_DIR}/${root}/${arg_FILE})
+    if(EXISTS ${original})
+      set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${original})
     endif()
-    if(NOT EXISTS ${original})
-      message(FATAL_ERROR "${here}: no such file below src/ or tests/")
-    endif()
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${original})
-    file(READ ${original} text)
-    set_property(GLOBAL APPEND PROPERTY ${key} ${arg_FILE})
-  else()
-    get_property(text GLOBAL PROPERTY ${key}_${arg_FILE})
-  endif()
-
-  string(FIND "${text}" "${arg_FIND}" at)
-  string(FIND "${text}" "${arg_FIND}" last REVERSE)
-  if(at EQUAL -1)
-    message(FATAL_ERROR "${here}: does not contain:\n${arg_FIND}")
-  elseif(NOT at EQUAL last)
-    message(FATAL_ERROR "${here}: contains more than once:\n${arg_FIND}")
-  endif()
-  string(REPLACE "${arg_FIND}" "${arg_REPLACE}" text "${text}")
-  set_property(GLOBAL PROPERTY ${key}_${arg_FILE} "${text}")
-  set(${out_include_dir} ${CMAKE_BINARY_DIR}/mutants/${arg_NAME} PARENT_SCOPE)
+  endforeach()
 endfunction()
 
-function(_ultraep_write_mutant name)
-  set(folder ${CMAKE_BINARY_DIR}/mutants/${name})
-  get_property(files GLOBAL PROPERTY ULTRAEP_MUTANT_${name})
-  # A copy that an earlier configuration left would still be found first.
-  file(GLOB_RECURSE stale RELATIVE ${folder} ${folder}/*)
-  list(REMOVE_ITEM stale ${files})
-  foreach(file IN LISTS stale)
-    file(REMOVE ${folder}/${file})
-  endforeach()
-  foreach(file IN LISTS files)
-    get_property(text GLOBAL PROPERTY ULTRAEP_MUTANT_${name}_${file})
-    set(before "")
-    if(EXISTS ${folder}/${file})
-      file(READ ${folder}/${file} before)
+# Adds the programs of a family, and a target and a test of each mutant: mutant_<name>. Without a
+# sanitizer the test is called plain_<name>: it may not notice, and the target `mutants` builds none.
+#
+# <add_program>(<target> <program> <folder with changed copies>) adds the executable of a program.
+# With arguments, such as --mutant, the program is run with them and the mutant's name, judges itself,
+# and needs no sanitizer.
+# unmutated_<program> runs a program without a mutant: nothing must be caught.
+function(ultraep_add_mutants family add_program)
+  find_package(Python REQUIRED COMPONENTS Interpreter)
+  set(key ULTRAEP_MUTANTS_${family})
+  set(copies ${CMAKE_BINARY_DIR}/mutants/${family})
+  get_property(entries GLOBAL PROPERTY ${key}_entries)
+  file(WRITE ${copies}.txt "${entries}")
+  set(script ${PROJECT_SOURCE_DIR}/cmake/mutants.py)
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${script})
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} ${script} ${copies}.txt ${copies}
+      ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests
+    COMMAND_ERROR_IS_FATAL ANY)
+
+  set(kind mutant)
+  if(NOT ARGN AND NOT ULTRAEP_SANITIZE)
+    set(kind plain)
+  endif()
+  get_property(names GLOBAL PROPERTY ${key})
+  foreach(name IN LISTS names)
+    get_property(run GLOBAL PROPERTY ${key}_${name})
+    list(POP_FRONT run program)
+    cmake_path(GET program STEM stem)
+    set(target mutants_${stem})
+    if(NOT TARGET ${target})
+      cmake_language(CALL ${add_program} ${target} ${program} ${copies})
+      target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests/mutant.cc)
+      if(kind STREQUAL "mutant")
+        add_dependencies(mutants ${target})
+        if(ARGN)
+          add_test(NAME unmutated_${stem} COMMAND ${target} ${ARGN} none)
+          set_tests_properties(unmutated_${stem}
+            PROPERTIES PASS_REGULAR_EXPRESSION "mutant none: survived")
+        else()
+          add_test(NAME unmutated_${stem} COMMAND ${target})
+        endif()
+        set_tests_properties(unmutated_${stem} PROPERTIES TIMEOUT 300 LABELS mutant)
+      endif()
     endif()
-    if(NOT before STREQUAL text)
-      file(WRITE ${folder}/${file} "${text}")
+    add_custom_target(mutant_${name} DEPENDS ${target})
+    set(environment UEC_MUTANT=${name})
+    if(ARGN)
+      add_test(NAME ${kind}_${name} COMMAND ${target} ${ARGN} ${name})
+    else()
+      add_test(NAME ${kind}_${name} COMMAND ${CMAKE_COMMAND} -DNAME=${name}
+        -DPROGRAM=$<TARGET_FILE:${target}> -P ${PROJECT_SOURCE_DIR}/tests/run_mutant.cmake)
+    endif()
+    if(run)
+      list(APPEND environment UEC_WATCHDOG_SECONDS=${run})
+    endif()
+    set_tests_properties(${kind}_${name} PROPERTIES
+      TIMEOUT 180 LABELS mutant ENVIRONMENT "${environment}")
+  endforeach()
+endfunction()
+
+# What all programs of mutants have in common.
+function(ultraep_compile_mutants target copies std_headers)
+  target_include_directories(${target} BEFORE PRIVATE ${copies})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
+  get_target_property(options ${std_headers} COMPILE_OPTIONS)
+  target_compile_options(${target} PRIVATE ${options})
+  target_precompile_headers(${target} REUSE_FROM ${std_headers})
+endfunction()
+
+# Sets <out> to sources of a folder, or to their changed copies.
+function(ultraep_changed_sources out copies folder)
+  set(sources "")
+  foreach(source IN LISTS ARGN)
+    if(EXISTS ${copies}/${source})
+      list(APPEND sources ${copies}/${source})
+    else()
+      list(APPEND sources ${folder}/${source})
     endif()
   endforeach()
+  set(${out} ${sources} PARENT_SCOPE)
+endfunction()
+
+# Sets <out> to the sources of libraries, below src/: ultraep_library_sources(<out> [<library> <folder>]...)
+function(ultraep_library_sources out)
+  set(found "")
+  while(ARGN)
+    list(POP_FRONT ARGN library folder)
+    get_target_property(sources ${library} SOURCES)
+    list(TRANSFORM sources PREPEND ${folder}/)
+    list(APPEND found ${sources})
+  endwhile()
+  set(${out} ${found} PARENT_SCOPE)
 endfunction()

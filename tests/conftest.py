@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,21 +14,49 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
 sys.path.insert(0, str(Path(__file__).parent))  # fuzz
+import tiers
 from cpp_build import CppBuild
 from early_builds import EarlyBuilds, put_last, wanted_builds
 from emulated_device import EmulatedDevice
 from nn_model import Model
 from ranks import RankPool
+from tiers import cases
 
-from ultraep_comm.cuda import device as device_module
-from ultraep_comm.cuda import kernels as kernels_module
+import ultraep_comm as uec
+from ultraep_comm.engines.cuda import device as device_module
+from ultraep_comm.engines.cuda import kernels as kernels_module
 
-# Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
-settings.register_profile("desk", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 # --hypothesis-profile=long: for an hour or so instead of seconds.
 settings.register_profile("long", deadline=None, max_examples=100_000)
-settings.load_profile("ci" if os.environ.get("CI") else "desk")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="the second tier of tests too: all mutants, sanitizers, searches of every "
+        "interleaving, more cases of every generator",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # --hypothesis-profile comes after it
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.choose(exhaustive=config.option.exhaustive)
+    # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
+    ci = {"derandomize": True, "database": None} if os.environ.get("CI") else {}
+    settings.register_profile("tier", deadline=None, max_examples=cases(25, 100), **ci)
+    settings.load_profile("tier")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run all tests in two processes; what a command line names, in this one."""
+    option = config.option
+    named = config.args_source == pytest.Config.ArgsSource.ARGS
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if named or is_worker or option.numprocesses is not None or option.usepdb or option.collectonly:
+        return
+    option.numprocesses, option.dist, option.loadscopereorder = 2, "loadfile", False
 
 
 @pytest.fixture(scope="session")
@@ -64,13 +94,49 @@ def models() -> Iterator[Callable[..., Model]]:
             group.close()
 
 
+@pytest.fixture
+def groups(request: pytest.FixtureRequest) -> Iterator[list[uec.Group]]:
+    """What the module's `make_groups` makes; its calls are ended."""
+    made = request.module.make_groups()
+    yield made
+    for group in made:
+        group.abort()
+        group.close()
+
+
 TOOL_CHAIN = pytest.StashKey[CppBuild]()
 EARLY_BUILDS = pytest.StashKey[EarlyBuilds]()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count what tries more cases as part of the second tier, where that is what runs."""
+    of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    if item.config.option.exhaustive and (of_hypothesis or item.get_closest_marker("cases")):
+        item.add_marker("exhaustive")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.exhaustive:
+        rest = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=rest)
     put_last(items)
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    if items and hasattr(config := items[0].config, "workeroutput"):
+        config.workeroutput["deselected"] = config.workeroutput.get("deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Count what was left out, as without pytest-xdist: each process leaves out the same."""
+    reporter = node.config.pluginmanager.getplugin("terminalreporter")
+    reporter.stats["deselected"] = [SimpleNamespace()] * getattr(node, "workeroutput", {}).get(
+        "deselected", 0
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -85,6 +151,29 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if EARLY_BUILDS in session.config.stash:
         session.config.stash[EARLY_BUILDS].stop()
+
+
+SAID = "said"  # of a test's properties
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """What prints a line after all tests, whichever process runs this one."""
+    return lambda line: request.node.user_properties.append((SAID, line))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [r for kind in terminalreporter.stats.values() for r in kind]
+    calls = [r for r in reports if getattr(r, "when", None) == "call"]
+    lines = [line for r in calls for key, line in r.user_properties if key == SAID]
+    if not lines:
+        return
+    terminalreporter.section("what tests found")
+    for line in lines:
+        terminalreporter.write_line(line)
+    caught = ["caught" in line for line in lines if re.match(r"mutant \w+: ", line)]
+    if caught:
+        terminalreporter.write_line(f"{len(caught)} mutants, {sum(caught)} caught")
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,25 @@
-"""Tables and outputs of documents, made of result files: a function of a document for each kind."""
+"""Blocks of documents, a function for each kind: BLOCKS of a result file, DRAWINGS of the code."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from ultraep_comm.bench.show import print_document
+from includes import BELOW
+
+from ultraep_comm.bench.commands.show import print_document
 from ultraep_comm.bench.table import format_table
 
+ROOT = Path(__file__).resolve().parents[1]
 Document = Mapping[str, Any]
 
 
@@ -68,32 +78,147 @@ def claims(document: Document) -> str:
     return _markdown(header, [[size, *cells] for size, cells in rows.items()])
 
 
-_CHANGES = {  # those that the document shows, and what it calls them
-    "as described": "none",
-    "0 us a hop and a load": "0 us a hop and a load",
-    "4 us a hop and a load": "4 us",
-    "32 workers with 4 tiles each": "32 workers with 4 tiles each",
-    "32 workers with 8 tiles each": "32 workers with 8 tiles each",
-    "128 workers with 4 tiles each": "128 workers with 4 tiles each",
-    "tiles of 64 KiB": "tiles of 64 KiB",
-    "remote loads at 80% of the rate": "remote loads at 80% of the rate",
-    "loads first come, first served": "loads first come, first served",
-    "experts of 5 MB": "experts of 5 MB",
-    "experts of 90 MB": "experts of 90 MB",
-}
+def over_bound(document: Document) -> str:
+    """Modelled time over T*, by mode."""
+    rows = []
+    for mode in ("push", "pull", "direct", "relay"):
+        found = [row["over_bound"][mode] for row in document["records"]]
+        means = [row["mean"] for row in found]
+        worst = max(row["worst"] for row in found)
+        rows.append([mode, *(f"{x:.2f}" for x in (min(means), max(means), worst))])
+    return _markdown(["mode", "best kind of load", "worst kind, mean", "worst load"], rows)
+
+
+def planner(document: Document) -> str:
+    """Plans of 64 ranks, 256 experts and 2 slots."""
+    rows = [
+        [
+            row["family"],
+            f"{row['imbalance_before']:.1f}",
+            f"{row['imbalance']['worst']:.2f}",
+            f"{row['replicas']:.0f}",
+            f"{row['time_us']['p50']:.0f} us",
+        ]
+        for row in document["records"]
+        if (row["ranks"], row["experts"], row["slots"]) == (64, 256, 2)
+        and row["family"] in ("zipf0.6", "zipf1.0", "zipf1.4", "lognormal")
+    ]
+    header = ["load", "busiest rank over the mean", "with the plan", "replicas", "time to plan"]
+    return _markdown(header, rows)
+
+
+_CHANGES = (  # those that the document shows
+    *("as described", "0 us a hop and a load", "4 us a hop and a load"),
+    *(f"{sms} workers with {tiles} tiles each" for sms, tiles in ((32, 4), (32, 8), (128, 4))),
+    *("tiles of 64 KiB", "remote loads at 80% of the rate", "loads first come, first served"),
+    *("experts of 5 MB", "experts of 90 MB"),
+)
 
 
 def sensitivity(document: Document) -> str:
     """What modelled times hang on: microseconds beyond T*, push and pull, of three plans."""
-    records = {record["change"]: record["plans"] for record in document["records"]}
+    records = {record["change"]: list(record["plans"].values()) for record in document["records"]}
     rows = []
-    for change, name in _CHANGES.items():
-        beyond = [f"{plan['beyond_us']:.1f}" for plan in records[change].values()]
-        pairs = zip(beyond[::2], beyond[1::2], strict=True)
-        rows.append([name, *(f"{push}, {pull}" for push, pull in pairs)])
-    return _markdown(["change", "common", "two imports", "one expert"], rows)
+    for change in _CHANGES:
+        beyond = [f"{plan['beyond_us']:.1f}" for plan in records[change]]
+        rows.append([change, *map(", ".join, zip(beyond[::2], beyond[1::2], strict=True))])
+    bounds = [f"T* {plan['bound_us']:.0f} us" for plan in records["as described"][::2]]
+    names = ("common", "two imports", "one expert")
+    header = [f"{name}, {bound}" for name, bound in zip(names, bounds, strict=True)]
+    return _markdown(["change", *header], rows)
 
 
 BLOCKS: dict[str, Callable[[Document], str]] = {
-    made.__name__: made for made in (shown, example, published, claims, sensitivity)
+    made.__name__: made
+    for made in (shown, example, published, claims, over_bound, planner, sensitivity)
+}
+
+
+def layers() -> list[list[str]]:
+    """Return the layers of the package by import-linter's contract, the highest first."""
+    text = (ROOT / "pyproject.toml").read_text()  # tomllib is not in Python 3.10
+    found = re.search(r"^layers = (\[.*?^\])", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise LookupError("pyproject.toml has no layers")
+    return [layer.split(" | ") for layer in ast.literal_eval(found[1])]
+
+
+def _flowchart(arrows: Iterable[tuple[Sequence[str], Sequence[str]]]) -> str:
+    lines = [f"  {' & '.join(above)} --> {' & '.join(below)}\n" for above, below in arrows]
+    return "".join(["```mermaid\n", "flowchart TD\n", *lines, "```\n"])
+
+
+def python_layers() -> str:
+    """Each layer of the Python package above the next one."""
+    return _flowchart(pairwise(layers()))
+
+
+def cpp_layers() -> str:
+    """Each folder of src/ above those right below it."""
+    return _flowchart(([folder], below) for folder, below in reversed(BELOW.items()) if below)
+
+
+@lru_cache
+def walk() -> str:
+    """The functions of the package that one call of replicate_experts enters, as a trace has them.
+
+    Raises:
+        ValueError: a function calls one of a layer above its own.
+    """
+    import torch
+
+    import ultraep_comm as uec
+
+    package = Path(uec.__file__).parent
+    lines: list[str] = []
+    under_way: list[str] = []
+    layer_of = {name: at for at, layer in enumerate(layers()) for name in layer}
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if package not in path.parents or name.startswith("<"):
+            return
+        if event == "return":
+            under_way.pop()
+        if event != "call":
+            return
+        file = path.relative_to(package).as_posix()
+        caller = under_way[-1] if under_way else file
+        under_way.append(file)
+        if layer_of[file.split("/")[0]] < layer_of[caller.split("/")[0]]:
+            raise ValueError(f"{caller} calls {name} of {file}, which is above it")
+        if "self" in frame.f_code.co_varnames[:1]:
+            kind = type(frame.f_locals["self"]).__name__
+            name = kind if name == "__init__" else f"{kind}.{name}"
+        lines.append(f"{'  ' * (len(under_way) - 1) + name:38}{file}\n")
+
+    groups = uec.new_loopback_groups(
+        2, num_experts=2, slots_per_rank=1, expert={"w": ((8, 8), torch.float32)}, num_sms=1
+    )
+    weights = {"w": torch.ones(1, 8, 8)}
+    plan = uec.Plan.from_slots(torch.tensor([[1], [-1]]), num_experts=2)
+
+    def replicate(group: uec.Group) -> uec.Work:
+        return uec.replicate_experts(weights, plan, group=group, async_op=True)
+
+    def traced(function: Callable[..., Any], *arguments: Any) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return function(*arguments)
+        finally:
+            sys.setprofile(before)
+
+    for work in [replicate(group) for group in groups]:  # what is loaded or made once
+        work.wait()
+    work, peer = traced(replicate, groups[0]), replicate(groups[1])
+    peer.wait()
+    traced(work.wait)
+    for group in groups:
+        group.close()
+    return _fence("".join(lines))
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    drawn.__name__: drawn for drawn in (python_layers, cpp_layers, walk)
 }

@@ -4,13 +4,11 @@
     .venv/bin/python tools/update_docs.py            # rewrites what has changed
     .venv/bin/python tools/update_docs.py --check    # shows what would change; exit status 1
 
-Blocks stand below a line such as
-
-    <!-- from bench/results/FILE.json: shown -->
-
-and are made anew by a function of doc_blocks.py; "<!-- printed by the code above -->" stands above
-what the Python block before it prints. Figures in sentences are found by the patterns of
-doc_sentences.py.
+Below ``<!-- from bench/results/FILE.json: shown -->`` stands a block that a function of
+doc_blocks.py makes of that file, below ``<!-- drawn by tools/doc_blocks.py: walk -->`` what one
+makes of the code, below ``<!-- printed by the code above -->`` what the Python block before it
+prints. A figure in a sentence is followed by its place in a file:
+``5.7%<!--= model_host_2ranks:median_error -->``; it keeps its number of digits.
 """
 
 from __future__ import annotations
@@ -25,13 +23,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from doc_blocks import BLOCKS
-from doc_sentences import SENTENCES, Sentence
+from doc_blocks import BLOCKS, DRAWINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-_MARKER = re.compile(r"^<!-- from (\S+): (\w+) -->\n", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- from bench/results/(\w+)\.json: (\w+) -->\n", re.MULTILINE)
+_DRAWN = re.compile(r"^<!-- drawn by tools/doc_blocks\.py: (\w+) -->\n", re.MULTILINE)
 _PRINTED = re.compile(r"```python\n(.*?)```\s*\n<!-- printed by the code above -->\n", re.DOTALL)
-_BLOCK = re.compile(r"```\n.*?^```\n|(?:\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"```\w*\n.*?^```\n|(?:\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
+_FIGURE = re.compile(r"(\d+)(\.\d+)?(%?)(<!--= (\w+):(\S+) -->)")
 
 
 def documents(root: Path) -> list[Path]:
@@ -44,48 +43,36 @@ def documents(root: Path) -> list[Path]:
     ]
 
 
-class Results:
-    """The result files of a tree, by name without its suffix."""
-
-    def __init__(self, root: Path) -> None:
-        """Take the files of ``root``."""
-        self._root = root
-        self._read: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a file's document."""
-        if name not in self._read:
-            path = self._root / "bench" / "results" / f"{name}.json"
-            self._read[name] = json.loads(path.read_text())
-        return self._read[name]
-
-
-def update(text: str, results: Results, sentences: list[Sentence], name: str) -> str:
-    """Return a document with the figures of the results.
+def update(text: str, root: Path) -> str:
+    """Return a document with the figures of a tree's result files.
 
     Raises:
-        ValueError: a marker names no block, or a sentence is not there exactly once.
+        ValueError, LookupError, OSError: a marker names no file, no place in it, or no block.
     """
+
+    def read(name: str) -> Any:
+        return json.loads((root / "bench" / "results" / f"{name}.json").read_text())
+
+    def figure(found: re.Match[str]) -> str:
+        value = read(found[5])
+        for key in found[6].split("."):
+            value = value[int(key) if isinstance(value, list) else key]
+        digits = len(found[2] or ".") - 1
+        return f"{value:.{digits}{found[3] or 'f'}}{found[4]}"
+
     for found in reversed(list(_MARKER.finditer(text))):
-        file, kind = Path(found[1]), found[2]
-        if kind not in BLOCKS or file.parent.as_posix() != "bench/results":
-            raise ValueError(f"{name}: {found[0].strip()}: expected one of {', '.join(BLOCKS)}")
-        text = _put(text, found.end(), BLOCKS[kind](results[file.stem]), name)
+        text = _put(text, found.end(), BLOCKS[found[2]](read(found[1])))
+    for found in reversed(list(_DRAWN.finditer(text))):
+        text = _put(text, found.end(), DRAWINGS[found[1]]())
     for found in reversed(list(_PRINTED.finditer(text))):
-        text = _put(text, found.end(), f"```\n{run_code(found[1])}```\n", name)
-    for sentence in sentences:
-        try:
-            text = sentence.put(text, sentence.figures(results))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return text
+        text = _put(text, found.end(), f"```\n{run_code(found[1])}```\n")
+    return _FIGURE.sub(figure, text)
 
 
-def _put(text: str, at: int, block: str, name: str) -> str:
+def _put(text: str, at: int, block: str) -> str:
     old = _BLOCK.match(text, at)
     if old is None:
-        line = text.count("\n", 0, at)
-        raise ValueError(f"{name}:{line}: no code block and no table below the marker; put one")
+        raise ValueError(f"line {text.count(chr(10), 0, at)}: no code block or table below it")
     return text[:at] + block + text[old.end() :]
 
 
@@ -104,13 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; 1: something is old")
     parser.add_argument("--root", type=Path, default=ROOT, help="of another tree")
     options = parser.parse_args(arguments)
-    results, status = Results(options.root), 0
+    status = 0
     for path in documents(options.root):
         name = path.relative_to(options.root).as_posix()
         old = path.read_text()
         try:
-            new = update(old, results, SENTENCES.get(name, []), name)
-        except (ValueError, KeyError, OSError) as error:
+            new = update(old, options.root)
+        except (ValueError, LookupError, OSError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             return 2
         if new == old:

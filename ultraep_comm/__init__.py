@@ -3,41 +3,53 @@
 Data flows one way: counts -> load -> plan -> schedule -> engine -> work.
 """
 
-from ultraep_comm import errors, ops
-from ultraep_comm.collectives import gather_and_plan, gather_load, replicate_experts
-from ultraep_comm.costs import PlanCost
-from ultraep_comm.creation import new_group, new_loopback_groups
-from ultraep_comm.group import Group
-from ultraep_comm.health import GroupHealth
-from ultraep_comm.plan import Plan
-from ultraep_comm.plan_store import PlanHandle
-from ultraep_comm.planning import plan_replicas
-from ultraep_comm.recorder import Recorder
-from ultraep_comm.reduction import reduce_expert_grads
-from ultraep_comm.rerouting import reroute, reroute_map
-from ultraep_comm.segments import BoundWeights, Segment
-from ultraep_comm.work import Work
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from ultraep_comm import errors as errors
+
+# Public names by the module that has them; ``__init__.pyi`` says the same to type checkers.
+_HOMES = {
+    "calls.gather": ("gather_and_plan", "gather_load"),
+    "calls.plan": ("plan_replicas",),
+    "calls.reduce": ("reduce_expert_grads",),
+    "calls.replicate": ("replicate_experts",),
+    "calls.reroute": ("reroute", "reroute_map"),
+    "group.create": ("new_group", "new_loopback_groups"),
+    "group.group": ("Group",),
+    "group.health": ("GroupHealth",),
+    "group.saved_plans": ("PlanHandle",),
+    "group.work": ("Work",),
+    "plan.plan": ("Plan", "PlanCost"),
+    "recording.recorder": ("Recorder",),
+    "weights.segments": ("BoundWeights", "Segment"),
+}
 
 __version__ = "0.1.0"
-__all__ = [
-    "BoundWeights",
-    "Group",
-    "GroupHealth",
-    "Plan",
-    "PlanCost",
-    "PlanHandle",
-    "Recorder",
-    "Segment",
-    "Work",
-    "errors",
-    "gather_and_plan",
-    "gather_load",
-    "new_group",
-    "new_loopback_groups",
-    "ops",
-    "plan_replicas",
-    "reduce_expert_grads",
-    "replicate_experts",
-    "reroute",
-    "reroute_map",
-]
+__all__ = sorted([*(name for names in _HOMES.values() for name in names), "errors", "ops"])  # noqa: PLE0605
+
+
+def _load() -> None:
+    """Import torch and everything public; operators are registered with it."""
+    import_module("ultraep_comm.ops")
+    for home, names in _HOMES.items():
+        module = import_module(f"ultraep_comm.{home}")
+        globals().update({name: getattr(module, name) for name in names})
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load()
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# torch takes a second to import. Who has it gets all at once; a command line's --help has not.
+if "torch" in sys.modules:
+    _load()

@@ -18,7 +18,7 @@ import torch
 
 from ultraep_comm import env
 from ultraep_comm.errors import CalibrationError
-from ultraep_comm.files import read_json
+from ultraep_comm.system import read_json
 
 KIND = "ultraep_comm.calibration"
 FORMAT = 2  # another one for other fields

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from ultraep_comm.collectives import gather_load, replicate_experts
-from ultraep_comm.costs import PlanCost
-from ultraep_comm.group import Group
-from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_apart
-from ultraep_comm.reduction import reduce_expert_grads
-from ultraep_comm.registry import find_group
-from ultraep_comm.rerouting import reroute, reroute_gradient, reroute_map
-from ultraep_comm.segments import Weights
-from ultraep_comm.tracing_calls import TABLE
-from ultraep_comm.work import Work
+from ultraep_comm.calls.gather import gather_load
+from ultraep_comm.calls.plan import plan_apart
+from ultraep_comm.calls.reduce import reduce_expert_grads
+from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
+from ultraep_comm.calls.traced import TABLE
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.names import find_group
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.weights.segments import Weights
 
 Tensor = torch.Tensor
 Impl = Callable[..., Any]
@@ -208,7 +208,7 @@ def _start_replicate(*arguments: Any) -> Tensor:
         return torch.tensor([_FINISHED], device="cpu")
     work = call(async_op=True)
     assert work is not None
-    return torch.tensor([work._epoch], device="cpu")
+    return torch.tensor([work.epoch], device="cpu")
 
 
 @_operator(
@@ -230,7 +230,7 @@ def _wait_replicate(
     if epoch == _FINISHED:
         return
     group = find_group(group_name)
-    work = Work(group, epoch, "replicate_experts", "")
+    work = Work(group.session, epoch, "replicate_experts", "")
     work.synchronize() if synchronize else work.wait()
     copies = _copies_among(slots, names, group)
     _take(copies, _filled(slot_expert, group) if copies else [])

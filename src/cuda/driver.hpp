@@ -1,4 +1,4 @@
-// The CUDA driver as the host half uses it: function pointers that somebody else has looked up.
+// The CUDA driver as the host half uses it: function pointers that the caller has looked up.
 //
 // Nothing is linked and no CUDA header is needed. Python passes the addresses that the driver gives
 // for these names (their versions of CUDA 12.0), or those of an emulation.
@@ -49,7 +49,7 @@ struct Driver {
 #undef UEC_MEMBER
 };
 
-// What calls have given to streams so far, for who measures; captured calls count once.
+// What calls have submitted to streams so far, for measurements; captured calls count once.
 struct LaunchCounts {
   uint64_t kernels = 0;
   uint64_t copies = 0;  // to the device
@@ -80,8 +80,8 @@ inline void require(const Driver& driver, Result result, const char* what) {
 inline void copy_to_device(const Driver& driver, Address to, const void* from, size_t bytes) {
   require(driver, driver.cuMemcpyHtoD(to, from, bytes), "cuMemcpyHtoD");
   // From memory that is not page-locked, the driver returns once it has read it. The rest is in the
-  // legacy stream, which other streams do not wait for. Not the whole context is waited for: its
-  // kernels may be waiting for calls that peers have yet to make.
+  // legacy stream, which other streams do not wait for. This does not wait for the whole context,
+  // whose kernels may be waiting for calls that peers have yet to make.
   require(driver, driver.cuStreamSynchronize(nullptr), "cuStreamSynchronize");
 }
 
@@ -105,8 +105,8 @@ inline uint64_t capture_of(const Driver& driver, Handle stream) {
   return status == kActive ? id : 0;
 }
 
-// Lets this thread ask for events, for a scope, while any thread captures into a graph: else the
-// driver refuses, and the capture is spoiled. Events that were recorded in a capture stay refused.
+// Lets this thread query events, for a scope, while any thread captures into a graph: else the
+// driver refuses, and the capture is invalidated. Events recorded in a capture are still refused.
 class RelaxedScope {
  public:
   explicit RelaxedScope(const Driver& driver) : driver_(driver) { exchange(); }
@@ -121,7 +121,7 @@ class RelaxedScope {
   int32_t mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; inside the scope: what the thread's was
 };
 
-// Whether the device has come to an event; DriverError: it has failed.
+// Whether the device has reached an event; DriverError: it has failed.
 inline bool has_come_to(const Driver& driver, Handle event) {
   const RelaxedScope relaxed(driver);
   const Result result = driver.cuEventQuery(event);

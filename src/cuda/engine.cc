@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "core/digest.hpp"
-#include "cuda/config.hpp"
+#include "core/base/digest.hpp"
+#include "cuda/device/config.hpp"
 #include "cuda/tables.hpp"
 
 namespace uec::cuda {
@@ -47,7 +47,7 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
 Engine::~Engine() {
   try {
     close();
-  } catch (const DriverError&) {  // said before, or there is nobody left to tell
+  } catch (const DriverError&) {  // reported before, or there is no one left to tell
   }
 }
 
@@ -132,7 +132,7 @@ uint64_t Engine::submit(Fill&& fill, bool background, Handle stream,
   }
   try {
     if (!launcher_->await_storage(config_.rank, epoch, interrupted)) {
-      // Ended by another rank, or else the caller learns that it was interrupted.
+      // Ended by another rank; otherwise the caller learns that it was interrupted.
       if (launcher_->ended(config_.rank, epoch).epoch != 0) submitted_.store(epoch);
       return epoch;
     }
@@ -318,7 +318,7 @@ void Engine::fail_here() {
 void Engine::reject() {
   if (launcher_->is_inherited()) return;
   const bool alone = launcher_->config().num_ranks == 1;
-  // What was submitted before is still owed. If it fails, the peers have heard of that.
+  // Calls submitted before are still owed. If one fails, the peers have been told.
   if (alone && submitted_.load() > 0 && !synchronize(submitted_.load(), {})) return;
   const std::lock_guard lock(submit_mutex_);
   if (is_over()) return;
@@ -351,7 +351,7 @@ int32_t Engine::close() {
   const std::lock_guard lock(submit_mutex_);
   launcher_->end(config_.rank, Fault::kClosed, true);
   if (!ok || failed_epoch() != 0) {
-    // Kernels that were launched end by themselves, and use the memory until then.
+    // Kernels already launched end by themselves, and use the memory until then.
     for (uint64_t call = last; call > 0; --call) {
       if (!launcher_->launched(call)) continue;
       launcher_->await_done(call, {});

@@ -1,5 +1,5 @@
-// The CUDA engine's host half: one rank of one group. A call is prepared, copied and launched by
-// the calling thread; nothing waits for the device but where it says so.
+// The CUDA engine's host half: one rank of one group. The calling thread prepares, copies and
+// launches a call; nothing waits for the device except where it says so.
 #pragma once
 
 #include <atomic>
@@ -10,22 +10,22 @@
 #include <utility>
 #include <vector>
 
-#include "core/prepare_reduce.hpp"
-#include "core/validate.hpp"
+#include "core/plan/check.hpp"
+#include "core/transfer/prepare.hpp"
 #include "cuda/launcher.hpp"
-#include "host/config.hpp"
-#include "host/health.hpp"
+#include "engine/config.hpp"
+#include "engine/health.hpp"
 
 namespace uec::cuda {
 
 // How a rank reaches the others, beyond EngineConfig::bases (0: no load/store access).
 struct PeerConfig {
-  std::vector<uint8_t> far;  // [G] 1: by puts and signals; empty: nobody
+  std::vector<uint8_t> far;  // [G] 1: by puts and signals; empty: none is
   std::vector<int32_t> pes;  // [G] NVSHMEM's numbers; empty: not needed
-  Address staging = 0;       // symmetric, staging_bytes(), if anybody is far
+  Address staging = 0;       // symmetric, staging_bytes(), if any rank is far
 };
 
-// A call whose plan is on the device. Exactly one of `mains` and `table` is given.
+// A call whose plan is on the device. Exactly one of `mains` and `table` is set.
 struct DeviceReplicateArgs {
   Address slot_expert = 0;          // [G][S], int32
   Address slot_quota = 0;           // [G][S], or 0
@@ -73,7 +73,7 @@ class Engine {
     return check_plan(Alone{}, topology_, slot_expert);
   }
 
-  // Returns the call's epoch. Blocks only while kDepth calls are under way.
+  // Returns the call's epoch. Blocks only while kDepth calls are in flight.
   uint64_t replicate(const ReplicateArgs& args, bool background, Handle stream,
                      const Interrupted& interrupted, Mode* mode);
 
@@ -82,7 +82,7 @@ class Engine {
   uint64_t replicate_on_device(const DeviceReplicateArgs& args, bool background, Handle stream,
                                const Interrupted& interrupted);
 
-  // Adds the slots' gradients to the main ones. As the two above.
+  // Adds the slots' gradients to the main ones. Otherwise as the two above.
   uint64_t reduce(const ReduceArgs& args, bool background, Handle stream,
                   const Interrupted& interrupted, Mode* mode);
   uint64_t reduce_on_device(const DeviceReduceArgs& args, bool background, Handle stream,
@@ -92,14 +92,14 @@ class Engine {
   // address of a PlanOutput, it also plans them, in the same launch.
   uint64_t gather(const LoadCall& load, Address plan, const PlanArgs& plan_args, Handle stream,
                   const Interrupted& interrupted);
-  // Where the first id was that made this rank's device reject its load, and the id; -1: nowhere.
+  // The position and value of the first id that made this rank's device reject its load; -1: none.
   std::pair<int64_t, int64_t> bad_id() const;
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group. Blocks.
   void reject();
-  // Ends what is under way, here and at the peers. Blocks until the device has.
+  // Aborts the calls in flight, here and at the peers. Blocks until the device has ended them.
   void abort();
-  // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
+  // Says goodbye. Returns a rank that is known to have made a different last call, else -1.
   int32_t close();
 
   // Makes `stream` wait for the call; blocks only until all ranks of a shared launch have called.
@@ -119,14 +119,14 @@ class Engine {
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
   uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
-  // A plan on the host: `prepare(arrays, call)` fills the arrays of the call's block and returns
-  // what the call adds to the digest; `mains` are `num_mains` addresses.
+  // For a plan on the host: `prepare(arrays, call)` fills the arrays of the call's block and
+  // returns what the call adds to the digest; `mains` are `num_mains` addresses.
   template <class Prepare>
   uint64_t submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
                             const uint64_t* mains, int64_t num_mains, int32_t region,
                             bool background, Handle stream, const Interrupted& interrupted,
                             Mode* mode);
-  // One on the device; the addresses are in `mains` if the request has no table of them.
+  // For one on the device; the addresses are in `mains` if the request has no table of them.
   uint64_t submit_from_device(Request request, const char* missing, const uint64_t* mains,
                               int64_t num_mains, bool background, Handle stream,
                               const Interrupted& interrupted);

@@ -5,8 +5,8 @@
 #include <chrono>
 #include <thread>
 
-#include "cuda/block.hpp"
-#include "cuda/load_block.hpp"
+#include "cuda/device/block.hpp"
+#include "cuda/device/load_block.hpp"
 #include "cuda/tables.hpp"
 
 namespace uec::cuda {
@@ -26,7 +26,7 @@ struct DeviceLayout {
   explicit DeviceLayout(const LauncherConfig& c)
       : tables(round_up(c.num_ranks * kStateBytes, 128)),
         blocks(tables + c.num_ranks * Launcher::tables_bytes(c.capacity)),
-        // One more, of captured calls.
+        // One more, for captured calls.
         total(blocks + static_cast<int64_t>(Launcher::kDepth + 1) * c.num_ranks *
                            call_block_bytes(c.capacity)) {}
 };
@@ -37,7 +37,7 @@ double seconds_since(Steady::time_point start) {
 
 bool is_set(const Interrupted& interrupted) { return interrupted && interrupted(); }
 
-// Waits for the device: eagerly at first, then gently. False: interrupted.
+// Polls the device: often at first, then less. False: interrupted.
 template <class Done>
 bool poll(Done&& done, const Interrupted& interrupted) {
   const auto start = Steady::now();
@@ -199,7 +199,7 @@ void Launcher::enter(int32_t rank, uint64_t call, const Request& request, Handle
   launch(call, e.in_place ? stream : is_captured(call) ? config_.captured_stream : config_.stream);
 }
 
-// What the line did last comes before what `stream` gets from now on: calls share a rank's state.
+// The line's last work comes before what `stream` gets from now on: calls share a rank's state.
 void Launcher::join(const Line& line, Handle stream) {
   if (line.last == nullptr) return;
   require(config_.driver, config_.driver.cuStreamWaitEvent(stream, line.last, 0),
@@ -211,8 +211,8 @@ void Launcher::launch(uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
   Line& line = this->line(call);
   Entry& e = line.entry(number(call));
-  // The group's own stream takes part in the capture by waiting for the callers', so that comes
-  // before its waiting for what was captured earlier.
+  // The group's own stream joins the capture by waiting for the callers' streams, so that has to
+  // come before it waits for what was captured earlier.
   for (int32_t i = 0; i < c.num_ranks; ++i)
     if (e.stream[i] != stream || c.num_ranks > 1)
       require(driver, driver.cuStreamWaitEvent(stream, e.before[i], 0), "cuStreamWaitEvent");
@@ -287,7 +287,7 @@ void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
   launch_kernel(c.load_plan, grid.num_blocks, grid.num_threads, grid.shared_bytes, &args, stream);
 }
 
-// Whether all ranks of a launch have made the same kind of call; else none of them is launched.
+// Whether all ranks of a launch have made the same kind of call; if not, nothing is launched.
 bool Launcher::agree(const Entry& e, uint64_t call) {
   const auto other = std::find_if(e.requests.begin(), e.requests.end(), [&](const Request& r) {
     return !r.goes_with(e.requests.front());
@@ -300,7 +300,7 @@ bool Launcher::agree(const Entry& e, uint64_t call) {
   return false;
 }
 
-// What the host has put into blocks: all of them, unless every rank's plan is on the device.
+// Copies what the host has put into blocks: all of it, unless every rank's plan is on the device.
 void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   const auto copy = [&](int32_t rank, int64_t offset, int64_t bytes) {
     require(config_.driver,
@@ -320,8 +320,8 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   }
 }
 
-// No event tells when replays have finished. Their own clocks bound them. Whatever is being
-// captured on the device at that time, by whom and in what mode ever, makes the driver refuse.
+// No event tells when replays have finished; their own clocks bound them. The driver refuses while
+// anything is being captured on the device, by any thread and in any mode.
 void Launcher::await_replays() {
   const ContextScope current = scope();
   {
@@ -407,14 +407,14 @@ void Launcher::order(uint64_t call, Handle stream) {
   const std::lock_guard lock(mutex_);
   const Entry& e = line(call).entry(number(call));
   const bool is_latest = e.call == number(call);  // of those that use its events
-  // Its caller waits at once, on the stream that it runs on: what comes next there follows it.
+  // It runs on the caller's own stream, so whatever comes next there follows it.
   if (is_latest && e.in_place && e.stream.front() == stream) return;
   const ContextScope current = scope();
   const uint64_t capture = capture_of(config_.driver, stream);
   if (is_captured(call)) {
     if (e.call < number(call))
       throw CaptureError("ranks that share a launch have to capture together, in one capture");
-    // One of an earlier capture has lost its events to a later one.
+    // A call of an earlier capture has lost its events to a later one.
     const uint64_t own = is_latest ? e.capture : number(call) > captured_before_ ? capture_ : 0;
     if (capture == 0 || capture != own)
       throw CaptureError(

@@ -4,12 +4,12 @@
 //
 // Order on the device: a launch comes after what each rank's stream held when the rank submitted,
 // and after the launch before it. A ring entry (a block in page-locked host memory, its copy on the
-// device, and events) is used again only after the event behind its last kernel.
+// device, and events) is used again only after the event that follows its last kernel.
 //
-// A call on a stream that is being captured becomes a part of the graph. It is ordered within its
-// capture alone; between replays and other calls the streams that they are given order, which is
-// the caller's business. Captured calls are numbered apart, in each capture from where the last
-// ended, and share one block of device memory, because they run one after the other.
+// A call on a stream that is being captured becomes part of the graph. It is ordered within its
+// capture alone; replays and other calls are ordered by the streams that they are given, which is
+// up to the caller. Captured calls are numbered separately, each capture from where the last one
+// ended, and share one block of device memory, because they run one after another.
 #pragma once
 
 #include <condition_variable>
@@ -19,11 +19,11 @@
 #include <mutex>
 #include <vector>
 
-#include "core/failure.hpp"
-#include "core/prepare.hpp"
-#include "cuda/args.hpp"
+#include "core/transfer/failure.hpp"
+#include "core/transfer/prepare.hpp"
+#include "cuda/device/args.hpp"
 #include "cuda/driver.hpp"
-#include "host/process.hpp"
+#include "engine/process.hpp"
 
 namespace uec::cuda {
 
@@ -33,19 +33,19 @@ using Interrupted = std::function<bool()>;
 // Marks the numbers of captured calls.
 inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 
-// What a rank submits: a replication, a reduction or, if there is somewhere to put it, a load.
+// What a rank submits: a replication, a reduction or, if there is a destination for it, a load.
 struct Request {
   Operation operation = Operation::kReplicate;  // of what is not a load
   uint64_t tag = 0;   // of the plan's handle, the same for all ranks of a launch
   DeviceCall device;  // of a plan on the device; else the host has filled the call's block
-  // Of a plan on the device: addresses of main weights, or of their gradients, in the block.
+  // For a plan on the device: addresses of main weights, or of their gradients, in the block.
   int64_t mains_bytes = 0;
   LoadCall load;
-  // Of a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
+  // For a load: where its plan goes, a PlanOutput, and what it is made of; 0: no plan is wanted.
   Address plan = 0;
   PlanArgs plan_args;
 
-  // Whether one launch can do both.
+  // Whether one launch can serve both.
   bool goes_with(const Request& other) const;
 };
 
@@ -99,36 +99,35 @@ class Launcher {
   Address device_block(int32_t rank, uint64_t call) const;
   static int64_t tables_bytes(const Capacity& capacity);
 
-  // Until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
+  // Waits until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
   bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
-  // The rank's next call. Ours may be the last: then it launches. On `stream` itself if the
-  // launcher has one rank and this is no `background` call; else on the group's own stream. Inside
-  // scope().
+  // Submits the rank's next call; the last rank to submit launches it. On `stream` itself if the
+  // launcher has one rank and the call is not a `background` one; else on the group's own stream.
+  // Called inside scope().
   void submit(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
   // The same on a stream that is in `capture`. Returns the call's number.
   uint64_t submit_captured(int32_t rank, uint64_t capture, const Request& request, Handle stream,
                            bool background);
-  // Until `call` is launched, which takes all ranks. False as above.
+  // Waits until `call` is launched, which takes all ranks. False as above.
   bool await_launch(int32_t rank, uint64_t call, const Interrupted& interrupted);
   bool launched(uint64_t call) const;
-  // Until a launched call has finished. False: interrupted.
+  // Waits until a launched call has finished. False: interrupted.
   bool await_done(uint64_t call, const Interrupted& interrupted);
   bool done(uint64_t call);
   // Makes `stream` wait for a launched call.
   void order(uint64_t call, Handle stream);
-  // Until replays of captured calls have finished, if there can be any.
+  // Waits until replays of captured calls have finished, if there can be any.
   void await_replays();
-  // Tells the device's peers, behind all launches so far and replays, and waits until that has been
-  // done.
+  // Tells the device's peers, after all launches and replays so far, and waits until that is done.
   void notify(int32_t rank, Notice notice);
 
-  // Calls that are not launched yet are launched no more, because of `rank`; with `owing`, only
-  // those that the rank has not submitted. The first reason stays. Returns the first such call.
+  // Calls not launched yet never will be, because of `rank`; with `owing`, only those that the rank
+  // has not submitted. The first reason stays. Returns the first such call.
   uint64_t end(int32_t rank, Fault fault, bool owing);
-  // How `rank` fails by that, if it has submitted `call`: epoch 0 if it does not.
+  // The report with which `rank` fails because of that, if it has submitted `call`; else epoch 0.
   Report ended(int32_t rank, uint64_t call) const;
 
-  // Of all ranks here together, notices excluded.
+  // For all ranks of this launcher together, without notices.
   LaunchCounts counts() const {
     const std::lock_guard lock(mutex_);
     return counts_;
@@ -144,12 +143,12 @@ class Launcher {
     uint64_t call = 0;              // that it was launched for
     uint64_t capture = 0;           // that this was in; 0: none
   };
-  // Calls that are launched one after the other.
+  // Calls that are launched one after another.
   struct Line {
     std::vector<Entry> entries;       // [kDepth]
     std::vector<uint64_t> submitted;  // [ranks]
     uint64_t launched = 0;
-    Handle last = nullptr;  // event behind the last kernel; null: none
+    Handle last = nullptr;  // event after the last kernel; null: none
     Entry& entry(uint64_t number) { return entries[number % kDepth]; }
     const Entry& entry(uint64_t number) const { return entries[number % kDepth]; }
   };
@@ -184,7 +183,7 @@ class Launcher {
 
   LauncherConfig config_;
   int64_t call_bytes_;
-  Handle noticed_ = nullptr;  // event behind a notice
+  Handle noticed_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;
   host::OwnedByProcess<std::condition_variable> launches_;

@@ -11,7 +11,7 @@ namespace {
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int32_t kThreadsOfAWarp = 32;  // that config.hpp counts with
 
-// The plan kernel's constants, one behind the other.
+// The plan kernel's constants, one after another.
 struct Constants {
   int64_t home, domain, mains_begin, mains, count;
 
@@ -231,7 +231,8 @@ void Stages::save_plan(SaveArgs args, Handle stream) {
   end(capture, stream);
 }
 
-// Behind the launch before: that of the same capture, or outside of all. Returns the capture.
+// Orders a launch after the previous one in the same capture, or outside all captures. Returns the
+// capture.
 uint64_t Stages::begin(Handle stream) {
   const uint64_t capture = capture_of(driver_, stream);
   const bool follows = capture == 0 ? is_used_ : capture == capture_;

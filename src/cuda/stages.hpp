@@ -3,24 +3,24 @@
 // them can be captured into a graph.
 //
 // Order: launches of one rank use the same working memory, so each comes after the one before it,
-// on whatever stream. That order does not cross the border of a capture, since a graph runs again:
-// the captured launches follow each other, and what a replay has before and after it on the same
-// rank is for the caller's streams to order. While two captures take turns on one rank, so is the
-// order inside either.
+// on whichever stream. That order does not cross the boundary of a capture, since a graph runs
+// again: the captured launches follow each other, and the caller's streams have to order a replay
+// with what runs before and after it on the same rank. While two captures alternate on one rank,
+// the caller's streams also have to order the launches inside each.
 #pragma once
 
 #include <cstdint>
 #include <mutex>
 #include <vector>
 
-#include "cuda/args.hpp"
+#include "cuda/device/args.hpp"
+#include "cuda/device/plan_block.hpp"
 #include "cuda/driver.hpp"
-#include "cuda/plan_block.hpp"
-#include "host/process.hpp"
+#include "engine/process.hpp"
 
 namespace uec::cuda {
 
-// A rank as the stages' kernels see it. Its arrays are the host's, and have to stay as they are.
+// A rank as the stages' kernels see it. Its arrays are in host memory, and must not change.
 class StageShape {
  public:
   StageShape(int32_t rank, int32_t slots_per_rank, std::vector<int32_t> home,
@@ -41,7 +41,7 @@ class StageShape {
   Topology topology() const;
   RerouteShape reroute(int32_t max_runs = 0) const;
 
-  // Blocks have as many warps as on a device of 32 threads each.
+  // Blocks have as many warps as on a device whose warps have 32 threads.
   int64_t plan_shared_bytes(int32_t num_warps) const;
   int64_t shares_shared_bytes() const;
   int64_t reroute_shared_bytes() const;
@@ -107,28 +107,28 @@ class Stages {
   const StageShape& shape() const { return shape_; }
 
   // Working memory for up to `max_runs` blocks: state_bytes(max_runs), zeroed, for all launches
-  // from now on. What launches so far, and graphs, have used stays theirs.
+  // from now on. Earlier launches, and graphs, keep using what they were given.
   void lend_state(Address state, int32_t max_runs);
   int32_t max_runs() const { return max_runs_; }
 
   void plan(const PlanCall& call, Handle stream);
   // The rank's part of PlanArgs: all but the load and the plan.
   PlanArgs plan_args(const Objective& objective) const;
-  // Both kernels, each time: a replay may have put another plan's shares where they were.
+  // Both kernels, each time: a replay may have overwritten the shares with another plan's.
   void reroute(const RerouteCall& call, Handle stream);
 
-  // All of `args` but the fault is the caller's.
+  // The caller fills all of `args` except the fault.
   void save_plan(SaveArgs args, Handle stream);
 
   bool is_capturing(Handle stream) const;
-  // Whether graphs may have any of the launches.
+  // Whether graphs may hold any of the launches.
   bool has_captured() const {
     const std::lock_guard lock(mutex_);
     return capture_ != 0;
   }
   // Whether the launches outside captures have finished.
   bool is_idle() const;
-  // Until they have. False: `interrupted`.
+  // Waits until they have. False: `interrupted`.
   template <class Interrupted>
   bool await_idle(Interrupted&& interrupted) const {
     while (!is_idle()) {
@@ -138,7 +138,7 @@ class Stages {
     return true;
   }
 
-  // The faults that launches have left since it was last asked.
+  // The faults that launches have reported since the last call of this.
   StageFaults take_faults();
 
   LaunchCounts counts() const {
@@ -166,7 +166,7 @@ class Stages {
   mutable std::mutex mutex_;
   Address state_ = 0;
   int32_t max_runs_ = 0;
-  Handle used_ = nullptr;      // event behind the last launch outside captures
+  Handle used_ = nullptr;      // event after the last launch outside captures
   Handle captured_ = nullptr;  // and inside one
   bool is_used_ = false;
   uint64_t capture_ = 0;  // that `captured_` was recorded in; 0: none

@@ -1,7 +1,7 @@
 // A rank's tables in device memory, which its RankState points to. All but the counts are constant.
 #pragma once
 
-#include "core/call_arrays.hpp"
+#include "core/transfer/call_arrays.hpp"
 
 namespace uec::cuda {
 

@@ -12,7 +12,7 @@
 namespace uec::host {
 namespace {
 
-// Inlined into functions for one kind of processor each: their compiler knows its vectors.
+// Inlined into functions that are each compiled for one kind of processor, with its vectors.
 // Gradients may lie at any address, so elements are copied out.
 #define UEC_INTO_EACH [[gnu::always_inline]] inline
 #define UEC_INLINED __attribute__((always_inline))  // of a lambda
@@ -29,7 +29,7 @@ UEC_INTO_EACH float element(const uint8_t* from, int64_t i, GradType type) {
                                     : from_bfloat16(bits_at<uint16_t>(from, i));
 }
 
-// Adds elements i of the sources behind the first, in their order.
+// Adds element i of each source after the first, in order.
 template <GradType kType, int32_t kSources>
 UEC_INTO_EACH float and_the_others(float value, const uint8_t* const* from, int64_t i) {
 #pragma GCC unroll 8
@@ -41,7 +41,7 @@ template <GradType kType, int32_t kSources, bool kMore>
 UEC_INTO_EACH void sum(float* to, const uint8_t* const* sources, int64_t elements) {
   const uint8_t* from[kSources];
   for (int32_t s = 0; s < kSources; ++s) from[s] = sources[s];
-  // Of equal i alone: `to` may be one of them.
+  // Reads and writes equal i only: `to` may be one of them.
 #pragma GCC ivdep
   for (int64_t i = 0; i < elements; ++i) {
     const float first = element(from[0], i, kType);
@@ -67,8 +67,8 @@ UEC_INTO_EACH void add(uint8_t* main, const uint8_t* const* sources, int64_t ele
   }
 }
 
-// What is known when a pass begins, as constants of its loop: calls of.operator()<type>(), and
-// of.operator()<n>() for n of 1 to kMost.
+// Turns what is known when a pass begins into constants of its loop: calls of.operator()<type>(),
+// and of.operator()<n>() for n of 1 to kMost.
 template <class Of>
 UEC_INTO_EACH void with_type(GradType type, const Of& of) {
   if (type == GradType::kFloat32)

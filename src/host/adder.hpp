@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/protocol.hpp"
+#include "core/transfer/protocol.hpp"
 #include "host/add.hpp"
 #include "host/copy.hpp"
 
@@ -59,8 +59,8 @@ class HostAdder : public DeliveryPolicy {
     return true;
   }
 
-  // Values have been added before their sum was stored; only weakly ordered processors could still
-  // move their loads behind the look at the abort flags that follows.
+  // Values were loaded before their sum was stored; only weakly ordered processors could still
+  // move those loads past the check of the abort flags that follows.
   void loads_complete() const {
 #if !defined(__x86_64__)
     std::atomic_thread_fence(std::memory_order_acquire);

@@ -16,7 +16,8 @@ class Backoff {
   Backoff(const Backoff&) = delete;
   Backoff& operator=(const Backoff&) = delete;
 
-  // Called between two polls that found nothing. True now and then: time to look at clocks.
+  // Called between two polls that found nothing. Returns true now and then: time to check the
+  // clocks.
   bool pause() {
     if (polls_ < kSpins) {
       ++polls_;
@@ -43,7 +44,7 @@ class Backoff {
     return true;
   }
 
-  // When this wait's spinning was over. After pause() has returned true.
+  // When this wait stopped spinning. Valid once pause() has returned true.
   std::chrono::steady_clock::time_point began() const { return began_; }
 
   // Something moved.

@@ -1,4 +1,4 @@
-// Copies that leave the caches alone.
+// Copies that bypass the caches.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // A rank's doorbell: a futex word in its symmetric memory that every publish to it rings.
 //
-// There may be more ranks than cores, so a blocked rank has to give up its core, and a publish has
+// There may be more ranks than cores, so a blocked rank has to yield its core, and a publish has
 // to wake it. No wake-up is lost: a sleeper reads the sequence, then looks at its flags, then
 // sleeps only if the sequence has not moved; a ringer stores the flag before it moves the sequence.
 #pragma once
@@ -34,7 +34,7 @@ class Doorbell {
   }
   void leave() const { sleepers().fetch_sub(1, std::memory_order_relaxed); }
 
-  // Returns at a ring since `heard`, after `nanoseconds`, or for no reason.
+  // Returns after a ring since `heard`, after `nanoseconds`, or spuriously.
   void sleep(uint32_t heard, int64_t nanoseconds) const {
     const timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
     futex(FUTEX_WAIT, heard, &limit);

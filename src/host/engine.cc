@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 
 namespace uec::host {
 Engine::Engine(EngineConfig config)
@@ -50,7 +50,7 @@ int32_t Engine::add_region(std::vector<const uint8_t*> bases) {
 // ---- submitting --------------------------------------------------------------------------------
 
 // The storage of the next call, once the call that used it last has finished. Null: the group has
-// failed or is closed, and the call ends where it begins.
+// failed or is closed, and the call ends before it begins.
 Prepared* Engine::begin_call(Operation operation, const std::function<bool()>& interrupted,
                              std::unique_lock<std::mutex>& lock) {
   while (submitted_.load() - completed_.load() >= kDepth && failed_.load() == 0) {
@@ -75,7 +75,7 @@ Prepared* Engine::begin_call(Operation operation, const std::function<bool()>& i
 uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background,
                             std::unique_lock<std::mutex>& lock) {
   const uint64_t epoch = submitted_.load() + 1;
-  // Chained, so that two ranks that ever differed cannot agree again.
+  // Chained, so that two ranks that differed once cannot agree again.
   digest_ = mix(digest_, digest);
   prepared.call.epoch = {epoch, CallRecord::make(epoch, digest_, RecordKind::kCall)};
   prepared.call.reset_counters(Alone{});
@@ -162,7 +162,7 @@ void Engine::reject(const std::function<bool()>& interrupted) {
   if (is_inherited()) return;
   for (;;) {
     const uint64_t before = submitted_.load();
-    // What was submitted before is still owed. If it fails, the peers have heard of that.
+    // Calls submitted before are still owed. If one fails, the peers have been told.
     if (before > 0 && !wait(before, interrupted)) return;
     const std::lock_guard running(run_mutex_);
     std::unique_lock lock(submit_mutex_);
@@ -188,7 +188,7 @@ void Engine::reject(const std::function<bool()>& interrupted) {
 void Engine::abort() {
   if (is_inherited()) return;
   cancel();
-  const std::lock_guard running(run_mutex_);  // a call that is under way ends first, by itself
+  const std::lock_guard running(run_mutex_);  // a running call ends first, by itself
   if (failed_.load() != 0 || closed_) return;
   // Calls that were submitted but have not run fail too: peers in them must not wait for us.
   Report report;
@@ -266,7 +266,8 @@ bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
 int64_t Engine::finished_at(uint64_t epoch) const {
   if (epoch == 0 || completed_.load() < epoch) return 0;
   const int64_t time = finished_at_[epoch % kKnownEnds].load();
-  // A call that ends while we read stores its time before it counts as completed: ask behind.
+  // A call that ends while we read stores its time before it counts as completed, so check again
+  // afterwards.
   return submitted_.load() < epoch + kKnownEnds ? time : 0;
 }
 

@@ -11,15 +11,15 @@
 #include <thread>
 #include <vector>
 
-#include "core/failure.hpp"
-#include "core/layout.hpp"
-#include "core/protocol.hpp"
-#include "core/validate.hpp"
-#include "host/config.hpp"
-#include "host/health.hpp"
+#include "core/plan/check.hpp"
+#include "core/transfer/failure.hpp"
+#include "core/transfer/layout.hpp"
+#include "core/transfer/protocol.hpp"
+#include "engine/config.hpp"
+#include "engine/health.hpp"
+#include "engine/process.hpp"
 #include "host/policies.hpp"
 #include "host/prepared.hpp"
-#include "host/process.hpp"
 #include "host/slot_check.hpp"
 
 namespace uec::host {
@@ -42,7 +42,7 @@ class Engine {
   }
 
   // Each returns the call's epoch, which wait() takes. With `background`, the engine's own thread
-  // runs the call; else the caller's, inside wait(). With kDepth calls under way they wait for the
+  // runs the call; else the caller's, inside wait(). With kDepth calls in flight they wait for the
   // first, as wait() does.
   uint64_t replicate(const ReplicateArgs& args, bool background, Mode* mode,
                      const std::function<bool()>& interrupted = {});
@@ -54,10 +54,10 @@ class Engine {
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});
   void abort();
-  // Says goodbye. Returns the rank that is seen to have made another last call than ours, else -1.
+  // Says goodbye. Returns a rank that is known to have made a different last call, else -1.
   int32_t close();
   // This process was forked from the engine's: it has none of the threads, and mutexes may stay
-  // locked for ever. Only the numbers below may be asked for; the end of the engine is silent.
+  // locked forever. Only the counters below may be read; destroying the engine tells nobody.
   bool is_inherited() const { return threads_.is_inherited(); }
 
   bool is_completed(uint64_t epoch) const;
@@ -68,18 +68,18 @@ class Engine {
 
   uint64_t failed_epoch() const { return failed_.load(); }  // 0: none
   uint64_t epoch() const { return submitted_.load(); }
-  // When a call finished, in nanoseconds of the steady clock. 0: it has not, or another has taken
-  // its place since, or it failed.
+  // When a call finished, in nanoseconds of the steady clock. 0: it has not, or it failed, or a
+  // later call has taken its place.
   int64_t finished_at(uint64_t epoch) const;
   int64_t bytes_stored() const { return bytes_stored_.load(); }
 
-  // For whoever watches. None of these waits for a call, and all work after a failure and a close.
+  // For monitoring. None of these waits for a call, and all work after a failure and a close.
   uint64_t completed() const { return completed_.load(); }
   CallCounts calls() const { return calls_made_.read(); }
   Waits waits() const { return waits_.read(); }
-  // [G] what ranks have last said: by the time of the failure, or by now if there was none.
+  // [G] what each rank last published: at the time of the failure, or now if there was none.
   std::vector<LastWords> last_words() const;
-  // What is wrong, of a call that failed with kDamaged.
+  // What is wrong, for a call that failed with kDamaged.
   Damage damage() const;
 
  private:
@@ -90,7 +90,7 @@ class Engine {
   };
 
   static constexpr uint64_t kDepth = 4;  // submitted calls that have not finished
-  // Of so many calls the ends are known: whoever asks at each submission misses none.
+  // How many past calls' finish times are kept: a caller that asks at each submission misses none.
   static constexpr uint64_t kKnownEnds = 2 * kDepth;
 
   template <class Steps>

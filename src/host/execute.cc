@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <chrono>
 
-#include "core/gather.hpp"
-#include "core/reducer.hpp"
-#include "core/worker.hpp"
+#include "core/transfer/gather.hpp"
+#include "core/transfer/reducer.hpp"
+#include "core/transfer/worker.hpp"
 #include "host/adder.hpp"
 #include "host/backoff.hpp"
 #include "host/engine.hpp"
@@ -94,8 +94,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   return drive(finish, prepared, interrupted);
 }
 
-// The transfer has ended well. What is wrong all the same makes the call fail, as this rank's own
-// finding.
+// The transfer has ended well. Damage that is found nevertheless makes the call fail, as this
+// rank's own finding.
 bool Engine::check_slots(Prepared& prepared, const std::function<bool()>& interrupted) {
   const CheckedCall checked = checked_call(prepared);
   Damage damage = slot_check_->find_changed_main(checked);
@@ -212,7 +212,7 @@ bool Engine::drive(Steps&& steps, Prepared& prepared, const std::function<bool()
 }
 
 // A peer's socket reaches end-of-file when its process ends, however it ends, unless a child that
-// it has forked holds the socket too; then the process itself tells.
+// it has forked holds the socket too; then the process descriptor tells.
 void Engine::poll_peers() {
   const auto is_at_end = [](const std::vector<int>& fds, size_t r, short events) {
     if (r >= fds.size() || fds[r] < 0) return false;
@@ -251,8 +251,8 @@ void Engine::report_fault(const Call& call, Report report) {
   announce_abort(call, memory_, mover, abort_word(call, report));
   while (!memory_.flags_delivered()) {
   }
-  // Words of different ranks come in any order, so the chain is given time to be written. Peers
-  // answer an abort with their own; a rank that is stuck does not, and ends the chain.
+  // Abort words of different ranks arrive in any order, so the chain is given time to be written.
+  // Peers answer an abort with their own; a rank that is stuck does not, and ends the chain.
   const double grace = report.fault == Fault::kTimeout   ? 0.5
                        : report.fault == Fault::kAborted ? 0.05
                                                          : 0;
@@ -268,8 +268,8 @@ void Engine::report_fault(const Call& call, Report report) {
   report_ = report;
 }
 
-// Ends the failed call and all after it. Only once its workers have put down what they held: from
-// here on the caller may change or free what the call was reading.
+// Ends the failed call and all after it. Only once its workers have drained: from here on the
+// caller may change or free what the call was reading.
 void Engine::settle_failure() {
   {
     const std::lock_guard lock(submit_mutex_);

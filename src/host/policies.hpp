@@ -4,10 +4,10 @@
 #include <atomic>
 #include <cstdint>
 
-#include "core/layout.hpp"
-#include "core/protocol.hpp"
-#include "core/ring.hpp"
-#include "core/team.hpp"
+#include "core/base/team.hpp"
+#include "core/transfer/layout.hpp"
+#include "core/transfer/protocol.hpp"
+#include "core/transfer/ring.hpp"
 #include "host/copy.hpp"
 #include "host/doorbell.hpp"
 
@@ -20,7 +20,7 @@ class HostMemory {
  public:
   using Team = Alone;
 
-  // `gone` [G] is set by whoever notices that a peer's process ended.
+  // `gone` [G] is set by the thread that notices that a peer's process ended.
   HostMemory(uint8_t* const* bases, int32_t rank, int64_t doorbell, const std::atomic<bool>* gone)
       : bases_(bases), rank_(rank), doorbell_(doorbell), gone_(gone) {}
 
@@ -33,7 +33,7 @@ class HostMemory {
     if (rank != rank_) Doorbell(bases_[rank] + doorbell_).ring();
   }
 
-  // Later stores of this thread, to main weights too, stay behind its flags.
+  // Later stores of this thread, also to main weights, stay behind its flags.
   bool flags_delivered() const {
 #if !defined(__SANITIZE_THREAD__)  // which does not know fences, and needs none here
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -68,8 +68,8 @@ class HostMemory {
   const std::atomic<bool>* gone_;
 };
 
-// A load is remembered and happens with the first store: the caches are the stage, and a tile that
-// goes to several replicas is read from memory once.
+// A load is only recorded, and happens with the first store: the caches serve as the stage, and a
+// tile that goes to several replicas is read from memory once.
 class HostMover : public DeliveryPolicy, public LocalRing<4> {
  public:
   void fetch(uint32_t k, const Stage& stage, const uint8_t* source) {
@@ -94,7 +94,7 @@ class HostMover : public DeliveryPolicy, public LocalRing<4> {
   }
 
   // Loads finished with the copies that used them; only weakly ordered processors could still
-  // move them behind the look at the abort flags that follows.
+  // move them past the check of the abort flags that follows.
   void loads_complete() const {
 #if !defined(__x86_64__)
     std::atomic_thread_fence(std::memory_order_acquire);

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/prepare_reduce.hpp"
+#include "core/transfer/prepare.hpp"
 
 namespace uec::host {
 

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 
 namespace uec::host {
 namespace {
 
-// Every word is mixed with its place, by itself, so that a processor works at several at a time. A
-// change of one word is never lost, and any other with a probability of 2^-64.
+// Every word is mixed with its position on its own, so that a processor works on several at a time.
+// A change of a single word is always found, any other is missed with a probability of 2^-64.
 uint64_t sum_block(const uint8_t* bytes, int64_t count) {
   constexpr uint64_t kPlace = 0xA24BAED4963EE407ull;
   uint64_t sum = mix(0, static_cast<uint64_t>(count)), place = 0;
@@ -23,7 +23,7 @@ uint64_t sum_block(const uint8_t* bytes, int64_t count) {
   return sum + mix(place + kPlace, rest);
 }
 
-// The first byte that differs, in `damage`; false: none does.
+// Stores the first byte that differs in `damage`; false: none does.
 bool find_difference(const uint8_t* bytes, const uint8_t* expected, int64_t count, int64_t offset,
                      Damage* damage) {
   const auto [at, should] = std::mismatch(bytes, bytes + count, expected);
@@ -40,7 +40,7 @@ SlotCheck::SlotCheck(const EngineConfig& config, const EngineLayout& layout)
     : config_(config), layout_(layout) {
   int64_t expert_bytes = 0;
   for (const int64_t bytes : config.segment_bytes) expert_bytes += bytes;
-  // Now, when a lack of memory is the error of one that can tell.
+  // Allocated now, while running out of memory can still be reported to the caller.
   untouched_.reserve(config.slots_per_rank * expert_bytes);
 }
 
@@ -196,7 +196,7 @@ void SlotCheck::publish_checked(const CheckedCall& call) const {
   each_replica(call, [&](int32_t e, int32_t rank, int32_t) {
     if (rank != config_.rank) return;
     const int32_t home = config_.home[e];
-    // Release: what this rank has read of the copy stays before whatever overwrites it.
+    // Release: this rank's reads of the copy stay before the stores that overwrite it.
     checked(home, layout_.main_idx[e], rank).store(call.epoch, std::memory_order_release);
     ring(home);
   });

@@ -1,18 +1,18 @@
 // Check mode: after each transfer, every rank compares its slots with what their homes had.
 //
-// Before a home announces a call, it copies the experts that the plan replicates, and sums them up
-// by blocks, into its check region, which peers can read. When a rank has all that it is owed, it
-// sums up its slots, and looks into the home's copy where a sum differs. Then it publishes
-// `checked` to the home, whose call ends only when all its readers have: so a copy lies still while
-// it is read, and the next call may overwrite it.
+// Before a home announces a call, it copies the experts that the plan replicates, with a checksum
+// of each block, into its check region, which peers can read. When a rank has all that it is owed,
+// it computes the checksums of its slots, and compares with the home's copy where one differs. Then
+// it publishes `checked` to the home, whose call ends only when all its readers have done so: a
+// copy does not change while it is read, and the next call may overwrite it.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
-#include "core/call.hpp"
-#include "host/config.hpp"
+#include "core/transfer/announce.hpp"
+#include "engine/config.hpp"
 #include "host/policies.hpp"
 
 namespace uec::host {
@@ -35,7 +35,7 @@ struct Damage {
   bool source_changed = false;  // the home says so: of kSlot, then no fault of the transfer
 };
 
-// What a transfer moves: arrays of the prepared call.
+// What a transfer moves, as arrays of the prepared call.
 struct CheckedCall {
   uint64_t epoch = 0;
   const int32_t* slot_expert = nullptr;            // [G][S]
@@ -50,7 +50,7 @@ class SlotCheck {
 
   // Before the call is announced, on the thread that announces it.
   void remember(const CheckedCall& call);
-  // After all that peers owe has arrived. The first that differs by segment and block; kNone: none.
+  // After all that peers owe has arrived. The first difference, by segment and block; kNone: none.
   Damage find_changed_main(const CheckedCall& call) const;
   Damage find_damaged_slot(const CheckedCall& call) const;
 
@@ -75,7 +75,7 @@ class SlotCheck {
   // visit(expert, rank, slot) for each filled slot of the plan.
   template <class Visit>
   void each_replica(const CheckedCall& call, Visit&& visit) const;
-  // Compares a copy of a segment, with its sums, with bytes that should be the same.
+  // Compares a copy of a segment, with its checksums, to bytes that should be the same.
   Damage compare(const uint8_t* bytes, int32_t rank, size_t segment, int32_t main_idx) const;
 
   const EngineConfig& config_;
@@ -83,7 +83,7 @@ class SlotCheck {
   std::vector<uint8_t> untouched_;  // what slots held that the call has nothing for
 };
 
-// What a home waits for at the end of a call, as a Finish is for the rest.
+// What a home waits for at the end of a call, as Finish does for everything else.
 class AwaitChecks {
  public:
   AwaitChecks(const SlotCheck& check, const CheckedCall& checked, const Call& call,
@@ -98,7 +98,7 @@ class AwaitChecks {
     int32_t reader, expert, main_idx;
   };
 
-  // As core/protocol.hpp judges flags: those of the check region have negative offsets.
+  // As core/transfer/protocol.hpp judges flags: those of the check region have negative offsets.
   struct Memory {
     uint64_t observe(int64_t offset) const;
     bool peer_gone(int32_t rank) const { return memory.peer_gone(rank); }

@@ -6,7 +6,7 @@
 
 namespace uec::model {
 
-// One kind of copy: how long a byte keeps the sender's link and the receiver's link.
+// One kind of copy: how long a byte occupies the sender's link and the receiver's link.
 struct Rate {
   double egress = 0, ingress = 0;  // picoseconds a byte
 
@@ -29,8 +29,8 @@ struct Machine {
                             // in which they asked
   int64_t call_ps = 0;      // what a call takes before anything else
 
-  // Ranks whose copies are made by their own cores, in a memory that all share: a tile's first
-  // store reads it too, wherever it lies, and a rank's own slot takes a copy like any other.
+  // Ranks whose own cores make their copies, in a memory that all share: a tile's first store also
+  // reads it, wherever it lies, and a rank's own slot takes a copy like any other.
   double shared = 0;     // the part of a copy's time that it keeps the memory; 0: these are links
   double read = 0;       // picoseconds a byte, of what a tile's first store reads
   int64_t group_ps = 0;  // what handing on a flag group takes of a hub's core

@@ -1,19 +1,19 @@
-// The core's two policies on a modelled machine: flags that take their time, and bytes that take
-// theirs and are nowhere.
+// The core's two policies on a modelled machine: flags and bytes take time, and the bytes exist
+// only as durations.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "core/protocol.hpp"
-#include "core/ring.hpp"
-#include "core/stream.hpp"
-#include "core/team.hpp"
+#include "core/base/team.hpp"
+#include "core/transfer/call.hpp"
+#include "core/transfer/protocol.hpp"
+#include "core/transfer/ring.hpp"
 #include "model/world.hpp"
 
 namespace uec::model {
 
-// An address says whose memory it is in, and where; there is nothing behind it.
+// An address says whose memory it is in, and where; there is no memory behind it.
 inline constexpr int kRankShift = 44;
 inline uint8_t* base_of(int32_t rank) {
   return reinterpret_cast<uint8_t*>(static_cast<uintptr_t>(rank + 1) << kRankShift);
@@ -53,9 +53,8 @@ class ModelMemory {
 };
 
 // A local load takes no time: memory is several times as fast as a link. Where cores copy, loads
-// are part of stores. A stage is reusable once
-// its stores are known to be delivered, which is later than on a device: tiles in flight are
-// counted to their end.
+// are part of stores. A stage is reusable once its stores are known to be delivered, which is later
+// than on a device: tiles are in flight until they arrive.
 class ModelMover : public DeliveryPolicy {
  public:
   // `received` [G][S] bytes, `held` of this rank: stages in use.
@@ -130,7 +129,7 @@ class ModelMover : public DeliveryPolicy {
     if (!at(k).stage.ends_stream()) let_go();
   }
 
-  // Tickets count the stages in their order; delivery is in any order.
+  // Tickets count the stages in order; delivery may happen in any order.
   template <class F>
   bool when_delivered(uint32_t ticket, bool, F&& then) {
     while (delivered_ < ticket && (delivered_ < released_ || at(delivered_).delivered))
@@ -142,7 +141,7 @@ class ModelMover : public DeliveryPolicy {
 
   static void loads_complete() {}
 
-  // ---- by the simulation
+  // ---- called by the simulation
 
   void note_loaded(uint32_t k) { at(k).loaded = true; }
   void note_delivered(uint32_t k) { at(k).delivered = true; }

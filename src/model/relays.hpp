@@ -1,12 +1,12 @@
-// The work of a rank when whole experts are passed on along trees, as others do: the comparison to
-// hubs. The core's workers run it.
+// The work of a rank when whole experts are relayed along trees, as other libraries do: what hubs
+// are compared to. The core's workers run it.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "core/schedule.hpp"
-#include "core/worklist.hpp"
+#include "core/schedule/schedule.hpp"
+#include "core/schedule/worklist.hpp"
 
 namespace uec::model {
 

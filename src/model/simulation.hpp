@@ -1,8 +1,8 @@
 // One transfer on a described machine: the production workers of all ranks, step by step, under a
 // modelled clock.
 //
-// Claims, polling, skipping, the ring and the flags are those of the core; only what they stand on
-// is modelled. Workers sleep until something happens that may concern them.
+// Claims, polling, skipping, the ring and the flags are those of the core; only the layer below
+// them is modelled. Workers sleep until something happens that may concern them.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 #include <stdexcept>
 #include <vector>
 
-#include "core/call.hpp"
-#include "core/worker.hpp"
+#include "core/transfer/announce.hpp"
+#include "core/transfer/worker.hpp"
 #include "model/policies.hpp"
 #include "model/world.hpp"
 
 namespace uec::model {
 
-// What all ranks do, in arrays that somebody else keeps. Ranks enter the call at time 0.
+// What all ranks do, in arrays that the caller owns. Ranks enter the call at time 0.
 struct Job {
   std::vector<Call> calls;  // [G]
   int32_t slots_per_rank = 0;
@@ -55,8 +55,8 @@ class Simulation {
       workers_.push_back(std::make_unique<Agent>(*this, w));
   }
 
-  // Raises std::logic_error if ranks wait for each other for ever, which would be a fault of the
-  // core or of the job.
+  // Throws std::logic_error if ranks wait for each other forever, which would be a bug in the core
+  // or in the job.
   Outcome run() {
     for (int32_t r = 0; r < num_ranks_; ++r) {
       ModelMover& mover = workers_[r * machine_.workers]->mover;
@@ -115,8 +115,8 @@ class Simulation {
     due_.push_back(w);
   }
 
-  // One that sleeps until a flag changes or others have claimed all that it waits for. One is
-  // enough for a flag of one group; it wakes the next if it got something.
+  // Wakes a worker that sleeps until a flag changes or others have claimed all that it waits for.
+  // One is enough for a flag of one group; it wakes the next if it got something.
   void wake_one(int32_t r) {
     if (ranks_[r].blocked.empty()) return;
     const int32_t w = ranks_[r].blocked.back();
@@ -127,8 +127,8 @@ class Simulation {
     while (!ranks_[r].blocked.empty()) wake_one(r);
   }
 
-  // A rank's blocked workers are exactly those whose last step was: a flag that woke another one
-  // would be lost on it.
+  // A rank's blocked workers are exactly those whose last step was blocked: a flag that woke any
+  // other worker would be wasted.
   void note_blocked(int32_t w) {
     if (place_[w] >= 0) return;
     std::vector<int32_t>& blocked = ranks_[world_.rank_of(w)].blocked;
@@ -192,8 +192,8 @@ class Simulation {
     const bool claimed = fetched == Step::kProgress;
     const bool ends = fetched == Step::kFinished && !agent.fetched;  // the store side will see it
     agent.fetched = fetched == Step::kFinished;
-    // Workers of a moment take their steps in turns, as they do side by side on a device: one that
-    // filled its stages first would hold groups that others' stages could send sooner.
+    // Workers that are due at the same moment take steps in turns, as they run in parallel on a
+    // device: one that filled all its stages first would hold groups that others could send sooner.
     if (stored == Step::kProgress || claimed || ends) wake(w);
     const bool is_blocked = fetched == Step::kBlocked;
     const bool got_something = claimed || ends || (agent.slept && !is_blocked);

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/prepare.hpp"
+#include "core/transfer/prepare.hpp"
 #include "model/relays.hpp"
 #include "model/simulation.hpp"
 
@@ -33,7 +33,7 @@ struct Result {
   Outcome outcome;
 };
 
-// Raises std::overflow_error where addresses would run into each other, or memory would run out.
+// Throws std::overflow_error where addresses would overlap, or memory would run out.
 inline void check_sizes(const SymmetricLayout& layout, const Machine& machine) {
   const int64_t ranks = layout.num_ranks;
   const auto check = [](const char* what, int64_t count, int32_t most_bits) {
@@ -46,7 +46,7 @@ inline void check_sizes(const SymmetricLayout& layout, const Machine& machine) {
   check("tiles in flight of all ranks", ranks * machine.workers * machine.stages, 20);
 }
 
-// Makes the schedule once, as every rank would, and runs it. Raises as check_sizes() and World.
+// Makes the schedule once, as every rank would, and runs it. Throws as check_sizes() and World do.
 inline Result model_transfer(const Transfer& transfer, const Machine& machine, bool keeps_spans) {
   const Topology& t = transfer.topology;
   const auto num_segments = static_cast<int32_t>(transfer.segment_bytes.size());

@@ -1,9 +1,9 @@
 // A described machine at work: a clock, the ranks' links, and the flags of all ranks.
 //
-// A copy keeps its sender's link for its bytes, and its receiver's link from then on at the
-// earliest: the switch between them never blocks. Copies that wait for a link are served in turns,
-// one of each stream: a worker's stores are a stream, in their order, and so are a rank's loads
-// from another (or, where those are not served fairly, each load).
+// A copy occupies its sender's link for its bytes, and its receiver's link from then on at the
+// earliest: the switch between them never blocks. Copies that wait for a link are served round
+// robin, one of each stream: a worker's stores are a stream, in their order, and so are a rank's
+// loads from another (or, where those are not served fairly, each load).
 //
 // Where cores copy, a sender's link is its core, and the memory that they share takes the place of
 // all receivers' links.
@@ -21,10 +21,10 @@
 
 namespace uec::model {
 
-// The clock's end, 26 days: no copy and no latency takes as long, so sums of two stay in range.
+// The end of the clock, 26 days: no copy or latency takes that long, so sums of two stay in range.
 inline constexpr int64_t kEndOfTime = int64_t{1} << 61;
 
-// As Span in ultraep_comm/timeline.py.
+// As Span in ultraep_comm/model/timeline.py.
 enum class SpanKind : int32_t { kCall = 0, kStore = 1, kLoad = 2, kWait = 3 };
 
 struct Span {
@@ -110,7 +110,7 @@ class World {
   bool ended() const { return events_.empty(); }
   int64_t next_time() const { return events_.top().time; }
 
-  // Takes the next event; links are seen to here.
+  // Takes the next event; link events are handled here.
   Event take() {
     const Event event = events_.top();
     events_.pop();
@@ -146,7 +146,7 @@ class World {
     const auto stages = static_cast<uint32_t>(machine_.stages);
     return arrivals_[static_cast<size_t>(worker) * stages + stage % stages];
   }
-  // Once a stage is closed and all its copies have begun: their ends are known by then.
+  // Called once a stage is closed and all its copies have begun: their ends are known by then.
   void deliver_if_done(int32_t worker, uint32_t stage) {
     const Arrivals& a = arrivals_of(worker, stage);
     if (a.closed && a.pending == 0)
@@ -163,7 +163,7 @@ class World {
     std::vector<Copy> copies;
     size_t next = 0;
 
-    // Those that have begun, now and then: a stream may never be empty before its end.
+    // Drops copies that have begun, now and then: a stream may never be empty before its end.
     void forget() {
       if (next < copies.size() && (next < 32 || 2 * next < copies.size())) return;
       copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(next));
@@ -216,7 +216,7 @@ class World {
     schedule(now_ + pass(copy), EventKind::kLink, link, 0, 0);
   }
 
-  // Starts a copy; returns how long it keeps the sender's link.
+  // Starts a copy; returns how long it occupies the sender's link.
   int64_t pass(const Copy& copy) {
     const bool far = machine_.far(copy.from, copy.to);
     const Rate& rate = machine_.rate(copy.is_load, far);

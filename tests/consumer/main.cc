@@ -1,5 +1,5 @@
 // Two ranks of one group, as threads, replicate an expert: the host engine from C++.
-#include <core/schedule.hpp>
+#include <core/schedule/schedule.hpp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

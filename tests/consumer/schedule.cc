@@ -1,6 +1,6 @@
 // The core without the engine: how a plan is cut into tiles and checked.
-#include <core/tiles.hpp>
-#include <core/validate.hpp>
+#include <core/plan/check.hpp>
+#include <core/schedule/tiles.hpp>
 #include <cstdint>
 
 int main() {

@@ -1,4 +1,4 @@
-// A team of threads, as core/team.hpp describes it.
+// A team of threads, as core/base/team.hpp describes it.
 #pragma once
 
 #include <array>
@@ -11,11 +11,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "check.hpp"
-#include "core/team.hpp"
+#include "core/base/team.hpp"
+#include "support/check.hpp"
 
-// Where the members of one team meet. Each operation is one meeting: members leave a value each,
-// and may read those of all others until the meeting after the next.
+// Where the members of one team synchronise. Each operation is one meeting: members leave a value
+// each, and may read those of all others until the meeting after the next.
 class Room {
  public:
   explicit Room(int32_t num_members)
@@ -26,7 +26,7 @@ class Room {
  private:
   friend class Crowd;
 
-  // Sleeps rather than spins: there are more members than processors.
+  // Sleeps rather than spins: there are more members than cores.
   void wait_for_all() {
     std::unique_lock lock(mutex_);
     const uint32_t meeting = meeting_;
@@ -152,7 +152,7 @@ class Crowd {
     seats[me_.index].operation = operation;
     std::memcpy(seats[me_.index].value.data(), &value, sizeof value);
     me_.room->wait_for_all();
-    // All members do the same: on a device a warp would hang otherwise, or mix up values.
+    // All members take the same path: on a device a warp would hang otherwise, or mix up values.
     for (const Room::Seat& seat : seats) CHECK_EQ(seat.operation, operation);
     return seats;
   }

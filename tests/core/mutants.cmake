@@ -1,85 +1,82 @@
-# What members of a team do together, each broken in a program of its own that must not pass.
+# What members of a team do together, each broken in a program that then must not pass.
 
 # ultraep_add_core_mutant(<name> PROGRAM <test> FILE <path below src/> FIND [[...]] REPLACE [[...]])
 #
-# PROGRAM is the name of a test in this folder.
-find_package(Threads REQUIRED)
-
+# PROGRAM is the path of a test below this folder, without .cc.
 function(ultraep_add_core_mutant name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "PROGRAM;FILE;FIND;REPLACE" "")
-  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
-    REPLACE "${arg_REPLACE}")
-  set(target mutant_${name})
-  add_executable(${target} EXCLUDE_FROM_ALL core/${arg_PROGRAM}.cc)
-  target_include_directories(${target} BEFORE PRIVATE ${overlay})
-  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+  ultraep_mutate(core NAME ${name} PROGRAM ${arg_PROGRAM} WATCHDOG 50 FILE "${arg_FILE}"
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
+endfunction()
+
+find_package(Threads REQUIRED)
+function(_ultraep_core_program target program copies)
+  add_executable(${target} EXCLUDE_FROM_ALL core/${program}.cc)
+  ultraep_compile_mutants(${target} ${copies} mutants_std)
   target_link_libraries(${target} PRIVATE ultraep_core Threads::Threads)
-  target_compile_options(${target} PRIVATE ${mutant_options})
-  target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=50)
-  target_precompile_headers(${target} REUSE_FROM mutants_std)
-  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
-    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
-  add_dependencies(mutants ${target})
 endfunction()
 
 # ---- a claim ------------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(openings_not_shared PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(openings_not_shared PROGRAM transfer/test_team
+  FILE core/transfer/claimer.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 
-ultraep_add_core_mutant(chosen_by_each PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
   FIND [[    const uint32_t chosen = team_.lowest(best);]]
   REPLACE [[    const uint32_t chosen = best;]])
 
-ultraep_add_core_mutant(claimed_by_each PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(claimed_by_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
   FIND [[    if (best == chosen) {]]
   REPLACE [[    if (true) {]])
 
-ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM transfer/test_team
+  FILE core/transfer/claimer.hpp
   FIND [[    const int32_t at = team_.from(member, best_at);]]
   REPLACE [[    const int32_t at = team_.share(best_at);]])
 
-ultraep_add_core_mutant(wait_of_each PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
   FIND [[      waits_with_ = team_.from(member, best_with);]]
   REPLACE [[      waits_with_ = best_with;]])
 
-ultraep_add_core_mutant(fault_of_each PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
   FIND [[      fault_ = team_.from(member, fault);]]
   REPLACE [[      fault_ = fault;]])
 
-ultraep_add_core_mutant(first_member_blames PROGRAM test_team FILE core/claimer.hpp
+ultraep_add_core_mutant(first_member_blames PROGRAM transfer/test_team
+  FILE core/transfer/claimer.hpp
   FIND [[      return outcome(kFault, 0, r);]]
   REPLACE [[      return outcome(kFault, 0, team_.index());]])
 
 # ---- a publish ----------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(one_destination_for_all PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(one_destination_for_all PROGRAM transfer/test_team
+  FILE core/transfer/storer.hpp
   FIND [[destination(piece, first + team_.index(), stage.span)]]
   REPLACE [[destination(piece, first, stage.span)]])
 
-ultraep_add_core_mutant(ready_by_each PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(ready_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    if (piece.sets_ready && team_.leader()) {]]
   REPLACE [[    if (piece.sets_ready) {]])
 
-ultraep_add_core_mutant(arrived_by_each PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(arrived_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]]
   REPLACE [[    left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]])
 
-ultraep_add_core_mutant(arrival_not_shared PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(arrival_not_shared PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    if (team_.share(left) == 0)]]
   REPLACE [[    if (left == 0)]])
 
-ultraep_add_core_mutant(done_by_each PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(done_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    for (int32_t i = team_.index(); i < task.done_count; i += team_.size()) {]]
   REPLACE [[    for (int32_t i = 0; i < task.done_count; ++i) {]])
 
-ultraep_add_core_mutant(pulled_by_each PROGRAM test_team FILE core/storer.hpp
+ultraep_add_core_mutant(pulled_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    if (task.pulled_home >= 0 && team_.leader())]]
   REPLACE [[    if (task.pulled_home >= 0)]])
 
-ultraep_add_core_mutant(open_by_each PROGRAM test_team FILE core/call.hpp
+ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transfer/announce.hpp
   FIND [[    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
       if (call.work.opens[r])]]
   REPLACE [[    for (int32_t r = 0; r < call.num_ranks; ++r)
@@ -87,373 +84,400 @@ ultraep_add_core_mutant(open_by_each PROGRAM test_team FILE core/call.hpp
 
 # ---- a wait for peers ---------------------------------------------------------------------------
 
-ultraep_add_core_mutant(finish_waits_for_each PROGRAM test_team FILE core/call.hpp
+ultraep_add_core_mutant(finish_waits_for_each PROGRAM transfer/test_team
+  FILE core/transfer/announce.hpp
   FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
   REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
 
-ultraep_add_core_mutant(finish_fails_for_each PROGRAM test_team FILE core/call.hpp
+ultraep_add_core_mutant(finish_fails_for_each PROGRAM transfer/test_team
+  FILE core/transfer/announce.hpp
   FIND [[    fault_ = team_.from(waits_for_ % team_.size(), fault);]]
   REPLACE [[    fault_ = fault;]])
 
-ultraep_add_core_mutant(finish_progress_of_each PROGRAM test_team FILE core/call.hpp
+ultraep_add_core_mutant(finish_progress_of_each PROGRAM transfer/test_team
+  FILE core/transfer/announce.hpp
   FIND [[team_.lowest(next_ == first) == 0 ?]]
   REPLACE [[next_ != first ?]])
 
-ultraep_add_core_mutant(abort_of_each PROGRAM test_team FILE core/stream.hpp
+ultraep_add_core_mutant(abort_of_each PROGRAM transfer/test_team FILE core/transfer/call.hpp
   FIND [[  first = team.lowest(first);]]
   REPLACE [[]])
 
-ultraep_add_core_mutant(disagreement_of_each PROGRAM test_team FILE core/failure.hpp
+ultraep_add_core_mutant(disagreement_of_each PROGRAM transfer/test_team
+  FILE core/transfer/failure.hpp
   FIND [[  first = team.lowest(first);]]
   REPLACE [[]])
 
-ultraep_add_core_mutant(called_for_each PROGRAM test_team FILE core/failure.hpp
+ultraep_add_core_mutant(called_for_each PROGRAM transfer/test_team FILE core/transfer/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]
   REPLACE [[  return all != 0;]])
 
 # ---- the exchange of loads ----------------------------------------------------------------------
 
-ultraep_add_core_mutant(row_to_whoever_waits PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(row_to_whoever_waits PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[    store(mine == kReady ? at : -1);]]
   REPLACE [[    store(mine != kAll ? at : -1);]])
 
-ultraep_add_core_mutant(row_published_by_each PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(row_published_by_each PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[          for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {]]
   REPLACE [[          for (int32_t r = 0; r < call_.num_ranks; ++r) {]])
 
-ultraep_add_core_mutant(row_published_twice PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(row_published_twice PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[            if (sent_[r] != kStored) continue;]]
   REPLACE [[            if (sent_[r] == kUnsent) continue;]])
 
-ultraep_add_core_mutant(row_published_when_stored PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(row_published_when_stored PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
   REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
 
-ultraep_add_core_mutant(rows_held_while_blocked PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(rows_held_while_blocked PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[    if (num_held_ > 0) return publish_step();]]
   REPLACE [[    if (num_held_ > 0 && sent != Step::kBlocked) return publish_step();]])
 
-ultraep_add_core_mutant(exchange_goes_by_each PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(exchange_goes_by_each PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[        team_.lowest(static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]]
   REPLACE [[        (static_cast<uint32_t>(mine) << 30 | static_cast<uint32_t>(at));]])
 
-ultraep_add_core_mutant(exchange_fails_for_each PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(exchange_fails_for_each PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[fault_ = team_.from(waits_for_ % team_.size(), fault);]]
   REPLACE [[fault_ = fault;]])
 
-ultraep_add_core_mutant(exchange_progress_of_each PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(exchange_progress_of_each PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[    return team_.lowest(next_ == first) == 0 ? Step::kProgress : Step::kBlocked;]]
   REPLACE [[    return next_ != first ? Step::kProgress : Step::kBlocked;]])
 
-ultraep_add_core_mutant(exchange_waits_for_the_last PROGRAM test_gather FILE core/gather.hpp
+ultraep_add_core_mutant(exchange_waits_for_the_last PROGRAM transfer/test_gather
+  FILE core/transfer/gather.hpp
   FIND [[ && mine == kWaits) continue;  // the first is named]]
   REPLACE [[ && mine == kReady) continue;]])
 
 # ---- a probe -------------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(moved_before_read PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(moved_before_read PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[      if (i < count) moved = entry[i + 1];
       team.sync();]]
   REPLACE [[      if (i < count) moved = entry[i + 1];]])
 
-ultraep_add_core_mutant(place_of_each PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(place_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));]]
   REPLACE [[      const int32_t stays = moves ? team.size() : team.index();]])
 
-ultraep_add_core_mutant(entered_by_each PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(entered_by_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[    if (team.leader()) entry[at] = added;]]
   REPLACE [[    entry[at] = added;]])
 
-ultraep_add_core_mutant(found_before_entered PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(found_before_entered PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[    if (team.leader()) entry[at] = added;
     team.sync();]]
   REPLACE [[    if (team.leader()) entry[at] = added;]])
 
-ultraep_add_core_mutant(fit_of_each PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(fit_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));]]
   REPLACE [[      const int32_t found = fits ? n : room;]])
 
-ultraep_add_core_mutant(main_of_each PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(main_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));]]
   REPLACE [[    main = own;]])
 
-ultraep_add_core_mutant(taken_by_each PROGRAM test_probe FILE core/probe.hpp
+ultraep_add_core_mutant(taken_by_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
   FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
   REPLACE [[    have[main] -= quota;]])
 
 # ---- a packed probe ------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(packed_without_turns PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_without_turns PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[+ static_cast<uint32_t>(turn)) ^ mask;]]
   REPLACE [[+ static_cast<uint32_t>(turn) * 0) ^ mask;]])
 
-ultraep_add_core_mutant(packed_latest_last PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[      --turn;
       const int32_t rest]]
   REPLACE [[      ++turn;
       const int32_t rest]])
 
-ultraep_add_core_mutant(packed_taker_of_each PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_taker_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[      uint32_t taker = team.lowest(lowest);]]
   REPLACE [[      uint32_t taker = lowest;]])
 
-ultraep_add_core_mutant(packed_cost_of_each PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_cost_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[team.sum(static_cast<uint32_t>(cost)));]]
   REPLACE [[static_cast<uint32_t>(cost));]])
 
-ultraep_add_core_mutant(packed_joins_nowhere PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[      if (hot == index + p * size) cool.put(]]
   REPLACE [[      if (hot == -1) cool.put(]])
 
-ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM plan/test_probe
+  FILE core/plan/packed_probe.hpp
   FIND [[    const bool stays = left[p] > 1 && rest > 0;]]
   REPLACE [[    const bool stays = rest > 0;]])
 
-ultraep_add_core_mutant(packed_next_exporter_again PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_next_exporter_again PROGRAM plan/test_probe
+  FILE core/plan/packed_probe.hpp
   FIND [[    after = place_of(h + 2);]]
   REPLACE [[    after = place_of(h + 1);]])
 
-ultraep_add_core_mutant(packed_too_large PROGRAM test_probe FILE core/packed_probe.hpp
+ultraep_add_core_mutant(packed_too_large PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[         (ask.threshold + 1) * detail::num_turns(pool, ask) <= limit &&
 ]]
   REPLACE [[]])
 
 # ---- two sides ----------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(fetch_fault_unseen PROGRAM test_stream FILE core/worker.hpp
+ultraep_add_core_mutant(fetch_fault_unseen PROGRAM transfer/test_stream
+  FILE core/transfer/worker.hpp
   FIND [[return fetcher_.fault() != Fault::kNone ? Step::kFailed : storer_.step();]]
   REPLACE [[return storer_.step();]])
 
-ultraep_add_core_mutant(store_fault_unseen PROGRAM test_stream FILE core/worker.hpp
+ultraep_add_core_mutant(store_fault_unseen PROGRAM transfer/test_stream
+  FILE core/transfer/worker.hpp
   FIND [[return storer_.fault() != Fault::kNone ? Step::kFailed : fetcher_.step();]]
   REPLACE [[return fetcher_.step();]])
 
 # ---- shares -------------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(part_one_too_small PROGRAM test_shares FILE core/shares.hpp
+ultraep_add_core_mutant(part_one_too_small PROGRAM reroute/test_shares FILE core/reroute/shares.hpp
   FIND [[(left >= turn.remaining ? 1 : 0)]]
   REPLACE [[0]])
 
-ultraep_add_core_mutant(shares_before_all_turns PROGRAM test_shares FILE core/shares.hpp
+ultraep_add_core_mutant(shares_before_all_turns PROGRAM reroute/test_shares
+  FILE core/reroute/shares.hpp
   FIND [[      left -= turns[r].rest;
     }
     team.sync();]]
   REPLACE [[      left -= turns[r].rest;
     }]])
 
-ultraep_add_core_mutant(instances_not_listed_yet PROGRAM test_share_table FILE core/share_table.hpp
+ultraep_add_core_mutant(instances_not_listed_yet PROGRAM reroute/test_share_table
+  FILE core/reroute/share_table.hpp
   FIND [[  team.sync();
 
-  // What the shares rest on.]]
+  // What the shares depend on.]]
   REPLACE [[]])
 
 # ---- a plan's check, its schedule, its worklist and its digest -----------------------------------
 
-# ultraep_add_prepare_mutant(<name> <header of core> FIND [[...]] REPLACE [[...]])
+# ultraep_add_prepare_mutant(<name> <header below core/, without .hpp> FIND [[...]] REPLACE [[...]])
 function(ultraep_add_prepare_mutant name header)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "FIND;REPLACE" "")
-  ultraep_add_core_mutant(${name} PROGRAM test_prepare_teams FILE core/${header}.hpp
+  ultraep_add_core_mutant(${name} PROGRAM transfer/test_prepare_teams FILE core/${header}.hpp
     FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
 endfunction()
 
-ultraep_add_prepare_mutant(plan_fault_of_each validate
+ultraep_add_prepare_mutant(plan_fault_of_each plan/check
   FIND [[  first = team.lowest(first);]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(counts_not_zero_yet schedule
+ultraep_add_prepare_mutant(counts_not_zero_yet schedule/schedule
   FIND [[  auto placed = static_cast<int32_t>(team.sum_before(own));]]
   REPLACE [[  int32_t placed = 0;
   for (int32_t at = 0; at < ranks.begin * slots; ++at) placed += slot_expert[at] >= 0;]])
 
-ultraep_add_prepare_mutant(empty_slots_listed schedule
+ultraep_add_prepare_mutant(empty_slots_listed schedule/schedule
   FIND [[      if (alone || e >= 0) {]]
   REPLACE [[      {]])
 
-ultraep_add_prepare_mutant(absent_experts_listed schedule
+ultraep_add_prepare_mutant(absent_experts_listed schedule/schedule
   FIND [[    if (alone || n > 0) {]]
   REPLACE [[    {]])
 
-ultraep_add_prepare_mutant(imports_of_each schedule
+ultraep_add_prepare_mutant(imports_of_each schedule/schedule
   FIND [[  shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));]]
   REPLACE [[  shape.max_imports = max_imports;
   team.sync();]])
 
-ultraep_add_prepare_mutant(replicas_in_one_place schedule
+ultraep_add_prepare_mutant(replicas_in_one_place schedule/schedule
   FIND [[    const int32_t to = count[e] + nth;]]
   REPLACE [[    const int32_t to = count[e];]])
 
-ultraep_add_prepare_mutant(counted_before_placed schedule
+ultraep_add_prepare_mutant(counted_before_placed schedule/schedule
   FIND [[    const int32_t to = count[e] + nth;
     team.sync();]]
   REPLACE [[    const int32_t to = count[e] + nth;]])
 
-ultraep_add_prepare_mutant(chained_for_each schedule
+ultraep_add_prepare_mutant(chained_for_each schedule/schedule
   FIND [[  shape.chained = team.count(chained).all > 0;]]
   REPLACE [[  shape.chained = chained;
   team.sync();]])
 
-ultraep_add_prepare_mutant(places_not_zero_yet schedule
+ultraep_add_prepare_mutant(places_not_zero_yet schedule/schedule
   FIND [[place[i] = 0;
   team.sync();]]
   REPLACE [[place[i] = 0;]])
 
-ultraep_add_prepare_mutant(places_not_counted_yet schedule
+ultraep_add_prepare_mutant(places_not_counted_yet schedule/schedule
   FIND [[    team.add(&place[most - s.num_replicas(x)], 1);
   team.sync();]]
   REPLACE [[    team.add(&place[most - s.num_replicas(x)], 1);]])
 
-ultraep_add_prepare_mutant(places_not_known_yet schedule
+ultraep_add_prepare_mutant(places_not_known_yet schedule/schedule
   FIND [[    at += n;
   }
   team.sync();]]
   REPLACE [[    at += n;
   }]])
 
-ultraep_add_prepare_mutant(place_taken_before_read schedule
+ultraep_add_prepare_mutant(place_taken_before_read schedule/schedule
   FIND [[    const int32_t to = place[i] + nth;
     team.sync();]]
   REPLACE [[    const int32_t to = place[i] + nth;]])
 
-ultraep_add_prepare_mutant(order_not_complete schedule
+ultraep_add_prepare_mutant(order_not_complete schedule/schedule
   FIND [[  team.sync();
   return num_shared;]]
   REPLACE [[  return num_shared;]])
 
-ultraep_add_prepare_mutant(filled_by_each schedule
+ultraep_add_prepare_mutant(filled_by_each schedule/schedule
   FIND [[    num_below = team.sum(num_below);
     filled =]]
   REPLACE [[    team.sync();
     filled =]])
 
-ultraep_add_prepare_mutant(units_to_each schedule
+ultraep_add_prepare_mutant(units_to_each schedule/schedule
   FIND [[counted.before < left;]]
   REPLACE [[0 < left;]])
 
-ultraep_add_prepare_mutant(filled_before_stored schedule
+ultraep_add_prepare_mutant(filled_before_stored schedule/schedule
   FIND [[  team.sync();  // the next expert may have the same hubs]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(egress_not_zero_yet schedule
+ultraep_add_prepare_mutant(egress_not_zero_yet schedule/schedule
   FIND [[s.egress[r] = 0;
   team.sync();]]
   REPLACE [[s.egress[r] = 0;]])
 
-ultraep_add_prepare_mutant(homes_not_assigned_yet schedule
+ultraep_add_prepare_mutant(homes_not_assigned_yet schedule/schedule
   FIND [[n * kEgressUnit);
   }
   team.sync();]]
   REPLACE [[n * kEgressUnit);
   }]])
 
-ultraep_add_prepare_mutant(boundaries_not_complete schedule
+ultraep_add_prepare_mutant(boundaries_not_complete schedule/schedule
   FIND [[    }
   }
   team.sync();  // all boundaries are there]]
   REPLACE [[    }
   }]])
 
-ultraep_add_prepare_mutant(busiest_of_each cost
+ultraep_add_prepare_mutant(busiest_of_each schedule/cost
   FIND [[static_cast<int64_t>(highest(team, most));]]
   REPLACE [[static_cast<int64_t>(most);]])
 
-ultraep_add_prepare_mutant(forwarded_by_each cost
+ultraep_add_prepare_mutant(forwarded_by_each schedule/cost
   FIND [[static_cast<int64_t>(team.sum(forwarded))]]
   REPLACE [[static_cast<int64_t>(forwarded)]])
 
-ultraep_add_prepare_mutant(shape_by_each cost
+ultraep_add_prepare_mutant(shape_by_each schedule/cost
   FIND [[  if (team.leader()) *shape = own;]]
   REPLACE [[  *shape = own;]])
 
-ultraep_add_prepare_mutant(flags_not_zero_yet worklist
+ultraep_add_prepare_mutant(flags_not_zero_yet schedule/worklist
   FIND [[w.needs[r] = 0;
   team.sync();]]
   REPLACE [[w.needs[r] = 0;]])
 
-ultraep_add_prepare_mutant(expected_in_one_place worklist
+ultraep_add_prepare_mutant(expected_in_one_place schedule/worklist
   FIND [[num_expected + counted.before]]
   REPLACE [[num_expected]])
 
-ultraep_add_prepare_mutant(pieces_in_one_place worklist
+ultraep_add_prepare_mutant(pieces_in_one_place schedule/worklist
   FIND [=[w.pieces[num_pieces + counted.before]]=]
   REPLACE [=[w.pieces[num_pieces]]=])
 
-ultraep_add_prepare_mutant(tasks_by_each worklist
+ultraep_add_prepare_mutant(tasks_by_each schedule/worklist
   FIND [[    if (team.leader()) w.tasks[num_tasks] = task;]]
   REPLACE [[    w.tasks[num_tasks] = task;]])
 
-ultraep_add_prepare_mutant(worklist_not_complete worklist
+ultraep_add_prepare_mutant(worklist_not_complete schedule/worklist
   FIND [[    w.num_reductions = 0;
   }
   team.sync();]]
   REPLACE [[    w.num_reductions = 0;
   }]])
 
-ultraep_add_prepare_mutant(digest_of_each digest
+ultraep_add_prepare_mutant(digest_of_each base/digest
   FIND [[  return mix(state, team.sum(sum));]]
   REPLACE [[  return mix(state, sum);]])
 
 # ---- a reduction's schedule and worklist ---------------------------------------------------------
 
-ultraep_add_core_mutant(reductions_by_each PROGRAM test_reduce_teams FILE core/reduce_worklist.hpp
+ultraep_add_core_mutant(reductions_by_each PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_worklist.hpp
   FIND [=[    if (team.leader()) w.reductions[num_reductions] = reduction;]=]
   REPLACE [=[    w.reductions[num_reductions] = reduction;]=])
 
-ultraep_add_core_mutant(sources_in_one_place PROGRAM test_reduce_teams
-  FILE core/reduce_worklist.hpp
+ultraep_add_core_mutant(sources_in_one_place PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_worklist.hpp
   FIND [[      put_source(num_sources + i - first, i);]]
   REPLACE [[      put_source(num_sources, i);]])
 
-ultraep_add_core_mutant(sums_in_one_place PROGRAM test_reduce_teams FILE core/reduce_worklist.hpp
+ultraep_add_core_mutant(sums_in_one_place PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_worklist.hpp
   FIND [=[w.reductions[num_reductions + counted.before]]=]
   REPLACE [=[w.reductions[num_reductions]]=])
 
-ultraep_add_core_mutant(readers_in_one_place PROGRAM test_reduce_teams
-  FILE core/reduce_worklist.hpp
+ultraep_add_core_mutant(readers_in_one_place PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_worklist.hpp
   FIND [[put_expected(num_expected + counted.before,]]
   REPLACE [[put_expected(num_expected,]])
 
-ultraep_add_core_mutant(reductions_not_complete PROGRAM test_reduce_teams
-  FILE core/reduce_worklist.hpp
+ultraep_add_core_mutant(reductions_not_complete PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_worklist.hpp
   FIND [[    w.num_expected = build.num_expected;
   }
   team.sync();]]
   REPLACE [[    w.num_expected = build.num_expected;
   }]])
 
-ultraep_add_core_mutant(loads_not_zero_yet PROGRAM test_reduce_teams FILE core/reduce_schedule.hpp
+ultraep_add_core_mutant(loads_not_zero_yet PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_schedule.hpp
   FIND [=[s.egress[r] = 0;
   team.sync();]=]
   REPLACE [=[s.egress[r] = 0;]=])
 
-ultraep_add_core_mutant(sums_not_assigned_yet PROGRAM test_reduce_teams
-  FILE core/reduce_schedule.hpp
+ultraep_add_core_mutant(sums_not_assigned_yet PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_schedule.hpp
   FIND [=[(shared ? 1 : n) * kEgressUnit);
   }
   team.sync();]=]
   REPLACE [=[(shared ? 1 : n) * kEgressUnit);
   }]=])
 
-ultraep_add_core_mutant(busiest_reader_of_each PROGRAM test_reduce_teams
-  FILE core/reduce_schedule.hpp
+ultraep_add_core_mutant(busiest_reader_of_each PROGRAM transfer/test_reduce_teams
+  FILE core/schedule/reduce_schedule.hpp
   FIND [[static_cast<int64_t>(highest(team, most));]]
   REPLACE [[static_cast<int64_t>(most);]])
 
 # ---- a reducer -----------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(summed_by_each PROGRAM test_reducer FILE core/reducer.hpp
+ultraep_add_core_mutant(summed_by_each PROGRAM transfer/test_reducer FILE core/transfer/reducer.hpp
   FIND [[    if (team_.leader()) {
       // Pairs with ReductionPieces]]
   REPLACE [[    {
       // Pairs with ReductionPieces]])
 
-ultraep_add_core_mutant(sums_left_not_shared PROGRAM test_reducer FILE core/reducer.hpp
+ultraep_add_core_mutant(sums_left_not_shared PROGRAM transfer/test_reducer
+  FILE core/transfer/reducer.hpp
   FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
   REPLACE [[    if (left == 0) finish_piece(token, r);]])
 
-ultraep_add_core_mutant(consumed_by_each PROGRAM test_reducer FILE core/reducer.hpp
+ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
+  FILE core/transfer/reducer.hpp
   FIND [[    for (int32_t i = team_.index(); i < r.count; i += team_.size()) {]]
   REPLACE [[    for (int32_t i = 0; i < r.count; ++i) {]])
 
-ultraep_add_core_mutant(gradients_of_32_bits PROGRAM test_reduce_large FILE core/reducer.hpp
+ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
+  FILE core/transfer/reducer.hpp
   FIND [=[           at.slot * g.bytes[span.segment] + span.offset;]=]
   REPLACE [=[           static_cast<uint32_t>(at.slot * g.bytes[span.segment] + span.offset);]=])
+
+ultraep_add_mutants(core _ultraep_core_program)

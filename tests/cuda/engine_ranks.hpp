@@ -1,4 +1,4 @@
-// Engines of several ranks over a driver that only writes down what it is asked.
+// Engines of several ranks over a driver that only records its calls.
 #pragma once
 
 #include <cstring>
@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "check.hpp"
-#include "cuda/block.hpp"
+#include "cuda/device/block.hpp"
 #include "cuda/engine.hpp"
-#include "plans.hpp"
 #include "recorder.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace engine_tests {
 

@@ -1,29 +1,21 @@
 # Rules of the CUDA engine's host half, each broken in a program of its own that must not pass.
 
-# ultraep_add_cuda_mutant(<name> [HANGS] PROGRAM <test> FILE <source below src/> FIND [[...]]
+# ultraep_add_cuda_mutant(<name> PROGRAM <test> FILE <source below src/> FIND [[...]]
 #                         REPLACE [[...]])
 #
 # PROGRAM is the name of a test in this folder.
 function(ultraep_add_cuda_mutant name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
-  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
-    REPLACE "${arg_REPLACE}")
-  set(target mutant_${name})
-  # The library's own object of this source stays in the library: nothing asks for it.
-  add_executable(${target} EXCLUDE_FROM_ALL cuda/${arg_PROGRAM}.cc ${overlay}/${arg_FILE})
-  set_source_files_properties(${overlay}/${arg_FILE} PROPERTIES GENERATED ON)
-  target_include_directories(${target} BEFORE PRIVATE ${overlay})
-  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-  target_link_libraries(${target} PRIVATE ultraep_cuda_host)
-  target_compile_options(${target} PRIVATE ${mutant_options})
-  target_precompile_headers(${target} REUSE_FROM mutants_std)
-  if(arg_HANGS)
-    target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=10)
-  endif()
-  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
-    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
-  add_dependencies(mutants ${target})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PROGRAM;FILE;FIND;REPLACE" "")
+  ultraep_mutate(cuda NAME ${name} PROGRAM ${arg_PROGRAM} FILE "${arg_FILE}"
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
+endfunction()
+
+function(_ultraep_cuda_program target program copies)
+  ultraep_library_sources(sources ultraep_cuda_host cuda)
+  ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/src ${sources})
+  add_executable(${target} EXCLUDE_FROM_ALL cuda/${program}.cc ${sources})
+  ultraep_compile_mutants(${target} ${copies} mutants_std)
+  target_link_libraries(${target} PRIVATE ultraep_host)
 endfunction()
 
 # ---- launches of the local stages ----------------------------------------------------------------
@@ -76,3 +68,5 @@ ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_
   FILE cuda/launcher.cc
   FIND [[config_.captured_stream]]
   REPLACE [[config_.stream]])
+
+ultraep_add_mutants(cuda _ultraep_cuda_program)

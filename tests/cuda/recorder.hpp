@@ -1,5 +1,5 @@
-// A driver that does nothing but write down what it is asked, copy bytes, and let the test say when
-// events complete. "Device" memory is the host's.
+// A driver that does nothing but record its calls, copy bytes, and let the test say when events
+// complete. "Device" memory is host memory.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "check.hpp"
-#include "cuda/args.hpp"
+#include "cuda/device/args.hpp"
 #include "cuda/driver.hpp"
+#include "support/check.hpp"
 
 namespace recorder {
 

@@ -1,4 +1,4 @@
-// The CUDA engine's host half over a driver that only writes down what it is asked.
+// The CUDA engine's host half over a driver that only records its calls.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/block.hpp"
+#include "cuda/device/block.hpp"
 #include "cuda/engine.hpp"
 #include "cuda/tables.hpp"
 #include "engine_ranks.hpp"
@@ -306,7 +306,7 @@ void check_device_failure() {
   CHECK(!ranks.engines[1]->wait(1, kUserStream, {}));
   CHECK(ranks.engines[1]->report().fault == uec::Fault::kMismatch);
   CHECK(ranks.engines[0]->synchronize(1, {}));
-  // Rank 1 will not call again: whoever waits for the next launch learns of it.
+  // Rank 1 will not call again: a rank that waits for the next launch learns of it.
   ranks.call(0, plan, true);
   CHECK(!ranks.engines[0]->synchronize(2, {}));
   CHECK(ranks.engines[0]->report().fault == uec::Fault::kAborted);

@@ -1,5 +1,5 @@
 // Calls of the CUDA engine whose plans are on the device, and those captured into graphs, over a
-// driver that only writes down what it is asked.
+// driver that only records its calls.
 #include <algorithm>
 #include <tuple>
 #include <utility>
@@ -185,7 +185,7 @@ void check_captured_far_ahead() {
   CHECK_EQ(ranks.engines[2]->failed_epoch(), 0);
 }
 
-// What closes a group, or tells its peers something, comes behind replays.
+// Closing a group, or telling its peers something, comes after replays.
 void check_ends_behind_replays() {
   const PlanCase plan = make_plan();
   for (const bool captured : {false, true}) {
@@ -208,7 +208,7 @@ void check_ends_behind_replays() {
   }
 }
 
-// A rank without experts has no table to be somewhere.
+// A rank without experts needs no table.
 void check_captured_without_mains() {
   PlanCase group = make_group(2, 2, 1);
   group.home = {0, 0};

@@ -1,16 +1,16 @@
-// Launches of the local stages over a driver that only writes down what it is asked: parameters,
-// arguments, and the order between streams and captures.
+// Launches of the local stages over a driver that only records its calls: parameters, arguments,
+// and the order between streams and captures.
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
 #include "cuda/stages.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
 #include "recorder.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 
@@ -206,7 +206,7 @@ void check_state() {
   CHECK_EQ(f.reroute.shape.max_runs, 33);
 }
 
-// Each behind the one before, on whatever stream; a reroute's two kernels as one.
+// Each after the one before, on whichever stream; a reroute's two kernels as one.
 void check_order() {
   Fixture f;
   f.launch_plan(kStream);

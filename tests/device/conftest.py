@@ -10,7 +10,7 @@ from cpp_build import CppBuild
 from emulated_device import EmulatedDevice
 from gpu import give_up, missing
 
-from ultraep_comm.cuda import device, kernels
+from ultraep_comm.engines.cuda import device, kernels
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 // Functions of the core that kernels of later stages call, as a device sees them.
-#include "core/planner.hpp"
-#include "core/reroute.hpp"
+#include "core/plan/planner.hpp"
+#include "core/reroute/reroute.hpp"
 
 extern "C" __global__ void plan(uec::Topology topology, const int64_t* load,
                                 uec::Objective objective, std::byte* memory, int32_t* slot_expert,

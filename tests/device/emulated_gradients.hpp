@@ -6,10 +6,10 @@
 #include <map>
 #include <utility>
 
-#include "core/prepare_reduce.hpp"
-#include "cuda/reduce.cuh"
+#include "core/transfer/prepare.hpp"
+#include "cuda/device/reduce.cuh"
 #include "device/emulated_group.hpp"
-#include "numbers.hpp"
+#include "support/numbers.hpp"
 
 namespace device_tests {
 
@@ -149,7 +149,7 @@ class EmulatedGradients : public EmulatedGroup {
     emulation::launch(
         num_blocks, num_ranks, shared, [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
         num_warps);
-    // However the call went, nobody reads its plan any more.
+    // However the call went, its plan is no longer read.
     for (int32_t i = 0; i < num_ranks; ++i)
       if (const uint64_t mark = args.on_device[i].in_use)
         CHECK_EQ(*reinterpret_cast<const uint64_t*>(mark), 0);

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "check.hpp"
-#include "core/prepare.hpp"
-#include "cuda/notice.cuh"
-#include "cuda/replicate.cuh"
-#include "host/config.hpp"
-#include "plans.hpp"
+#include "core/transfer/prepare.hpp"
+#include "cuda/device/notice.cuh"
+#include "cuda/device/replicate.cuh"
+#include "engine/config.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace device_tests {
 

@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/counts.hpp"
-#include "cuda/load.cuh"
+#include "core/plan/counts.hpp"
+#include "cuda/device/load.cuh"
 #include "device/emulated_group.hpp"
 
 namespace device_tests {

@@ -5,11 +5,11 @@
 #include <memory>
 #include <vector>
 
-#include "check.hpp"
-#include "cuda/reroute.cuh"
-#include "cuda/reroute_map.cuh"
-#include "cuda/reroute_shares.cuh"
-#include "routings.hpp"
+#include "cuda/device/reroute.cuh"
+#include "cuda/device/reroute_map.cuh"
+#include "cuda/device/reroute_shares.cuh"
+#include "support/check.hpp"
+#include "support/routings.hpp"
 
 namespace device_tests {
 

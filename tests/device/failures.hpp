@@ -1,4 +1,4 @@
-// Calls of a group of three that cannot succeed, whatever they do.
+// Calls of a group of three that cannot succeed.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ inline void launch_without_the_last(EmulatedGroup& ranks) {
   CHECK_EQ(ranks.state(0).epoch, uint64_t{0});
 }
 
-// One rank has been given another call: some rank says so, and nobody succeeds.
+// One rank has been given another call: some rank says so, and no rank succeeds.
 inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks) {
   ranks.launch(num_blocks);
   int mismatches = 0;

@@ -19,8 +19,8 @@ def missing() -> str:
     if not torch.cuda.is_available():
         build = "a CPU build" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
         return f"no CUDA device: torch.cuda.is_available() is False (torch is {build})"
-    from ultraep_comm.cuda.device import find_device
-    from ultraep_comm.cuda.kernels import load_kernels
+    from ultraep_comm.engines.cuda.device import find_device
+    from ultraep_comm.engines.cuda.kernels import load_kernels
 
     try:
         device = find_device()

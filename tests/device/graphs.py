@@ -11,7 +11,7 @@ import torch
 from emulated_device import EmulatedDevice
 from ranks import loopback
 
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 Replay = Callable[[], None]
 Call = Callable[[], Any]

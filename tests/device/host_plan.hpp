@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/planner.hpp"
+#include "core/plan/planner.hpp"
 
 namespace device_tests {
 

@@ -14,7 +14,7 @@ from ranks import loopback, raw
 import ultraep_comm as uec
 from ultraep_comm import Segment
 from ultraep_comm.bench.payload import SENTINEL, Payload
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
@@ -63,13 +63,13 @@ class Rank:
 
     def slots(self) -> torch.Tensor:
         """Symmetric memory from the first slot on, gaps between segments too."""
-        return self.group._region.local[self.group._layout.slots_base :]
+        return self.group.session.memory[0].local[self.group.session.layout.slots_base :]
 
     def expected(self, plan: uec.Plan, epoch: int, names: Sequence[str] | None) -> np.ndarray:
         """What the slots must hold, if they were SENTINEL before the call."""
-        group, base = self.group, self.group._layout.slots_base
+        group, base = self.group, self.group.session.layout.slots_base
         image = np.full(self.slots().numel(), SENTINEL, np.uint8)
-        for name, start in zip(group.segments, group._layout.slot_offset, strict=True):
+        for name, start in zip(group.segments, group.session.layout.slot_offset, strict=True):
             if names is not None and name not in names:
                 continue
             size = group.segments[name].nbytes

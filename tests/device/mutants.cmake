@@ -12,59 +12,56 @@ function(ultraep_add_device_mutant name)
   if(NOT DEFINED arg_PROGRAM)
     set(arg_PROGRAM test_replicate)
   endif()
-  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
-    REPLACE "${arg_REPLACE}")
-  set(target mutant_${name})
-  add_executable(${target} EXCLUDE_FROM_ALL device/${arg_PROGRAM}.cc)
-  target_include_directories(${target} BEFORE PRIVATE ${overlay} ${overlay}/device/emulation
-    device/emulation ${CMAKE_CURRENT_SOURCE_DIR})
-  target_link_libraries(${target} PRIVATE ultraep_host)
-  target_compile_options(${target} PRIVATE ${mutant_options})
-  target_precompile_headers(${target} REUSE_FROM mutants_std)
+  set(watchdog "")
   if(arg_HANGS)
-    target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=10)
+    set(watchdog WATCHDOG 10)
   endif()
-  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
-    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
-  add_dependencies(mutants ${target})
+  ultraep_mutate(device NAME ${name} PROGRAM ${arg_PROGRAM} ${watchdog} FILE "${arg_FILE}"
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
+endfunction()
+
+function(_ultraep_device_program target program copies)
+  add_executable(${target} EXCLUDE_FROM_ALL device/${program}.cc)
+  target_include_directories(${target} BEFORE PRIVATE ${copies}/device/emulation device/emulation)
+  ultraep_compile_mutants(${target} ${copies} mutants_std)
+  target_link_libraries(${target} PRIVATE ultraep_host)
 endfunction()
 
 # ---- delivered, reusable, proxies ----------------------------------------------------------------
 
-ultraep_add_device_mutant(device_delivered_is_reusable FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_delivered_is_reusable FILE cuda/device/mover.cuh
   FIND [[        return ptx::bulk_wait<0>();]]
   REPLACE [[        return ptx::bulk_wait_read<0>();]])
 
-ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/device/mover.cuh
   FIND [[wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);]]
   REPLACE [[wait_for_all_but(kCommitsInFlight);]])
 
-ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/device/mover.cuh
   FIND [[        // Bulk stores and the release that will publish them are of different proxies.
         ptx::fence_proxy_async_global();]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_one_lane_fences_for_all FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_one_lane_fences_for_all FILE cuda/device/mover.cuh
   FIND [[        // Bulk stores and the release that will publish them are of different proxies.
         ptx::fence_proxy_async_global();]]
   REPLACE [[        if (Warp::leader()) ptx::fence_proxy_async_global();]])
 
-ultraep_add_device_mutant(device_one_lane_waits_for_all FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_one_lane_waits_for_all FILE cuda/device/mover.cuh
   FIND [[        wait_for_all_but(behind]]
   REPLACE [[        if (Warp::leader()) wait_for_all_but(behind]])
 
-ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/device/mover.cuh
   FIND [[      ptx::fence_proxy_async_global();
       ptx::mbarrier_arrive_expect]]
   REPLACE [[      ptx::mbarrier_arrive_expect]])
 
-ultraep_add_device_mutant(device_store_without_proxy_fence FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_store_without_proxy_fence FILE cuda/device/mover.cuh
   FIND [[    ptx::fence_proxy_async_global();
     return true;]]
   REPLACE [[    return true;]])
 
-ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/device/mover.cuh
   FIND [[    ptx::fence_proxy_async_global();
     return true;]]
   REPLACE [[    if (Warp::leader()) ptx::fence_proxy_async_global();
@@ -72,106 +69,106 @@ ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/mover.cuh
 
 # ---- the ring ------------------------------------------------------------------------------------
 
-ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/device/mover.cuh
   FIND [[      ptx::bulk_wait_read<1>();]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/device/mover.cuh
   FIND [[      read_ = commits_ - 1;]]
   REPLACE [[      read_ = commits_;]])
 
-ultraep_add_device_mutant(device_ring_overrun FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_ring_overrun FILE cuda/device/mover.cuh
   FIND [[    return k < kStages || is_complete(]]
   REPLACE [[    return true || is_complete(]])
 
-ultraep_add_device_mutant(device_stored_before_loaded HANGS FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_stored_before_loaded HANGS FILE cuda/device/mover.cuh
   FIND [[      ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(in_bulk));]]
   REPLACE [[      ptx::mbarrier_arrive(full);]])
 
-ultraep_add_device_mutant(device_described_too_late FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_described_too_late FILE cuda/device/mover.cuh
   FIND [[    if (Warp::leader()) ring_.stages[k % kStages] = stage;
     ptx::sync_warp();]]
   REPLACE [[    ptx::sync_warp();
     if (!Warp::leader()) ring_.stages[k % kStages] = stage;]])
 
-ultraep_add_device_mutant(device_tail_left_out FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_tail_left_out FILE cuda/device/mover.cuh
   FIND [[ptx::ballot(any && in_bulk < bytes)]]
   REPLACE [[ptx::ballot(any && in_bulk == 0)]])
 
 # ---- blocks of a rank ----------------------------------------------------------------------------
 
-ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/ptx.cuh
+ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/device/ptx.cuh
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/call.cuh
+ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/device/call.cuh
   FIND [[  fill_nearby(shared.nearby);
   ptx::sync_block();]]
   REPLACE [[  fill_nearby(shared.nearby);]])
 
-ultraep_add_device_mutant(device_tables_without_bound FILE cuda/nearby.cuh
+ultraep_add_device_mutant(device_tables_without_bound FILE cuda/device/nearby.cuh
   FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/call.cuh
+ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/device/call.cuh
   FIND [[  state.entered = 0;
 ]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/call.cuh
+ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/device/call.cuh
   FIND [[        state.epoch = block.call.epoch.number;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/call.cuh
+ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/device/call.cuh
   FIND [[== ptx::num_blocks_x() - 1;]]
   REPLACE [[>= 0;]])
 
-ultraep_add_device_mutant(device_peers_unchecked FILE cuda/call.cuh
+ultraep_add_device_mutant(device_peers_unchecked FILE cuda/device/call.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
-ultraep_add_device_mutant(device_members_out_of_step FILE core/claimer.hpp
+ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/claimer.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 
 # ---- failing -------------------------------------------------------------------------------------
 
-ultraep_add_device_mutant(device_clock_never_put_back FILE cuda/wait.cuh
+ultraep_add_device_mutant(device_clock_never_put_back FILE cuda/device/wait.cuh
   FIND [[return now > from ? now - from : 0; }]]
   REPLACE [[return now - from; }]])
 
-ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/wait.cuh
+ultraep_add_device_mutant(device_clock_ignored HANGS FILE cuda/device/wait.cuh
   FIND [[    if (fault == Fault::kNone && waited != 0) fault = Fault::kTimeout;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/wait.cuh
+ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   FIND [[    if (i % kStepsPerLongLook == 0 && is_cancelled(block)) fault = Fault::kCancelled;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/call.cuh
+ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
   FIND [[  if (!is_cancelled(block)) return true;]]
   REPLACE [[  if (true) return true;]])
 
-ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/replicate.cuh
+ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
   REPLACE [[]])
 
 # ---- far peers -----------------------------------------------------------------------------------
 
-ultraep_add_device_mutant(device_far_flag_overtakes_its_bytes FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_far_flag_overtakes_its_bytes FILE cuda/device/mover.cuh
   FIND [[        far::fence();]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_far_puts_not_awaited FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_far_puts_not_awaited FILE cuda/device/mover.cuh
   FIND [[      if constexpr (kFar) far::quiet();
       delivered_]]
   REPLACE [[      delivered_]])
 
-ultraep_add_device_mutant(device_far_tiles_reused_too_early FILE cuda/mover.cuh
+ultraep_add_device_mutant(device_far_tiles_reused_too_early FILE cuda/device/mover.cuh
   FIND [[        if (ring_.far_stages % kNumFarStages == 0) far::quiet();  // all of them are free again]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/call.cuh
+ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/device/call.cuh
   FIND [[  if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();]]
@@ -179,32 +176,32 @@ ultraep_add_device_mutant(device_far_record_overtakes_flags FILE cuda/call.cuh
 
 # ---- plans on the device -------------------------------------------------------------------------
 
-ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cuda/device/prepare.cuh
   FIND [[  ptx::fence_proxy_async_shared();
   ptx::sync_block();]]
   REPLACE [[  ptx::fence_proxy_async_shared();]])
 
-ultraep_add_device_mutant(device_block_not_released FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_block_not_released FILE cuda/device/prepare.cuh
   FIND [[ptx::store_release_device(&state.prepared, state.epoch + 1);]]
   REPLACE [[state.prepared = state.epoch + 1;]])
 
-ultraep_add_device_mutant(device_block_not_awaited FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_block_not_awaited FILE cuda/device/prepare.cuh
   FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
   REPLACE [[  while (epoch == 0) {]])
 
-ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/device/prepare.cuh
   FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
   REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
 
-ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/device/prepare.cuh
   FIND [[      reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepare.cuh
   FIND [[  made.call.reset_counters(Warp{});]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/prepare.cuh
+ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepare.cuh
   FIND [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
   }
   ptx::sync_block();]]
@@ -212,93 +209,98 @@ ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/prepare.cuh
   }
   ptx::sync_warp();]])
 
-ultraep_add_device_mutant(device_replay_counted FILE cuda/call.cuh
+ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
   FIND [[        state.last_call += counted;]]
   REPLACE [[        state.last_call += 1;]])
 
 # ---- the reroute ---------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[load_acquire_device(const uint64_t* at) {
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
   REPLACE [[load_acquire_device(const uint64_t* at) {
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
 
 ultraep_add_device_mutant(reroute_counts_not_released PROGRAM test_reroute
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[store_release_device(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_release);]]
   REPLACE [[store_release_device(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_relaxed);]])
 
 ultraep_add_device_mutant(reroute_published_before_counted PROGRAM test_reroute
-  FILE cuda/reroute_runs.cuh
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  ptx::sync_block();
   // Release: pairs with await_counts() of every later block]]
   REPLACE [[  // Release: pairs with await_counts() of every later block]])
 
 ultraep_add_device_mutant(reroute_sums_published_too_early PROGRAM test_reroute
-  FILE cuda/reroute_runs.cuh
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  ptx::sync_block();
   // Release: pairs with await_counts() of the next window's blocks.]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(reroute_one_thread_awaits_for_itself PROGRAM test_reroute
-  FILE cuda/reroute_runs.cuh
+  FILE cuda/device/reroute_runs.cuh
   FIND [[    await_flag(&block.arrays.summed[window - 1], block.launch);
   ptx::sync_block();]]
   REPLACE [[    await_flag(&block.arrays.summed[window - 1], block.launch);]])
 
 ultraep_add_device_mutant(reroute_run_before_left_out PROGRAM test_reroute
-  FILE cuda/reroute_runs.cuh
+  FILE cuda/device/reroute_runs.cuh
   FIND [[rows[i] = left > 0 ?]]
   REPLACE [[rows[i] = left > 1 ?]])
 
 ultraep_add_device_mutant(reroute_flags_of_any_launch PROGRAM test_reroute
-  FILE cuda/reroute_runs.cuh
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  ++state.launches;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(reroute_fault_not_reset PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+ultraep_add_device_mutant(reroute_fault_not_reset PROGRAM test_reroute
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  state.fault = 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(reroute_left_not_reset HANGS PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+ultraep_add_device_mutant(reroute_left_not_reset HANGS PROGRAM test_reroute
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  state.left = 0;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(reroute_leaves_relaxed PROGRAM test_reroute
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute FILE cuda/reroute.cuh
+ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute
+  FILE cuda/device/reroute.cuh
   FIND [[    ptx::sync_warp();  // all have read what the first of them now replaces]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute FILE cuda/reroute_map.cuh
+ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute
+  FILE cuda/device/reroute_map.cuh
   FIND [[    clear_rows(args, first_of_block, width);
     sum_runs(block);  // its barriers also keep the zeros before the ones]]
   REPLACE [[    sum_runs(block);
     clear_rows(args, first_of_block, width);]])
 
-ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute FILE cuda/reroute_runs.cuh
+ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
+  FILE cuda/device/reroute_runs.cuh
   FIND [[  if (ptx::load_acquire_system(&said.routing) != 0) return;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
-  FILE cuda/reroute.cuh
+  FILE cuda/device/reroute.cuh
   FIND [[    store_padding<Id>(args, block);]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
-  FILE cuda/reroute.cuh
+  FILE cuda/device/reroute.cuh
   FIND [[own.expert[i] = position < args.count ? kPadding : kBeyond;]]
   REPLACE [=[own.expert[i] = id[i] == Id{kPadding} && position < args.count ? kPadding : kBeyond;]=])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
-  FILE cuda/reroute_map.cuh
+  FILE cuda/device/reroute_map.cuh
   FIND [[  if (!is_good) {
     clear_rows(args, first_of_block, width);]]
   REPLACE [[  if (!is_good) {]])
@@ -306,13 +308,13 @@ ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
 # ---- the reduction -------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM test_reduce
-  FILE cuda/adder.cuh
+  FILE cuda/device/adder.cuh
   FIND [[    ptx::sync_warp();
     then(delivered());]]
   REPLACE [[    then(delivered());]])
 
 ultraep_add_device_mutant(reduce_sum_not_released PROGRAM test_reduce
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[  std::atomic_ref(*at).store(value, std::memory_order_release);
 }
 inline void fence_system]]
@@ -321,190 +323,213 @@ inline void fence_system]]
 inline void fence_system]])
 
 ultraep_add_device_mutant(reduce_sum_not_acquired PROGRAM test_reduce
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[  emulation::observed();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
   REPLACE [[  emulation::observed();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
 
 ultraep_add_device_mutant(reduce_arrivals_relaxed PROGRAM test_reduce
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(reduce_loaded_before_summed PROGRAM test_reduce FILE core/reducer.hpp
+ultraep_add_device_mutant(reduce_loaded_before_summed PROGRAM test_reduce
+  FILE core/transfer/reducer.hpp
   FIND [[    if (r.of_hub) {
       // Rule]]
   REPLACE [[    if (false) {
       // Rule]])
 
-ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce FILE core/reducer.hpp
+ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce
+  FILE core/transfer/reducer.hpp
   FIND [[i = 0; r.kind == Reduction::kZero && i < r.count; ++i)]]
   REPLACE [[i = 0; false && i < r.count; ++i)]])
 
-ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce FILE core/call.hpp
+ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
+  FILE core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 ultraep_add_device_mutant(reduce_addition_replaced_under_lanes PROGRAM test_reduce
-  FILE cuda/adder.cuh
+  FILE cuda/device/adder.cuh
   FIND [[    ptx::sync_warp();  // all have done with the addition before]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(reduce_any_address_is_aligned PROGRAM test_reduce FILE cuda/adder.cuh
+ultraep_add_device_mutant(reduce_any_address_is_aligned PROGRAM test_reduce
+  FILE cuda/device/adder.cuh
   FIND [[aligned ? elements / row : 0]]
   REPLACE [[true ? elements / row : 0]])
 
 # ---- the load ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(load_arrivals_relaxed PROGRAM test_load
-  FILE device/emulation/cuda/ptx.cuh
+  FILE device/emulation/cuda/device/ptx.cuh
   FIND [[fetch_add(value, std::memory_order_acq_rel)]]
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
-ultraep_add_device_mutant(load_arrives_before_it_has_counted PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_arrives_before_it_has_counted PROGRAM test_load
+  FILE cuda/device/load.cuh
   FIND [[  ptx::sync_block();
   if (ptx::thread_idx() == 0)
     shared.last]]
   REPLACE [[  if (ptx::thread_idx() == 0)
     shared.last]])
 
-ultraep_add_device_mutant(load_every_block_goes_on PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_every_block_goes_on PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[== ptx::num_blocks_x() - 1;]]
   REPLACE [[>= 0;]])
 
-ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load FILE cuda/load_count.cuh
+ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load
+  FILE cuda/device/load_count.cuh
   FIND [[counts[e] = 0;
   ptx::sync_block();]]
   REPLACE [[counts[e] = 0;]])
 
-ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load FILE cuda/load_count.cuh
+ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load
+  FILE cuda/device/load_count.cuh
   FIND [[    count_share<int64_t>(call, sums, counts);
   ptx::sync_block();]]
   REPLACE [[    count_share<int64_t>(call, sums, counts);]])
 
-ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    counts[e] = 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_row_sent_before_it_is_there PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_row_sent_before_it_is_there PROGRAM test_load
+  FILE cuda/device/load.cuh
   FIND [[  take_row(shared, part, state);
   ptx::sync_block();]]
   REPLACE [[  take_row(shared, part, state);]])
 
-ultraep_add_device_mutant(load_table_copied_too_early PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_table_copied_too_early PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  ptx::sync_block();
   const bool done]]
   REPLACE [[  const bool done]])
 
-ultraep_add_device_mutant(load_row_without_proxy_fence PROGRAM test_load FILE core/gather.hpp
+ultraep_add_device_mutant(load_row_without_proxy_fence PROGRAM test_load
+  FILE core/transfer/gather.hpp
   FIND [[    if (!mover_.loaded(0)) return Step::kAwaitDelivered;
     store]]
   REPLACE [[    store]])
 
-ultraep_add_device_mutant(load_row_published_when_stored PROGRAM test_load FILE core/gather.hpp
+ultraep_add_device_mutant(load_row_published_when_stored PROGRAM test_load
+  FILE core/transfer/gather.hpp
   FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
   REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
 
-ultraep_add_device_mutant(load_not_drained PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_not_drained PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  while (gather.drain_step() != Step::kFinished) ptx::pause();]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_arrivals_not_reset HANGS PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_arrivals_not_reset HANGS PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  state.left = 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    state.epoch = block.call.epoch.number;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    state.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
-ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (has_failed(block)) return false;  //]]
   REPLACE [[  if (false) return false;  //]])
 
-ultraep_add_device_mutant(load_cancelled_before_unseen PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_cancelled_before_unseen PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[shared.gathered && !shared.cancelled;]]
   REPLACE [[shared.gathered;]])
 
-ultraep_add_device_mutant(load_bad_ids_left_out PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_bad_ids_left_out PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (state.bad_id != 0) {]]
   REPLACE [[  if (false) {]])
 
-ultraep_add_device_mutant(load_bad_id_stays PROGRAM test_load FILE cuda/load.cuh
+ultraep_add_device_mutant(load_bad_id_stays PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  state.bad_id = 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/load_count.cuh
+ultraep_add_device_mutant(load_any_bad_id PROGRAM test_load FILE cuda/device/load_count.cuh
   FIND [[    ptx::max_relaxed(sums.bad_id, bad_id_word(static_cast<uint64_t>(position)));]]
   REPLACE [[    *sums.bad_id = bad_id_word(static_cast<uint64_t>(position));]])
 
-ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load FILE cuda/wait.cuh
+ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
+  FILE cuda/device/wait.cuh
   FIND [[  announce_absence(block.call, memory, herald, record.word);]]
   REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
-ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan FILE cuda/load_plan.cuh
+ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
+  FILE cuda/device/load_plan.cuh
   FIND [[  ptx::sync_block();]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan FILE cuda/load_plan.cuh
+ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
+  FILE cuda/device/load_plan.cuh
   FIND [[return write_empty_plan(own, nullptr, true);]]
   REPLACE [[return;]])
 
 # ---- the plan ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_answers_read_before_all_have_answered PROGRAM test_plan
-  FILE cuda/block_crew.cuh
+  FILE cuda/device/block_crew.cuh
   FIND [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_block();]]
   REPLACE [[    if (Warp::leader()) now[index()] = value;
     ptx::sync_warp();]])
 
-ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan FILE cuda/block_crew.cuh
+ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan
+  FILE cuda/device/block_crew.cuh
   FIND [[    turn_ ^= 1;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
-  FILE cuda/plan_sort.cuh
+  FILE cuda/device/plan_sort.cuh
   FIND [[  sort_mains(args, block);
   ptx::sync_block();]]
   REPLACE [[  sort_mains(args, block);]])
 
-ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
+ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan
+  FILE cuda/device/plan_sort.cuh
   FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
   REPLACE [[    (void)faults;]])
 
-ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan FILE cuda/plan.cuh
+ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
+  FILE cuda/device/plan.cuh
   FIND [[ && ptx::load_acquire_system(word) == 0)]]
   REPLACE [[)]])
 
-ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan FILE core/pool_search.hpp
+ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan
+  FILE core/plan/pool_search.hpp
   FIND [[best = v - first_;]]
   REPLACE [[best = 0;]])
 
-ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan FILE core/pool_search.hpp
+ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan
+  FILE core/plan/pool_search.hpp
   FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
   REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
-ultraep_add_device_mutant(device_looks_ahead_at_another_node PROGRAM test_plan FILE core/pool_search.hpp
+ultraep_add_device_mutant(device_looks_ahead_at_another_node PROGRAM test_plan
+  FILE core/plan/pool_search.hpp
   FIND [[return kFirstAhead + (node - 1) * kNumOrders + found_.variant;]]
   REPLACE [[return kFirstAhead + (kNodesAhead - node) * kNumOrders + found_.variant;]])
 
-ultraep_add_device_mutant(device_leaders_of_each_lane PROGRAM test_plan FILE cuda/plan_sort.cuh
+ultraep_add_device_mutant(device_leaders_of_each_lane PROGRAM test_plan
+  FILE cuda/device/plan_sort.cuh
   FIND [[const bool is_fullest = tokens == highest(Warp{}, tokens);]]
   REPLACE [[const bool is_fullest = true;]])
 
-ultraep_add_device_mutant(device_positions_of_each_lane HANGS PROGRAM test_plan FILE cuda/plan_sort.cuh
+ultraep_add_device_mutant(device_positions_of_each_lane HANGS PROGRAM test_plan
+  FILE cuda/device/plan_sort.cuh
   FIND [[static_cast<int32_t>(Warp::sum(ranks_before));]]
   REPLACE [[static_cast<int32_t>(ranks_before);]])
 
-ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/pool_search.hpp
+ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/pool_search.hpp
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
   REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])
+
+ultraep_add_mutants(device _ultraep_device_program)

@@ -122,7 +122,7 @@ def run_reductions(engine: str) -> int:
 
 def read_out_of_bounds() -> None:
     """Sum more bytes than were allocated."""
-    from ultraep_comm.cuda.device import find_device
+    from ultraep_comm.engines.cuda.device import find_device
 
     device = find_device()
     memory = torch.zeros(64, dtype=torch.uint8, device=device.torch_device)

@@ -19,7 +19,7 @@ from stage_cases import assert_same
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.bench.payload import SENTINEL
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 SEGMENTS = {"w13": 50_003, "w2": 16_384, "scale": 37, "bias": 1}
 KINDS = [
@@ -56,7 +56,7 @@ class Layer(Ranks):
         self.draw = torch.Generator().manual_seed(num_ranks)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        stages = self.groups[0]._stages
+        stages = self.groups[0].session.local
         assert stages is not None
         return stages.put(tensor)
 
@@ -131,7 +131,7 @@ class Layer(Ranks):
         return self.check(found)
 
     def eager_epochs(self) -> set[int]:
-        return {group._engine.epoch for group in self.groups}
+        return {group.session.engine.epoch for group in self.groups}
 
 
 # ---- replays -------------------------------------------------------------------------------------
@@ -393,8 +393,8 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
             layer.each(reroute(many, plan))
             layer.finish()
             for group in layer.groups:
-                assert group._stages is not None
-                assert isinstance(raised(group._stages.raise_fault), errors.InvalidLoadError)
+                assert group.session.local is not None
+                assert isinstance(raised(group.session.local.raise_fault), errors.InvalidLoadError)
             layer.capture(reroute(many, plan))
             layer.replay(weights, found, replay)  # with the memory that it was captured with
         del replay
@@ -438,8 +438,8 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
             errors.InvalidPlanError | errors.PeerRejectedError | errors.TransferAbortedError,
         )
         assert raised(group.close) is None  # it has been said
-    assert isinstance(layer.groups[0]._first_error, errors.InvalidPlanError)
-    assert "rank 1 holds expert 3" in str(layer.groups[0]._first_error)
+    assert isinstance(layer.groups[0].session.first_error, errors.InvalidPlanError)
+    assert "rank 1 holds expert 3" in str(layer.groups[0].session.first_error)
     del replay
     with Ranks(streams, 3, SEGMENTS, num_experts=6) as fresh:  # the device is as it was
         fresh.replicate(fresh.stacked(), plan)

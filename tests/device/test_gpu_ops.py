@@ -20,8 +20,8 @@ from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import ops
-from ultraep_comm.cuda import device
-from ultraep_comm.tracing_calls import ORDER
+from ultraep_comm.calls.traced import ORDER
+from ultraep_comm.engines.cuda import device
 
 EXPERTS, SLOTS, TOKENS, TOPK = 6, 2, 30, 2
 EXPERT = {"w": ((16,), torch.float32)}
@@ -243,7 +243,8 @@ def check_compiled(place: Place, num_ranks: int, compiled: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])]
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])],
 )
 def test_compiled_layers_give_what_eager_ones_do(
     place: Place, backend: str, monkeypatch: pytest.MonkeyPatch

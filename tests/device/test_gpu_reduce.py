@@ -18,7 +18,7 @@ from rank_grads import RankGrads
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 F32, BF16 = torch.float32, torch.bfloat16
 MODES = ["pull", "direct", "auto"]

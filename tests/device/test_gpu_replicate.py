@@ -17,7 +17,7 @@ from ranks import MIXED, loopback
 import ultraep_comm as uec
 from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import count_traffic
-from ultraep_comm.schedule import make_schedule
+from ultraep_comm.plan.schedule import make_schedule
 
 MODES = ["push", "pull", "direct", "auto"]
 SEGMENTS = {"w13": 200_003, "w2": 65_536, "scale": 37, "bias": 1}
@@ -213,7 +213,7 @@ def test_a_layer_from_routing_to_slots(engine: str) -> None:
     num_ranks, num_experts = 4, 24
     with Ranks(engine, num_ranks, SEGMENTS, num_experts=num_experts) as ranks:
         weights = ranks.shared()
-        stages = ranks.groups[0]._stages
+        stages = ranks.groups[0].session.local
         generator = torch.Generator().manual_seed(3)
         for turn in range(4):
             dtype = (torch.int32, torch.int64)[turn % 2]
@@ -252,7 +252,7 @@ def test_loads_of_many_sizes(engine: str) -> None:
     num_ranks, num_experts = 3, 40
     sizes = (0, 1, 33, 4096, 70_001) if engine == "cuda" else (0, 1, 33)
     with Ranks(engine, num_ranks, {"w": 64}, num_experts=num_experts) as ranks:
-        stages = ranks.groups[0]._stages
+        stages = ranks.groups[0].session.local
         generator = torch.Generator().manual_seed(4)
         for tokens in sizes:
             shape = (num_ranks, tokens, 3)

@@ -19,7 +19,7 @@ from ranks import raised
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 EXPERT = {"w": Segment((33, 47), torch.float32), "b": Segment((3,), torch.float32)}
 LAYER, MICROBATCH = 3, 7
@@ -189,7 +189,7 @@ def test_a_captured_release_ends_the_use_of_each_replay(streams: str, passes: Pa
     for seed in range(4):
         passes.run(replay, seed)
         for handle in handles:
-            assert torch.equal(handle._plan.slot_expert.cpu(), passes.plan(seed).slot_expert)
+            assert torch.equal(handle.saved.plan.slot_expert.cpu(), passes.plan(seed).slot_expert)
     passes.assert_no_fault()
 
 
@@ -212,9 +212,9 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
         own, group = passes.bound[rank], passes.groups[rank]
         work = uec.reduce_expert_grads(own, handles[rank], group=group, async_op=True)
         assert work is not None
-        launched = group._stages.launch_counts  # type: ignore[union-attr]
+        launched = group.session.local.launch_counts  # type: ignore[union-attr]
         handles[rank].release()
-        assert group._stages.launch_counts == launched  # type: ignore[union-attr]
+        assert group.session.local.launch_counts == launched  # type: ignore[union-attr]
         work.wait()
         return work
 
@@ -230,13 +230,13 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
 def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
     handles, forward = passes.capture_save()
     passes.run(forward, 1)
-    entries = [handle._entry for handle in handles]
+    entries = [handle.saved.entry for handle in handles]
     for handle in handles:  # the graph is gone, its last plan was never reduced
         handle.release()
     passes.each(lambda rank: passes.reduce(rank, passes.plan(0)))
     passes._device.settle()
     again, forward, backward = passes.capture_passes()
-    assert all(handle._entry in entries for handle in again)
+    assert all(handle.saved.entry in entries for handle in again)
     for seed in (2, 3):
         passes.grads.fill(seed)
         passes.run(forward, seed)

@@ -15,7 +15,7 @@ from stage_cases import Case, assert_same, order_gathers
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.cuda import device
+from ultraep_comm.engines.cuda import device
 
 Shape = dict[str, Any]
 
@@ -28,7 +28,7 @@ def _gathers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def put(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    stages = case.group._stages
+    stages = case.group.session.local
     assert stages is not None
     return stages.put(tensor)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu import give_up
 
-from ultraep_comm.bench.gpu import Gpu
+from ultraep_comm.bench.clock import Gpu
 
 SIZE = 100_003
 

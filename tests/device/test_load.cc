@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "device/emulated_load.hpp"
-#include "host/watchdog.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

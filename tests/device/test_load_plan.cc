@@ -2,10 +2,10 @@
 // on every rank, in one launch.
 #include <cstdio>
 
-#include "cuda/load_plan.cuh"
+#include "cuda/device/load_plan.cuh"
 #include "device/emulated_load.hpp"
 #include "device/host_plan.hpp"
-#include "host/watchdog.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

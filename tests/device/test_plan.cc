@@ -2,11 +2,11 @@
 // warps, and what it says of a load that has none.
 #include <cstdio>
 
-#include "check.hpp"
-#include "cuda/plan.cuh"
+#include "cuda/device/plan.cuh"
 #include "device/host_plan.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -1,9 +1,9 @@
 // A call prepared by a warp of the emulated device is the call of the host.
-#include "check.hpp"
-#include "cuda/warp.cuh"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
-#include "prepare_cases.hpp"
+#include "cuda/device/warp.cuh"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/prepare_cases.hpp"
+#include "support/watchdog.hpp"
 
 int main() {
   const Watchdog watchdog("lanes that do not meet");

@@ -3,7 +3,7 @@
 
 #include "device/emulated_gradients.hpp"
 #include "device/failures.hpp"
-#include "host/watchdog.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <cstdio>
 
 #include "device/failures.hpp"
-#include "host/watchdog.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "device/emulated_reroute.hpp"
-#include "host/watchdog.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -1,9 +1,9 @@
 // The save kernel on the emulated device: what it copies, and entries that are in use.
 #include <vector>
 
-#include "check.hpp"
-#include "cuda/save.cuh"
-#include "host/watchdog.hpp"
+#include "cuda/device/save.cuh"
+#include "support/check.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -111,12 +111,12 @@ class RankGroup:
 
     def stray(self) -> int:
         """Bytes that changed outside the slots that plans may have filled, and of main weights."""
-        group, offset = self.group, self.group._layout.slots_base
+        group, offset = self.group, self.group.session.layout.slots_base
         if group.slot_grads:
             return 0  # their scenes compare values
-        changed = group._region.local[offset:] != GUARD
+        changed = group.session.memory[0].local[offset:] != GUARD
         for index, segment in enumerate(group.segments.values()):
-            start = group._layout.slot_offset[index] - offset
+            start = group.session.layout.slot_offset[index] - offset
             for slot in range(group.topology.slots_per_rank):
                 if (index, slot) in self._filled:
                     at = start + slot * segment.nbytes
@@ -227,7 +227,7 @@ class Actor:
         for own in self.groups:
             self.report.stray += own.stray()
         for own in self.groups:
-            if own.group._state == "open":
+            if own.group.session.state == "open":
                 self.attempt("close", own.group.close)
         self.groups.clear()
 

@@ -151,7 +151,7 @@ def in_close(actor: Actor, *, how: str) -> None:
     actor.report.wrong += own.wrong(plan)
     if actor.rank == 1:
         if how == "at its start":
-            own.group._plans.busy_error = lambda *_: actor.die()  # type: ignore[method-assign]
+            own.group.session.plans.busy_error = lambda *_: actor.die()  # type: ignore[method-assign]
         else:
             ShmFabric.close = lambda self: actor.die()  # type: ignore[method-assign]
     actor.attempt("close", own.group.close)

@@ -15,7 +15,7 @@ from cast import Cue
 from deaths import BOTH, KILLED
 from scene import ALL, OK, Expect, Scene, everybody, refuses, start, told
 
-from ultraep_comm.fabrics import bootstrap, connections, shm
+from ultraep_comm.fabrics import meeting, shm, sockets
 
 ODD = 1
 REST = tuple(r for r in ALL if r != ODD)
@@ -43,11 +43,11 @@ def _replace(owner: Any, name: str, act: Callable[[], None], number: int, *, beh
 
 
 POINTS: dict[str, tuple[Any, str, int, bool]] = {
-    "before the ranks meet": (bootstrap.Meeting, "gather", 1, False),
-    "when the ranks have met": (bootstrap.Meeting, "gather", 1, True),
-    "before addresses are exchanged": (bootstrap.Meeting, "gather", 3, False),
-    "before it connects": (connections.Connections, "connect", 1, False),
-    "when it has one connection": (connections.Connections, "_keep", 1, True),
+    "before the ranks meet": (meeting.Meeting, "gather", 1, False),
+    "when the ranks have met": (meeting.Meeting, "gather", 1, True),
+    "before addresses are exchanged": (meeting.Meeting, "gather", 3, False),
+    "before it connects": (sockets.Connections, "connect", 1, False),
+    "when it has one connection": (sockets.Connections, "_keep", 1, True),
     "before its memory": (shm, "create_memory", 1, False),
     "with its memory": (shm, "create_memory", 1, True),
     "while memory is handed round": (socket, "send_fds", 2, True),

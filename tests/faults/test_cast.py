@@ -13,6 +13,7 @@ from cast import Cue, Outcome
 from deaths import BOTH
 from scene import ALL, Expect, Scene, everybody, judge, start, told
 from scenes import SCENES
+from tiers import sampled
 
 # The list of faults that the scenes are for; each has one that runs by default.
 ITEMS = {
@@ -72,17 +73,20 @@ def _misbehaves(actor: Actor, *, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how, complaint",
-    [
-        ("a byte of an empty slot", "5 bytes changed that must not"),
-        ("one of its weights", "2 bytes changed that must not"),
-        ("a descriptor", "more of descriptor"),
-        ("a thread", "more of thread"),
-        ("a group", "more of mapping"),
-        ("a mapping", "more of mapping"),
-        ("breaks", "a part that is wrong"),
-        ("ends", "rank 2 ended with 3"),
-        ("hangs", "waited in vain"),
-    ],
+    sampled(
+        [
+            ("a byte of an empty slot", "5 bytes changed that must not"),
+            ("one of its weights", "2 bytes changed that must not"),
+            ("a descriptor", "more of descriptor"),
+            ("a thread", "more of thread"),
+            ("a group", "more of mapping"),
+            ("a mapping", "more of mapping"),
+            ("breaks", "a part that is wrong"),
+            ("ends", "rank 2 ended with 3"),
+            ("hangs", "waited in vain"),
+        ],
+        lambda row: row[0] in ("a byte of an empty slot", "a thread", "a mapping", "ends"),
+    ),
 )
 def test_what_a_rank_must_not_do_is_seen(how: str, complaint: str) -> None:
     scene = Scene(

@@ -7,14 +7,15 @@ import os
 import pytest
 from scene import Scene, judge
 from scenes import SCENES
+from tiers import sampled
 
 LONG = os.environ.get("ULTRAEP_FAULTS") == "long"
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize(
+    "scene", sampled(SCENES, lambda s: LONG or not s.long), ids=lambda scene: scene.name
+)
 def test_fault(scene: Scene) -> None:
-    if scene.long and not LONG:
-        pytest.skip("a rarer fault: ULTRAEP_FAULTS=long runs it")
     wrong = judge(scene, scene.run())
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)

@@ -8,12 +8,15 @@ import pytest
 from lives import lives_scene
 from scene import Scene, judge
 from soak import soak_scene
+from tiers import cases
 
 LONG = os.environ.get("ULTRAEP_FAULTS") == "long"
-TRANSFERS, GROUPS = (10_000, 1_000) if LONG else (200, 100)
+TRANSFERS = 10_000 if LONG else cases(200, 10_000)
+GROUPS = 1_000 if LONG else cases(60, 1_000)
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
+@pytest.mark.cases
+@pytest.mark.timeout(3600 if TRANSFERS > 200 else 300)
 @pytest.mark.parametrize(
     "scene",
     [soak_scene(TRANSFERS, seed=20), lives_scene(GROUPS)],

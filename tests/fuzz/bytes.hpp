@@ -6,8 +6,8 @@
 #include <numeric>
 #include <vector>
 
-#include "plans.hpp"
-#include "routings.hpp"
+#include "support/plans.hpp"
+#include "support/routings.hpp"
 
 namespace fuzz {
 

@@ -3,9 +3,9 @@
 
 #include <set>
 
-#include "check.hpp"
-#include "core/validate.hpp"
-#include "plans.hpp"
+#include "core/plan/check.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace fuzz {
 

@@ -4,11 +4,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "check.hpp"
-#include "core/planner.hpp"
-#include "core/validate.hpp"
+#include "core/plan/check.hpp"
+#include "core/plan/planner.hpp"
 #include "fuzz/bytes.hpp"
 #include "fuzz/checks.hpp"
+#include "support/check.hpp"
 
 namespace {
 

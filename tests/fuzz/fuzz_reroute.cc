@@ -6,11 +6,11 @@
 #include <optional>
 #include <vector>
 
-#include "check.hpp"
-#include "core/reroute.hpp"
-#include "core/share_table.hpp"
+#include "core/reroute/reroute.hpp"
+#include "core/reroute/share_table.hpp"
 #include "fuzz/bytes.hpp"
 #include "fuzz/checks.hpp"
+#include "support/check.hpp"
 
 namespace {
 

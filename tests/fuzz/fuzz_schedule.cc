@@ -7,12 +7,12 @@
 #include <tuple>
 #include <vector>
 
-#include "check.hpp"
-#include "core/cost.hpp"
-#include "core/worklist.hpp"
+#include "core/schedule/cost.hpp"
+#include "core/schedule/worklist.hpp"
 #include "fuzz/bytes.hpp"
 #include "fuzz/checks.hpp"
-#include "worklist_checks.hpp"
+#include "support/check.hpp"
+#include "support/worklist_checks.hpp"
 
 namespace {
 

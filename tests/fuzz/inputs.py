@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
-from ultraep_comm.recording import CALL, MAGIC, VERSION
+from ultraep_comm.recording.file import CALL, MAGIC, VERSION
 
 Item = TypeVar("Item")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"

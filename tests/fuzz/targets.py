@@ -22,14 +22,10 @@ from fuzz.inputs import Bytes
 from ultraep_comm.bench import cli as bench_cli
 from ultraep_comm.bench.traces import TraceError, open_trace
 from ultraep_comm.calibration import ENGINES, Calibration, read_calibration
-from ultraep_comm.errors import (
-    CalibrationError,
-    InvalidArgumentError,
-    RecordingError,
-)
-from ultraep_comm.plan import Plan
-from ultraep_comm.recording import load_recordings
-from ultraep_comm.topology import Topology
+from ultraep_comm.errors import CalibrationError, InvalidArgumentError, RecordingError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import Topology
+from ultraep_comm.recording.file import load_recordings
 from ultraep_comm.viz import cli as viz_cli
 from ultraep_comm.viz.bound import load_results
 
@@ -359,7 +355,7 @@ def _forget_files() -> None:
 def bench(data: bytes) -> None:
     """``python -m ultraep_comm.bench``, up to where ranks would be started."""
     b = Bytes(data)
-    arguments = inputs.command_line(b, _options(bench_cli._parser), paths())
+    arguments = inputs.command_line(b, _options(bench_cli.make_parser), paths())
     with (
         mock.patch.object(bench_cli, "run_ranks", return_value=0),
         mock.patch.object(bench_cli, "run_alone", return_value=0),

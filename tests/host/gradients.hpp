@@ -4,10 +4,10 @@
 #include <cstring>
 #include <vector>
 
-#include "check.hpp"
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 #include "host/ranks.hpp"
-#include "numbers.hpp"
+#include "support/check.hpp"
+#include "support/numbers.hpp"
 
 // One reduction as every rank makes it.
 struct ReductionCase {

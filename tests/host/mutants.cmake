@@ -8,44 +8,31 @@
 # ultraep_add_host_mutant(<name> [HANGS] PROGRAM <test> FILE <path below src/>
 #                         FIND [[...]] REPLACE [[...]])
 #
-# PROGRAM is the name of a test in this folder. Sources and headers of the host engine are compiled
-# again where they could have read the changed file; all else is shared. HANGS: what the mutant does
-# is to hang, so the test's watchdog has less patience.
+# PROGRAM is the name of a test in this folder. HANGS: what the mutant does is to hang, so the test's
+# watchdog has less patience.
 function(ultraep_add_host_mutant name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "HANGS" "PROGRAM;FILE;FIND;REPLACE" "")
-  ultraep_mutate(overlay NAME ${name} FILE "${arg_FILE}" FIND "${arg_FIND}"
-    REPLACE "${arg_REPLACE}")
-  set(target mutant_${name})
-  set(program mutants_${arg_PROGRAM}_${arg_HANGS})
-  if(arg_FILE MATCHES "\\.cc$")
-    if(NOT TARGET ${program})
-      add_library(${program} OBJECT EXCLUDE_FROM_ALL host/${arg_PROGRAM}.cc)
-      _ultraep_host_mutant_options(${program} ${arg_HANGS})
-    endif()
-    # The library's own object of this source stays in the library: nothing asks for it.
-    add_executable(${target} EXCLUDE_FROM_ALL $<TARGET_OBJECTS:${program}> ${overlay}/${arg_FILE})
-    set_source_files_properties(${overlay}/${arg_FILE} PROPERTIES GENERATED ON)
-  else()
-    get_target_property(sources ultraep_host SOURCES)
-    list(TRANSFORM sources PREPEND ${PROJECT_SOURCE_DIR}/src/host/)
-    add_executable(${target} EXCLUDE_FROM_ALL host/${arg_PROGRAM}.cc ${sources})
+  set(watchdog "")
+  if(arg_HANGS)
+    set(watchdog WATCHDOG 3)
   endif()
-  target_include_directories(${target} BEFORE PRIVATE ${overlay})
-  _ultraep_host_mutant_options(${target} ${arg_HANGS})
-  add_test(NAME ${target} COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DPROGRAM=$<TARGET_FILE:${target}>
-    -P ${CMAKE_CURRENT_SOURCE_DIR}/run_mutant.cmake)
-  set_tests_properties(${target} PROPERTIES TIMEOUT 180 LABELS mutant)
-  add_dependencies(mutants ${target})
+  ultraep_mutate(host NAME ${name} PROGRAM ${arg_PROGRAM} ${watchdog} FILE "${arg_FILE}"
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
 endfunction()
 
-function(_ultraep_host_mutant_options target hangs)
-  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-  target_link_libraries(${target} PRIVATE ultraep_host)
-  target_compile_options(${target} PRIVATE ${mutant_options})
-  target_precompile_headers(${target} REUSE_FROM mutants_std)
-  if(hangs)
-    target_compile_definitions(${target} PRIVATE UEC_WATCHDOG_SECONDS=3)
+function(_ultraep_host_program target program copies)
+  cmake_path(GET copies FILENAME engine)
+  set(engine mutants_engine_${engine})
+  if(NOT TARGET ${engine})
+    ultraep_library_sources(sources ultraep_engine engine ultraep_host host)
+    ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/src ${sources})
+    add_library(${engine} STATIC EXCLUDE_FROM_ALL ${sources})
+    ultraep_compile_mutants(${engine} ${copies} mutants_std)
+    target_link_libraries(${engine} PUBLIC ultraep_core Threads::Threads)
   endif()
+  add_executable(${target} EXCLUDE_FROM_ALL host/${program}.cc)
+  ultraep_compile_mutants(${target} ${copies} mutants_std)
+  target_link_libraries(${target} PRIVATE ${engine})
 endfunction()
 
 # ---- flags and counters --------------------------------------------------------------------------
@@ -160,3 +147,5 @@ ultraep_add_host_mutant(ring_moves_nothing PROGRAM test_doorbell FILE host/doorb
 ultraep_add_host_mutant(stop_outside_mutex HANGS PROGRAM test_engine_close FILE host/engine.cc
   FIND [[    const std::lock_guard lock(submit_mutex_);  // else the background thread could miss it]]
   REPLACE [[;]])
+
+ultraep_add_mutants(host _ultraep_host_program)

@@ -9,10 +9,10 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 #include "host/engine.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 // Bytes of (seed, expert, segment): a window of random bytes at a place that these choose. Windows
 // of two payloads, or of one payload at two offsets, do not agree.

@@ -3,10 +3,10 @@
 #include <cstring>
 #include <vector>
 
-#include "check.hpp"
 #include "host/adder.hpp"
-#include "numbers.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/numbers.hpp"
+#include "support/plans.hpp"
 
 namespace {
 

@@ -3,9 +3,9 @@
 #include <cstring>
 #include <vector>
 
-#include "check.hpp"
 #include "host/copy.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace {
 

@@ -36,9 +36,9 @@ long hour_long_futex(long number, uint32_t* word, int operation, uint32_t value,
 #include "host/policies.hpp"
 #undef syscall
 
-#include "check.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -10,10 +10,10 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
 #include "host/engine.hpp"
 #include "host/ranks.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace {
 

@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
+#include "engine/health.hpp"
 #include "host/engine.hpp"
-#include "host/health.hpp"
 #include "host/ranks.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace {
 

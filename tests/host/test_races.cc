@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
 #include "host/engine.hpp"
 #include "host/ranks.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -3,10 +3,10 @@
 #include <chrono>
 #include <thread>
 
-#include "check.hpp"
 #include "host/gradients.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

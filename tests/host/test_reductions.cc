@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
 #include "host/gradients.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -7,12 +7,12 @@
 #include <thread>
 #include <vector>
 
-#include "check.hpp"
 #include "host/engine.hpp"
 #include "host/ranks.hpp"
 #include "host/slot_check.hpp"
-#include "host/watchdog.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
 
 namespace {
 

@@ -1,4 +1,5 @@
-// What no transfer on a described machine may do, said of its spans without the model's own clock.
+// What no transfer on a described machine may do, checked on its spans without the model's own
+// clock.
 #pragma once
 
 #include <algorithm>
@@ -6,9 +7,9 @@
 #include <tuple>
 #include <vector>
 
-#include "check.hpp"
 #include "model/machine.hpp"
 #include "model/simulation.hpp"
+#include "support/check.hpp"
 
 namespace audit {
 
@@ -72,8 +73,8 @@ inline void check_links(const Machine& m, const Outcome& found) {
   }
 }
 
-// Who may write waits for `open`, who may read asks first, and whoever is written to ends its call
-// only when it can know of it; so does who wrote.
+// A writer waits for `open`, a reader asks first, and a rank that is written to ends its call only
+// when it can know of it; so does the writer.
 inline void check_latencies(const Machine& m, const Outcome& found) {
   for (const Span& s : found.spans) {
     if (!is_copy(s)) continue;

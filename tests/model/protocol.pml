@@ -1,7 +1,7 @@
 /* The flag protocol of replicate_experts() at the granularity of flags, for spin to search in full.
  *
  * RANKS ranks make two calls on one group, each under a plan of its own, and nothing but flags
- * holds them together: a rank may be a call ahead of another. tests/python/test_model.py runs every
+ * holds them together: a rank may be a call ahead of another. tests/python/model/test_model.py runs every
  * configuration and every mutant; docs/developing.md shows how to run one by hand.
  *
  *   -DMODE=PUSH | PULL | DIRECT
@@ -16,8 +16,9 @@
  *
  * What stands for what:
  *   Rank                  Engine::run_next, execute, drive: a rank with one worker
- *     announce            announce_call(), announce_open() in call.hpp
- *     work, CLAIMABLE     Fetcher::claim, judge_open, group_ready; any eligible item, in any order
+ *     announce            announce_call(), announce_open() in announce.hpp
+ *     work, CLAIMABLE     Claimer::claim, judge_open, TransferPieces::ready; any eligible item, in any
+ *                         order
  *     publish             Storer::publish, finish_task
  *     finish              Finish::step
  *     returned            the caller has its slots, and changes its main weights

@@ -3,9 +3,9 @@
 #include <stdexcept>
 
 #include "audit.hpp"
-#include "check.hpp"
 #include "model/transfer.hpp"
-#include "plans.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
 
 namespace {
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections import defaultdict
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # of the tests, in all processes
 
 
 def find_program(name: str, module: str, folder: str) -> str:
@@ -62,8 +65,6 @@ class CppBuild:
         self.ninja = find_program("ninja", "ninja", "BIN_DIR")
         self.ctest_program = shutil.which("ctest", path=str(Path(self.cmake).parent)) or "ctest"
         self.num_jobs = str(len(os.sched_getaffinity(0)))
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by preset
-        self._built: set[tuple[str, ...]] = set()
         self._early: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
@@ -74,19 +75,39 @@ class CppBuild:
             [self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs, *only],
         ]
 
+    @contextmanager
+    def _alone(self, preset: str) -> Iterator[None]:
+        """Keep other threads, and processes of this run of the tests, from building the preset."""
+        (ROOT / "build").mkdir(exist_ok=True)
+        with (ROOT / "build" / f"{preset}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
+
+    def _stamp(self, preset: str, *targets: str) -> Path:
+        """File that names the run of the tests in which the targets were last built."""
+        name = hashlib.sha256(" ".join(targets).encode()).hexdigest()[:16]
+        return ROOT / "build" / preset / f"built-{name}"
+
+    def _is_built(self, preset: str, *targets: str) -> bool:
+        stamp = self._stamp(preset, *targets)
+        return stamp.exists() and stamp.read_text() == RUN
+
     def build(self, preset: str, *targets: str) -> Path:
-        """Build targets, or everything, once in this session, and return the folder."""
-        folder = ROOT / "build" / preset
-        if (preset, *targets) not in self._built:
-            with self._locks[preset]:  # perhaps an early build ends first
-                for command in self._commands(preset, *targets):
-                    run(command)
-            self._built.add((preset, *targets))
-        return folder
+        """Build targets, or everything, once in this run of the tests, and return the folder."""
+        if not self._is_built(preset, *targets):
+            with self._alone(preset):  # perhaps an early build ends first
+                if not self._is_built(preset, *targets):
+                    for command in self._commands(preset, *targets):
+                        run(command)
+                    self._stamp(preset, *targets).write_text(RUN)
+        return ROOT / "build" / preset
 
     def build_early(self, preset: str, *targets: str) -> None:
         """Build with what other programs leave of the cores, until it fails or is stopped."""
-        with self._locks[preset]:
+        with self._alone(preset):
             for command in self._commands(preset, *targets):
                 if self._stopped:
                     return
@@ -98,6 +119,7 @@ class CppBuild:
                 )
                 if self._early.wait() != 0:
                     return
+            self._stamp(preset, *targets).write_text(RUN)
 
     def stop_early(self) -> None:
         self._stopped = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -32,13 +33,27 @@ class EarlyBuilds:
 
 
 def wanted_builds(items: Sequence[pytest.Item]) -> list[tuple[str, ...]]:
-    """Return presets with their targets in the order in which tests will ask for them."""
+    """Return presets with their targets in the order in which tests will ask for them.
+
+    Of several processes that run tests, only the first builds ahead.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        return []
     marks = [mark.args for item in items for mark in item.iter_markers("builds")]
-    if marks and any("emulated_library" in getattr(item, "fixturenames", ()) for item in items):
+    if marks and any(_rank(item) == 1 for item in items):
         marks.insert(0, ("cpu", "emulated_device"))  # Python tests ask for it, long before
     return list(dict.fromkeys(marks))
 
 
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("builds"):
+        return 2
+    return int("emulated_library" in getattr(item, "fixturenames", ()))
+
+
 def put_last(items: list[pytest.Item]) -> None:
-    """Move the tests of what takes long to build behind all others."""
-    items.sort(key=lambda item: item.get_closest_marker("builds") is not None)
+    """Move the files with tests of what takes long to build behind all others."""
+    latest: dict[object, int] = {}
+    for item in items:
+        latest[item.path] = max(latest.get(item.path, 0), _rank(item))
+    items.sort(key=lambda item: latest[item.path])

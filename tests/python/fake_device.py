@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.cuda.kernels import NOTICE, PEERS
+from ultraep_comm.engines.cuda.kernels import NOTICE, PEERS
 from ultraep_comm.fabrics.nvshmem import Heap
 
 NOT_READY = 600

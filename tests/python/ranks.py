@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.plan.topology import Topology, contiguous_home
 
 MAX_RANKS = 8
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
@@ -67,7 +68,7 @@ def fill_weights(
 
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
     """Set every byte of symmetric memory from the first slot on, gaps between segments too."""
-    group._region.local[group._layout.slots_base :] = value
+    group.session.memory[0].local[group.session.layout.slots_base :] = value
 
 
 def wrong_bytes(
@@ -79,17 +80,17 @@ def wrong_bytes(
     sentinel: int = 0xA5,
 ) -> int:
     """Bytes of symmetric memory, from the first slot on, that are not what they should be."""
-    offset = group._layout.slots_base
-    expected = torch.full_like(group._region.local[offset:], sentinel)
+    offset = group.session.layout.slots_base
+    expected = torch.full_like(group.session.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
         if names is not None and name not in names:
             continue
-        start = group._layout.slot_offset[index] - offset
+        start = group.session.layout.slot_offset[index] - offset
         for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
             if expert >= 0:
                 at = start + slot * segment.nbytes
                 expected[at : at + segment.nbytes] = expert_bytes(epoch, expert, index, segment)
-    return int((group._region.local[offset:] != expected).sum())
+    return int((group.session.memory[0].local[offset:] != expected).sum())
 
 
 def random_plan(
@@ -97,7 +98,7 @@ def random_plan(
 ) -> uec.Plan:
     """A legal plan with chains: slots are filled at random with any expert of another rank."""
     generator = torch.Generator().manual_seed(seed)
-    topology = uec.topology.Topology.make(
+    topology = Topology.make(
         num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=slots, home=home
     )
     slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)
@@ -117,7 +118,7 @@ def random_plan(
 def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
     """Expert 0 on every other rank, and expert 1 on every rank but its home where it fits."""
     slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)
-    home = uec.topology.contiguous_home(num_experts, num_ranks)
+    home = contiguous_home(num_experts, num_ranks)
     for slot, expert in enumerate(range(min(slots, num_experts, 2))):
         for rank in range(num_ranks):
             if home[expert] != rank:

@@ -11,7 +11,7 @@ from ranks import make_weights
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
-from ultraep_comm.recording import Recording
+from ultraep_comm.recording.file import Recording
 
 G, E, S = 2, 4, 1
 EXPERT = {"w": Segment((8, 4), torch.float32), "s": Segment((3,), torch.uint8)}

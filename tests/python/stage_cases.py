@@ -9,7 +9,7 @@ import torch
 from emulated_device import EmulatedDevice
 
 import ultraep_comm as uec
-from ultraep_comm.cuda import stages as stages_module
+from ultraep_comm.engines.cuda import stages as stages_module
 
 EXPERT = {"w": ((4,), torch.uint8)}
 FIELDS = ("slot_expert", "slot_quota", "home_quota", "home", "load", "domains")

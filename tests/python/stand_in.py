@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ultraep_comm.bench.host_meter import HostMeter
-from ultraep_comm.cuda import device
+from ultraep_comm.bench.clock import HostMeter
+from ultraep_comm.engines.cuda import device
 
 
 class StandIn(HostMeter):

@@ -2,7 +2,7 @@
 // schedule says, unseen until then.
 #pragma once
 
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 #include "simulation/world.hpp"
 
 namespace sim {

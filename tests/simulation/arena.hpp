@@ -6,7 +6,7 @@
 #include <cstring>
 #include <memory>
 
-#include "check.hpp"
+#include "support/check.hpp"
 
 namespace sim {
 

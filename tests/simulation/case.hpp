@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "core/digest.hpp"
-#include "core/failure.hpp"
-#include "core/prepare_reduce.hpp"
-#include "plans.hpp"
-#include "prepared_call.hpp"
-#include "worklists.hpp"
+#include "core/base/digest.hpp"
+#include "core/transfer/failure.hpp"
+#include "core/transfer/prepare.hpp"
+#include "support/plans.hpp"
+#include "support/prepared_call.hpp"
+#include "support/worklists.hpp"
 
 namespace sim {
 

@@ -1,11 +1,21 @@
 # One broken rule each. test_hostile has to catch every one of them.
 #
 #   mutant(<name> <file> FIND [[...]] REPLACE [[...]])   and more of the same name add up
-set(ULTRAEP_MUTANTS "")
 function(mutant name file)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "FIND;REPLACE" "")
-  ultraep_mutate(overlay NAME ${name} FILE ${file} FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
-  set(ULTRAEP_MUTANTS ${ULTRAEP_MUTANTS} ${name} PARENT_SCOPE)
+  ultraep_mutate(simulation NAME ${name} PROGRAM test_hostile FILE ${file}
+    FIND "${arg_FIND}" REPLACE "${arg_REPLACE}")
+endfunction()
+
+function(_ultraep_simulation_program target program copies)
+  get_target_property(parts simulation SOURCES)
+  get_target_property(world simulation_world SOURCES)
+  list(APPEND parts ${world} ranks.cc)
+  list(TRANSFORM parts PREPEND simulation/)
+  ultraep_changed_sources(sources ${copies} ${PROJECT_SOURCE_DIR}/tests ${parts})
+  add_executable(${target} EXCLUDE_FROM_ALL ${sources})
+  ultraep_compile_mutants(${target} ${copies} simulation_pch)
+  target_link_libraries(${target} PRIVATE ultraep_core)
 endfunction()
 
 # ---- delivered is not source-reusable ----------------------------------------------------------
@@ -20,27 +30,27 @@ mutant(sfence_left_out simulation/world.hpp
   FIND [[    if (!world_.delivered(agent_, ticket)) return false;]]
   REPLACE [[]])
 
-mutant(drain_ignores_stores core/storer.hpp
+mutant(drain_ignores_stores core/transfer/storer.hpp
   FIND [[    if (!mover_.when_delivered(last_ticket_, true, [](Delivered) {})) return Step::kAwaitDelivered;]]
   REPLACE [[]])
 
-mutant(drain_ignores_loads core/storer.hpp
+mutant(drain_ignores_loads core/transfer/storer.hpp
   FIND [[    if (!mover_.loaded(stored_)) return Step::kAwaitDelivered;]]
   REPLACE [[    if (!mover_.loaded(stored_)) return Step::kFinished;]])
 
-mutant(drain_sleeps_on_a_released_stage core/worker.hpp
+mutant(drain_sleeps_on_a_released_stage core/transfer/worker.hpp
   FIND [[    return fetched == Step::kProgress ? fetched : stored;]]
   REPLACE [[    return stored;]])
 
-mutant(drain_discards_nothing core/storer.hpp
+mutant(drain_discards_nothing core/transfer/storer.hpp
   FIND [[    if (!ended_) ++stored_;]]
   REPLACE [[]])
 
-mutant(drain_fetches_on core/fetcher.hpp
+mutant(drain_fetches_on core/transfer/fetcher.hpp
   FIND [[    return end() == Step::kFinished ? Step::kProgress : Step::kAwaitDelivered;]]
   REPLACE [[    return step();]])
 
-mutant(gather_drain_ignores_loads core/gather.hpp
+mutant(gather_drain_ignores_loads core/transfer/gather.hpp
   FIND [[    if (fetched_ && !mover_.loaded(0)) return Step::kAwaitDelivered;]]
   REPLACE [[]])
 
@@ -62,32 +72,32 @@ mutant(arrival_without_acquire simulation/world.cc
   FIND [[  join_ticks(clock(agent), shared);  // acquire]]
   REPLACE [[]])
 
-mutant(publish_before_all_arrivals core/storer.hpp
+mutant(publish_before_all_arrivals core/transfer/storer.hpp
   FIND [[    if (team_.share(left) == 0)]]
   REPLACE [[    if (team_.share(left) >= 0)]])
 
-mutant(last_arriver_off_by_one core/storer.hpp
+mutant(last_arriver_off_by_one core/transfer/storer.hpp
   FIND [[    if (team_.share(left) == 0)]]
   REPLACE [[    if (team_.share(left) == 1)]])
 
-mutant(claim_is_not_atomic core/claimer.hpp
+mutant(claim_is_not_atomic core/transfer/claimer.hpp
   FIND [[        best_at = memory_.take(&call_.cursor[id]);]]
   REPLACE [[        memory_.take(&call_.cursor[id]);]])
 
-mutant(hub_claim_is_not_atomic core/claimer.hpp
+mutant(hub_claim_is_not_atomic core/transfer/claimer.hpp
   FIND [[      else if (!memory_.claim(&call_.cursor[id], best_at))
         best_at = -1;]]
   REPLACE [[      else memory_.claim(&call_.cursor[id], best_at);]])
 
-mutant(taken_beyond_the_end core/claimer.hpp
+mutant(taken_beyond_the_end core/transfer/claimer.hpp
   FIND [[    if (at < 0 || at >= Pieces::length(call_, id)) return]]
   REPLACE [[    if (at < 0) return]])
 
-mutant(groups_uncounted_before_it_blocks core/storer.hpp
+mutant(groups_uncounted_before_it_blocks core/transfer/storer.hpp
   FIND [[    if (num_uncounted_ > 0) {]]
   REPLACE [[    if (false) {]])
 
-mutant(groups_of_two_tasks_counted_as_one core/storer.hpp
+mutant(groups_of_two_tasks_counted_as_one core/transfer/storer.hpp
   FIND [[    if (num_uncounted_ > 0 && task_ != piece.task) count_groups(token);]]
   REPLACE [[]])
 
@@ -105,55 +115,55 @@ mutant(opening_shared_by_workers simulation/ranks.cc
 
 # ---- gates -------------------------------------------------------------------------------------
 
-mutant(missing_open core/claimer.hpp
+mutant(missing_open core/transfer/claimer.hpp
   FIND [[    uint64_t seen = 0;
     return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
                       &seen);]]
   REPLACE [[    return Verdict::kArrived;]])
 
-mutant(call_unseen core/claimer.hpp
+mutant(call_unseen core/transfer/claimer.hpp
   FIND [[    if (called != Verdict::kArrived) return called;]]
   REPLACE [[]])
 
-mutant(openings_not_looked_for core/claimer.hpp
+mutant(openings_not_looked_for core/transfer/claimer.hpp
   FIND [[      open_[r] = !call.work.needs[r];]]
   REPLACE [[      open_[r] = 1;]])
 
-mutant(home_not_needed core/worklist.hpp
+mutant(home_not_needed core/schedule/worklist.hpp
   FIND [[        team.set(&w.needs[home]);]]
   REPLACE [[]])
 
-mutant(destination_not_needed core/worklist.hpp
+mutant(destination_not_needed core/schedule/worklist.hpp
   FIND [=[    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);]=]
   REPLACE [[]])
 
-mutant(home_not_open core/fetcher.hpp
+mutant(home_not_open core/transfer/fetcher.hpp
   FIND [[    if (piece.source == Source::kRemoteMain && !open[piece.source_rank]) return piece.source_rank;]]
   REPLACE [[]])
 
-mutant(destination_not_open core/fetcher.hpp
+mutant(destination_not_open core/transfer/fetcher.hpp
   FIND [[      if (!open[r]) return r;]]
   REPLACE [[]])
 
-mutant(ready_ignored core/fetcher.hpp
+mutant(ready_ignored core/transfer/fetcher.hpp
   FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
   REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;]])
 
-mutant(digest_unchecked core/protocol.hpp
+mutant(digest_unchecked core/transfer/protocol.hpp
   FIND [[  if (seen.word == epoch.record.word) return Verdict::kArrived;
   Fault found]]
   REPLACE [[  if (seen.ahead_of(epoch.number) == 0) return Verdict::kArrived;
   Fault found]])
 
-mutant(row_sent_before_the_call core/gather.hpp
+mutant(row_sent_before_the_call core/transfer/gather.hpp
   FIND [[          r == call_.rank ? Verdict::kArrived]]
   REPLACE [[          true ? Verdict::kArrived]])
 
-mutant(row_published_before_delivered core/gather.hpp
+mutant(row_published_before_delivered core/transfer/gather.hpp
   FIND [[    if (!mover_.when_delivered(last_ticket_, true, [&](Delivered token) {]]
   REPLACE [[    if (!mover_.when_delivered(0, true, [&](Delivered token) {]])
 
-mutant(table_read_before_rows_arrive core/gather.hpp
+mutant(table_read_before_rows_arrive core/transfer/gather.hpp
   FIND [[      if (verdict == Verdict::kArrived) continue;
       mine]]
   REPLACE [[      if (true) continue;
@@ -174,13 +184,13 @@ mutant(epoch_reused simulation/ranks.cc
   FIND [[  call.epoch = {case_.first_epoch + r.call, made.record};]]
   REPLACE [[  call.epoch = {case_.first_epoch + r.call / 2, made.record};]])
 
-mutant(older_epoch_accepted core/protocol.hpp
+mutant(older_epoch_accepted core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
   const CallRecord]]
   REPLACE [[  if (*seen != 0) return Verdict::kArrived;
   const CallRecord]])
 
-mutant(epoch_of_32_bits core/protocol.hpp
+mutant(epoch_of_32_bits core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
   const CallRecord]]
   REPLACE [[  if (static_cast<uint32_t>(*seen) == static_cast<uint32_t>(epoch.number))
@@ -190,26 +200,26 @@ mutant(epoch_of_32_bits core/protocol.hpp
 # ---- progress ----------------------------------------------------------------------------------
 
 # The counter-example: a hub piece is taken first, and waited for with home pieces unclaimed.
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
   REPLACE [[    if (!waits || piece.source != Source::kSlot) return Verdict::kArrived;]])
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[                              Fault* fault) {]]
   REPLACE [[                              Fault* fault, bool waits = false) {]])
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    return progress(at, length(call, p));]]
   REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[claimer_(call, memory, open, state, worker) {}]]
   REPLACE [[claimer_(call, memory, open, state, worker), memory_(memory) {}]])
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[  bool ended_ = false;
 };]]
   REPLACE [[  bool ended_ = false;
   Memory& memory_;
   Fault blocked_ = Fault::kNone;
 };]])
-mutant(blocked_hub_item_first core/fetcher.hpp
+mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    const Piece& piece = call_.work.pieces[item_.piece];
     Stage stage;]]
   REPLACE [[    const Piece& piece = call_.work.pieces[item_.piece];
@@ -218,37 +228,37 @@ mutant(blocked_hub_item_first core/fetcher.hpp
       return Step::kBlocked;
     Stage stage;]])
 
-mutant(withheld_before_an_empty_ring core/storer.hpp
+mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
   FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]
   REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
 
-mutant(overtaken_worker_blames_the_peer core/claimer.hpp
+mutant(overtaken_worker_blames_the_peer core/transfer/claimer.hpp
   FIND [[(Pieces::touches(call_, p, r) && !all_claimed(p)))]]
   REPLACE [[Pieces::touches(call_, p, r))]])
 
-mutant(ring_overrun core/fetcher.hpp
+mutant(ring_overrun core/transfer/fetcher.hpp
   FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
     const Piece&]]
   REPLACE [[    const Piece&]])
 
-mutant(end_overruns_the_ring core/fetcher.hpp
+mutant(end_overruns_the_ring core/transfer/fetcher.hpp
   FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
     mover_.fetch(fetched_++, Stage{}, nullptr);]]
   REPLACE [[    mover_.fetch(fetched_++, Stage{}, nullptr);]])
 
-mutant(end_not_sent core/fetcher.hpp
+mutant(end_not_sent core/transfer/fetcher.hpp
   FIND [[      if (claimed == Step::kFinished) return end();]]
   REPLACE [[]])
 
-mutant(ended_with_groups_held core/storer.hpp
+mutant(ended_with_groups_held core/transfer/storer.hpp
   FIND [[    if (num_published_ != num_held_) return Step::kAwaitDelivered;]]
   REPLACE [[    if (num_published_ != num_held_ && !ended_) return Step::kAwaitDelivered;]])
 
-mutant(stage_reused_too_early core/storer.hpp
+mutant(stage_reused_too_early core/transfer/storer.hpp
   FIND [[    while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);]]
   REPLACE [[    while (released_ != stored_) mover_.release(released_++);]])
 
-mutant(stage_never_released core/storer.hpp
+mutant(stage_never_released core/transfer/storer.hpp
   FIND [[    while (released_ != stored_ && mover_.reusable(released_)) mover_.release(released_++);]]
   REPLACE [[]])
 
@@ -256,13 +266,13 @@ mutant(stored_before_loaded simulation/world.hpp
   FIND [[ && (stage(k).ends_stream() || world_.loaded(agent_, k % kStages));]]
   REPLACE [[;]])
 
-mutant(held_groups_overwritten core/storer.hpp
+mutant(held_groups_overwritten core/transfer/storer.hpp
   FIND [[ && num_held_ - num_published_ < kMaxHeld && mover_]]
   REPLACE [[ && mover_]])
 
 # ---- the end of a call -------------------------------------------------------------------------
 
-mutant(done_to_the_wrong_peer core/storer.hpp
+mutant(done_to_the_wrong_peer core/transfer/storer.hpp
   FIND [[      memory_.publish(token, to.rank, call_.layout.done(to.slot, call_.rank), call_.epoch.number);]]
   REPLACE [[      memory_.publish(token, (to.rank + 1) % call_.num_ranks,
                       call_.layout.done(to.slot, call_.rank), call_.epoch.number);]])
@@ -271,19 +281,19 @@ mutant(finished_before_its_own_reads simulation/ranks.cc
   FIND [[    if (!worker_states_[agent_of(rank, w)].stored) {]]
   REPLACE [[    if (!worker_states_[agent_of(rank, w)].fetched) {]])
 
-mutant(done_not_awaited core/call.hpp
+mutant(done_not_awaited core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kDone) return kAll;]])
 
-mutant(pulled_ignored core/call.hpp
+mutant(pulled_ignored core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kPulled) return kAll;]])
 
-mutant(skipped_tail core/tiles.hpp
+mutant(skipped_tail core/schedule/tiles.hpp
   FIND [[min64(tile_bytes, bytes[i] - offset)]]
   REPLACE [[min64(tile_bytes, bytes[i] - offset) & ~int64_t{15}]])
 
-mutant(flag_not_read_again core/protocol.hpp
+mutant(flag_not_read_again core/transfer/protocol.hpp
   FIND [[  *seen = memory.observe(offset);
   if (*seen == epoch.number) return Verdict::kArrived;
   *fault = suspicion;]]
@@ -291,11 +301,11 @@ mutant(flag_not_read_again core/protocol.hpp
 
 # ---- failing -----------------------------------------------------------------------------------
 
-mutant(aborts_unread_before_pulled core/storer.hpp
+mutant(aborts_unread_before_pulled core/transfer/storer.hpp
   FIND [[      if (aborter >= 0) {]]
   REPLACE [[      if (false && aborter >= 0) {]])
 
-mutant(aborts_read_before_the_last_load core/storer.hpp
+mutant(aborts_read_before_the_last_load core/transfer/storer.hpp
   FIND [[      mover_.loads_complete();]]
   REPLACE [[]])
 
@@ -303,46 +313,46 @@ mutant(returned_before_the_abort_is_delivered simulation/ranks.cc
   FIND [[  if (!drained || !memories_[own].flags_delivered()) {]]
   REPLACE [[  if (!drained) {]])
 
-mutant(published_after_an_abort core/storer.hpp
+mutant(published_after_an_abort core/transfer/storer.hpp
   FIND [[        fault_ = Fault::kAborted;
         return;]]
   REPLACE [[        fault_ = Fault::kAborted;]])
 
-mutant(no_abort core/call.hpp
+mutant(no_abort core/transfer/announce.hpp
   FIND [[        memory.publish(token, r, call.layout.abort(call.rank), word.word);]]
   REPLACE [[        (void)token;]])
 
-mutant(aborts_of_finished_calls_count core/stream.hpp
+mutant(aborts_of_finished_calls_count core/transfer/call.hpp
   FIND [[    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;]]
   REPLACE [[    if (!word.set()) continue;]])
 
-mutant(death_unnoticed_before_the_call core/protocol.hpp
+mutant(death_unnoticed_before_the_call core/transfer/protocol.hpp
   FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]
   REPLACE [[    return Verdict::kWaiting;]])
 
-mutant(death_unnoticed_in_the_call core/protocol.hpp
+mutant(death_unnoticed_in_the_call core/transfer/protocol.hpp
   FIND [[  if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;]]
   REPLACE [[]])
 
-mutant(blames_what_it_waited_for core/failure.hpp
+mutant(blames_what_it_waited_for core/transfer/failure.hpp
   FIND [[    if (!word.set() || word.told_by() < 0) break;]]
   REPLACE [[    break;]])
 
-mutant(blames_what_it_no_longer_waits_for core/claimer.hpp
+mutant(blames_what_it_no_longer_waits_for core/transfer/claimer.hpp
   FIND [[      closed_ = team_.from(member, best_closed);]]
   REPLACE [[      if (closed_ < 0) closed_ = team_.from(member, best_closed);]])
 
-mutant(names_nobody core/claimer.hpp
+mutant(names_nobody core/transfer/claimer.hpp
   FIND [[      waits_with_ = team_.from(member, best_with);]]
   REPLACE [[]])
 
-mutant(farewell_hides_a_mismatch core/protocol.hpp
+mutant(farewell_hides_a_mismatch core/transfer/protocol.hpp
   FIND [[  if (seen.kind() == RecordKind::kClosed && ahead <= 0) return Fault::kClosed;]]
   REPLACE [[  if (seen.kind() == RecordKind::kClosed) return Fault::kClosed;]])
 
 # ---- a reduction: what is read ------------------------------------------------------------------
 
-mutant(sum_read_early core/reducer.hpp
+mutant(sum_read_early core/transfer/reducer.hpp
   FIND [[    if (r.of_hub) {
       // Rule]]
   REPLACE [[    if (false) {
@@ -352,102 +362,102 @@ mutant(sum_published_when_stored simulation/adder.hpp
   FIND [[    if (!world_.delivered(agent_, all)) return false;]]
   REPLACE [[]])
 
-mutant(sources_not_open core/reducer.hpp
+mutant(sources_not_open core/transfer/reducer.hpp
   FIND [[      if (!open[rank]) return rank;]]
   REPLACE [[]])
 
-mutant(summed_before_the_home_opens core/reducer.hpp
+mutant(summed_before_the_home_opens core/transfer/reducer.hpp
   FIND [[    return r.kind == Reduction::kSum && !open[r.home] ? r.home : -1;]]
   REPLACE [[    return -1;]])
 
-mutant(sums_taken_in_any_order core/reducer.hpp
+mutant(sums_taken_in_any_order core/transfer/reducer.hpp
   FIND [[return piece(call, p).of_hub; }]]
   REPLACE [[return false; }]])
 
-mutant(first_sum_vouches_for_all core/claimer.hpp
+mutant(first_sum_vouches_for_all core/transfer/claimer.hpp
   FIND [[        if (verdict == Verdict::kArrived && !Pieces::is_flagged(call_, p)) state_[p] = kReady;]]
   REPLACE [[        if (verdict == Verdict::kArrived) state_[p] = kReady;]])
 
 # ---- a reduction: what is added up --------------------------------------------------------------
 
-mutant(parts_in_another_order core/reducer.hpp
+mutant(parts_in_another_order core/transfer/reducer.hpp
   FIND [=[return in_slot(from[i], span); };]=]
   REPLACE [=[return in_slot(from[r.count - 1 - i], span); };]=])
 
-mutant(own_part_left_out core/reducer.hpp
+mutant(own_part_left_out core/transfer/reducer.hpp
   FIND [[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count, slot, elements, type);]]
   REPLACE [=[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count - 1,
                    [&](int32_t i) { return slot(i + (from[i].rank >= call_.rank)); }, elements,
                    type);]=])
 
-mutant(a_part_added_twice core/reducer.hpp
+mutant(a_part_added_twice core/transfer/reducer.hpp
   FIND [[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count, slot, elements, type);]]
   REPLACE [=[        adder_.sum(in_sums(r, {call_.rank, r.idx}, span, tile), r.count + 1,
                    [&](int32_t i) { return slot(i % r.count); }, elements, type);]=])
 
-mutant(sums_of_slots_in_one_place core/layout.hpp
+mutant(sums_of_slots_in_one_place core/transfer/layout.hpp
   FIND [[{ return sums_base + slot * sums_bytes; }]]
   REPLACE [[{ return sums_base; }]])
 
-mutant(sums_beyond_their_range core/reducer.hpp
+mutant(sums_beyond_their_range core/transfer/reducer.hpp
   FIND [[    const int64_t nth = tile - r.begin * r.group_tiles;]]
   REPLACE [[    const int64_t nth = tile;]])
 
-mutant(ranges_overlap core/reduce_worklist.hpp
+mutant(ranges_overlap core/schedule/reduce_worklist.hpp
   FIND [[      add({Reduction::kSum, expert, begin, end, group_tiles(x),]]
   REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
 
-mutant(mode_left_out_of_the_digest core/prepare_reduce.hpp
+mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
   FIND [[static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero]]
   REPLACE [[args.zero]])
 
-mutant(zero_left_out_of_the_digest core/prepare_reduce.hpp
+mutant(zero_left_out_of_the_digest core/transfer/prepare.hpp
   FIND [[ << 1 | args.zero);]]
   REPLACE [[ << 1);]])
 
 # ---- a reduction: who has read ------------------------------------------------------------------
 
-mutant(cleared_early core/reducer.hpp
+mutant(cleared_early core/transfer/reducer.hpp
   FIND [[    for (int32_t i = 0; r.kind == Reduction::kZero && i < r.count; ++i) {]]
   REPLACE [[    for (int32_t i = 0; false && i < r.count; ++i) {]])
 
-mutant(cleared_before_the_home_has_read core/reduce_worklist.hpp
+mutant(cleared_before_the_home_has_read core/schedule/reduce_worklist.hpp
   FIND [[           first_reader, num_expected - first_reader});]]
   REPLACE [[           first_reader + 1, num_expected - first_reader - 1});]])
 
-mutant(cleared_before_the_hubs_have_read core/reduce_worklist.hpp
+mutant(cleared_before_the_hubs_have_read core/schedule/reduce_worklist.hpp
   FIND [[           first_reader, num_expected - first_reader});]]
   REPLACE [[           first_reader, 1});]])
 
-mutant(consumed_not_awaited core/call.hpp
+mutant(consumed_not_awaited core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
-mutant(consumed_before_the_last_group core/reducer.hpp
+mutant(consumed_before_the_last_group core/transfer/reducer.hpp
   FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
   REPLACE [[    if (team_.share(left) <= 1) finish_piece(token, r);]])
 
-mutant(consumed_without_the_other_workers core/reducer.hpp
+mutant(consumed_without_the_other_workers core/transfer/reducer.hpp
   FIND [=[      left = memory_.arrive(token, &call_.remaining[piece_], 1);]=]
   REPLACE [=[      left = --call_.remaining[piece_];]=])
 
-mutant(consumed_of_two_epochs core/reducer.hpp
+mutant(consumed_of_two_epochs core/transfer/reducer.hpp
   FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
                         call_.epoch.number);]]
   REPLACE [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
                         call_.epoch.number | 1);]])
-mutant(consumed_of_two_epochs core/reducer.hpp
+mutant(consumed_of_two_epochs core/transfer/reducer.hpp
   FIND [[                     call.layout.call(reader.peer), reader.peer, call.epoch, fault, &seen);]]
   REPLACE [[                     call.layout.call(reader.peer), reader.peer,
                      Epoch{call.epoch.number | 1, call.epoch.record}, fault, &seen);]])
-mutant(consumed_of_two_epochs core/call.hpp
+mutant(consumed_of_two_epochs core/transfer/announce.hpp
   FIND [[                                       call_.epoch, fault, &seen);]]
   REPLACE [[                                       Epoch{call_.epoch.number |
                                                  (e.kind == Expected::kConsumed), call_.epoch.record},
                                        fault, &seen);]])
 
 # The caller has its slots back, and they are not yet cleared.
-mutant(finished_before_slots_are_cleared core/reducer.hpp
+mutant(finished_before_slots_are_cleared core/transfer/reducer.hpp
   FIND [[      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))]]
   REPLACE [[      if (call_.work.reductions[piece_].kind == Reduction::kZero) {
         piece_ = -1;
@@ -457,29 +467,29 @@ mutant(finished_before_slots_are_cleared core/reducer.hpp
 
 # ---- a reduction: progress and failing ----------------------------------------------------------
 
-mutant(source_that_disagrees_unnoticed core/reducer.hpp
+mutant(source_that_disagrees_unnoticed core/transfer/reducer.hpp
   FIND [[      if (call.work.destinations[r.first + i].rank == rank) return true;]]
   REPLACE [[      if (false) return true;]])
 
-mutant(home_that_disagrees_unnoticed core/reducer.hpp
+mutant(home_that_disagrees_unnoticed core/transfer/reducer.hpp
   FIND [[    return r.kind == Reduction::kSum && r.home == rank;]]
   REPLACE [[    return false;]])
 
 # The counter-example turned round: a home's piece is taken first, and waited for with sums of its
 # own unclaimed.
-mutant(blocked_home_item_first core/reducer.hpp
+mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [[    return static_cast<uint32_t>(piece(call, p).kind) << 8 |]]
   REPLACE [[    return static_cast<uint32_t>(piece(call, p).kind ^ 1) << 8 |]])
-mutant(blocked_home_item_first core/reducer.hpp
+mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [[                              Fault* fault) {]]
   REPLACE [[                              Fault* fault, bool waits = false) {]])
-mutant(blocked_home_item_first core/reducer.hpp
+mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [[    if (r.of_hub) {
       // Rule]]
   REPLACE [[    if (r.of_hub && !waits) return Verdict::kArrived;
     if (r.of_hub) {
       // Rule]])
-mutant(blocked_home_item_first core/reducer.hpp
+mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
   REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,
                                group_ - call_.work.reductions[piece_].begin, &fault_, true) !=
@@ -487,16 +497,16 @@ mutant(blocked_home_item_first core/reducer.hpp
       return Step::kBlocked;
     do_tile(call_.work.reductions[piece_], tile_++);]=])
 
-mutant(aborts_unread_by_the_home core/reducer.hpp
+mutant(aborts_unread_by_the_home core/transfer/reducer.hpp
   FIND [[      if (aborter_ >= 0) {]]
   REPLACE [[      if (false) {]])
 
-mutant(aborts_read_before_the_last_part core/reducer.hpp
+mutant(aborts_read_before_the_last_part core/transfer/reducer.hpp
   FIND [[      adder_.loads_complete();]]
   REPLACE [[]])
 
-mutant(reducer_drain_ignores_stores core/reducer.hpp
+mutant(reducer_drain_ignores_stores core/transfer/reducer.hpp
   FIND [=[    return adder_.when_delivered([](Delivered) {}) ? Step::kFinished : Step::kAwaitDelivered;]=]
   REPLACE [[    return Step::kFinished;]])
 
-list(REMOVE_DUPLICATES ULTRAEP_MUTANTS)
+ultraep_add_mutants(simulation _ultraep_simulation_program --mutant)

@@ -9,9 +9,9 @@
 #include <new>
 #include <vector>
 
-#include "core/gather.hpp"
-#include "core/reducer.hpp"
-#include "core/worker.hpp"
+#include "core/transfer/gather.hpp"
+#include "core/transfer/reducer.hpp"
+#include "core/transfer/worker.hpp"
 #include "simulation/adder.hpp"
 #include "simulation/case.hpp"
 #include "simulation/world.hpp"

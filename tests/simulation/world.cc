@@ -1,6 +1,6 @@
 #include "simulation/world.hpp"
 
-#include "core/digest.hpp"
+#include "core/base/digest.hpp"
 
 namespace sim {
 

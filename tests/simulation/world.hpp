@@ -20,10 +20,10 @@
 #include <cstdio>
 #include <vector>
 
-#include "core/layout.hpp"
-#include "core/protocol.hpp"
-#include "core/ring.hpp"
-#include "core/team.hpp"
+#include "core/base/team.hpp"
+#include "core/transfer/layout.hpp"
+#include "core/transfer/protocol.hpp"
+#include "core/transfer/ring.hpp"
 #include "simulation/arena.hpp"
 
 namespace sim {

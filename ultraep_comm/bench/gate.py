@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.errors import InvalidArgumentError
 
 _NAMED = 8  # of the records that miss a gate; the rest are counted
 
@@ -45,9 +43,10 @@ class Gate:
                 missed.append("bound")
         return "+".join(missed) or "met"
 
-    def describe(self) -> dict[str, float | None]:
-        """Return the limits, for JSON."""
-        return {"min_bandwidth_gbps": self.min_gbps, "max_over_bound": self.max_over_bound}
+    def describe(self, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the limits and whether all records keep them, for JSON; None: there is none."""
+        limits = {"min_bandwidth_gbps": self.min_gbps, "max_over_bound": self.max_over_bound}
+        return {**limits, "met": not self.explain(records)} if self else None
 
     def explain(self, records: Sequence[dict[str, Any]]) -> str:
         """Return one line that names the judged records that miss a limit; empty: all keep it."""
@@ -65,61 +64,6 @@ class Gate:
             limits.append(f"at most {self.max_over_bound:g} times the bound")
         expected = " and ".join(limits)
         return f"gate not met by {len(missed)} of {judged}, expected {expected}: {named}{more}"
-
-
-def add_gate_arguments(add: Callable[..., argparse.Action], *, bound: bool) -> None:
-    """Add ``--min-bandwidth``, and the arguments of ``--max-over-bound`` where there is a bound."""
-    add(
-        "--min-bandwidth",
-        type=float,
-        metavar="GBPS",
-        help="fail, with exit status 3, " + ("if critbw" if bound else "if a link") + " is lower",
-    )
-    if bound:
-        add_bound_argument(add, "a time is more than X times its bound")
-        add(
-            "--link-gbps",
-            type=float,
-            metavar="GBPS",
-            help="of a rank's link, one way: the bound is then T* over it (default: the measured"
-            " copy rate, where all ranks share one memory)",
-        )
-
-
-def add_bound_argument(add: Callable[..., argparse.Action], missed: str) -> None:
-    """Add ``--max-over-bound``; ``missed`` says what it does not let pass."""
-    add(
-        "--max-over-bound",
-        type=float,
-        metavar="X",
-        help=f"fail, with exit status 3, if {missed}",
-    )
-
-
-def make_gate(options: argparse.Namespace) -> Gate:
-    """Check the limits.
-
-    Raises:
-        InvalidArgumentError: one is not a positive number.
-    """
-    for name in ("min_bandwidth", "max_over_bound", "link_gbps"):
-        value = getattr(options, name, None)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            flag = name.replace("_", "-")
-            raise InvalidArgumentError(f"--{flag} is {value}; expected a finite number above 0")
-    return Gate(
-        min_gbps=getattr(options, "min_bandwidth", None),
-        max_over_bound=getattr(options, "max_over_bound", None),
-    )
-
-
-def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
-    """Raise InvalidArgumentError if times are held against a bound that nobody knows."""
-    if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
-        raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
-            f" {fabric} carries; give --link-gbps"
-        )
 
 
 def exit_code(gate: Gate, records: Sequence[dict[str, Any]], wrong: int, *, speaks: bool) -> int:

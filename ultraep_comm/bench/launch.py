@@ -18,8 +18,6 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TypeVar, cast
 
-import torch.distributed as dist
-
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
@@ -115,6 +113,8 @@ def meeting_point() -> tuple[str, int]:
 
 
 def _join_launched(launched: Launched) -> None:
+    import torch.distributed as dist
+
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
         return
@@ -127,8 +127,12 @@ def _join_launched(launched: Launched) -> None:
     )
 
 
-def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int) -> int:
+def run_ranks(
+    run: Callable[[Settings], int], settings: Settings, num_ranks: int, *, preload: str = ""
+) -> int:
     """Run ``run(settings)`` on every rank over a gloo process group; return the exit code.
+
+    ``preload`` names the module that the ranks need besides ``run``'s own.
 
     Under a launcher this process is one of the ranks. Otherwise it starts ``num_ranks`` processes,
     which meet in a file, so no port can be taken.
@@ -139,7 +143,7 @@ def run_ranks(run: Callable[[Settings], int], settings: Settings, num_ranks: int
         return _run_rank(run, settings)
     # One process imports everything once, and the ranks are its forks.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__, run.__module__])
+    context.set_forkserver_preload(["torch.distributed", preload or run.__module__])
     with _signals_raise(), tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder:
         meeting = f"file://{folder}/ranks"
         ranks = [
@@ -217,6 +221,8 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
 def _start_rank(
     run: Callable[[Settings], int], settings: Settings, meeting: str, rank: int, num_ranks: int
 ) -> None:
+    import torch.distributed as dist
+
     _end_with_parent()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
@@ -226,6 +232,8 @@ def _start_rank(
 
 
 def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
+    import torch.distributed as dist
+
     try:
         code = run(settings)
     except UltraEPError as error:

@@ -1,211 +1,149 @@
-"""What a run of replicate or reduce on the CPU finds; bench/METRICS.md has the formulas."""
+"""What a run says: header and tables, records as JSON and CSV, and how far it has come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ultraep_comm.bench.figures import Times, critical_bytes, link_bound_us, rate
-from ultraep_comm.bench.gate import Gate
-from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.settings import ReplicateSettings
+from ultraep_comm import system
+from ultraep_comm.bench.gate import exit_code
+from ultraep_comm.bench.machine import describe_machine, find_commit, format_places, gather_places
+from ultraep_comm.bench.options import Settings, is_stream
 from ultraep_comm.bench.sizes import format_size
-from ultraep_comm.bench.skew import rank_imbalance
-from ultraep_comm.plan import Plan
-from ultraep_comm.schedule import transfer_bound
+from ultraep_comm.errors import UltraEPError
+
+if TYPE_CHECKING:
+    from ultraep_comm.group.group import Group
+
+FORMAT = 1  # of the documents; under the same number fields are only added
+_BAR, _LINE = 24, 79  # widths of progress
+Record = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One transfer's figures over all ranks.
+class Report:
+    """What one run says. All ranks have one; one of them speaks and writes."""
 
-    Attributes:
-        mode: as asked for.
-        chosen: what the library made of it.
-        times: int64 ``[iters]`` nanoseconds.
-        rank_times: ``[G]`` nanoseconds, each rank's own mean over iterations.
-        wrong_bytes: over all ranks and all checked iterations.
-    """
+    def __init__(self, settings: Settings, *, speaks: bool) -> None:
+        """Begin a run."""
+        self.settings, self.speaks = settings, speaks
+        self.places: list[Record] = []  # where ranks are
+        self._device: Mapping[str, Any] = {}
+        self._header: list[str] = []
 
-    mode: str
-    chosen: str
-    times: NDArray[np.int64]
-    rank_times: NDArray[np.float64]
-    wrong_bytes: int
+    @classmethod
+    def of(cls, settings: Settings) -> Report:
+        """Return the report of this process."""
+        if settings.alone:
+            return cls(settings, speaks=True)
+        import torch.distributed as dist
 
-    def time_us(self, percentile: float) -> float:
-        """Return a percentile of the iteration times in microseconds."""
-        return float(np.percentile(self.times, percentile)) / 1e3
+        return cls(settings, speaks=dist.get_rank() == 0)
 
-    @property
-    def in_us(self) -> Times:
-        """Return the times in microseconds."""
-        return Times(iterations=self.times / 1e3, ranks=self.rank_times / 1e3)
+    # ---- before the figures ---------------------------------------------------------------------
 
+    def place(self, group: Group, device: Mapping[str, Any] | None = None) -> None:
+        """Find out where ranks are. Collective, but in loopback.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SizeRun:
-    """One size with one number of workers.
-
-    Attributes:
-        settings: of this size alone.
-        plan: what was transferred.
-        num_sms: workers of a rank; None: the engine's default.
-        modes: of the library.
-        user: what a user would do.
-        machine: what the machine can do.
-    """
-
-    settings: ReplicateSettings
-    plan: Plan
-    num_sms: int | None
-    modes: Sequence[Measurement]
-    user: Measurement
-    machine: Measurement
-
-    @property
-    def total_bytes(self) -> int:
-        """Return what a call has to deliver."""
-        return self.plan.num_replicas * self.settings.expert_bytes
-
-    @property
-    def wrong_bytes(self) -> int:
-        """Return those of all rows."""
-        return sum(m.wrong_bytes for m in (*self.modes, self.user, self.machine))
-
-    def over_bound(self, m: Measurement) -> tuple[float | None, float | None]:
-        """Return the bound in microseconds and the time over it; None: there is nothing to move.
-
-        Ranks of one machine share its memory, so without a link's rate the bound is the time of
-        ``machine``, and the ratio is paired by iterations.
+        ``device`` is a GPU as its meter describes it.
         """
-        link_gbps = self.settings.link_gbps
-        if not self.plan.num_replicas:
-            return None, None
-        if link_gbps is None:
-            return self.machine.time_us(50), paired_ratio(self.machine, m)
-        bound = link_bound_us(self.plan, self.settings.expert_bytes, link_gbps)
-        return bound, m.time_us(50) / bound
+        self._device = device or {}
+        self.places = gather_places(group, device=device, loopback=self.settings.loopback)
 
-    def over_model(self, m: Measurement) -> float | None:
-        """Return the schedule's time in the model over its bound; None: there is nothing to move.
+    def header(
+        self, what: str, lines: Iterable[str] = (), *, device: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print what a reader must know before the figures.
 
-        bench/METRICS.md, "The model and its bound".
+        Args:
+            what: the command, and what of it.
+            lines: what it measures.
+            device: of a command without `place`.
         """
-        bound = transfer_bound(self.plan.slot_expert, home=self.plan.home)
-        if not bound:
-            return None
-        return max(self.settings.busiest_rank(self.plan, m.chosen), self.plan.max_imports) / bound
+        self._device = device or self._device
+        settings = self.settings
+        where = {"engine": settings.engine, "fabric": settings.fabric}
+        head = describe_run(what)
+        head += [describe_device(self._device)] if self._device else []
+        head += format_places(self.places, **where) if self.places else []
+        self._header = [f"# {line}" for line in (*head, *lines)]
+        self.show("\n".join(self._header))
 
-    def records(self, gate: Gate) -> list[dict[str, Any]]:
-        """Return one JSON record for each mode of the library, judged by the gate."""
-        return [self._record(m, gate) for m in self.modes]
+    # ---- figures --------------------------------------------------------------------------------
 
-    def baselines(self) -> list[dict[str, Any]]:
-        """Return one JSON record for each thing that modes are compared with."""
-        return [self._moved(m) for m in (self.user, self.machine)]
+    def show(self, text: str) -> None:
+        """Print some lines."""
+        if self.speaks:
+            print(text, flush=True)
 
-    def _record(self, m: Measurement, gate: Gate) -> dict[str, Any]:
-        settings, plan = self.settings, self.plan
-        user, machine = baseline_key(self.user.mode), baseline_key(self.machine.mode)
-        bound_us, over_bound = self.over_bound(m)
-        record = {
-            "op": settings.op,
-            "engine": settings.engine,
-            "fabric": settings.fabric,
-            "mode": m.mode,
-            "chosen": m.chosen,
-            "ranks": settings.num_ranks,
-            "experts": settings.num_experts,
-            "slots": settings.slots,
-            "imbalance_before": imbalance_before(settings),
-            "imbalance_after": plan.imbalance,
-            **self._moved(m),
-            "over_model": self.over_model(m),
-            "bound_us": bound_us,
-            "over_bound": over_bound,
-            f"over_{machine}": paired_ratio(m, self.machine),
-            f"{user}_time_us": self.user.time_us(50),
-            f"speedup_over_{user}": paired_ratio(m, self.user),
-        }
-        return {**record, "gate": gate.judge(record)}
+    def progress(self, done: int, total: int, text: str = "") -> None:
+        """Show on the terminal how far a run has come."""
+        if self.speaks:
+            show_progress(done, total, text)
 
-    def _moved(self, m: Measurement) -> dict[str, Any]:
-        """Return what a record says of a row, whoever moves the bytes."""
-        expert_bytes, p50 = self.settings.expert_bytes, m.time_us(50)
+    # ---- at the end -----------------------------------------------------------------------------
+
+    def document(
+        self,
+        records: Sequence[Record],
+        settings: Mapping[str, Any],
+        *,
+        more: Mapping[str, Any] | None = None,
+        header: bool = False,
+        gated: bool = True,
+    ) -> Record:
+        """Return records with what they were measured on.
+
+        Args:
+            records: of the run.
+            settings: what JSON says of them.
+            more: further fields.
+            header: keep the printed header, so that ``show`` can print the run again.
+            gated: the command can have a gate.
+        """
+        gate = {"gate": self.settings.gate.describe(records)} if gated else {}
         return {
-            "mode": m.mode,
-            "num_sms": self.num_sms,
-            "expert_bytes": expert_bytes,
-            "replicas": self.plan.num_replicas,
-            **m.in_us.record(),
-            "algbw_gbps": rate(self.total_bytes, p50),
-            "critical_gbps": rate(critical_bytes(self.plan, expert_bytes), p50),
-            "wrong_bytes": m.wrong_bytes,
+            **({"header": self._header} if header else {}),
+            "records": list(records),
+            "machine": {**describe_machine(), **self._device},
+            **({"topology": self.places} if self.places else {}),
+            "commit": find_commit(),
+            **gate,
+            **(more or {}),
+            "settings": dict(settings),
         }
 
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Write the files that were asked for."""
+        write_outputs(document, json_path=self.settings.json, csv_path=self.settings.csv)
 
-def paired_ratio(ours: Measurement, other: Measurement) -> float:
-    """Return the median over iterations of the other's time over ours."""
-    return float(np.median(other.times / np.maximum(ours.times, 1)))
+    def finish(
+        self,
+        records: Sequence[Record],
+        settings: Mapping[str, Any],
+        *,
+        wrong: int = 0,
+        **document: Any,
+    ) -> int:
+        """Write the document, and say what misses the gate; return the exit status.
 
+        Args:
+            records: of the run, judged where there is a gate.
+            settings: what JSON says of them.
+            wrong: bytes or values.
+            document: as for `document`.
+        """
+        if self.speaks:
+            self.write(self.document(records, settings, **document))
+        return exit_code(self.settings.gate, records, wrong, speaks=self.speaks)
 
-def baseline_key(mode: str) -> str:
-    """Return the name of a baseline in the names of figures."""
-    return mode.replace("+", "_")
-
-
-def imbalance_before(settings: ReplicateSettings) -> float:
-    """Return the busiest rank's tokens over the mean, without replicas."""
-    return rank_imbalance(settings.load.sum(axis=0, dtype=np.int64), settings.num_ranks)
-
-
-def make_document(
-    settings: ReplicateSettings,
-    records: Sequence[dict[str, Any]],
-    baselines: Sequence[dict[str, Any]],
-    places: Sequence[dict[str, Any]],
-    header: str,
-) -> dict[str, Any]:
-    """Return the records with what they were measured on, and all that was printed besides."""
-    return {
-        "header": header.splitlines(),
-        "records": list(records),
-        "baselines": list(baselines),
-        "machine": describe_machine(),
-        "topology": list(places),
-        "commit": find_commit(),
-        "gate": describe_gate(settings.gate, records),
-        "settings": describe_settings(settings),
-    }
-
-
-def describe_gate(gate: Gate, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the limits of a gate and whether all records keep them; None: there is none."""
-    return {**gate.describe(), "met": not gate.explain(records)} if gate else None
-
-
-def describe_settings(settings: ReplicateSettings) -> dict[str, Any]:
-    """Return what JSON says of the arguments; ``segments`` are those of the first size."""
-    return {
-        "load": settings.load_source,
-        "segments": settings.segments,
-        "sizes": [sum(segments.values()) for segments in settings.sizes],
-        "tile_bytes": settings.tile_bytes,
-        "num_sms": list(settings.num_sms),
-        "fabric": settings.fabric,
-        "link_gbps": settings.link_gbps,
-        "times": list(settings.times),
-        "iters": settings.iters,
-        "warmup": settings.warmup,
-        "check": settings.check,
-        "seed": settings.seed,
-        **settings.more,
-    }
+    def judge(self, record: Record) -> Record:
+        """Return a record with the gate's verdict."""
+        return {**record, "gate": self.settings.gate.judge(record)}
 
 
 def describe_run(command: str) -> list[str]:
@@ -217,3 +155,110 @@ def describe_run(command: str) -> list[str]:
         f"machine: {machine['cpu']}, {machine['cores']} cores, {memory}, {machine['kernel']};"
         f" Python {machine['python']}, torch {machine['torch']}",
     ]
+
+
+def describe_device(device: Mapping[str, Any]) -> str:
+    """Return the line of a GPU as its meter describes it."""
+    memory = format_size(int(device.get("gpu_memory_bytes", 0)))
+    smi = [f"{k} {device[k]}" for k in ("driver_version", "clocks_sm", "clocks_mem") if k in device]
+    return (
+        f"device: {device.get('gpu', 'unknown')}, {memory}, {device.get('gpu_sms', '?')} SMs;"
+        f" {', '.join(smi) or 'no nvidia-smi'}"
+    )
+
+
+def describe_rounds(settings: Settings) -> str:
+    """Return the line of iterations and checks."""
+    checked = "every one" if settings.check else "the last one"
+    return f"{settings.iters} iterations after {settings.warmup}, interleaved; checked: {checked}"
+
+
+def show_progress(done: int, total: int, text: str) -> None:
+    """Draw a bar and ``text``; at the end clear the line. Silent where nobody watches stderr."""
+    if not sys.stderr.isatty():
+        return
+    filled = _BAR * done // max(total, 1)
+    line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {done} of {total} {text}"
+    shown = "" if done >= total else line[:_LINE]
+    print(f"\r{shown:<{_LINE}}\r", end="", file=sys.stderr, flush=True)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def write_outputs(
+    document: Mapping[str, Any], *, json_path: Path | None, csv_path: Path | None
+) -> None:
+    """Write a document and its records. A file appears whole or not at all.
+
+    Raises:
+        UltraEPError: a file could not be written; the other one has been.
+    """
+    texts: dict[str, tuple[Path | None, Callable[[], str]]] = {
+        "--json": (json_path, lambda: format_json({"format": FORMAT, **document})),
+        "--csv": (csv_path, lambda: format_csv(document["records"])),
+    }
+    failed = []
+    for flag, (path, make_text) in texts.items():
+        try:
+            if path is not None:
+                write_output(flag, path, make_text())
+        except UltraEPError as error:
+            failed.append(str(error))
+    if failed:
+        raise UltraEPError("; ".join(failed))
+
+
+def format_json(document: Mapping[str, Any]) -> str:
+    """Return a document with a line for each field, and for each item of a list: one a record."""
+
+    def format_field(value: object) -> str:
+        if not isinstance(value, list | tuple) or not value:
+            return json.dumps(value)
+        return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+
+    fields = (f"  {json.dumps(name)}: {format_field(value)}" for name, value in document.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def write_output(flag: str, path: Path, text: str) -> None:
+    """Write a file that is whole or not there, at the end of a link too; or into a stream.
+
+    Raises:
+        UltraEPError: it could not be written. Names the flag that asks for it.
+    """
+
+    def write(file: BinaryIO) -> None:
+        file.write(text.encode())
+
+    try:
+        if is_stream(path):
+            with path.open("a") as stream:
+                stream.write(text)
+        else:
+            system.write_whole(path.resolve(), write)
+    except OSError as error:
+        raise UltraEPError(f"{flag} {path}: {error.strerror}") from None
+
+
+def format_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return records as CSV, a column for each number in them; None is an empty cell."""
+    flat = [flatten(record) for record in records]
+    columns = list(dict.fromkeys(name for record in flat for name in record))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"time_us.p50": 3.5}`` of ``{"time_us": {"p50": 3.5}}``; lists become JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            text = json.dumps(value) if isinstance(value, list | tuple) else value
+            flat[f"{prefix}{name}"] = text
+    return flat

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_comm.errors import InvalidLoadError
-from ultraep_comm.npz import ArrayFile, ArrayFileError
-from ultraep_comm.topology import MAX_COUNT
+from ultraep_comm.plan.topology import MAX_COUNT
+from ultraep_comm.recording.file import ArrayFile, ArrayFileError
 
 MAX_LOAD = 2**31 - 1
 Ints = NDArray[np.integer]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ultraep_comm.plan import Plan
-from ultraep_comm.schedule import GROUP_BYTES, GROUP_BYTES_WIDE, WIDE_FANOUT, Schedule
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import GROUP_BYTES, GROUP_BYTES_WIDE, WIDE_FANOUT, Schedule
 
 Int64Array = NDArray[np.int64]
 

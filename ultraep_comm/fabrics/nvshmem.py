@@ -31,7 +31,8 @@ from ultraep_comm.errors import (
     UnsupportedError,
 )
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.bootstrap import Meeting
+from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.system import undocumented
 
 LIBRARY = "libnvshmem_host.so.3"
 UID_BYTES = 128
@@ -104,7 +105,7 @@ class Nvshmem:
 
     def unique_id(self) -> bytes:
         """Make a UID."""
-        return bytes(self._core.get_unique_id()._data.tobytes())
+        return bytes(undocumented(self._core.get_unique_id(), "_data").tobytes())
 
     def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
         """Initialise with a UID, and without multicast.
@@ -116,7 +117,7 @@ class Nvshmem:
 
         env.do_without_multicast()
         unique = self._core.get_unique_id(empty=True)
-        unique._data.view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
+        undocumented(unique, "_data").view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
         cuda_device.set_current()
         self._core.init(
@@ -359,3 +360,4 @@ class NvshmemFabric:
         if self.on_close is not None:
             self.on_close()
             self.on_close = None
+        self._meeting.leave()

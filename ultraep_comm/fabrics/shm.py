@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.errors import BootstrapError, OutOfSharedMemoryError
 from ultraep_comm.fabrics import SharedRegion
-from ultraep_comm.fabrics.bootstrap import EchoError, Hello, Meeting
-from ultraep_comm.fabrics.connections import Connections, Listener, reserve_descriptors
-from ultraep_comm.fabrics.liveness import boot_id
+from ultraep_comm.fabrics.meeting import EchoError, Hello, Meeting
+from ultraep_comm.fabrics.sockets import Connections, Listener, reserve_descriptors
+from ultraep_comm.system import boot_id
 
 # Values of linux/fcntl.h that Python 3.10's fcntl does not export everywhere.
 _ADD_SEALS, _GET_SEALS = 1033, 1034
@@ -245,3 +245,4 @@ class ShmFabric:
     def close(self) -> None:
         """Close the connections: peers see that this rank is gone."""
         self._connections.close()
+        self._meeting.leave()

@@ -9,7 +9,7 @@ docs/model.md says what is modelled, and what is left out.
 
 from ultraep_comm.model.bound import transfer_bound_us
 from ultraep_comm.model.machine import MACHINES, Machine, find_machine
-from ultraep_comm.model.prediction import Prediction, predict
+from ultraep_comm.model.predict import Prediction, predict
 
 __all__ = [
     "MACHINES",

@@ -10,12 +10,7 @@ import torch
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.nn import traced
-from ultraep_comm.nn.hooks import (
-    ExpertPass,
-    join_reduction,
-    restore_replicas,
-    start_reduction,
-)
+from ultraep_comm.nn.hooks import ExpertPass, join_reduction, restore_replicas, start_reduction
 
 Tensor = torch.Tensor
 Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y

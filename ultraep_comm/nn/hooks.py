@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +27,22 @@ from torch.autograd.function import once_differentiable
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.gradients import BoundGrads
-from ultraep_comm.segments import BoundWeights, Weights
+from ultraep_comm.system import undocumented
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import BoundWeights, Weights
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 Grads = tuple[Tensor | None, ...]
+
+
+@dataclass
+class PassCalls:
+    """The calls that a pass's hooks have under way, and whether one has restored replicas."""
+
+    restoring: uec.Work | None = None
+    reducing: uec.Work | None = None
+    has_restored: bool = False
 
 
 class ExpertPass:
@@ -45,6 +57,7 @@ class ExpertPass:
         weights: main weights, which replicas are restored from.
         main_grads: where the experts add the gradients of main weights, and replicas' are added;
             None: autograd passes them through :func:`start_reduction`.
+        calls: of the hooks.
     """
 
     def __init__(
@@ -68,104 +81,104 @@ class ExpertPass:
             reduce_mode: of the reduction.
             segments: those that the backward pass needs; None: all.
         """
-        self.handle = handle
+        self.handle = handle  # not the group: graphs hold passes, and errors of groups hold graphs
         self.weights = weights
         self.main_grads = main_grads
         self.mode = mode
         self.reduce_mode = reduce_mode
         self.segments = segments
-        self._restoring: uec.Work | None = None
-        self._reducing: uec.Work | None = None
-        self._has_restored = False
-        weakref.finalize(self, handle._let_go).atexit = False
+        self.calls = PassCalls()
+        weakref.finalize(self, handle.saved.let_go).atexit = False
 
-    @property
-    def _group(self) -> uec.Group:
-        """Return the group. Graphs hold passes, and errors of groups hold graphs: not the group."""
-        return self.handle.group
 
-    # ---- backward -------------------------------------------------------------------------
+# ---- what the backward pass calls ----------------------------------------------------------------
 
-    def _prefetch(self, grads: Grads) -> Grads:
-        self._restoring = self._replicate()
-        return grads
 
-    def _restore(self, grads: Grads) -> Grads:
-        work, self._restoring = self._restoring or self._replicate(), None
-        work.wait()
-        return grads[0], None
+def _prefetch(run: ExpertPass, grads: Grads) -> Grads:
+    run.calls.restoring = _replicate(run)
+    return grads
 
-    def _replicate(self) -> uec.Work:
-        work = uec.replicate_experts(
-            self.weights,
-            self.handle,
-            group=self._group,
-            async_op=True,
-            mode=self.mode,
-            segments=self.segments,
-        )
-        assert work is not None
-        self._has_restored = True
-        return work
 
-    def _check_slots(self, direction: str) -> None:
-        """Raise InvalidArgumentError if the experts that ran last had another pass's replicas."""
-        group, mine = self._group, self.handle
-        last = group._filled_by
-        if last is None or _brings_the_same(last, mine):
-            return
-        found = "another plan"
-        if isinstance(last, uec.PlanHandle):
-            found = f"layer {last.layer}, microbatch {last.microbatch}"
+def _restore(run: ExpertPass, grads: Grads) -> Grads:
+    work, run.calls.restoring = run.calls.restoring or _replicate(run), None
+    work.wait()
+    return grads[0], None
+
+
+def _replicate(run: ExpertPass) -> uec.Work:
+    work = uec.replicate_experts(
+        run.weights,
+        run.handle,
+        group=run.handle.group,
+        async_op=True,
+        mode=run.mode,
+        segments=run.segments,
+    )
+    assert work is not None
+    run.calls.has_restored = True
+    return work
+
+
+def _check_slots(run: ExpertPass, direction: str) -> None:
+    """Raise InvalidArgumentError if the experts that ran last had another pass's replicas."""
+    group, mine = run.handle.group, run.handle
+    last = group.session.filled_by
+    if last is None or _brings_the_same(last, mine):
+        return
+    found = "another plan"
+    if isinstance(last, uec.PlanHandle):
+        found = f"layer {last.layer}, microbatch {last.microbatch}"
+    error = InvalidArgumentError(
+        f"rank {group.rank}: the experts of layer {mine.layer}, microbatch {mine.microbatch}"
+        f" had the replicas of {found} in their {direction} pass; passes that share a group's"
+        " slots have to run one after the other: let nothing replicate between a pass's"
+        " transfer and its experts, and let each layer's input depend on the output of the one"
+        " before"
+    )
+    group.session.reject(error)
+    raise error
+
+
+def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
+    """Reduce gradients; those of ``mains`` and of the slots named follow that of the input."""
+    if run.calls.has_restored:
+        _check_slots(run, "backward")
+    grad_x, *rest = grads
+    if run.main_grads is None and not mains:  # nothing to reduce
+        run.handle.release()
+        return (grad_x,)
+    for name, grad in zip(slots, rest[len(mains) :], strict=True):
+        # Not added: an empty slot's gradient may be of anything, and no reduction clears it.
+        slot_grad = run.handle.group.slot_grads[name]
+        slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
+    own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
+    run.calls.reducing = uec.reduce_expert_grads(
+        # Other tensors on the same memory: autograd takes over those that nobody else has.
+        {name: grad.detach() for name, grad in zip(mains, own, strict=True)}
+        if run.main_grads is None
+        else run.main_grads,
+        run.handle,
+        group=run.handle.group,
+        async_op=True,
+        mode=run.reduce_mode,
+    )
+    return grad_x, *own, *(None for _ in slots)
+
+
+def _join(run: ExpertPass, grads: Grads) -> Grads:
+    if run.calls.reducing is None and run.handle.is_live:
         error = InvalidArgumentError(
-            f"rank {group.rank}: the experts of layer {mine.layer}, microbatch {mine.microbatch}"
-            f" had the replicas of {found} in their {direction} pass; passes that share a group's"
-            " slots have to run one after the other: let nothing replicate between a pass's"
-            " transfer and its experts, and let each layer's input depend on the output of the one"
-            " before"
+            f"rank {run.handle.group.rank}: the reduction of layer {run.handle.layer}, microbatch"
+            f" {run.handle.microbatch} is to be joined, and has not been started; pass the"
+            " experts' input, and the main weights, through start_reduction behind"
+            " join_reduction"
         )
-        group._reject(error)
+        run.handle.group.session.reject(error)
         raise error
-
-    def _start(self, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
-        """Reduce gradients; those of ``mains`` and of the slots named follow that of the input."""
-        if self._has_restored:
-            self._check_slots("backward")
-        grad_x, *rest = grads
-        if self.main_grads is None and not mains:  # nothing to reduce
-            self.handle.release()
-            return (grad_x,)
-        for name, grad in zip(slots, rest[len(mains) :], strict=True):
-            # Not added: an empty slot's gradient may be of anything, and no reduction clears it.
-            slot_grad = self._group.slot_grads[name]
-            slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
-        own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
-        self._reducing = uec.reduce_expert_grads(
-            # Other tensors on the same memory: autograd takes over those that nobody else has.
-            {name: grad.detach() for name, grad in zip(mains, own, strict=True)}
-            if self.main_grads is None
-            else self.main_grads,
-            self.handle,
-            group=self._group,
-            async_op=True,
-            mode=self.reduce_mode,
-        )
-        return grad_x, *own, *(None for _ in slots)
-
-    def _join(self, grads: Grads) -> Grads:
-        if self._reducing is None and self.handle.is_live:
-            error = InvalidArgumentError(
-                f"rank {self._group.rank}: the reduction of layer {self.handle.layer}, microbatch"
-                f" {self.handle.microbatch} is to be joined, and has not been started; pass the"
-                " experts' input, and the main weights, through start_reduction behind"
-                " join_reduction"
-            )
-            self._group._reject(error)
-            raise error
-        work, self._reducing = self._reducing, None
-        if work is not None:
-            work.wait()
-        return grads
+    work, run.calls.reducing = run.calls.reducing, None
+    if work is not None:
+        work.wait()
+    return grads
 
 
 def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) -> bool:
@@ -176,7 +189,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
     """
     if last is handle:
         return True
-    mine = handle._plan.slot_expert
+    mine = handle.saved.plan.slot_expert
     readable = mine.device.type == "cpu"
     if readable and not (mine >= 0).any():
         return True  # nothing: frameworks may leave that transfer out
@@ -185,7 +198,7 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
             return False
         if last.microbatch == handle.microbatch:
             return True
-        last = last._plan
+        last = last.saved.plan
     theirs = last.slot_expert
     return not readable or theirs.device.type != "cpu" or torch.equal(theirs, mine)
 
@@ -241,13 +254,14 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
     """
     if not isinstance(y, Tensor):
         raise InvalidArgumentError(
-            f"rank {pass_._group.rank}: the output of the experts of layer {pass_.handle.layer} is"
-            f" a {type(y).__name__}; expected one tensor: hand the rest on beside the hooks"
+            f"rank {pass_.handle.group.rank}: the output of the experts of layer"
+            f" {pass_.handle.layer} is a {type(y).__name__}; expected one tensor: hand the rest on"
+            " beside the hooks"
         )
     if torch.is_grad_enabled():
-        pass_._check_slots("forward")
+        _check_slots(pass_, "forward")
     tensors = (y, y if anchor is None else anchor)
-    return _hook(pass_._restore, 1, *tensors)[0]  # type: ignore[no-any-return]
+    return _hook(partial(_restore, pass_), 1, *tensors)[0]  # type: ignore[no-any-return]
 
 
 def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
@@ -256,7 +270,7 @@ def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
     So that the transfer runs beside the backward pass of what lies between it and the experts, such
     as the combination of tokens. :func:`restore_replicas` waits for it.
     """
-    return _hook(pass_._prefetch, 1, y)[0]  # type: ignore[no-any-return]
+    return _hook(partial(_prefetch, pass_), 1, y)[0]  # type: ignore[no-any-return]
 
 
 def start_reduction(
@@ -281,7 +295,7 @@ def start_reduction(
             :func:`join_reduction`; or nothing that needs a gradient, with ``main_grads``.
     """
     mains, slots = dict(mains or {}), dict(slots or {})
-    group = pass_._group
+    group = pass_.handle.group
     if bool(mains) == (pass_.main_grads is not None):
         raise InvalidArgumentError(
             f"rank {group.rank}: start_reduction was given {len(mains)} main weights, and a pass"
@@ -301,7 +315,7 @@ def start_reduction(
     like = {name: main.detach() for name, main in passed_mains.items()}  # not the graph
     names = list(passed_slots)
     tensors = (x, *passed_mains.values(), *passed_slots.values())
-    x, *rest = _hook(lambda grads: pass_._start(grads, like, names), len(tensors), *tensors)
+    x, *rest = _hook(lambda grads: _start(pass_, grads, like, names), len(tensors), *tensors)
     mains.update(zip(passed_mains, rest, strict=False))
     slots.update(zip(names, rest[len(passed_mains) :], strict=True))
     return x, mains, slots
@@ -324,14 +338,14 @@ def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
 
 def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
     """Raise InvalidArgumentError where gradients would not pass by, or leave too early."""
-    rank = pass_._group.rank
+    rank = pass_.handle.group.rank
     if pass_.main_grads is not None and not x.requires_grad:
         raise InvalidArgumentError(
             f"rank {rank}: the experts' input of layer {pass_.handle.layer} needs no gradient, so"
             " its backward pass would not start the reduction; call x.requires_grad_() first"
         )
     for name, main in mains.items():
-        if not isinstance(main.grad_fn, _Hook._backward_cls):
+        if not isinstance(main.grad_fn, undocumented(_Hook, "_backward_cls")):
             raise InvalidArgumentError(
                 f"rank {rank}: main weights {name!r} of layer {pass_.handle.layer} do not come from"
                 " join_reduction, so their gradients would leave before they are complete; pass"
@@ -354,6 +368,6 @@ def join_reduction(
     mains = dict(mains or {})
     names = [name for name, main in mains.items() if main.requires_grad]
     tensors = (x, *(mains[name] for name in names))
-    x, *rest = _hook(pass_._join, len(tensors), *tensors)
+    x, *rest = _hook(partial(_join, pass_), len(tensors), *tensors)
     mains.update(zip(names, rest, strict=True))
     return x, mains

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm import tracing_calls
+from ultraep_comm.calls import traced
 from ultraep_comm.nn.hooks import find_trained
 
 Tensor = torch.Tensor
@@ -39,7 +39,7 @@ class _Restore(torch.autograd.Function):
         given = dict(zip(names, weights, strict=True))
         plan = uec.Plan(slot_expert=slot_expert, home=home)
         grad = grad.clone()
-        tracing_calls.replicate_experts(given, plan, group, False, mode, segments, order=grad)
+        traced.replicate_experts(given, plan, group, False, mode, segments, order=grad)
         return None, grad, *(None for _ in range(len(weights) + 3))
 
 
@@ -66,7 +66,7 @@ class _Start(torch.autograd.Function):
             group.slot_grads[name].copy_(grads[len(names) + i])
         plan = uec.Plan(slot_expert=slot_expert, home=home)
         grad_x = grad_x.clone()
-        tracing_calls.reduce_expert_grads(own, plan, group, False, "auto", True, order=grad_x)
+        traced.reduce_expert_grads(own, plan, group, False, "auto", True, order=grad_x)
         return None, None, None, grad_x, *own.values(), *(None for _ in names)
 
 

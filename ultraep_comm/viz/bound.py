@@ -11,7 +11,7 @@ import numpy as np
 
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.files import read_json
+from ultraep_comm.system import read_json
 from ultraep_comm.viz.style import (
     BLUE,
     FAINT,
@@ -23,6 +23,7 @@ from ultraep_comm.viz.style import (
     SKY,
     VERMILION,
     YELLOW,
+    add_legend,
     clean,
     count,
     new_figure,
@@ -207,17 +208,7 @@ def draw_bound(results: list[Result], *, source: str) -> Figure:
     handles: dict[str, Any] = {}
     for axis in panels[: len(sizes)]:
         handles |= {line.get_gid(): line for line in axis.lines if line.get_gid() is not None}
-    panels[0].legend(
-        [handles[mode] for mode in looks],
-        list(looks),
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=len(looks),
-        frameon=False,
-        fontsize=9.5,
-        borderpad=0,
-        borderaxespad=0.5,
-    )
+    add_legend(panels[0], [handles[mode] for mode in looks], list(looks), ncols=len(looks))
     subtitle = f"{source}; the dashed line is the least time that any schedule needs"
     subtitle += "; lines: mean of plans, bands: up to the worst" if named else ""
     title = f"Time over the bound, by mode and {'load' if named else 'fan-out'}"

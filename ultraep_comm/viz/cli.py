@@ -19,19 +19,16 @@ from typing import TypeVar
 
 import torch
 
+from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.sizes import format_size, parse_count, parse_size
-from ultraep_comm.bench.skew import generate_load
 from ultraep_comm.bench.traces import open_trace
+from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
-from ultraep_comm.plan import Plan
-from ultraep_comm.planning import plan_replicas
-from ultraep_comm.recording import Known, Recording, load_recordings
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.recording.file import Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
-from ultraep_comm.viz.chart import WIDTH, Chart, chart_calls
-from ultraep_comm.viz.load import draw_load
-from ultraep_comm.viz.loads import LoadSeries, plan_trace, series_of
-from ultraep_comm.viz.page import make_page
-from ultraep_comm.viz.prediction import predict_charts
+from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, predict_charts
+from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
 

@@ -1,20 +1,45 @@
-"""Loads of ranks before and after replication, by step and layer: from a trace or a recording."""
+"""Loads of ranks before and after replication, by step and layer: as a picture, and as a page.
+
+They come from a trace or a recording. The page is one HTML file with its data inside, which needs
+no network.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.progress import show_progress
+from ultraep_comm.bench.report import show_progress
 from ultraep_comm.bench.traces import Trace
+from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.planning import plan_replicas
-from ultraep_comm.recording import OPERATIONS, Known, Recording
-from ultraep_comm.topology import contiguous_home
+from ultraep_comm.plan.topology import contiguous_home
+from ultraep_comm.recording.file import OPERATIONS, Known, Recording
+from ultraep_comm.viz.style import (
+    BLUE,
+    DIVERGING,
+    FAINT,
+    INK,
+    MUTED,
+    ORANGE,
+    add_legend,
+    clean,
+    count,
+    new_figure,
+    plain_settings,
+    set_titles,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Ints = NDArray[np.int64]
 
@@ -235,3 +260,165 @@ def _numbered(values: Iterable[int]) -> tuple[Ints, Callable[[int], int]]:
     """Return the distinct values in order, and where each is."""
     array = np.unique(np.fromiter(values, np.int64))
     return array, {int(value): i for i, value in enumerate(array)}.__getitem__
+
+
+# ---- the picture --------------------------------------------------------------------------------
+
+TITLE = "Load per rank before and after replication"
+_MAX_GROUPS = 16  # of columns that have a label and a line each; of more, some
+
+
+@plain_settings()
+def draw_load(series: LoadSeries) -> Figure:
+    """Return the picture: imbalance over steps and layers, and every rank's load as a colour.
+
+    Columns are steps, each with its layers in order; or layers, each with its steps, where those
+    are more.
+
+    Raises:
+        UnsupportedError: there is no matplotlib.
+    """
+    figure = new_figure(11, 7.6)
+    axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1, 1]})
+    known = series.known
+    before, after = series.before, series.after
+    lines = (_outer_first(imbalance(loads, known)) for loads in (before, after))
+    _draw_imbalance(axes[0], *lines)
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    colours = LinearSegmentedColormap.from_list("load", DIVERGING)
+    shares = [
+        _outer_first(relative(loads, known)).reshape(-1, series.num_ranks)
+        for loads in (before, after)
+    ]
+    top = max(1.5, float(np.nanmax(shares)))
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=top)
+    for axis, share, text in zip(
+        axes[1:], shares, ("Before: experts at home only", "After: with replicas"), strict=True
+    ):
+        image = axis.imshow(share.T, aspect="auto", cmap=colours, norm=norm, interpolation="none")
+        axis.set_title(text, loc="left", fontsize=10, color=INK)
+        axis.set_ylabel("rank")
+        every = max(1, -(-series.num_ranks // 8))
+        axis.set_yticks(range(0, series.num_ranks, every))
+        clean(axis)
+    bar = figure.colorbar(image, ax=axes[1:], pad=0.01, aspect=30)
+    bar.set_label("tokens of a rank / mean of all ranks")
+    bar.set_ticks(_ticks(top))
+    bar.ax.spines[:].set_visible(False)
+    _label_columns(series, list(axes))
+    figure.align_ylabels()
+    set_titles(figure, TITLE, describe_series(series))
+    return figure
+
+
+def describe_series(series: LoadSeries) -> str:
+    """Return a line for below a title: the source and the numbers of everything."""
+    slots, experts = series.slot_expert.shape[3], len(series.home)
+    lost = int((~series.known).sum())
+    return (
+        f"{series.source}: {count(series.num_ranks, 'rank')}, {count(experts, 'expert')},"
+        f" {count(slots, 'slot')} per rank; {count(len(series.steps), 'step')} of"
+        f" {count(len(series.layers), 'layer')}"
+        + (f", {lost} of these plans not recorded" if lost else "")
+    )
+
+
+def _outer_first(values: NDArray[Any]) -> NDArray[Any]:
+    """Return ``[T, L, ...]`` with the shorter of its two axes first: columns go by that."""
+    return values.swapaxes(0, 1) if values.shape[0] > values.shape[1] else values
+
+
+def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
+    for values, text, colour in ((before, "before", ORANGE), (after, "after", BLUE)):
+        outer, inner = values.shape
+        label = f"{text}: mean {np.nanmean(values):.3f}, worst {np.nanmax(values):.3f}"
+        at = np.arange(values.size, dtype=np.float64).reshape(values.shape)
+        lines = values
+        if outer > 1 and inner > 1:  # none from a step's last layer to the next one's first
+            gap = np.full((outer, 1), np.nan)
+            at, lines = np.hstack([at, gap]), np.hstack([values, gap])
+        marker = "o" if values.size <= 60 else ""
+        axis.plot(
+            at.ravel(), lines.ravel(), color=colour, label=label, lw=1.6, marker=marker, ms=3.5
+        )
+    axis.axhline(1, color=MUTED, lw=0.8, ls=":")
+    top = float(np.nanmax([np.nanmax(before), np.nanmax(after), 1.1]))
+    axis.set_ylim(1 - 0.05 * (top - 1), top + 0.08 * (top - 1))
+    axis.set_ylabel("busiest rank / mean")
+    axis.grid(axis="y", color=FAINT, lw=0.6)
+    add_legend(axis, ncols=2, handlelength=1.6)
+    clean(axis)
+
+
+def _ticks(top: float) -> list[float]:
+    step = 0.5 if top <= 3 else 1.0 if top <= 8 else 2.0 if top <= 16 else float(np.ceil(top / 8))
+    above = np.arange(1 + step, top + 1e-9, step)
+    return [0.0, 0.5, 1.0, *above.tolist()]
+
+
+def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:
+    """Number the outer ones of steps and layers, or the inner ones if there is one outer one."""
+    outer, inner = (series.steps, "step"), (series.layers, "layer")
+    if len(outer[0]) > len(inner[0]):
+        outer, inner = inner, outer
+    (numbers, what), (others, other) = outer, inner
+    last = axes[-1]
+    if len(numbers) == 1:
+        every = max(1, -(-len(others) // 24))
+        at = range(0, len(others), every)
+        last.set_xticks(list(at), [str(others[i]) for i in at])
+        last.set_xlabel(other)
+        return
+    every = max(1, -(-len(numbers) // _MAX_GROUPS))
+    for axis in axes:
+        for i in range(every, len(numbers), every):
+            axis.axvline(i * len(others) - 0.5, color=MUTED, lw=0.7)
+    at = range(0, len(numbers), every)
+    middle = [(i + min(i + every, len(numbers))) * len(others) / 2 - 0.5 for i in at]
+    last.set_xticks(middle, [str(numbers[i]) for i in at])
+    last.tick_params(axis="x", length=0)
+    first = what if every == 1 else f"first of {every} {what}s"
+    last.set_xlabel(
+        f"{first}; in each {what} {other}s {others[0]} to {others[-1]}, from left to right"
+    )
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def make_page(series: LoadSeries) -> str:
+    """Return the page: step and layer, then rank, then expert; the same text for equal series."""
+    template = resources.files("ultraep_comm.viz").joinpath("load.html").read_text("utf-8")
+    text = json.dumps(page_data(series), separators=(",", ":"))
+    # In a script element "</script" and "<!--" would be read as HTML, wherever they stand.
+    return template.replace("@DATA@", text.replace("<", "\\u003c"))
+
+
+def page_data(series: LoadSeries) -> dict[str, Any]:
+    """Return what the page shows: plans by step and layer, null where none is known."""
+    before, after = series.before, series.after
+    cells = [
+        [
+            {
+                "before": before[t, layer].tolist(),
+                "after": after[t, layer].tolist(),
+                "slot_expert": series.slot_expert[t, layer].tolist(),
+                "slot_quota": series.slot_quota[t, layer].tolist(),
+                "home_quota": series.home_quota[t, layer].tolist(),
+            }
+            if series.known[t, layer]
+            else None
+            for layer in range(len(series.layers))
+        ]
+        for t in range(len(series.steps))
+    ]
+    return {
+        "title": TITLE,
+        "source": describe_series(series),
+        "num_ranks": series.num_ranks,
+        "steps": series.steps.tolist(),
+        "layers": series.layers.tolist(),
+        "home": series.home.tolist(),
+        "cells": cells,
+    }

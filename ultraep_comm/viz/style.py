@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ultraep_comm.errors import UnsupportedError
-from ultraep_comm.files import write_whole
+from ultraep_comm.system import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,6 +100,17 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
         text.set(ha="left", va="top", in_layout=False)
     layout: Any = figure.get_layout_engine()
     layout.set(rect=(0, 0, 1, 1 - 0.66 / height))
+
+
+def add_legend(axis: Axes, *shown: Any, **options: Any) -> None:
+    """Put a legend without a frame above an axis, left-aligned; arguments as of matplotlib."""
+    place: dict[str, Any] = {
+        "loc": "lower left",
+        "bbox_to_anchor": (0, 1),
+        "borderpad": 0,
+        "borderaxespad": 0.5,
+    }
+    axis.legend(*shown, frameon=False, fontsize=9.5, **place, **options)
 
 
 def clean(axis: Axes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ultraep_comm.viz.chart import CALL_LANE, Bar, Chart
+from ultraep_comm.viz.charts import CALL_LANE, Bar, Chart
 from ultraep_comm.viz.style import (
     BLUE,
     FAINT,
@@ -15,6 +15,7 @@ from ultraep_comm.viz.style import (
     PURPLE,
     SKY,
     VERMILION,
+    add_legend,
     clean,
     new_figure,
     plain_settings,
@@ -80,16 +81,7 @@ def draw_timeline(chart: Chart) -> Figure:
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     if chart.bars:
-        axis.legend(
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            ncols=5,
-            frameon=False,
-            fontsize=9.5,
-            borderpad=0,
-            borderaxespad=0.5,
-            handlelength=1.4,
-        )
+        add_legend(axis, ncols=5, handlelength=1.4)
     set_titles(figure, chart.title, chart.subtitle)
     return figure
 

@@ -44,7 +44,9 @@ class Barrier {
     const uint32_t phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
       arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      // Sequentially consistent: a release store could be overtaken by notify_all()'s look for
+      // sleepers (libstdc++ 12), and one that just fell asleep would never wake.
+      phase_.store(phase + 1, std::memory_order_seq_cst);
       phase_.notify_all();
       return;
     }
@@ -104,7 +106,7 @@ inline uint32_t roll() {
 inline int32_t lane() { return self.thread % kLanes; }
 inline uint32_t lane_bit() { return 1u << lane(); }
 
-// What one lane has observed, others may go by once they have met: they know of it then.
+// What one lane has observed, others may rely on once they have synchronised with it.
 inline void observed() {
   self.observed = self.warp->observations.fetch_add(1, std::memory_order_relaxed) + 1;
 }
@@ -286,9 +288,9 @@ inline void far_quiet() {
 
 // ---- launches -----------------------------------------------------------------------------------
 
-// Whoever has drawn something is held up now and then, as by other work on a multiprocessor, for as
-// long as the others may need to get ahead of it. Else what they must not do without it goes well
-// as a rule. Differs from launch to launch.
+// A block that has drawn something is delayed now and then, as by other work on a multiprocessor,
+// for as long as the others may need to get ahead of it. Otherwise, what they must not do without
+// it would nearly always go well. Differs from launch to launch.
 inline void hold_up() {
   if (roll() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
 }

@@ -4,15 +4,15 @@
 #include <iterator>
 #include <string>
 
-#include "cuda/load_plan.cuh"
-#include "cuda/notice.cuh"
-#include "cuda/plan.cuh"
-#include "cuda/reduce.cuh"
-#include "cuda/replicate.cuh"
-#include "cuda/reroute.cuh"
-#include "cuda/reroute_map.cuh"
-#include "cuda/reroute_shares.cuh"
-#include "cuda/save.cuh"
+#include "cuda/device/load_plan.cuh"
+#include "cuda/device/notice.cuh"
+#include "cuda/device/plan.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/replicate.cuh"
+#include "cuda/device/reroute.cuh"
+#include "cuda/device/reroute_map.cuh"
+#include "cuda/device/reroute_shares.cuh"
+#include "cuda/device/save.cuh"
 #include "streams.hpp"
 
 namespace {
@@ -95,7 +95,7 @@ Work run(void** arguments, const Grid& grid) {
 
 std::atomic<uint64_t> launches{0};  // also those that are captured
 
-// A launch as what a stream does: the arguments are copied now.
+// A launch as an operation of a stream: the arguments are copied now.
 struct Kernel {
   const char* name;
   Work (*launch)(void** arguments, const Grid& grid);
@@ -131,7 +131,7 @@ uint64_t emulated_launches() { return launches.load(); }
 
 void emulated_settle() { Streams::instance().settle(); }
 
-// Keeps a stream busy for so long.
+// Keeps a stream busy for that long.
 void emulated_delay(void* stream, int64_t microseconds) {
   Streams::instance().enqueue(
       stream, [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });

@@ -1,5 +1,5 @@
-// Streams that run in their own time, events, and graphs captured from them: as strict as a driver
-// is while a stream is being captured.
+// Streams that run asynchronously, events, and graphs captured from them: as strict as a driver is
+// while a stream is being captured.
 #pragma once
 
 #include <algorithm>
@@ -21,12 +21,12 @@ using Work = std::function<void()>;
 // relaxed.
 inline thread_local int32_t capture_mode = 0;
 
-// What CUDA calls these.
+// CUDA's names for these.
 inline constexpr int32_t kSuccess = 0, kInvalid = 1, kNotReady = 600, kCaptureUnsupported = 900,
                          kCaptureInvalidated = 901, kCaptureUnjoined = 904, kCaptureIsolation = 905,
                          kCapturedEvent = 907;
 
-// Does what it is given, one after the other, in a thread of its own.
+// Runs what it is given, one operation after another, in a thread of its own.
 class Stream {
  public:
   Stream() : thread_([this] { run(); }) {}
@@ -100,7 +100,7 @@ struct Event {
   }
 };
 
-// All of a process. Streams live as long as it does, as their threads do.
+// All streams of a process. They live as long as it does, and so do their threads.
 class Streams {
  public:
   static Streams& instance() {
@@ -227,7 +227,7 @@ class Streams {
     return kSuccess;
   }
 
-  // As often as one likes. The graph lives as long as the process.
+  // May be called any number of times. The graph lives as long as the process.
   void replay(const Graph* graph, void* handle) {
     for (const Work& work : graph->works) enqueue(handle, work);
   }

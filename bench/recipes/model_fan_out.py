@@ -1,0 +1,79 @@
+"""Modelled time over the bound, by mode, size and fan-out: one expert and its replicas.
+
+    python bench/recipes/model_fan_out.py [--json FILE]
+
+The expert is at home on rank 0 of 64, its replicas are on the next ranks. A record is one transfer
+on NVL72 as ultraep_comm.model describes it; "relay" is the published relay as the model
+understands it. `python -m ultraep_comm.viz bound FILE` draws the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from ultraep_comm import Plan
+from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
+from ultraep_comm.bench.machine import describe_machine, find_commit
+from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.table import format_table
+from ultraep_comm.model import predict
+from ultraep_comm.model.relay import predict_relay
+
+MACHINE = "nvl72"
+NUM_RANKS = 64
+SIZES = (4 << 20, EXPERT_BYTES)
+FAN_OUTS = (1, 2, 4, 8, 16, 32, 63)
+MODES = ("push", "pull", "direct", "relay")
+
+
+def spread_one(fan_out: int) -> Plan:
+    slots = torch.full((NUM_RANKS, 1), -1, dtype=torch.int32)
+    slots[1 : fan_out + 1] = 0
+    return Plan.from_slots(slots, num_experts=NUM_RANKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-J", "--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    records = []
+    for size in SIZES:
+        for fan_out in FAN_OUTS:
+            plan = spread_one(fan_out)
+            for mode in MODES:
+                if mode == "relay":
+                    found = predict_relay(plan, size, MACHINE)
+                else:
+                    found = predict(plan, size, MACHINE, mode)
+                records.append(
+                    {
+                        "op": "model_fan_out",
+                        "size": size,
+                        "mode": mode,
+                        "fan_out": fan_out,
+                        "time_us": found.time_us,
+                        "bound_us": found.bound_us,
+                        "over_bound": found.over_bound,
+                    }
+                )
+    rows = [
+        [str(size), str(n)]
+        + [f"{r['over_bound']:.3f}" for r in records if (r["size"], r["fan_out"]) == (size, n)]
+        for size in SIZES
+        for n in FAN_OUTS
+    ]
+    print(format_table([["size", "replicas", *MODES], ["(B)", "", *(["/T*"] * len(MODES))]], rows))
+    document = {
+        "records": records,
+        "modelled_machine": MACHINE,
+        "machine": describe_machine(),
+        "commit": find_commit(),
+    }
+    write_outputs(document, json_path=options.json, csv_path=None)
+
+
+if __name__ == "__main__":
+    main()

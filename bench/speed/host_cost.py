@@ -1,0 +1,295 @@
+"""What a call of the CUDA engine keeps the host for, over a driver that does nothing.
+
+    python bench/speed/host_cost.py [--iters 5000] [--json FILE]
+
+Rank 0 of a group of 8, and of 64, calls ``replicate_experts`` with another plan each time; it has
+no peers and no GPU. Weights are bound once, or checked in every call: stacked tensors, or a tensor
+for each expert. The figures are all of the host's time but the CUDA driver's: its functions return
+at once here. On a GPU its time for a copy, a launch and a few events comes on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.bench.loads import generate_load
+from ultraep_comm.bench.machine import describe_machine, find_commit
+from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.engines.base import make_parts
+from ultraep_comm.engines.cuda.device import Kernels
+from ultraep_comm.engines.cuda.engine import CudaEngine, SharedLauncher
+from ultraep_comm.engines.cuda.kernels import GroupKernels
+from ultraep_comm.engines.cuda.make import cost_constants
+from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.host import HostStages
+from ultraep_comm.engines.options import Options
+from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory, host_memory
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import Topology
+from ultraep_comm.weights.segments import BoundWeights, Weights
+
+EXPERTS, SLOTS = 256, 2
+EXPERT = {"w13": ((2 * 2048, 3072), torch.bfloat16), "w2": ((3072, 2048), torch.bfloat16)}
+TILE_BYTES = 32 << 10
+TOKENS, TOPK, IMBALANCE = 4096, 8, 3.0
+NUM_PLANS = 256
+
+
+class IdleDevice:
+    """Host memory for a device's, and a driver that does nothing.
+
+    The recording driver of the tests is in Python: its callbacks would cost more than the call.
+    """
+
+    torch_device = torch.device("cpu")
+    compute_capability = (9, 0)
+    num_sms = 132
+    warp_size = 32
+    max_shared_bytes = 227 << 10
+    cuda_major = 13
+    context = 0
+
+    def __init__(self) -> None:
+        # A function of the C library that looks at no argument and returns 0: success.
+        nothing = ctypes.CDLL(None).pthread_mutexattr_destroy
+        address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
+        self.driver = _core.CudaDriver(dict.fromkeys(_core.cuda_driver_names(), address))
+        self._held: list[torch.Tensor] = []
+        self._addresses: set[int] = set()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return zeroed pages."""
+        return host_memory(num_bytes)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Nobody asks."""
+        raise NotImplementedError
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return zeroed pages."""
+        return host_memory(num_bytes)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that counts as the device's."""
+        self._held.append(torch.empty(tuple(shape), dtype=dtype))
+        self._addresses.add(self._held[-1].data_ptr())
+        return self._held[-1]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether it came from :meth:`empty`."""
+        return tensor.data_ptr() in self._addresses
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nobody frees memory."""
+
+    def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy."""
+        to.copy_(values)
+
+    def is_capturing(self) -> bool:
+        """Return False."""
+        return False
+
+    def current_stream(self) -> int:
+        """Return what no driver looks at."""
+        return 7
+
+    def new_stream(self) -> tuple[int, object]:
+        """Return another one."""
+        return 8, None
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def load(self, cubin: Path) -> Kernels:
+        """Nobody asks."""
+        raise NotImplementedError
+
+
+class IdleStages(HostStages):
+    """The local stages of a device that does nothing: its plans are for a kernel to read."""
+
+    def __init__(self, device: IdleDevice, topology: Topology, rank: int) -> None:
+        super().__init__(topology, rank)
+        self.device = device
+
+    def holds(self, value: object) -> bool:
+        """Return whether a tensor, or a plan, is on the device."""
+        tensor = value.slot_expert if isinstance(value, Plan) else value
+        return isinstance(tensor, torch.Tensor) and self.device.holds(tensor)
+
+    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+        """Return the plan, and whether it is on the device."""
+        return plan, self.holds(plan)
+
+    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
+        """Return tables on the device."""
+        return WeightTables(self.device, num_segments, num_mains)
+
+
+def make_group(num_ranks: int, device: IdleDevice) -> Group:
+    """Return rank 0's group with a launcher of its own, as over NVSHMEM."""
+    rank, num_sms = 0, 32
+    options = Options(
+        expert=EXPERT,
+        engine="cuda",
+        fabric="auto",
+        timeout=30,
+        num_sms=num_sms,
+        tile_bytes=TILE_BYTES,
+    )
+    topology = Topology.make(num_ranks=num_ranks, num_experts=EXPERTS, slots_per_rank=SLOTS)
+
+    def make_engine(config: _core.EngineConfig, stages: IdleStages) -> CudaEngine:
+        kernels = GroupKernels(replicate=1, notice=2, load=3, load_plan=4, plan_warps=8)
+        shared = SharedLauncher(
+            device, kernels, config, first_rank=rank, num_ranks=1, num_sms=num_sms
+        )
+        return CudaEngine(config, cast(CudaStages, stages), shared)
+
+    parts = make_parts(
+        rank,
+        topology,
+        options,
+        options.config(topology, rank, 30, cost_constants(num_ranks)),
+        LoopbackFabric(LoopbackMemory(num_ranks), rank),
+        lambda: IdleStages(device, topology, rank),
+        make_engine,
+    )
+    return Group(Session(parts), parts.grads)
+
+
+def put_plan(plan: Plan, device: IdleDevice) -> Plan:
+    """Return the plan as one on the device."""
+    fields = {name: value for name, value in vars(plan).items() if value is not None}
+    return Plan(**{n: device.empty(t.shape, t.dtype).copy_(t) for n, t in fields.items()})
+
+
+def make_plans(num_ranks: int) -> list[Plan]:
+    """Return plans for as many loads of one skew."""
+    plans = []
+    for seed in range(NUM_PLANS):
+        load = generate_load(
+            num_ranks=num_ranks,
+            num_experts=EXPERTS,
+            imbalance=IMBALANCE,
+            num_tokens=num_ranks * TOKENS * TOPK,
+            seed=seed,
+        )
+        plans.append(
+            plan_replicas(torch.from_numpy(load), num_ranks=num_ranks, slots_per_rank=SLOTS)
+        )
+    return plans
+
+
+def make_weights(group: Group) -> dict[str, torch.Tensor]:
+    """Return main weights that nobody touches."""
+    return {
+        name: segment.view(host_memory(group.num_mains * segment.nbytes), group.num_mains)
+        for name, segment in group.segments.items()
+    }
+
+
+def measure(
+    group: Group, device: IdleDevice, plans: list[Plan], iters: int
+) -> Iterator[tuple[str, bool, np.ndarray]]:
+    """Yield (weights, async_op, times in us) of kinds of calls, which are made in turn.
+
+    Of "device", the plan is on the device.
+    """
+    stacked = make_weights(group)
+    given: dict[str, Weights | BoundWeights] = {
+        "bound": group.bind(stacked),
+        "stacked": stacked,
+        "listed": {name: list(tensor) for name, tensor in stacked.items()},
+        "device": group.bind(stacked),
+    }
+    on_device = itertools.cycle([put_plan(plan, device) for plan in plans])
+    rows = list(itertools.product(given, (False, True)))
+    times = np.zeros((len(rows), iters))
+    next_plan = itertools.cycle(plans)
+    for i in range(-50, iters):
+        for row, (kind, async_op) in enumerate(rows):
+            weights, plan = given[kind], next(on_device if kind == "device" else next_plan)
+            start = time.perf_counter_ns()
+            work = replicate_experts(weights, plan, group=group, async_op=async_op)
+            end = time.perf_counter_ns()
+            if work is not None:
+                work.wait()
+            if i >= 0:
+                times[row, i] = (end - start) / 1e3
+    for (kind, async_op), row_times in zip(rows, times, strict=True):
+        yield kind, async_op, row_times
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--iters", type=int, default=5000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    machine, commit = describe_machine(), find_commit()
+    print(f"# ultraep_comm {machine['ultraep_comm']}, commit {commit}: one rank's host, no driver")
+    print(f"# machine: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
+    records = []
+    for num_ranks in arguments.ranks:
+        plans = make_plans(num_ranks)
+        replicas = float(np.median([plan.num_replicas for plan in plans]))
+        device = IdleDevice()
+        with make_group(num_ranks, device) as group:
+            for kind, async_op, times in measure(group, device, plans, arguments.iters):
+                p50, p99 = (float(np.percentile(times, q)) for q in (50, 99))
+                records.append(
+                    {
+                        "op": "replicate_experts",
+                        "ranks": num_ranks,
+                        "replicas": replicas,
+                        "weights": kind,
+                        "async_op": async_op,
+                        "time_us": {"p50": p50, "p99": p99},
+                    }
+                )
+                print(
+                    f"EP{num_ranks:<3} {replicas:3.0f} replicas  {kind:8} async_op={async_op!s:5}"
+                    f"  p50 {p50:6.1f} us   p99 {p99:6.1f} us"
+                )
+    document = {
+        "records": records,
+        "machine": machine,
+        "commit": commit,
+        "settings": {
+            "iters": arguments.iters,
+            "plans": NUM_PLANS,
+            "experts": EXPERTS,
+            "slots": SLOTS,
+            "expert_bytes": sum(math.prod(s) * d.itemsize for s, d in EXPERT.values()),
+            "tile_bytes": TILE_BYTES,
+            "imbalance": IMBALANCE,
+            "driver": "none: its functions return at once",
+        },
+    }
+    write_outputs(document, json_path=arguments.json, csv_path=None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The planner at the size of a rack: the core, the call, and the readable definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from rack import IMBALANCES, E, G, S, make_load
+
+from ultraep_comm import _core, plan_replicas
+from ultraep_comm.plan.planner import plan_slots
+from ultraep_comm.plan.topology import contiguous_home
+
+
+@pytest.fixture(scope="module", params=IMBALANCES, ids="imbalance{}".format)
+def load(request: pytest.FixtureRequest) -> torch.Tensor:
+    return make_load(request.param)
+
+
+@pytest.mark.benchmark(group="plan: core")
+def test_planner_core(benchmark: Callable, load: torch.Tensor) -> None:
+    total = load.sum(dim=0).numpy()
+    home, domain = contiguous_home(E, G), np.zeros(G, np.int32)
+    slot_expert, _, _ = benchmark(_core.plan_replicas, total, home, domain, S, False, 1_010_000)
+    assert (slot_expert >= 0).any()
+
+
+@pytest.mark.benchmark(group="plan: plan_replicas")
+def test_planner_api(benchmark: Callable, load: torch.Tensor) -> None:
+    plan = benchmark(plan_replicas, load, slots_per_rank=S, num_ranks=G)
+    assert plan.imbalance < 1.02
+
+
+@pytest.mark.benchmark(group="plan: NumPy")
+def test_planner_numpy(benchmark: Callable, load: torch.Tensor) -> None:
+    slot_expert, _, _ = benchmark(
+        plan_slots,
+        load.sum(dim=0).numpy(),
+        num_ranks=G,
+        slots_per_rank=S,
+        home=contiguous_home(E, G),
+        domain=np.zeros(G, np.int32),
+    )
+    assert (slot_expert >= 0).any()

@@ -1,0 +1,59 @@
+#include <pthread.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+
+#include "bind.hpp"
+#include "unlocked.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace uec::python {
+namespace {
+
+// Whether the threads that run gloo's collectives sleep. Such a thread lets go of a collective's
+// tensors a moment after it has woken who waits for it, and takes the interpreter lock if it is the
+// last to have a tensor that Python has seen. Torch can neither be asked nor told to wait for that,
+// short of destroying the process group.
+bool gloo_sleeps() {
+  const std::string name = "(pt_gloo_runloop) ";
+  std::error_code gone;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", gone)) {
+    std::string line;
+    std::getline(std::ifstream(thread.path() / "stat"), line);
+    const size_t at = line.find(name);
+    if (at != std::string::npos && line[at + name.size()] != 'S') return false;
+  }
+  return true;
+}
+
+// Threads may be between two sleeps for a moment: a mutex, a page.
+bool gloo_rests() {
+  for (int i = 0; i < 3; ++i) {
+    if (!gloo_sleeps()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return true;
+}
+
+void come_to_rest(double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  Unlocked::end();
+  const nb::gil_scoped_release release;
+  while (Clock::now() < end && (Unlocked::num_outside() > 0 || !gloo_rests()))
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+}  // namespace
+
+void bind_ending(nb::module_& m) {
+  pthread_atfork(nullptr, nullptr, &Unlocked::forget_others);
+  m.def("come_to_rest", &come_to_rest, "seconds"_a);
+}
+
+}  // namespace uec::python

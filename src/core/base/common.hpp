@@ -1,0 +1,42 @@
+// Types that every part of the core shares. No CUDA include, no exception, no allocation.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define UEC_HD __host__ __device__
+// Never inlined on a device: its code exists once, and its registers do not add to its caller's.
+#define UEC_STEP __host__ __device__ __noinline__
+// Before a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
+#define UEC_ROLLED _Pragma("unroll 1")
+#else
+#define UEC_HD
+#define UEC_STEP
+#define UEC_ROLLED
+#endif
+
+namespace uec {
+
+// The group's constants. Arrays are borrowed and outlive every call on the group.
+struct Topology {
+  int32_t num_ranks = 0;            // G
+  int32_t num_experts = 0;          // E
+  int32_t slots_per_rank = 0;       // S
+  const int32_t* home = nullptr;    // [E] owner of each expert
+  const int32_t* domain = nullptr;  // [G] ranks with equal values reach each other's memory
+  bool allow_cross_domain = false;
+
+  UEC_HD bool may_hold(int32_t expert, int32_t rank) const {
+    return home[expert] != rank && (allow_cross_domain || domain[home[expert]] == domain[rank]);
+  }
+};
+
+UEC_HD constexpr int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
+UEC_HD constexpr int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
+UEC_HD constexpr uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+UEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+UEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+}  // namespace uec

@@ -1,0 +1,34 @@
+// What the planner and the reroute share: the mains of every rank, and the largest load.
+#pragma once
+
+#include <cstdint>
+
+#include "core/base/common.hpp"
+
+namespace uec {
+
+// Tokens of one expert over all source ranks: a product of two loads then fits 64 bits.
+inline constexpr int64_t kMaxLoad = (int64_t{1} << 31) - 1;
+
+// Groups the experts by home: the mains of rank r are the entries begin[r] .. begin[r + 1] - 1 of
+// `expert`, in ascending order. Returns the largest number of mains on a rank.
+//
+// Arrays: begin [G + 1], expert [E]; both are written in full.
+UEC_HD inline int32_t group_mains(const Topology& topology, int32_t* begin, int32_t* expert) {
+  const int32_t num_ranks = topology.num_ranks;
+  for (int32_t r = 0; r <= num_ranks; ++r) begin[r] = 0;
+  for (int32_t e = 0; e < topology.num_experts; ++e) ++begin[topology.home[e] + 1];
+  int32_t max_mains = 0;
+  for (int32_t r = 0; r < num_ranks; ++r) {
+    if (begin[r + 1] > max_mains) max_mains = begin[r + 1];
+    begin[r + 1] += begin[r];
+  }
+  // Each begin[r] serves as the write cursor of its rank and ends at begin[r + 1] ...
+  for (int32_t e = 0; e < topology.num_experts; ++e) expert[begin[topology.home[e]]++] = e;
+  // ... so a shift by one restores the starts.
+  for (int32_t r = num_ranks; r > 0; --r) begin[r] = begin[r - 1];
+  begin[0] = 0;
+  return max_mains;
+}
+
+}  // namespace uec

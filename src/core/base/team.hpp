@@ -1,0 +1,153 @@
+// The threads that run a step together.
+//
+// On the host and in the simulation one thread runs a step. On a device a warp does: its members
+// look at flags and pieces in parallel, where a single thread would pay the memory latency for each
+// in turn. All members of a team take the same path through a step, with the same values, except
+// inside a loop over `index(), index() + size(), ...`.
+//
+// A Team provides
+//   int32_t index(), size()          this member, and how many there are
+//   bool leader()                    true for exactly one member
+//   void sync()                      what any member did before it happens before what all do after
+//   T share(T value)                 the leader's value, for all
+//   T from(int32_t index, T value)   that member's value, for all
+//   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
+//   uint64_t sum_before(uint64_t value)  the sum of the values of the members with a lower index
+//   T sum(T value)                   the sum of the members' values, for all; uint32_t or uint64_t
+//   Counted count(bool value)        how many members it is true of
+//   int32_t equal_before(uint32_t value)  how many members with a lower index have this value
+// and from sync() on, all of them order memory as sync() does. Several members may do these
+// concurrently, and they order nothing:
+//   T add(T* at, T value)            adds, and returns the previous value. int32_t or int64_t
+//   void set(uint8_t* at)            stores 1
+//
+// A crew is a set of teams that work on different questions in parallel: the warps of a block; on
+// the host, one thread.
+//
+// All threads of all teams take the same path through a search, with the same values; only the
+// question that each team works on between two exchanges differs. An exchange gives all threads all
+// answers.
+//
+// A Crew provides
+//   Team                             the type of its teams
+//   Team team()                      this thread's team
+//   int32_t index(), size()          this team, and how many there are
+//   const int32_t* exchange(int32_t value)
+//                                    every team's value [size()], for all. What any thread did
+//                                    before it happens before what all do after. The array stays
+//                                    valid until the exchange after the next
+//   void subtract(int32_t* from, int32_t value)
+//                                    called by single threads; other threads may do so concurrently
+#pragma once
+
+#include "core/base/common.hpp"
+
+namespace uec {
+
+struct Counted {
+  int32_t before;  // members with a lower index
+  int32_t all;
+};
+
+// A team of one.
+struct Alone {
+  UEC_HD static constexpr int32_t index() { return 0; }
+  UEC_HD static constexpr int32_t size() { return 1; }
+  UEC_HD static constexpr bool leader() { return true; }
+  UEC_HD static void sync() {}
+  template <class T>
+  UEC_HD static T share(T value) {
+    return value;
+  }
+  template <class T>
+  UEC_HD static T from(int32_t, T value) {
+    return value;
+  }
+  UEC_HD static uint32_t lowest(uint32_t value) { return value; }
+  UEC_HD static uint64_t sum_before(uint64_t) { return 0; }
+  template <class T>
+  UEC_HD static T sum(T value) {
+    return value;
+  }
+  UEC_HD static Counted count(bool value) { return {0, value}; }
+  UEC_HD static int32_t equal_before(uint32_t) { return 0; }
+  template <class T>
+  UEC_HD static T add(T* at, T value) {
+    const T before = *at;
+    *at = before + value;
+    return before;
+  }
+  UEC_HD static void set(uint8_t* at) { *at = 1; }
+};
+
+// A crew of one team of one.
+class AloneCrew {
+ public:
+  using Team = Alone;
+  UEC_HD static constexpr Team team() { return {}; }
+  UEC_HD static constexpr int32_t index() { return 0; }
+  UEC_HD static constexpr int32_t size() { return 1; }
+  UEC_HD const int32_t* exchange(int32_t value) {
+    value_ = value;
+    return &value_;
+  }
+  UEC_HD static void subtract(int32_t* from, int32_t value) { *from -= value; }
+
+ private:
+  int32_t value_ = 0;
+};
+
+// The largest of the members' values, for all.
+template <class Team>
+UEC_HD uint32_t highest(Team team, uint32_t value) {
+  return ~team.lowest(~value);
+}
+template <class Team>
+UEC_HD uint64_t highest(Team team, uint64_t value) {
+  const uint32_t upper = highest(team, static_cast<uint32_t>(value >> 32));
+  const bool has_it = static_cast<uint32_t>(value >> 32) == upper;
+  return uint64_t{upper} << 32 | highest(team, has_it ? static_cast<uint32_t>(value) : 0);
+}
+
+// The first of begin .. end - 1 that `is_it`, or `end`.
+template <class Team, class Predicate>
+UEC_HD int32_t first_that(Team team, int32_t begin, int32_t end, const Predicate& is_it) {
+  UEC_ROLLED
+  for (int32_t first = begin; first < end; first += team.size()) {
+    const int32_t i = first + team.index();
+    const auto found = static_cast<int32_t>(team.lowest(i < end && is_it(i) ? i : end));
+    if (found < end) return found;
+  }
+  return end;
+}
+
+// The first of low .. high - 1 that is enough, or `high`. Whatever follows one that is enough must
+// be enough too.
+template <class Team, class Enough>
+UEC_HD int32_t first_enough(Team team, int32_t low, int32_t high, const Enough& is_enough) {
+  while (high - low > 2 * team.size()) {
+    const int32_t middle = low + (high - low) / 2;
+    if (is_enough(middle))
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  int32_t i = low + team.index();
+  while (i < high && !is_enough(i)) i += team.size();
+  return static_cast<int32_t>(team.lowest(i < high ? i : high));
+}
+
+// A member's share of `count` items: a contiguous run, so that sums over earlier members are sums
+// over earlier items.
+struct Run {
+  int32_t begin, end;
+
+  template <class Team>
+  UEC_HD static Run of(const Team& team, int32_t count) {
+    const auto each = static_cast<int32_t>(ceil_div(count, team.size()));
+    const int64_t begin = min64(int64_t{each} * team.index(), count);
+    return {static_cast<int32_t>(begin), static_cast<int32_t>(min64(begin + each, count))};
+  }
+};
+
+}  // namespace uec

@@ -1,0 +1,313 @@
+// The planner's search in one pool: which probes to ask, and which of their plans is the best.
+//
+// It tells every team of a crew (team.hpp) what to ask, and derives the next questions from the
+// answers. (Inverted like this, a kernel has one copy of the probe, which is most of its code.) Any
+// number of teams leads to the same plan: answers to speculative questions that turn out not to be
+// needed are never used.
+#pragma once
+
+#include <cstdint>
+
+#include "core/base/common.hpp"
+#include "core/base/team.hpp"
+#include "core/plan/probe.hpp"
+#include "core/plan/sorted_load.hpp"
+
+namespace uec::detail {
+
+// Caps are tried one by one up to the number of slots, then doubled.
+UEC_HD constexpr int32_t next_cap(int32_t cap, int32_t slots) {
+  return cap < slots ? cap + 1 : 2 * cap;
+}
+
+template <class Crew>
+class PoolSearch {
+ public:
+  struct Found {
+    int32_t num_replicas, variant;  // -1: none
+  };
+
+  UEC_HD PoolSearch(const Crew& crew, const SortedLoad& sorted, const Goal& goal, int32_t p,
+                    int32_t slots)
+      : crew_(crew),
+        sorted_(sorted),
+        goal_(goal),
+        p_(p),
+        slots_(slots),
+        last_cap_(sorted.last_cap) {
+    forget();
+  }
+
+  UEC_HD Pool pool() const { return sorted_.pool(p_); }
+
+  // By target: the lowest threshold, from the goal's up, that some probe reaches; at the lowest cap
+  // that reaches it, the fewest replicas; at that number of replicas, less imbalance.
+  UEC_HD void begin_by_target() {
+    improves_ = true;
+    if (crew_.size() > kNumOrders) {
+      aim_ = Aim::kOpening;
+      high_ = wanted();
+      cap_ = least_cap(wanted());
+    } else {
+      begin_thresholds();
+    }
+  }
+  // The fewest replicas for this threshold and cap.
+  UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
+    improves_ = false;
+    high_ = threshold;
+    begin_cap(cap);
+  }
+
+  UEC_HD bool is_done() const { return aim_ == Aim::kDone; }
+
+  // This team's question. A team without one gets a variant from kNumVariants up.
+  UEC_HD Question question() const {
+    const int32_t i = crew_.index();
+    switch (aim_) {
+      case Aim::kOpening:
+        if (looks_ahead() && i >= kFirstAhead) return ahead(i - kFirstAhead);
+        return i < kNumOrders ? make(high_, cap_, i) : make(high_, last_cap_, i - kNumOrders);
+      case Aim::kImprovement:
+        return improvement();
+      default:
+        return make(asked_, cap_, first_ + i);
+    }
+  }
+
+  // Takes the answers of all teams, as probe() gives them. Returns the team whose trial is the best
+  // plan so far, or -1 if the previous best still is.
+  UEC_HD int32_t take(const int32_t* counts) {
+    switch (aim_) {
+      case Aim::kOpening:
+        return take_opening(counts);
+      case Aim::kThreshold:
+        take_threshold(counts);
+        return -1;
+      case Aim::kCap:
+        return take_cap(counts);
+      default:
+        return take_improvement(counts);
+    }
+  }
+
+  // -1 if there is no plan, or none has been searched for.
+  UEC_HD Found found() const { return found_; }
+
+  // The lowest cap below which some rank could not shed its excess.
+  UEC_HD int32_t least_cap(int64_t threshold) const {
+    const auto team = crew_.team();
+    const Pool pool = this->pool();
+    int32_t cap = 1;
+    for (int32_t i = team.index(); i < pool.num_ranks; i += team.size()) {
+      int64_t excess = pool.rank_load(i) - threshold;
+      if (excess <= 0) break;
+      const int32_t* const mains = pool.mains + pool.mains_begin[pool.ranks[i]];
+      int32_t n = 0;
+      for (; excess > 0; ++n) excess -= pool.load[mains[n]];
+      cap = max32(cap, n);
+    }
+    return static_cast<int32_t>(~team.lowest(~static_cast<uint32_t>(cap)));
+  }
+
+ private:
+  enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
+  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
+
+  UEC_HD int64_t wanted() const { return goal_.threshold; }
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant) const {
+    return {threshold, cap < slots_ ? cap : slots_, cap, variant};
+  }
+  // Field by field: a device would load a constant struct from memory.
+  UEC_HD void forget() {
+    found_.num_replicas = -1;
+    found_.variant = -1;
+  }
+  UEC_HD void ask(int64_t threshold, int32_t cap) {
+    asked_ = threshold;
+    cap_ = cap;
+    first_ = 0;
+  }
+
+  // ---- what suffices for nearly every load, in one round: whether `wanted` is reached, and the
+  // fewest replicas at the cap that it needs. Where that fails the search starts over.
+
+  //
+  // A crew that is large enough also asks about the first two steps of the improvement, for every
+  // order that may have the fewest replicas: that saves a round.
+
+  static constexpr int32_t kFirstAhead = 7, kNodesAhead = 3;
+  UEC_HD bool looks_ahead() const { return crew_.size() >= kFirstAhead + kNodesAhead * kNumOrders; }
+  UEC_HD Question ahead(int32_t i) const {
+    if (i >= kNodesAhead * kNumOrders) return make(high_, cap_, kNumVariants);
+    return at_node(i / kNumOrders + 1, goal_.mean - 1, kImprovementSteps, i % kNumOrders);
+  }
+  UEC_HD int32_t take_opening(const int32_t* counts) {
+    const int32_t end = looks_ahead() ? kFirstAhead : crew_.size();
+    bool is_reached = false;
+    for (int32_t t = kNumOrders; t < end; ++t) is_reached |= counts[t] >= 0;
+    int32_t best = -1;
+    for (int32_t v = 0; v < kNumOrders && is_reached; ++v)
+      if (prefer_fewer(counts[v], v)) best = v;
+    if (best < 0) {
+      begin_thresholds();
+      return best;
+    }
+    begin_improvement();
+    if (!looks_ahead()) return best;
+    const int32_t improved = take_nodes(
+        kNodesAhead,
+        [&](int32_t node) { return kFirstAhead + (node - 1) * kNumOrders + found_.variant; },
+        counts);
+    return improved >= 0 ? improved : best;
+  }
+
+  // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
+  // low end, where the answer nearly always is, then bisects. (More room does not always help a
+  // greedy algorithm: the nearest success is a better guide than the middle, and the mean may be
+  // within reach even where `wanted` is not.)
+
+  UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
+  UEC_HD void begin_thresholds() {
+    aim_ = Aim::kThreshold;
+    stage_ = Stage::kWanted;
+    step_ = unit();
+    high_ = wanted();
+    ask(wanted(), last_cap_);
+  }
+  UEC_HD void take_threshold(const int32_t* counts) {
+    bool is_reached = false;
+    for (int32_t t = 0; t < crew_.size() && !is_reached; ++t) is_reached = counts[t] >= 0;
+    first_ += crew_.size();
+    if (!is_reached && first_ < kNumVariants) return;
+    if (stage_ == Stage::kBisect) {
+      (is_reached ? high_ : low_) = asked_;
+      bisect();
+    } else if (is_reached && stage_ == Stage::kGallop) {
+      bisect();
+    } else if (is_reached) {
+      high_ = asked_;
+      begin_cap(least_cap(high_));
+    } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
+      stage_ = Stage::kMean;
+      ask(goal_.mean, last_cap_);
+    } else {
+      gallop();
+    }
+  }
+  UEC_HD void gallop() {
+    stage_ = Stage::kGallop;
+    low_ = high_;  // no plan
+    const int64_t fullest = pool().fullest();
+    high_ = min64(low_ + step_, fullest);
+    step_ *= 2;
+    if (high_ == fullest)  // which needs no replica
+      bisect();
+    else
+      ask(high_, last_cap_);
+  }
+  UEC_HD void bisect() {
+    stage_ = Stage::kBisect;
+    if (high_ - low_ > unit())
+      ask(low_ + (high_ - low_) / 2, last_cap_);
+    else
+      begin_cap(least_cap(high_));
+  }
+
+  // ---- the fewest replicas: of the first style that finds any, since later ones send more
+  // --------
+
+  UEC_HD void begin_cap(int32_t cap) {
+    aim_ = Aim::kCap;
+    forget();
+    ask(high_, cap);
+  }
+  UEC_HD int32_t take_cap(const int32_t* counts) {
+    int32_t best = -1;
+    int32_t v = first_;
+    for (; v < first_ + crew_.size() && v < kNumVariants; ++v) {
+      if (v % kNumOrders == 0 && found_.variant >= 0) break;
+      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
+    }
+    first_ = v;
+    if (found_.variant >= 0 && v % kNumOrders == 0) {
+      begin_improvement();
+    } else if (v == kNumVariants) {
+      const int32_t next = next_cap(cap_, slots_);
+      if (improves_ && next < 2 * last_cap_)
+        begin_cap(next);
+      else
+        aim_ = Aim::kDone;
+    }
+    return best;
+  }
+  // Whether the plan that a variant has found is the best so far.
+  UEC_HD bool prefer_fewer(int32_t count, int32_t variant) {
+    if (count < 0 || (found_.variant >= 0 && count >= found_.num_replicas)) return false;
+    found_ = {count, variant};
+    return true;
+  }
+
+  // ---- with the same cap and no more replicas, less imbalance: six steps of bisection. The teams
+  // ask about the next few at once, before the outcome of the first is known: team t asks about
+  // node t + 1 of the tree of steps, where 2 n follows a success of node n, and 2 n + 1 a failure.
+
+  static constexpr int32_t kImprovementSteps = 6;
+
+  UEC_HD void begin_improvement() {
+    aim_ = Aim::kImprovement;
+    low_ = goal_.mean - 1;
+    steps_ = improves_ && found_.num_replicas > 0 ? kImprovementSteps : 0;
+    if (steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
+  }
+  // What is asked at a node, if the steps from `low` lead to it.
+  UEC_HD Question at_node(int32_t node, int64_t low, int32_t steps, int32_t variant) const {
+    int32_t depth = 0;
+    while (node >> (depth + 1) != 0) ++depth;
+    int64_t high = high_;
+    bool is_asked = depth < steps && high - low > 1;
+    for (int32_t d = depth; d > 0 && is_asked; --d) {
+      ((node >> (d - 1) & 1) == 0 ? high : low) = low + (high - low) / 2;
+      is_asked = high - low > 1;
+    }
+    return make(low + (high - low) / 2, cap_, is_asked ? variant : kNumVariants);
+  }
+  UEC_HD Question improvement() const {
+    return at_node(crew_.index() + 1, low_, steps_, found_.variant);
+  }
+  UEC_HD int32_t take_improvement(const int32_t* counts) {
+    return take_nodes(crew_.size(), [](int32_t node) { return node - 1; }, counts);
+  }
+  // The steps that have been asked about: team_of(node), for nodes up to `last`.
+  template <class TeamOf>
+  UEC_HD int32_t take_nodes(int32_t last, TeamOf&& team_of, const int32_t* counts) {
+    int32_t best = -1;
+    for (int32_t n = 1; n <= last && aim_ != Aim::kDone;) {
+      const int64_t middle = low_ + (high_ - low_) / 2;
+      const int32_t count = counts[team_of(n)];
+      const bool succeeds = count >= 0 && count <= found_.num_replicas;
+      (succeeds ? high_ : low_) = middle;
+      if (succeeds) {
+        found_.num_replicas = count;
+        best = team_of(n);
+      }
+      n = succeeds ? 2 * n : 2 * n + 1;
+      if (--steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
+    }
+    return best;
+  }
+
+  const Crew& crew_;
+  const SortedLoad& sorted_;
+  const Goal& goal_;
+  const int32_t p_;
+  const int32_t slots_, last_cap_;
+  Aim aim_ = Aim::kDone;
+  Stage stage_ = Stage::kWanted;
+  bool improves_ = false;
+  int32_t cap_ = 0, first_ = 0, steps_ = 0;  // first_: variant of this round
+  int64_t step_ = 0, low_ = 0, high_ = 0, asked_ = 0;
+  Found found_;
+};
+
+}  // namespace uec::detail

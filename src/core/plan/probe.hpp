@@ -1,0 +1,328 @@
+// One probe of the planner: whether the ranks of a pool can be brought down to a threshold, and
+// how.
+//
+// A pure function of the pool and the question, so that any number of probes may run in parallel,
+// on a device too, and give the same plan. A team (team.hpp) runs one probe.
+#pragma once
+
+#include <cstdint>
+
+#include "core/base/common.hpp"
+#include "core/base/team.hpp"
+
+namespace uec {
+
+// One replica: `quota` tokens of an expert are served by a rank. The quota is never zero.
+struct Replica {
+  int32_t main;   // of the expert: index into the pool's mains
+  int32_t place;  // of the rank: index into the pool's ranks
+  int32_t slot;   // of that rank: replicas come to a rank's slots in the order of the plan
+  int32_t quota;
+};
+
+// Where a rank's mains are.
+struct MainsRow {
+  int32_t begin, count;
+};
+
+// Ranks that may hold each other's experts: what does not change between probes. Borrowed arrays.
+struct Pool {
+  const int32_t* ranks = nullptr;  // [num_ranks] by descending load, then id
+  int32_t num_ranks = 0;
+  const int64_t* tokens_before = nullptr;  // [num_ranks + 1] tokens of `ranks`, running sums
+  const int64_t* load = nullptr;           // [E]
+  const int32_t* mains_begin = nullptr;    // [G + 1]
+  const int32_t* mains = nullptr;          // [E] by home; an exporter's by descending load, then id
+  int32_t largest = 0;                     // tokens of the largest expert
+  // The same again, for packed probes (packed_probe.hpp); null where there are none. Entries of
+  // 2^31 tokens and more are ignored.
+  const int32_t* rank_tokens = nullptr;  // [num_ranks] without replicas
+  const MainsRow* rows = nullptr;        // [num_ranks]
+  const int32_t* main_tokens = nullptr;  // [E] of `mains`
+  int32_t max_mains = 0;                 // of a rank
+
+  // Tokens on the i-th rank without replicas.
+  UEC_HD int64_t rank_load(int32_t i) const { return tokens_before[i + 1] - tokens_before[i]; }
+  UEC_HD int64_t fullest() const { return rank_load(0); }
+};
+
+// Probes differ in the order in which they visit the ranks that are too full ("hot"), variant %
+// kNumOrders: by descending load, by ascending load, or from both ends in turn; and in the style,
+// variant / kNumOrders, in which they fill gaps: see probe().
+inline constexpr int32_t kNumOrders = 3;
+inline constexpr int32_t kTight = 0, kEarly = 1, kWide = 2;
+inline constexpr int32_t kNumVariants = 3 * kNumOrders;
+
+struct Question {
+  int64_t threshold;    // tokens that no rank may pass
+  int32_t max_imports;  // replicas on a rank, at most its slots
+  int32_t max_exports;  // experts that a rank may export
+  int32_t variant;      // below kNumVariants
+};
+
+// A rank below the threshold.
+struct CoolRank {
+  int64_t slack;  // tokens it may still take, never 0
+  int32_t place;  // among the pool's ranks
+  int32_t left;   // replicas it may still take, never 0
+};
+
+// Shared by a team's members.
+struct ProbeScratch {
+  int32_t* have;   // [mains of a rank] tokens left on the mains of the rank that is exporting
+  CoolRank* cool;  // [ranks of the pool]
+};
+
+// Returns the number of replicas in `trial`, or -1 if the probe finds no room. The leader writes
+// `trial`. The members synchronise before and after, because the scratch is in use.
+//
+// A hot rank exports from the main that has most left, among its `max_exports` largest. A need goes
+// whole to the tightest gap that takes all of it (kWide: to the widest). Where that would leave
+// more room unfillable than the pool can spare, a gap is filled completely instead: the largest
+// one below the need, or one above it, with more than the need. In the latter case the exporter
+// drops below the threshold by just as much and joins the cool ranks: a chain. So room that has no
+// slot left moves to a rank that has. kTight chains only where no gap is below the need, kEarly and
+// kWide as soon as they can. (With as many experts as ranks and one slot each, this is Vose's way
+// to build alias tables, which always reaches the mean.)
+//
+// No rank is given an expert twice: a replica uses up the need, the main's tokens or the room. Each
+// takes a slot, so there are at most num_ranks * max_imports of them, and as many steps, each of
+// O((ranks of the pool + mains of a rank) / members) and a few exchanges between members.
+template <class Team>
+UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
+                     Replica* trial);
+
+// ---------------------------------------------------------------------------------------------
+// Implementation
+
+namespace detail {
+
+// The n-th hot rank in an order.
+UEC_HD inline int32_t nth_hot(int32_t order, int32_t n, int32_t num_hot) {
+  const bool from_the_end = order == 1 || (order == 2 && n % 2 == 1);
+  if (order == 2) n /= 2;
+  return from_the_end ? num_hot - 1 - n : n;
+}
+
+// The cool ranks, by ascending slack; of equal ones, the latest first.
+//
+// Members read entries, then synchronise in lowest() or sync(), then change some, then synchronise
+// again: so a change happens after all earlier reads, and before all later ones.
+template <class Team>
+struct CoolRanks {
+  Team team;
+  CoolRank* entry;
+  int32_t count = 0;
+
+  // The first with at least that much slack, or `count`.
+  UEC_HD int32_t find(int64_t slack) const {
+    return first_enough(team, 0, count, [&](int32_t i) { return entry[i].slack >= slack; });
+  }
+  UEC_HD void insert(CoolRank added) {
+    put(added, count);
+    ++count;
+  }
+  // `changed` has no more slack than the one it replaces.
+  UEC_HD void replace(int32_t i, CoolRank changed) { put(changed, i); }
+
+  UEC_HD void remove(int32_t removed) {
+    --count;
+    for (int32_t first = removed; first < count; first += team.size()) {
+      const int32_t i = first + team.index();
+      CoolRank moved{};
+      if (i < count) moved = entry[i + 1];
+      team.sync();
+      if (i < count) entry[i] = moved;
+    }
+    team.sync();
+  }
+
+ private:
+  // Inserts it among those below `end`, which is free: those with at least as much slack move up by
+  // one.
+  UEC_HD void put(CoolRank added, int32_t end) {
+    int32_t at = end;
+    for (;;) {
+      const int32_t i = at - team.index();
+      CoolRank moved{};
+      if (i > 0) moved = entry[i - 1];
+      const bool moves = i > 0 && moved.slack >= added.slack;
+      const auto stays = static_cast<int32_t>(team.lowest(moves ? team.size() : team.index()));
+      if (moves) entry[i] = moved;
+      at -= stays;
+      if (stays < team.size()) break;
+    }
+    if (team.leader()) entry[at] = added;
+    team.sync();
+  }
+};
+
+// The mains of a rank that exports. The first one is the largest; what is left of each is listed
+// only once a second replica is needed.
+template <class Team>
+struct Exporter {
+  Team team;
+  const int64_t* load;
+  const int32_t* mains;
+  int32_t begin;     // of them, in the pool's
+  int32_t num_open;  // of them, that may be exported
+  int32_t* have;     // [num_open] a member looks at its own only
+  int32_t main = 0;  // the first with most left
+  int32_t most;      // tokens left on it
+  bool listed = false;
+
+  UEC_HD Exporter(Team members, const Pool& pool, int32_t rank, int32_t max_exports, int32_t* left)
+      : team(members),
+        load(pool.load),
+        mains(pool.mains + pool.mains_begin[rank]),
+        begin(pool.mains_begin[rank]),
+        have(left) {
+    const int32_t num_mains = pool.mains_begin[rank + 1] - begin;
+    num_open = num_mains < max_exports ? num_mains : max_exports;
+    most = static_cast<int32_t>(load[mains[0]]);
+  }
+
+  // `quota` of the main with most left has been exported: finds the one that has most now.
+  UEC_HD void take(int32_t quota) {
+    if (!listed)
+      for (int32_t m = team.index(); m < num_open; m += team.size())
+        have[m] = static_cast<int32_t>(load[mains[m]]);
+    listed = true;
+    if (main % team.size() == team.index()) have[main] -= quota;
+    int32_t own = team.index();
+    for (int32_t m = own + team.size(); m < num_open; m += team.size())
+      if (have[m] > have[own]) own = m;
+    const int32_t left = own < num_open ? have[own] : -1;
+    most = kMaxInt - static_cast<int32_t>(team.lowest(static_cast<uint32_t>(kMaxInt) - left));
+    main = static_cast<int32_t>(team.lowest(left == most ? own : num_open));
+  }
+
+ private:
+  static constexpr int32_t kMaxInt = 0x7FFFFFFF;
+};
+
+// A probe in progress.
+template <class Team>
+struct Prober {
+  Team team;
+  const Question& ask;
+  int32_t largest;
+  int32_t style;
+  CoolRanks<Team> cool;
+  int64_t spare = 0;  // room that may be left unfillable
+
+  // Room on a cool rank that no choice of `left` more experts can fill.
+  UEC_HD int64_t lost(int64_t slack, int32_t left) const {
+    return max64(slack - static_cast<int64_t>(left) * largest, 0);
+  }
+  // How much more of it there is once this cool rank has taken `quota`.
+  UEC_HD int64_t costs(const CoolRank& c, int64_t quota) const {
+    return lost(c.slack - quota, c.left - 1) - lost(c.slack, c.left);
+  }
+
+  // Returns how many ranks of the pool are too full, or -1 if the others have too little room.
+  UEC_HD int32_t begin(const Pool& pool) {
+    const int32_t n = pool.num_ranks;
+    // The first from there on with that much slack: slack only grows along the list.
+    const auto first_with = [&](int64_t slack, int32_t from) {
+      if (from == n || ask.threshold - pool.rank_load(from) >= slack) return from;
+      return first_enough(team, from + 1, n,
+                          [&](int32_t i) { return ask.threshold - pool.rank_load(i) >= slack; });
+    };
+    const int32_t num_hot = first_with(0, 0);
+    const int32_t first_cool = first_with(1, num_hot);
+    const int64_t* const before = pool.tokens_before;
+    spare = ask.threshold * n - (before[n] - before[0]);
+    const int64_t full = static_cast<int64_t>(ask.max_imports) * largest;
+    if (ask.threshold - pool.rank_load(n - 1) > full) {
+      const int32_t lossy = first_with(full + 1, first_cool);
+      spare -= (ask.threshold - full) * (n - lossy) - (before[n] - before[lossy]);
+    }
+    if (num_hot > 0 && spare < 0) return -1;
+    cool.count = n - first_cool;
+    for (int32_t i = team.index(); i < cool.count; i += team.size()) {
+      const int32_t from = first_cool + i;
+      cool.entry[i] = {ask.threshold - pool.rank_load(from), from, ask.max_imports};
+    }
+    team.sync();
+    return num_hot;
+  }
+
+  // The first of the cool ranks from `above` up (kWide: from the last down) that can take `need`;
+  // -1: none.
+  UEC_HD int32_t first_fit(int32_t above, int64_t need, bool wide) const {
+    const int32_t room = cool.count - above;
+    for (int32_t first = 0; first < room; first += team.size()) {
+      const int32_t n = first + team.index();
+      const int32_t at = wide ? cool.count - 1 - n : above + n;
+      const bool fits = n < room && costs(cool.entry[at], need) <= spare;
+      const auto found = static_cast<int32_t>(team.lowest(fits ? n : room));
+      if (found < room) return wide ? cool.count - 1 - found : above + found;
+    }
+    return -1;
+  }
+
+  // The cool rank that takes `need`, of a main that has `have`; -1: none. `quota`: what it takes.
+  UEC_HD int32_t choose(int64_t need, int64_t have, int64_t* quota) const {
+    const int32_t above = cool.find(need);
+    *quota = need;
+    const int32_t at = first_fit(above, need, style == kWide);
+    if (at >= 0) return at;
+    if (above < cool.count && (above == 0 || style != kTight)) {
+      const int32_t preferred = style == kWide ? cool.count - 1 : above;
+      const CoolRank& c = cool.entry[preferred];
+      *quota = min64(have, c.slack);
+      if (costs(c, *quota) <= spare) return preferred;
+    }
+    if (above > 0) *quota = min64(have, cool.entry[above - 1].slack);
+    return above - 1;
+  }
+
+  // Returns the taker as it was before.
+  UEC_HD CoolRank fill(int32_t at, int64_t quota) {
+    const CoolRank taker = cool.entry[at];
+    spare -= costs(taker, quota);
+    if (taker.left > 1 && taker.slack > quota)
+      cool.replace(at, {taker.slack - quota, taker.place, taker.left - 1});
+    else
+      cool.remove(at);
+    return taker;
+  }
+};
+
+}  // namespace detail
+
+template <class Team>
+UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
+                     Replica* trial) {
+  detail::Prober<Team> prober{
+      team, ask, pool.largest, ask.variant / kNumOrders, {team, scratch.cool}};
+  const int32_t order = ask.variant % kNumOrders;
+  const int32_t num_hot = prober.begin(pool);
+  if (num_hot < 0) return -1;
+  int32_t count = 0;
+  for (int32_t h = 0; h < num_hot; ++h) {
+    const int32_t hot = detail::nth_hot(order, h, num_hot);
+    const int32_t rank = pool.ranks[hot];
+    detail::Exporter<Team> from(team, pool, rank, ask.max_exports, scratch.have);
+    int64_t excess = pool.rank_load(hot) - ask.threshold;
+    for (;;) {
+      int64_t quota;
+      const int32_t at = prober.choose(min64(from.most, excess), from.most, &quota);
+      if (at < 0) return -1;
+      const CoolRank taker = prober.fill(at, quota);
+      const auto tokens = static_cast<int32_t>(quota);
+      if (team.leader())
+        trial[count] = {from.begin + from.main, taker.place, ask.max_imports - taker.left, tokens};
+      ++count;
+      excess -= quota;
+      if (excess <= 0) break;
+      from.take(tokens);
+      if (from.most == 0) return -1;  // `max_exports` mains do not have the excess
+    }
+    if (excess < 0) prober.cool.insert({-excess, hot, ask.max_imports});
+  }
+  return count;
+}
+
+}  // namespace uec

@@ -1,0 +1,230 @@
+// The planner's search: from a sorted load to replicas in their slots.
+//
+// A crew (team.hpp) runs several probes at a time; on the host they run one by one. The plan is the
+// same.
+#pragma once
+
+#include <cstdint>
+
+#include "core/base/common.hpp"
+#include "core/base/scratch.hpp"
+#include "core/base/team.hpp"
+#include "core/plan/packed_probe.hpp"
+#include "core/plan/pool_search.hpp"
+#include "core/plan/probe.hpp"
+#include "core/plan/sorted_load.hpp"
+
+namespace uec {
+
+// ---------------------------------------------------------------------------------------------
+// Contract
+
+inline constexpr int64_t kPpm = 1'000'000;
+inline constexpr int64_t kMaxTargetPpm = 1000 * kPpm;
+
+// What to look for.
+//
+// By target: first the least imbalance (largest rank quota over the mean), down to the target; then
+// the least transfer, max(experts that a rank exports, replicas that it imports); then the fewest
+// replicas; then whatever further reduction of the imbalance is free.
+//
+// By cost: the least per_token * (tokens of the fullest rank) + per_transfer * transfer +
+// per_replica * replicas.
+struct Objective {
+  int64_t target_ppm = 1'010'000;  // in millionths, kPpm to kMaxTargetPpm
+  bool by_cost = false;            // then the target counts for nothing, and these do
+  int64_t per_token = 0;           // below 2^22
+  int64_t per_transfer = 0;        // below 2^40
+  int64_t per_replica = 0;         // below 2^40
+
+  bool operator==(const Objective&) const = default;
+};
+
+// All members of a team get the same answer. `mains` and `last_cap` are not read.
+template <class Team>
+UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& objective);
+
+// A team's working memory. Aligned to 8 bytes; nothing in it needs to be initialised.
+struct TeamScratch {
+  CoolRank* cool;  // [G]
+  Replica* trial;  // [G * S]
+  Replica* best;   // [G * S] the plan that this team's probe has found, if it is kept
+  int32_t* have;   // [E]
+  int64_t bytes;
+
+  UEC_HD TeamScratch(const Topology& topology, std::byte* memory) {
+    const int64_t num_slots = int64_t{topology.num_ranks} * topology.slots_per_rank;
+    ScratchCutter cutter(memory);
+    cool = cutter.take<CoolRank>(topology.num_ranks);
+    trial = cutter.take<Replica>(num_slots);
+    best = cutter.take<Replica>(num_slots);
+    have = cutter.take<int32_t>(topology.num_experts);
+    bytes = round_up(cutter.used_bytes(), 8);
+  }
+};
+
+// Where a plan is written, as in plan_replicas() of planner.hpp.
+struct PlanOut {
+  int32_t* slot_expert;  // [G, S]
+  int32_t* slot_quota;   // [G, S]
+  int32_t* home_quota;   // [E]
+};
+
+// Writes the replicas of the plan into slots that are empty (-1, and 0 tokens), and takes their
+// tokens from home_quota [E], which starts as the load. All threads of the crew call it, for a goal
+// that is not met yet; it does not order one thread's writes before another thread's reads.
+//
+// Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
+// takes at most 9 (2 n + 2 + c) + 6 probes by target, and 9 (14 c + 1) by cost. By target it nearly
+// always takes ten, which a crew of eight asks in three rounds, one of sixteen in two.
+template <class Crew>
+UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+                        const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
+                        const PlanOut& out);
+
+// ---------------------------------------------------------------------------------------------
+// Implementation
+
+namespace detail {
+
+// floor(total / num_ranks * target), exactly. The quotient is split off first because total * ppm
+// may pass 2^63; the remainder is below num_ranks * 10^6, and times at most 10^9 it stays below
+// 2^63 for up to 9,000 ranks.
+UEC_HD inline int64_t target_threshold(int64_t total, int32_t num_ranks, int64_t target_ppm) {
+  const int64_t unit = num_ranks * kPpm;
+  return total / unit * target_ppm + total % unit * target_ppm / unit;
+}
+
+// The largest of the members' values, none of which is negative.
+template <class Team>
+UEC_HD int64_t highest(Team team, int64_t value) {
+  const auto high = static_cast<uint32_t>(value >> 32), low = static_cast<uint32_t>(value);
+  const uint32_t most = ~team.lowest(~high);
+  const uint32_t least_missing = team.lowest(high == most ? ~low : ~0u);
+  return static_cast<int64_t>(most) << 32 | ~least_missing;
+}
+
+// The plan, kept by the team whose probe has found it.
+template <class Crew>
+struct Keeper {
+  Crew& crew;
+  TeamScratch scratch;
+  int32_t slots;
+  int32_t team = 0;
+
+  UEC_HD void keep(int32_t finder) {
+    team = finder;
+    if (crew.index() != finder) return;
+    Replica* const kept = scratch.trial;
+    scratch.trial = scratch.best;
+    scratch.best = kept;
+  }
+  UEC_HD void place(const Pool& pool, int32_t num_replicas, const PlanOut& out) const {
+    if (crew.index() != team) return;
+    const auto members = crew.team();
+    for (int32_t i = members.index(); i < num_replicas; i += members.size()) {
+      const Replica replica = scratch.best[i];
+      const int32_t expert = pool.mains[replica.main];
+      const int32_t at = pool.ranks[replica.place] * slots + replica.slot;
+      out.slot_expert[at] = expert;
+      out.slot_quota[at] = replica.quota;
+      crew.subtract(out.home_quota + expert, replica.quota);
+    }
+  }
+};
+
+// By cost: a fixed set of (threshold, cap), tried in turn; the cheapest wins.
+struct CostSearch {
+  const Objective& cost;
+  const Goal& goal;
+  int32_t slots, last_cap;
+  int32_t cap = 1, i = 0;
+  int64_t least, best_threshold = 0;
+  int32_t best_cap = 0;  // 0: no replica at all
+
+  UEC_HD CostSearch(const Objective& objective, const Goal& aim, int32_t num_slots, int32_t last)
+      : cost(objective),
+        goal(aim),
+        slots(num_slots),
+        last_cap(last),
+        least(objective.per_token * aim.fullest) {}
+
+  UEC_HD int64_t threshold() const {
+    return goal.mean + (i == 13 ? 0 : (goal.fullest - goal.mean) >> i);
+  }
+  // Without replicas.
+  UEC_HD int64_t fixed() const { return cost.per_token * threshold() + cost.per_transfer * cap; }
+  // `sum`: the cost of the current one. Returns whether there is another.
+  UEC_HD bool next(int64_t sum) {
+    if (sum < least) {
+      least = sum;
+      best_threshold = threshold();
+      best_cap = cap;
+    }
+    if (++i < 14) return true;
+    i = 0;
+    cap = next_cap(cap, slots);
+    return cap < 2 * last_cap;
+  }
+};
+
+}  // namespace detail
+
+template <class Team>
+UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& objective) {
+  int64_t mean = 0;
+  for (int32_t p = team.index(); p < sorted.num_pools; p += team.size())
+    mean = max64(mean, sorted.pool_mean(p));
+  Goal goal{};
+  goal.mean = goal.threshold = detail::highest(team, mean);
+  goal.fullest = sorted.pool(0).fullest();
+  if (!objective.by_cost) {
+    const int32_t num_ranks = sorted.pool_begin[sorted.num_pools];
+    const int64_t total = sorted.tokens_before[num_ranks];
+    goal.threshold =
+        max64(goal.mean, detail::target_threshold(total, num_ranks, objective.target_ppm));
+  }
+  goal.is_met = goal.fullest <= goal.threshold;
+  return goal;
+}
+
+template <class Crew>
+UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
+                        const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
+                        const PlanOut& out) {
+  detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
+  detail::CostSearch costs(objective, goal, slots_per_rank, sorted.last_cap);
+  for (bool is_last = !objective.by_cost;;) {
+    int64_t sum = costs.fixed();
+    for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
+      detail::PoolSearch<Crew> search(crew, sorted, goal, p, slots_per_rank);
+      if (!objective.by_cost)
+        search.begin_by_target();
+      else if (is_last)
+        search.begin_by_cost(costs.best_threshold, costs.best_cap);
+      else if (search.least_cap(costs.threshold()) <= costs.cap)
+        search.begin_by_cost(costs.threshold(), costs.cap);
+      while (!search.is_done()) {
+        const Question question = search.question();
+        const ProbeScratch memory{keeper.scratch.have, keeper.scratch.cool};
+        const int32_t count =
+            question.variant < kNumVariants
+                ? fastest_probe(crew.team(), sorted, p, question, memory, keeper.scratch.trial)
+                : -1;
+        const int32_t best = search.take(crew.exchange(count));
+        if (best >= 0) keeper.keep(best);
+      }
+      const int32_t num_replicas = search.found().num_replicas;
+      if (is_last)
+        keeper.place(search.pool(), num_replicas, out);
+      else
+        sum = num_replicas < 0 ? costs.least : sum + objective.per_replica * num_replicas;
+    }
+    if (is_last) return;
+    if (costs.next(sum)) continue;
+    is_last = true;
+    if (costs.best_cap == 0) return;
+  }
+}
+
+}  // namespace uec

@@ -1,0 +1,97 @@
+// A plan -> the schedule of its gradient reduction.
+//
+// The same arrays as a transfer's (schedule.hpp); hub i's range is what that hub sums. Either the
+// replicas of an expert are its hubs, in equal shares, and the home loads their sums (kPull), or
+// the home is the only hub, and loads every replica itself (kDirect, and where there is one
+// replica). The result is the same, bit for bit.
+#pragma once
+
+#include "core/schedule/cost.hpp"
+#include "core/schedule/schedule.hpp"
+
+namespace uec {
+
+// Fills `boundary` and `egress` of a schedule whose replicas have been collected: here what each
+// rank loads from others, in kEgressUnit per expert.
+template <class Team>
+UEC_STEP void assign_sums(Team team, const Topology& t, const GroupCounts& num_groups, Mode mode,
+                          Schedule& s) {
+  if (team.leader()) s.mode = mode;
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) s.egress[r] = 0;
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
+    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    const bool shared = mode != Mode::kDirect && n > 1;
+    int32_t* const bounds = s.boundaries(x);
+    bounds[0] = 0;
+    bounds[1] = shared ? 0 : groups;
+    for (int32_t hub = 1; hub <= n; ++hub) {
+      bounds[hub + 1] = shared ? static_cast<int32_t>(int64_t{hub} * groups / n) : groups;
+      if (shared)
+        team.add(&s.egress[s.replica_rank[s.first[x] + hub - 1]], (n - 1) * kEgressUnit / n);
+    }
+    team.add(&s.egress[t.home[s.expert[x]]], (shared ? 1 : n) * kEgressUnit);
+  }
+  team.sync();
+}
+
+// Modelled time of a reduction, in picoseconds, like modelled_time() of a transfer. What both modes
+// have in common counts too, because it may dominate: every main gradient is read and written,
+// every slot is cleared.
+template <class Team>
+UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap& tiles,
+                                    const GroupCounts& num_groups, const PlanShape& shape,
+                                    const Schedule& s, const CostModel& cost) {
+  if (s.num_experts == 0) return 0;
+  const int64_t kib = ceil_div(tiles.expert_bytes(), 1024);
+  const int64_t store = kib * cost.store_per_kib, load = kib * cost.load_per_kib;
+  uint64_t most = 0, added = 0, flagged = 0;
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    most = s.egress[r] > static_cast<int64_t>(most) ? static_cast<uint64_t>(s.egress[r]) : most;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
+    const bool shared = s.boundaries(x)[1] == 0;
+    added += shared;
+    flagged += shared ? static_cast<uint64_t>(num_groups.of(s.num_replicas(x))) : 0;
+  }
+  const auto busiest = static_cast<int64_t>(highest(team, most));
+  // Sums are stored, flagged and loaded again.
+  const auto sums = static_cast<int64_t>(team.sum(added));
+  const auto flags = static_cast<int64_t>(team.sum(flagged)) * cost.group;
+  const int64_t mains = load + store;
+  const int64_t alone =
+      busiest * load / kEgressUnit + shape.max_exports * mains + shape.max_imports * store;
+  const int64_t percent = max64(min64(cost.parallel_percent, int64_t{100} * t.num_ranks), 1);
+  const int64_t together = (shape.num_replicas * (load + store) + s.num_experts * mains +
+                            sums * (load + store) + flags) /
+                           percent * 100;
+  return max64(alone, together) + (sums > 0 ? 3 : 2) * cost.hop;
+}
+
+// Builds the schedule in the mode asked for (kPull or kDirect), or (`mode` < 0) in the cheaper one.
+template <class Team>
+UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
+                           const int32_t* slot_expert, int32_t mode, const CostModel& cost,
+                           const ScheduleScratch& scratch, PlanShape* shape, Schedule& s) {
+  PlanShape own;
+  own = collect_replicas(team, t, slot_expert, scratch, s);
+  if (team.leader()) *shape = own;
+  const GroupCounts num_groups(tiles);
+  const bool has_choice = mode < 0 && own.max_fanout > 1;
+  Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
+  int64_t direct = 0;
+  UEC_ROLLED
+  for (int32_t round = 0;; ++round) {  // direct, through hubs, and direct again if that was cheaper
+    assign_sums(team, t, num_groups, next, s);
+    if (!has_choice || round == 2) return;
+    const int64_t time = modelled_reduction(team, t, tiles, num_groups, own, s, cost);
+    if (round == 1 && time < direct) return;
+    direct = time;
+    next = round == 0 ? Mode::kPull : Mode::kDirect;
+  }
+}
+
+}  // namespace uec

@@ -1,0 +1,135 @@
+// The schedule of a gradient reduction -> what one rank does.
+#pragma once
+
+#include "core/schedule/worklist.hpp"
+
+namespace uec {
+
+namespace detail {
+
+// As WorklistBuilder: the counts are the same in every member; what it writes is shared.
+template <class Team>
+struct ReductionBuilder {
+  Team team;
+  const Topology& t;
+  const TileMap& tiles;
+  const Schedule& s;
+  int32_t rank;
+  bool zero;
+  const Worklist& w;
+  int32_t num_reductions = 0, num_sources = 0, num_expected = 0;
+
+  UEC_HD void put_source(int32_t at, int32_t i) const {
+    w.destinations[at] = {s.replica_rank[i], s.replica_slot[i]};
+    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
+  }
+
+  // All replicas of x, by ascending rank: the order in which they are added.
+  UEC_HD void add_sources(int32_t x) {
+    const int32_t first = s.first[x], end = s.first[x + 1];
+    UEC_ROLLED
+    for (int32_t i = first + team.index(); i < end; i += team.size())
+      put_source(num_sources + i - first, i);
+    num_sources += end - first;
+  }
+
+  UEC_HD void add(const Reduction& reduction) {
+    if (team.leader()) w.reductions[num_reductions] = reduction;
+    ++num_reductions;
+  }
+  UEC_HD int32_t group_tiles(int32_t x) const {
+    return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
+  }
+
+  UEC_STEP void add_home(int32_t x, int32_t main_idx) {
+    const int32_t* const bounds = s.boundaries(x);
+    const int32_t n = s.num_replicas(x);
+    const Reduction all = {Reduction::kAdd, s.expert[x], bounds[0], bounds[1],
+                           group_tiles(x),  main_idx,    rank,      main_idx,
+                           false,           num_sources, n};
+    if (bounds[1] > bounds[0]) {
+      add(all);
+      add_sources(x);
+    }
+    UEC_ROLLED
+    for (int32_t begin = 1; begin <= n; begin += team.size()) {
+      const int32_t hub = begin + team.index();
+      const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
+      const Counted counted = team.count(is_hub);
+      if (is_hub) {
+        const int32_t i = s.first[x] + hub - 1, to = num_sources + counted.before;
+        put_source(to, i);
+        team.set(&w.opens[s.replica_rank[i]]);  // it flags its sums here
+        Reduction one = all;
+        one.begin = bounds[hub];
+        one.end = bounds[hub + 1];
+        one.of_hub = true;
+        one.first = to;
+        one.count = 1;
+        w.reductions[num_reductions + counted.before] = one;
+      }
+      num_reductions += counted.all;
+      num_sources += counted.all;
+    }
+  }
+
+  UEC_HD void put_expected(int32_t at, int32_t peer, int32_t expert, int32_t slot) const {
+    w.expected[at] = {Expected::kConsumed, peer, expert, slot};
+    team.set(&w.opens[peer]);
+  }
+
+  // The replica at index `self` is this rank's.
+  UEC_STEP void add_replica(int32_t x, int32_t self, int32_t main_idx) {
+    const int32_t* const bounds = s.boundaries(x);
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
+    const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
+    const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
+    if (end > begin) {
+      if (team.leader()) team.set(&w.needs[home]);
+      add({Reduction::kSum, expert, begin, end, group_tiles(x), slot, home, main_idx, false,
+           num_sources, n});
+      add_sources(x);
+    }
+    // All readers of this slot: the home, for its own range or for ours, and the other hubs.
+    if (end > begin || bounds[1] > bounds[0]) {
+      if (team.leader()) put_expected(num_expected, home, expert, slot);
+      ++num_expected;
+    }
+    UEC_ROLLED
+    for (int32_t begins = 1; begins <= n; begins += team.size()) {
+      const int32_t hub = begins + team.index();
+      const bool reads = hub <= n && hub != own && bounds[hub + 1] > bounds[hub];
+      const Counted counted = team.count(reads);
+      if (reads)
+        put_expected(num_expected + counted.before, s.replica_rank[s.first[x] + hub - 1], expert,
+                     slot);
+      num_expected += counted.all;
+    }
+    if (zero)
+      add({Reduction::kZero, expert, 0, bounds[n + 1], group_tiles(x), slot, home, main_idx, false,
+           first_reader, num_expected - first_reader});
+  }
+};
+
+}  // namespace detail
+
+// As build_worklist(). `zero`: slots are cleared once they have been read.
+template <class Team>
+UEC_STEP void build_reductions(Team team, const Topology& t, const TileMap& tiles,
+                               const Schedule& s, const int32_t* main_idx, int32_t rank, bool zero,
+                               Worklist& w) {
+  detail::note_involved(team, t, s, w);
+  detail::ReductionBuilder<Team> build{team, t, tiles, s, rank, zero, w};
+  detail::visit_experts(
+      team, t, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
+      [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
+  if (team.leader()) {
+    w.num_tasks = w.num_pieces = 0;
+    w.num_reductions = build.num_reductions;
+    w.num_destinations = build.num_sources;
+    w.num_expected = build.num_expected;
+  }
+  team.sync();
+}
+
+}  // namespace uec

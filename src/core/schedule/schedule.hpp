@@ -1,0 +1,366 @@
+// Plan -> schedule: for each replicated expert its hubs and the range of flag groups each hands
+// out.
+//
+// A hub (the home or a replica) gives its range to every replica of the expert. Splitting an
+// expert's groups over hubs by water-filling on the ranks' egress brings the busiest link close to
+// the bound of any schedule: each replicated expert leaves its home once and each slot is filled
+// once. All integers, so that every rank computes the same bytes.
+//
+// A team (team.hpp) of any size computes it, with the same result. The members share what is
+// written: the arrays, and the Schedule itself, whose scalars the leader writes. The members have
+// synchronised before each of these functions, and synchronise at its end. All members get the same
+// return value.
+#pragma once
+
+#include "core/base/common.hpp"
+#include "core/base/team.hpp"
+#include "core/schedule/tiles.hpp"
+
+namespace uec {
+
+enum class Mode : int32_t { kPush = 0, kPull = 1, kDirect = 2 };
+inline constexpr int32_t kNumModes = 3;
+
+// One expert's bytes, in the fixed-point unit of egress.
+inline constexpr int64_t kEgressUnit = 1 << 16;
+
+// Capacities: R = num_ranks * slots_per_rank replicas, X = min(num_experts, R) replicated experts.
+// Replicas of an expert stand in ascending rank order; its hubs are the home and then the replicas,
+// and hub i owns groups [boundary[i], boundary[i + 1]) counted from boundary_first(x).
+struct Schedule {
+  Mode mode = Mode::kDirect;
+  int32_t num_experts = 0;          // X: replicated experts, by ascending id
+  int32_t* expert = nullptr;        // [X]
+  int32_t* first = nullptr;         // [X + 1] into replica_rank and replica_slot
+  int32_t* replica_rank = nullptr;  // [R]
+  int32_t* replica_slot = nullptr;  // [R]
+  int32_t* boundary = nullptr;      // [R + 2X]
+  int64_t* egress = nullptr;        // [G] sent, in kEgressUnit per expert, before rounding
+
+  UEC_HD int32_t num_replicas(int32_t x) const { return first[x + 1] - first[x]; }
+  UEC_HD int32_t* boundaries(int32_t x) { return boundary + first[x] + 2 * x; }
+  UEC_HD const int32_t* boundaries(int32_t x) const { return boundary + first[x] + 2 * x; }
+};
+
+// What the shape of a plan costs, before any mode is chosen. Counts are in experts.
+struct PlanShape {
+  int32_t num_replicas = 0;
+  int32_t max_exports = 0;  // max over ranks of distinct replicated experts at home there
+  int32_t max_imports = 0;  // max over ranks of filled slots
+  int32_t max_fanout = 0;   // max over experts of replicas
+  bool chained = false;     // some rank both exports and imports
+};
+
+struct ScheduleScratch {
+  int32_t* count = nullptr;    // [E + 1]
+  int32_t* exports = nullptr;  // [G] distinct replicated experts at home there
+  int32_t* order = nullptr;    // [X] experts by descending replicas, then id
+  int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
+};
+
+// Collects the replicas of each expert. The plan has been validated. A team of one counts without
+// branching on the values: no branch predictor knows the next plan.
+template <class Team>
+UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t* slot_expert,
+                                    const ScheduleScratch& scratch, Schedule& s) {
+  PlanShape shape;
+  const int32_t slots = t.slots_per_rank;
+  const bool alone = team.size() == 1;
+  int32_t* const count = scratch.count + 1;  // of empty slots too, at -1
+  int32_t* const filled = s.boundary;        // [R] slots; free until hubs are assigned
+  UEC_ROLLED
+  for (int32_t e = team.index(); e <= t.num_experts; e += team.size()) scratch.count[e] = 0;
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) scratch.exports[r] = 0;
+  const Run ranks = Run::of(team, t.num_ranks);
+  uint32_t own = 0;
+  for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at) own += slot_expert[at] >= 0;
+  auto placed = static_cast<int32_t>(team.sum_before(own));  // all counts are zero from here on
+  int32_t max_imports = 0;
+  UEC_ROLLED
+  for (int32_t r = ranks.begin, at = r * slots; r < ranks.end; ++r) {
+    const int32_t before = placed;
+    UEC_ROLLED
+    for (int32_t i = 0; i < slots; ++i, ++at) {
+      const int32_t e = slot_expert[at];
+      if (alone || e >= 0) {
+        filled[placed] = at;
+        team.add(&count[e], 1);
+      }
+      placed += e >= 0;
+    }
+    max_imports = max32(max_imports, placed - before);
+  }
+  shape.num_replicas = team.from(team.size() - 1, placed);
+  shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));
+
+  // Counting sort by expert: ranks are visited in order, so replicas come out in rank order.
+  const Run experts = Run::of(team, t.num_experts);
+  uint32_t replicas_before = 0, experts_before = 0;
+  for (int32_t e = experts.begin; e < experts.end; ++e) {
+    replicas_before += static_cast<uint32_t>(count[e]);
+    experts_before += count[e] > 0;
+  }
+  const uint64_t both = team.sum_before(replicas_before | uint64_t{experts_before} << 32);
+  placed = static_cast<int32_t>(both);
+  auto x = static_cast<int32_t>(both >> 32);
+  int32_t max_fanout = 0;
+  UEC_ROLLED
+  for (int32_t e = experts.begin; e < experts.end && placed < shape.num_replicas; ++e) {
+    const int32_t n = count[e];
+    if (alone || n > 0) {
+      s.expert[x] = e;  // stays if there are any
+      s.first[x] = placed;
+    }
+    x += n > 0;
+    count[e] = placed;  // from here on: where the next replica of e goes
+    placed += n;
+    max_fanout = max32(max_fanout, n);
+  }
+  const int32_t num_experts = team.from(team.size() - 1, x);
+  if (team.leader()) {
+    s.num_experts = num_experts;
+    s.first[num_experts] = shape.num_replicas;
+  }
+  shape.max_fanout = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_fanout)));
+
+  int32_t max_exports = 0;
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < num_experts; i += team.size())
+    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[t.home[s.expert[i]]], 1));
+  shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
+  bool chained = false;
+  UEC_ROLLED
+  for (int32_t begin = 0; begin < shape.num_replicas; begin += team.size()) {
+    const int32_t i = begin + team.index();
+    const bool is_one = i < shape.num_replicas;
+    const int32_t at = is_one ? filled[i] : 0;
+    const int32_t e = is_one ? slot_expert[at] : -1;
+    const int32_t nth = team.equal_before(static_cast<uint32_t>(e));
+    const int32_t to = count[e] + nth;
+    team.sync();  // the next ones go behind these
+    if (is_one) {
+      const int32_t r = at / slots;
+      team.add(&count[e], 1);
+      s.replica_rank[to] = r;
+      s.replica_slot[to] = at - r * slots;
+      chained |= scratch.exports[r] > 0;
+    }
+  }
+  shape.chained = team.count(chained).all > 0;
+  return shape;
+}
+
+namespace detail {
+
+// Hub i of expert x: the home, then the replicas.
+UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, int32_t hub) {
+  return hub == 0 ? t.home[s.expert[x]] : s.replica_rank[s.first[x] + hub - 1];
+}
+
+// Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
+// replicas; they come first.
+template <class Team>
+UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order, Schedule& s) {
+  const int32_t num_experts = s.num_experts, most = shape.max_fanout;
+  int32_t* const place = s.boundary;  // [most] by descending fan-out; free until hubs are assigned
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < most; i += team.size()) place[i] = 0;
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_experts; x += team.size())
+    team.add(&place[most - s.num_replicas(x)], 1);
+  team.sync();
+  const Run own = Run::of(team, most);
+  uint64_t count = 0;
+  UEC_ROLLED
+  for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint64_t>(place[i]);
+  auto at = static_cast<int32_t>(team.sum_before(count));
+  UEC_ROLLED
+  for (int32_t i = own.begin; i < own.end; ++i) {
+    const int32_t n = place[i];
+    place[i] = at;
+    at += n;
+  }
+  team.sync();
+  const int32_t num_shared = place[most - 1];
+  UEC_ROLLED
+  for (int32_t begin = 0; begin < num_experts; begin += team.size()) {
+    const int32_t x = begin + team.index();
+    const int32_t i = x < num_experts ? most - s.num_replicas(x) : 0;
+    const int32_t nth = team.equal_before(x < num_experts ? static_cast<uint32_t>(i) : ~0u);
+    const int32_t to = place[i] + nth;
+    team.sync();  // the next ones go behind these
+    if (x < num_experts) {
+      team.add(&place[i], 1);
+      order[to] = x;
+    }
+  }
+  team.sync();
+  return num_shared;
+}
+
+// An expert to be filled. A member handles every size()-th of its hubs, from index() on, and caches
+// what it knows of the first.
+struct Filling {
+  int32_t num_replicas;
+  int32_t rank;    // of the member's first hub, if there is one
+  int32_t x;       // expert
+  int64_t* extra;  // [num_replicas + 1]
+};
+
+template <class Team>
+UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32_t x,
+                          int64_t* extra) {
+  const int32_t n = s.num_replicas(x);
+  const int32_t rank = team.index() <= n ? hub_rank(t, s, x, team.index()) : -1;
+  return {n, rank, x, extra + s.first[x] + x};
+}
+
+// Water-filling: the largest level with sum(max(level - egress, 0)) <= total. What is left goes to
+// the first hubs at the level, one unit each.
+//
+// Newton's steps from above: starting from a level that is too high, filling only the hubs below it
+// with `total` gives a lower level, but never one below the answer. That holds for any subset of
+// the hubs: those that were filled last time are a good guess. Few steps, and no sorting.
+//
+// `Units` holds the egress of all ranks together.
+template <class Units, class Team>
+UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bool first_time,
+                        Schedule& s) {
+  constexpr Units kNoHub = ~Units{0};  // above all levels
+  const int32_t n = filling.num_replicas;
+  const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
+  int64_t* const extra = filling.extra;
+  int64_t* const egress = extra;  // of further hubs without this expert's extra, until it is known
+  Units below = 0, num_below = 0;
+  const auto enter = [&](int32_t rank, int32_t hub) {
+    const int64_t before = first_time ? 0 : extra[hub];
+    const auto others = static_cast<Units>(s.egress[rank] - before);
+    const bool guessed = first_time || before > 0;
+    below += guessed ? others : 0;
+    num_below += guessed;
+    return others;
+  };
+  const Units first = filling.rank < 0 ? kNoHub : enter(filling.rank, team.index());
+  UEC_ROLLED
+  for (int32_t hub = team.index() + team.size(); hub <= n; hub += team.size())
+    egress[hub] = enter(hub_rank(t, s, filling.x, hub), hub);
+
+  Units level;
+  uint64_t filled;
+  below = team.sum(below);
+  num_below = team.sum(num_below);
+  for (;;) {
+    level = (total + below) / num_below;
+    below = first < level ? first : 0;
+    num_below = first < level;
+    UEC_ROLLED
+    for (int32_t hub = team.index() + team.size(); hub <= n; hub += team.size()) {
+      const auto e = static_cast<Units>(egress[hub]);
+      below += e < level ? e : 0;
+      num_below += e < level;
+    }
+    below = team.sum(below);
+    num_below = team.sum(num_below);
+    filled = uint64_t{num_below} * level - below;
+    if (filled <= total) break;
+  }
+  auto left = static_cast<int32_t>(total - filled);
+  UEC_ROLLED
+  for (int32_t begin = 0; begin <= n; begin += team.size()) {
+    const int32_t hub = begin + team.index();
+    Units others = first;
+    if (begin > 0) others = hub <= n ? static_cast<Units>(egress[hub]) : kNoHub;
+    const bool fits = others <= level;
+    const Counted counted = team.count(fits);
+    const int64_t unit = fits && counted.before < left;
+    left -= counted.all;
+    if (hub > n) continue;
+    extra[hub] = (fits ? static_cast<int64_t>(level - others) : 0) + unit;
+    const int32_t rank = begin == 0 ? filling.rank : hub_rank(t, s, filling.x, hub);
+    s.egress[rank] = static_cast<int64_t>(others) + extra[hub];
+  }
+  team.sync();  // the next expert may have the same hubs
+}
+
+template <class Units, class Team>
+UEC_STEP void fill_experts(Team team, const Topology& t, int32_t passes, int32_t num_shared,
+                           const ScheduleScratch& scratch, Schedule& s) {
+  const auto filling_of_nth = [&](int32_t i) {
+    return filling_of(team, t, s, scratch.order[i], scratch.extra);
+  };
+  if (num_shared == 0) return;
+  Filling next = filling_of_nth(0);
+  UEC_ROLLED
+  for (int32_t step = 0, i = 0; step < passes * num_shared; ++step) {
+    const Filling filling = next;
+    i = i + 1 < num_shared ? i + 1 : 0;
+    next = filling_of_nth(i);  // read ahead: it takes its time
+    fill_expert<Units>(team, t, filling, step < num_shared, s);
+  }
+}
+
+template <class Team>
+UEC_HD void assign_homes(Team team, const Topology& t, const GroupCounts& num_groups, Schedule& s) {
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) s.egress[r] = 0;
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
+    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    int32_t* const bounds = s.boundaries(x);
+    bounds[0] = 0;
+    for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = groups;
+    team.add(&s.egress[t.home[s.expert[x]]], n * kEgressUnit);
+  }
+  team.sync();
+}
+
+}  // namespace detail
+
+// Fills `boundary` and `egress` of a schedule whose replicas have been collected with this scratch.
+template <class Team>
+UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_groups,
+                          const PlanShape& shape, Mode mode, const ScheduleScratch& scratch,
+                          Schedule& s) {
+  if (team.leader()) s.mode = mode;
+  if (mode == Mode::kDirect) return detail::assign_homes(team, t, num_groups, s);
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    s.egress[r] = scratch.exports[r] * kEgressUnit;
+  // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
+  // bytes to place.
+  int32_t num_shared = 0;
+  if (shape.max_fanout > 1) num_shared = detail::sort_experts(team, shape, scratch.order, s);
+  const int32_t passes = shape.chained ? 4 : 2;
+  // Together, all ranks send kEgressUnit for every replica.
+  if (shape.num_replicas < 1 << 16)
+    detail::fill_experts<uint32_t>(team, t, passes, num_shared, scratch, s);
+  else
+    detail::fill_experts<uint64_t>(team, t, passes, num_shared, scratch, s);
+
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
+    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    int32_t* const bounds = s.boundaries(x);
+    bounds[0] = 0;
+    if (n == 1) {  // everything is left to the home
+      bounds[1] = bounds[2] = groups;
+      continue;
+    }
+    const int64_t* const extra = scratch.extra + s.first[x] + x;
+    uint64_t sum = 0;
+    UEC_ROLLED
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      sum += static_cast<uint64_t>(extra[hub]);
+      // The nearest group to sum * groups / ((n - 1) * kEgressUnit); a half goes up.
+      const uint64_t halves =
+          2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1);
+      bounds[hub + 1] = static_cast<int32_t>(halves / 2 / static_cast<uint64_t>(n - 1));
+    }
+  }
+  team.sync();  // all boundaries are there
+}
+
+}  // namespace uec

@@ -1,0 +1,69 @@
+// How an expert's bytes are cut: segments -> tiles -> flag groups.
+//
+// A tile never straddles two segments (they live at different addresses). A flag group is a run of
+// consecutive tiles that shares one ready flag; hub ranges begin and end on group boundaries.
+#pragma once
+
+#include "core/base/common.hpp"
+
+namespace uec {
+
+// A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
+// in a row add little latency, coarse enough that flags stay cheap (simulated: 32 KiB beyond 16
+// replicas, 64 KiB otherwise).
+inline constexpr int64_t kGroupBytes = 64 << 10;
+inline constexpr int64_t kGroupBytesWide = 32 << 10;
+inline constexpr int32_t kWideFanout = 16;
+
+struct TileSpan {
+  int32_t segment;  // index into the group's segments, not into the call's selection
+  int64_t offset;   // bytes from the start of the segment
+  int64_t bytes;
+};
+
+// The tiles of the segments that one call transfers. Arrays are borrowed.
+struct TileMap {
+  int32_t num_segments = 0;
+  const int32_t* segment = nullptr;     // [num_segments] which of the group's segments
+  const int64_t* bytes = nullptr;       // [num_segments] bytes of one expert in it
+  const int64_t* first_tile = nullptr;  // [num_segments + 1]
+  int64_t tile_bytes = 0;
+
+  UEC_HD int64_t num_tiles() const { return first_tile[num_segments]; }
+
+  UEC_HD int64_t expert_bytes() const {
+    int64_t sum = 0;
+    for (int32_t i = 0; i < num_segments; ++i) sum += bytes[i];
+    return sum;
+  }
+
+  UEC_HD static int64_t tiles_per_group(int64_t tile_bytes, int32_t num_replicas) {
+    const int64_t group = num_replicas > kWideFanout ? kGroupBytesWide : kGroupBytes;
+    return max64(1, group / tile_bytes);
+  }
+
+  UEC_HD int64_t num_groups(int32_t num_replicas) const {
+    return ceil_div(num_tiles(), tiles_per_group(tile_bytes, num_replicas));
+  }
+
+  UEC_HD TileSpan span(int64_t tile) const {
+    int32_t i = 0;
+    while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest
+    const int64_t offset = (tile - first_tile[i]) * tile_bytes;
+    return {segment[i], offset, min64(tile_bytes, bytes[i] - offset)};
+  }
+};
+
+// num_groups() for both widths, computed once for loops over experts: it divides twice.
+struct GroupCounts {
+  int32_t narrow, wide;
+
+  UEC_HD explicit GroupCounts(const TileMap& tiles)
+      : narrow(static_cast<int32_t>(tiles.num_groups(1))),
+        wide(static_cast<int32_t>(tiles.num_groups(kWideFanout + 1))) {}
+  UEC_HD int32_t of(int32_t num_replicas) const {
+    return num_replicas > kWideFanout ? wide : narrow;
+  }
+};
+
+}  // namespace uec

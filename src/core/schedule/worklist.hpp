@@ -1,0 +1,281 @@
+// Schedule -> what one rank does: pieces to stream, senders to expect, ranks to open for.
+#pragma once
+
+#include "core/base/common.hpp"
+#include "core/base/team.hpp"
+#include "core/schedule/schedule.hpp"
+#include "core/schedule/tiles.hpp"
+
+namespace uec {
+
+enum class Source : int32_t {
+  kMain,        // this rank's main weights
+  kSlot,        // this rank's slot, as its tiles become ready (a hub in push)
+  kRemoteMain,  // the home's main weights, by remote load (a hub in pull)
+};
+
+struct Destination {
+  int32_t rank;
+  int32_t slot;
+};
+
+// Everything this rank sends of one expert. When the last of its groups has been delivered,
+// `done` is published to each destination in [done_first, done_first + done_count).
+struct Task {
+  int32_t expert;
+  int32_t num_groups;   // over all pieces
+  int32_t group_tiles;  // tiles per flag group
+  int32_t done_first;   // into destinations
+  int32_t done_count;
+  int32_t pulled_home;  // pull hub: the rank to tell that its weights were read, else -1
+  int32_t pulled_main;  // and the expert's index among that rank's mains
+};
+
+// A run of groups of one task with one source and one set of destinations.
+struct Piece {
+  int32_t task;
+  int32_t begin, end;  // groups
+  Source source;
+  int32_t source_rank;  // kRemoteMain: the home. kSlot: the home too, whose flags we wait for
+  int32_t source_idx;   // main index or slot
+  int32_t dst_first;    // into destinations
+  int32_t dst_count;
+  bool sets_ready;  // push, home -> hub: flag each group at the hub
+};
+
+// A flag this rank waits for before its call is finished.
+struct Expected {
+  enum Kind : int32_t { kDone, kPulled, kConsumed } kind;
+  int32_t peer;
+  int32_t expert;
+  int32_t idx;  // slot or main index
+};
+
+// A run of groups of one expert's gradients, and what this rank does with them.
+struct Reduction {
+  enum Kind : int32_t {
+    kSum,   // a hub: adds up all replicas, in its own memory
+    kAdd,   // the home: adds the sum to the main gradient
+    kZero,  // the owner of a slot: clears it, after its readers are done
+  } kind;
+  int32_t expert;
+  int32_t begin, end;      // groups
+  int32_t group_tiles;     // tiles per group
+  int32_t idx;             // this rank's slot; kAdd: main index
+  int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
+  bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
+  // kSum, kAdd: the slots that are read, by ascending rank: indices into destinations. kZero: the
+  // flags that have to arrive before: indices into expected.
+  int32_t first, count;
+};
+
+// Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,
+// reductions M + R + 2 S, destinations and expected R + S * G.
+struct Worklist {
+  int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
+  Task* tasks = nullptr;
+  Piece* pieces = nullptr;
+  Destination* destinations = nullptr;
+  Expected* expected = nullptr;
+  uint8_t* opens = nullptr;     // [G] 1: may write or read our slots or read our mains in this call
+  uint8_t* involved = nullptr;  // [G] 1: sends or receives something under the plan
+  uint8_t* needs = nullptr;     // [G] 1: has to open for us: we write or read what it has, or flag
+  // Of a gradient reduction, which has neither tasks nor pieces.
+  int32_t num_reductions = 0;
+  Reduction* reductions = nullptr;
+};
+
+namespace detail {
+
+// The counts are the same in every member; what it writes is shared. Experts are added one after
+// another, the hubs of each in parallel.
+template <class Team>
+struct WorklistBuilder {
+  Team team;
+  const Topology& t;
+  const TileMap& tiles;
+  const Schedule& s;
+  int32_t rank;
+  const Worklist& w;
+  int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
+
+  UEC_HD void put_destination(int32_t at, int32_t i) const {
+    w.destinations[at] = {s.replica_rank[i], s.replica_slot[i]};
+    if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
+  }
+
+  // All replicas of x except the one at index `skip`.
+  UEC_HD void add_destinations(int32_t x, int32_t skip) {
+    const int32_t first = s.first[x], end = s.first[x + 1];
+    const bool skips = skip >= first;
+    UEC_ROLLED
+    for (int32_t i = first + team.index(); i < end; i += team.size())
+      if (i != skip) put_destination(num_destinations + i - first - (skips && i > skip), i);
+    num_destinations += end - first - skips;
+  }
+
+  UEC_HD void put_expected(int32_t at, Expected::Kind kind, int32_t peer, int32_t expert,
+                           int32_t idx) const {
+    w.expected[at] = {kind, peer, expert, idx};
+    team.set(&w.opens[peer]);
+  }
+
+  // From each replica of x that is a hub, but not the one at index `skip`.
+  UEC_HD void expect_hubs(Expected::Kind kind, int32_t x, int32_t skip, int32_t idx) {
+    const int32_t* const bounds = s.boundaries(x) + 1 - s.first[x];  // of the replica at an index
+    const int32_t end = s.first[x + 1];
+    UEC_ROLLED
+    for (int32_t begin = s.first[x]; begin < end; begin += team.size()) {
+      const int32_t i = begin + team.index();
+      const bool sends = i < end && i != skip && bounds[i + 1] > bounds[i];
+      const Counted counted = team.count(sends);
+      if (sends)
+        put_expected(num_expected + counted.before, kind, s.replica_rank[i], s.expert[x], idx);
+      num_expected += counted.all;
+    }
+  }
+
+  // One member adds these.
+  UEC_HD void add_task(const Task& task) {
+    if (team.leader()) w.tasks[num_tasks] = task;
+    ++num_tasks;
+  }
+  UEC_HD void add_piece(const Piece& piece) {
+    if (team.leader()) w.pieces[num_pieces] = piece;
+    ++num_pieces;
+  }
+  UEC_HD int32_t group_tiles(int32_t x) const {
+    return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
+  }
+
+  UEC_HD void add_home(int32_t x, int32_t main_idx) {
+    const int32_t* bounds = s.boundaries(x);
+    const int32_t n = s.num_replicas(x);
+    const bool to_all = bounds[1] > bounds[0], pushes = s.mode == Mode::kPush;
+    if (s.mode == Mode::kPull) {
+      expect_hubs(Expected::kPulled, x, -1, main_idx);
+      if (!to_all) return;
+    }
+    const int32_t all = num_destinations;
+    if (to_all) add_destinations(x, -1);
+    if (pushes) {  // ahead of the home's own range: at equal progress, hubs are fed first
+      UEC_ROLLED
+      for (int32_t begin = 1; begin <= n; begin += team.size()) {
+        const int32_t hub = begin + team.index();
+        const bool is_hub = hub <= n && bounds[hub + 1] > bounds[hub];
+        const Counted counted = team.count(is_hub);
+        if (is_hub) {
+          const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
+          if (!to_all) put_destination(to, s.first[x] + hub - 1);
+          w.pieces[num_pieces + counted.before] = {
+              num_tasks, bounds[hub], bounds[hub + 1], Source::kMain, rank, main_idx, to, 1, true};
+        }
+        num_pieces += counted.all;
+        if (!to_all) num_destinations += counted.all;
+      }
+    }
+    if (to_all)
+      add_piece({num_tasks, bounds[0], bounds[1], Source::kMain, rank, main_idx, all, n, false});
+    // Written to: all replicas if the home is a hub itself, else the hubs.
+    add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], group_tiles(x), all,
+              num_destinations - all, -1, -1});
+  }
+
+  // The replica at index `self` is this rank's.
+  UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) {
+    const int32_t* bounds = s.boundaries(x);
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
+    const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
+    const int32_t begin = bounds[own], end = bounds[own + 1];
+    const bool is_hub = end > begin;
+    if (bounds[1] > bounds[0] || (s.mode == Mode::kPush && is_hub)) {
+      if (team.leader()) put_expected(num_expected, Expected::kDone, home, expert, slot);
+      ++num_expected;
+    }
+    expect_hubs(Expected::kDone, x, self, slot);
+    if (!is_hub) return;
+
+    const int32_t first = num_destinations;
+    add_destinations(x, self);
+    if (s.mode == Mode::kPull) {
+      // This rank comes last: `done` goes to other ranks only.
+      if (team.leader()) {
+        put_destination(num_destinations, self);
+        team.set(&w.needs[home]);
+      }
+      ++num_destinations;
+      add_piece({num_tasks, begin, end, Source::kRemoteMain, home, main_idx, first, n, false});
+      add_task({expert, end - begin, group_tiles(x), first, n - 1, home, main_idx});
+    } else {
+      add_piece({num_tasks, begin, end, Source::kSlot, home, slot, first, n - 1, false});
+      add_task({expert, end - begin, group_tiles(x), first, n - 1, -1, -1});
+    }
+  }
+};
+
+// Calls of_home(x) for each replicated expert of the schedule at home on `rank`, and of_replica(x,
+// i) for its replica at index i there: by ascending expert.
+template <class Team, class OfHome, class OfReplica>
+UEC_HD void visit_experts(Team team, const Topology& t, const Schedule& s, int32_t rank,
+                          OfHome&& of_home, OfReplica&& of_replica) {
+  const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
+  const auto next_home = [&](int32_t from) {
+    return first_that(team, from, num_experts,
+                      [&](int32_t x) { return t.home[s.expert[x]] == rank; });
+  };
+  const auto next_replica = [&](int32_t from) {
+    return first_that(team, from, num_replicas,
+                      [&](int32_t i) { return s.replica_rank[i] == rank; });
+  };
+  int32_t home = next_home(0);
+  for (int32_t from = 0; from < num_replicas;) {
+    const int32_t i = next_replica(from);
+    const int32_t x =
+        i == num_replicas
+            ? num_experts
+            : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
+    for (; home < x; home = next_home(home + 1)) of_home(home);
+    if (i < num_replicas) of_replica(x, i);
+    from = i + 1;
+  }
+}
+
+// Notes which ranks send or receive something under the plan, and that none is needed yet.
+template <class Team>
+UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const Worklist& w) {
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    w.opens[r] = w.involved[r] = w.needs[r] = 0;
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size())
+    team.set(&w.involved[t.home[s.expert[x]]]);
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < s.first[s.num_experts]; i += team.size())
+    team.set(&w.involved[s.replica_rank[i]]);
+}
+
+}  // namespace detail
+
+// `main_idx` [E]: index of each expert among its home's mains.
+//
+// Run by a team as the functions of schedule.hpp are: the leader writes the counts.
+template <class Team>
+UEC_STEP void build_worklist(Team team, const Topology& t, const TileMap& tiles, const Schedule& s,
+                             const int32_t* main_idx, int32_t rank, Worklist& w) {
+  detail::note_involved(team, t, s, w);
+  detail::WorklistBuilder<Team> build{team, t, tiles, s, rank, w};
+  detail::visit_experts(
+      team, t, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
+      [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
+  if (team.leader()) {
+    w.num_tasks = build.num_tasks;
+    w.num_pieces = build.num_pieces;
+    w.num_destinations = build.num_destinations;
+    w.num_expected = build.num_expected;
+    w.num_reductions = 0;
+  }
+  team.sync();
+}
+
+}  // namespace uec

@@ -1,0 +1,87 @@
+// One call on one rank: what its workers share, and what their steps return.
+//
+// A worker that moves tiles has two sides. The fetch side (fetcher.hpp) claims groups and loads
+// their tiles into a ring of stages; the store side (storer.hpp) stores them to all destinations
+// and publishes what has been delivered. Both are non-blocking steps: a host thread alternates them
+// (worker.hpp), a device drives each from a warp of its own, the tests interleave those of all
+// ranks. A worker of a gradient reduction has one side, and no ring (reducer.hpp).
+#pragma once
+
+#include "core/base/team.hpp"
+#include "core/schedule/tiles.hpp"
+#include "core/schedule/worklist.hpp"
+#include "core/transfer/gradients.hpp"
+#include "core/transfer/layout.hpp"
+#include "core/transfer/protocol.hpp"
+
+namespace uec {
+
+enum class Step : int32_t {
+  kProgress,        // something was claimed, loaded, stored or published
+  kAwaitDelivered,  // loads or stores are in flight, nothing else can be done
+  kIdle,            // store side: nothing is left to do until more has been fetched
+  kBlocked,         // a peer has to move first: wait() says which
+  kFinished,        // nothing is left to claim, load, store or publish
+  kFailed,          // fault() and wait() say why
+};
+
+// Where bytes live. `bases` are the symmetric memories of all ranks as seen from this one.
+struct Addresses {
+  uint8_t* const* bases = nullptr;         // [G], null: no load/store access
+  const int64_t* segment_bytes = nullptr;  // [num_segments] of one expert
+  const int64_t* slot_offset = nullptr;    // [num_segments]
+  const uint8_t* const* mains = nullptr;   // [num_segments][num_mains] this rank's main weights
+  int32_t num_mains = 0;
+  const uint8_t* const* regions = nullptr;  // [G] pull: main weights that peers can address
+  const int64_t* region_offset = nullptr;   // [num_segments]
+  const uint8_t* far = nullptr;             // [G] 1: reached by puts and signals; null: none is
+
+  UEC_HD bool reaches(int32_t rank) const {
+    return bases[rank] != nullptr || (far != nullptr && far[rank]);
+  }
+};
+
+// One call on one rank, shared by its workers. Arrays live in the rank's private memory.
+struct Call {
+  int32_t rank = 0;
+  int32_t num_ranks = 0;
+  Epoch epoch;
+  SymmetricLayout layout;
+  TileMap tiles;
+  Addresses addresses;
+  Worklist work;
+  Gradients grads;                      // of a reduction
+  const GradType* main_type = nullptr;  // [grads.num_segments] of this rank's main gradients
+  int32_t* cursor = nullptr;            // [num_pieces or num_reductions] groups claimed, or more
+  int32_t* remaining = nullptr;         // [num_tasks or num_reductions] groups not yet delivered
+
+  // Before workers begin; the code that starts them orders that.
+  template <class Team>
+  UEC_HD void reset_counters(Team team) {
+    for (int32_t p = team.index(); p < work.num_pieces; p += team.size()) cursor[p] = 0;
+    for (int32_t i = team.index(); i < work.num_tasks; i += team.size())
+      remaining[i] = work.tasks[i].num_groups;
+    for (int32_t p = team.index(); p < work.num_reductions; p += team.size()) {
+      cursor[p] = 0;
+      remaining[p] = work.reductions[p].end - work.reductions[p].begin;
+    }
+  }
+};
+
+// A rank that failed in this call or before it, and so will not do its part; -1: none. A rank that
+// failed in a later call has finished this one: it owes nothing here any more.
+template <class Memory>
+UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch) {
+  typename Memory::Team team;
+  uint32_t first = ~0u;
+  for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
+    const AbortWord word{memory.observe(layout.abort(r))};
+    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;
+    first = static_cast<uint32_t>(r);
+    break;
+  }
+  first = team.lowest(first);
+  return static_cast<int32_t>(first);  // ~0: -1
+}
+
+}  // namespace uec

@@ -1,0 +1,80 @@
+// The arrays of one call: one table gives their size and their addresses, on host and device.
+#pragma once
+
+#include <cstddef>
+
+#include "core/base/scratch.hpp"
+#include "core/transfer/call.hpp"
+
+namespace uec {
+
+// The most that a group, and one rank of it, can need.
+struct Capacity {
+  int32_t num_ranks = 0;
+  int32_t num_experts = 0;
+  int32_t slots_per_rank = 0;
+  int32_t num_mains = 0;  // of this rank
+  int32_t num_segments = 0;
+  int32_t num_grad_segments = 0;
+
+  UEC_HD int64_t replicas() const { return static_cast<int64_t>(num_ranks) * slots_per_rank; }
+  UEC_HD int64_t pieces() const { return num_mains + replicas() + slots_per_rank; }
+  UEC_HD int64_t reductions() const {  // where slots hold gradients
+    return num_grad_segments > 0 ? pieces() + slots_per_rank : 0;
+  }
+  UEC_HD int64_t claimed() const { return max64(pieces(), reductions()); }
+  UEC_HD int64_t tiled_segments() const { return max64(num_segments, num_grad_segments); }
+};
+
+struct CallArrays {
+  Worklist work;          // no counts
+  int32_t* cursor;        // [pieces or reductions]
+  int32_t* remaining;     // [tasks or reductions]
+  int32_t* segment;       // [segments]
+  int64_t* bytes;         // [segments]
+  int64_t* first_tile;    // [segments + 1]
+  const uint8_t** mains;  // [segments][mains]
+  GradType* main_type;    // [segments] of main gradients
+
+  // Cuts them out of `base`, aligned to 8 bytes; null: only the size. Returns the bytes used.
+  UEC_HD static int64_t cut(std::byte* base, const Capacity& c, CallArrays* arrays) {
+    ScratchCutter cutter(base);
+    const int64_t tasks = c.num_mains + c.slots_per_rank;
+    const int64_t segments = c.tiled_segments();
+    arrays->bytes = cutter.take<int64_t>(segments);
+    arrays->first_tile = cutter.take<int64_t>(segments + 1);
+    arrays->mains = cutter.take<const uint8_t*>(segments * c.num_mains);
+    arrays->segment = cutter.take<int32_t>(segments);
+    arrays->main_type = cutter.take<GradType>(c.num_grad_segments);
+    // A call has one or the other, so they share memory.
+    std::byte* const pieces =
+        cutter.take_bytes(max64(tasks * static_cast<int64_t>(sizeof(Task)) +
+                                    c.pieces() * static_cast<int64_t>(sizeof(Piece)),
+                                c.reductions() * static_cast<int64_t>(sizeof(Reduction))));
+    arrays->work.tasks = reinterpret_cast<Task*>(pieces);
+    arrays->work.pieces = reinterpret_cast<Piece*>(arrays->work.tasks + tasks);
+    arrays->work.reductions = reinterpret_cast<Reduction*>(pieces);
+    arrays->work.destinations = cutter.take<Destination>(2 * c.replicas() + 1);
+    arrays->work.expected = cutter.take<Expected>(2 * c.replicas() + 1);
+    arrays->cursor = cutter.take<int32_t>(c.claimed());
+    arrays->remaining = cutter.take<int32_t>(max64(tasks, c.reductions()));
+    arrays->work.opens = cutter.take<uint8_t>(c.num_ranks);
+    arrays->work.involved = cutter.take<uint8_t>(c.num_ranks);
+    arrays->work.needs = cutter.take<uint8_t>(c.num_ranks);
+    return round_up(cutter.used_bytes(), 8);
+  }
+
+  // Gives a call its arrays.
+  UEC_HD void lend_to(Call* call) const {
+    call->work = work;
+    call->cursor = cursor;
+    call->remaining = remaining;
+    call->tiles.segment = segment;
+    call->tiles.bytes = bytes;
+    call->tiles.first_tile = first_tile;
+    call->addresses.mains = mains;
+    call->main_type = main_type;
+  }
+};
+
+}  // namespace uec

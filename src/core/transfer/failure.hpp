@@ -1,0 +1,187 @@
+// How a call fails: what is reported, what the peers are told, and who failed first.
+#pragma once
+
+#include "core/transfer/announce.hpp"
+
+namespace uec {
+
+// What a failed call reports.
+struct Report {
+  Fault fault = Fault::kNone;
+  Wait wait;
+  int32_t aborter = -1;  // kAborted: who told us
+  int32_t root = -1;     // end of the chain of waits, as far as ranks have published theirs
+  uint64_t epoch = 0;
+  double seconds = 0;
+  bool all_called = false;
+};
+
+// What a rank last published about itself, as far as it has arrived here.
+struct LastWords {
+  CallRecord record;  // 0: it has made no call, or is out of reach
+  AbortWord abort;
+  bool gone = false;
+  bool reached = true;
+};
+
+// The state of a peer: no rank publishes to itself. For one thread alone.
+template <class Memory>
+UEC_HD LastWords last_words(Memory& memory, const SymmetricLayout& layout, int32_t rank) {
+  return {{memory.observe(layout.call(rank))},
+          {memory.observe(layout.abort(rank))},
+          memory.peer_gone(rank)};
+}
+
+// A peer whose record for our last call differs from ours; -1: none so far. A rank with nothing to
+// transfer waits for no peer, and learns of the mismatch here: in its next call, or when it closes.
+template <class Memory>
+UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, CallRecord last) {
+  if (last.word == 0) return -1;
+  typename Memory::Team team;
+  uint32_t first = ~0u;
+  for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
+    const CallRecord seen{memory.observe(layout.call(r))};
+    if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
+    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == last.epoch_low();
+    if ((same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest()) {
+      first = static_cast<uint32_t>(r);
+      break;
+    }
+  }
+  first = team.lowest(first);
+  return static_cast<int32_t>(first);  // ~0: -1
+}
+
+// Checked before a call announces itself: whether a peer has failed, or its last call was not ours.
+template <class Memory>
+UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch,
+                          CallRecord last) {
+  Report report;
+  if (const int32_t aborter = find_abort(memory, layout, epoch); aborter >= 0) {
+    report.fault = Fault::kAborted;
+    report.aborter = aborter;
+  } else if (const int32_t peer = find_disagreement(memory, layout, last); peer >= 0) {
+    report.fault = Fault::kMismatch;
+    report.wait = {FlagKind::kCall, peer, -1, -1, epoch.number - 1, epoch.number - 1};
+  }
+  return report;
+}
+
+// Whether every rank that the plan needs has called; until then a peer may be busy elsewhere.
+template <class Memory>
+UEC_HD bool all_called(Memory& memory, const Call& call) {
+  typename Memory::Team team;
+  uint32_t all = 1;
+  for (int32_t r = team.index(); r < call.num_ranks && all; r += team.size()) {
+    if (r == call.rank || !call.work.involved[r]) continue;
+    const CallRecord seen{memory.observe(call.layout.call(r))};
+    if (seen.ahead_of(call.epoch.number) < 0) all = 0;
+  }
+  return team.lowest(all) != 0;
+}
+
+// For a step that failed with `fault`, or (kNone) is blocked: the rank whose abort is the reason,
+// in which case the fault becomes kAborted; -1: none.
+template <class Memory>
+UEC_HD int32_t find_teller(Memory& memory, const Call& call, Fault* fault) {
+  if (*fault != Fault::kNone && *fault != Fault::kGone && *fault != Fault::kAborted) return -1;
+  // A peer that failed first and then ended has said why it is gone.
+  const int32_t aborter = find_abort(memory, call.layout, call.epoch);
+  if (aborter >= 0) *fault = Fault::kAborted;
+  return aborter;
+}
+
+// The report of a step that failed with `fault`, or (kNone) is blocked.
+template <class Memory>
+UEC_HD Report report_step(Memory& memory, const Call& call, Fault fault, const Wait& wait) {
+  Report report;
+  report.aborter = find_teller(memory, call, &fault);
+  report.fault = fault;
+  report.wait = wait;
+  return report;
+}
+
+// What follows is for one thread alone: members of a team could see different words.
+
+// What a failed rank tells its peers.
+UEC_HD inline AbortWord abort_word(const Call& call, const Report& report) {
+  const bool by_itself = report.fault == Fault::kCancelled || report.wait.peer == call.rank;
+  return AbortWord::make(call.epoch.number, by_itself ? -1 : report.wait.peer,
+                         by_itself ? -1 : report.aborter);
+}
+
+namespace detail {
+
+// What `rank` has said of this call or an earlier one. A rank that failed later has finished this
+// call, and is no reason for anything in it.
+template <class Memory>
+UEC_HD AbortWord said_by(Memory& memory, const Call& call, int32_t rank) {
+  const AbortWord word{memory.observe(call.layout.abort(rank))};
+  return word.ahead_of(call.epoch.number) > 0 ? AbortWord{} : word;
+}
+
+// The rank whose failure made `rank` fail, directly or through others. The rank that told it had
+// failed before it, so there are no cycles.
+template <class Memory>
+UEC_HD int32_t first_cause(Memory& memory, const Call& call, int32_t rank) {
+  for (int32_t steps = 0; steps < call.num_ranks; ++steps) {
+    const AbortWord word = said_by(memory, call, rank);
+    if (!word.set() || word.told_by() < 0) break;
+    rank = word.told_by();
+  }
+  return rank;
+}
+
+}  // namespace detail
+
+// The root cause, seen from a failed rank that has told its peers: a rank that says it failed by
+// itself, else the end of the chain of waits, as far as abort words have arrived.
+template <class Memory>
+UEC_HD int32_t find_root(Memory& memory, const Call& call) {
+  if (detail::said_by(memory, call, call.rank).by_itself()) return call.rank;
+  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (detail::said_by(memory, call, r).by_itself()) return r;
+  // The first rank to give up waited for another, which may have been waiting too. What a rank was
+  // waiting for when another cause ended its wait says nothing: then that other cause is followed.
+  // Only where causes lead to each other are the waits all there is to go by.
+  const int32_t circle = 2 * call.num_ranks;
+  int32_t cause = detail::first_cause(memory, call, call.rank), at = cause;
+  for (int32_t steps = 0; steps < 2 * circle; ++steps) {
+    const AbortWord word = detail::said_by(memory, call, at);
+    if (!word.set()) break;
+    const int32_t other = steps < circle ? detail::first_cause(memory, call, at) : cause;
+    if (other != cause) {
+      cause = at = other;
+      continue;
+    }
+    if (word.waited_for() < 0) break;
+    at = word.waited_for();
+  }
+  return at;
+}
+
+// Whether the root is final: some rank says that it failed by itself, or every live rank has
+// published its word.
+template <class Memory>
+UEC_HD bool chain_is_written(Memory& memory, const Call& call) {
+  const int32_t root = find_root(memory, call);
+  if (memory.peer_gone(root) || detail::said_by(memory, call, root).by_itself()) return true;
+  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (call.addresses.reaches(r) && !memory.peer_gone(r) &&
+        !AbortWord{memory.observe(call.layout.abort(r))}.set())
+      return false;
+  return true;
+}
+
+// Completes the report, once the chain is written or its time is up.
+template <class Memory>
+UEC_HD void name_root(Memory& memory, const Call& call, Report* report) {
+  report->epoch = call.epoch.number;
+  report->root = find_root(memory, call);
+  if (report->fault == Fault::kAborted) {
+    const CallRecord first{memory.observe(call.layout.call(report->root))};
+    if (first.kind() == RecordKind::kRejected) report->fault = Fault::kRejected;
+  }
+}
+
+}  // namespace uec

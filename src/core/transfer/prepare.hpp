@@ -1,0 +1,142 @@
+// Plan -> schedule -> worklist: what one rank needs for a call, in arrays that it is given.
+#pragma once
+
+#include <cstddef>
+
+#include "core/base/digest.hpp"
+#include "core/schedule/cost.hpp"
+#include "core/schedule/reduce_schedule.hpp"
+#include "core/schedule/reduce_worklist.hpp"
+#include "core/schedule/schedule.hpp"
+#include "core/schedule/worklist.hpp"
+#include "core/transfer/call_arrays.hpp"
+
+namespace uec {
+
+enum class Operation : uint64_t { kReplicate = 1, kGather = 2, kReduce = 3 };
+
+// The schedule and what computing it needs.
+struct ScheduleArrays {
+  Schedule schedule;
+  ScheduleScratch scratch;
+
+  // As CallArrays::cut().
+  UEC_HD static int64_t cut(std::byte* base, const Capacity& c, ScheduleArrays* arrays) {
+    ScratchCutter cutter(base);
+    const int64_t replicas = c.replicas(), experts = min64(c.num_experts, replicas);
+    Schedule& s = arrays->schedule;
+    ScheduleScratch& scratch = arrays->scratch;
+    s.egress = cutter.take<int64_t>(c.num_ranks);
+    scratch.extra = cutter.take<int64_t>(replicas + experts);
+    s.expert = cutter.take<int32_t>(experts);
+    s.first = cutter.take<int32_t>(experts + 1);
+    s.replica_rank = cutter.take<int32_t>(replicas);
+    s.replica_slot = cutter.take<int32_t>(replicas);
+    s.boundary = cutter.take<int32_t>(replicas + 2 * experts);
+    scratch.count = cutter.take<int32_t>(c.num_experts + 1);
+    scratch.exports = cutter.take<int32_t>(c.num_ranks);
+    scratch.order = cutter.take<int32_t>(experts);
+    return round_up(cutter.used_bytes(), 8);
+  }
+};
+
+// What a rank knows of its group. Arrays are borrowed.
+struct GroupTables {
+  Topology topology;
+  int32_t rank = 0;
+  const int64_t* segment_bytes = nullptr;  // [segments] of one expert
+  const int32_t* main_idx = nullptr;       // [E] index among the home's mains
+  int64_t tile_bytes = 0;
+  CostModel cost;
+  Gradients grads;
+};
+
+struct ReplicateArgs {
+  const int32_t* slot_expert = nullptr;  // [G][S], validated
+  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
+  const uint64_t* mains = nullptr;       // [segments][M] addresses
+  const int32_t* segments = nullptr;     // which segments, ascending
+  int32_t num_segments = 0;
+  int32_t mode = -1;    // a Mode, or -1: by cost
+  int32_t region = -1;  // pull: which region the main weights lie in
+};
+
+// Fills the call's tiles, worklist and addresses of main weights. Returns what this call adds to
+// the digest that ranks must agree on.
+//
+// Run by a team as the functions of schedule.hpp are: `work`, `shape` and `call` are shared by the
+// members, and the leader writes their scalars.
+template <class Team>
+UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const ReplicateArgs& args,
+                                  const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                                  Call* call) {
+  const Topology& t = group.topology;
+  if (team.leader()) {  // members meet in make_schedule() before they look at tiles
+    call->tiles.num_segments = args.num_segments;
+    call->tiles.tile_bytes = group.tile_bytes;
+    int64_t first_tile = arrays.first_tile[0] = 0;
+    for (int32_t i = 0; i < args.num_segments; ++i) {
+      arrays.segment[i] = args.segments[i];
+      arrays.bytes[i] = group.segment_bytes[args.segments[i]];
+      first_tile += ceil_div(arrays.bytes[i], group.tile_bytes);
+      arrays.first_tile[i + 1] = first_tile;
+    }
+  }
+  make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
+                work.scratch, shape, work.schedule);
+  build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
+
+  const bool pull = work.schedule.mode == Mode::kPull;
+  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
+  digest = mix(digest, args.tag);  // plans that are equal may be of different layers
+  digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
+  digest = digest_ints(team, digest, args.segments, args.num_segments);
+  digest = mix(digest, static_cast<uint64_t>(work.schedule.mode));
+  return mix(digest, static_cast<uint64_t>(pull ? args.region : -1));
+}
+
+struct ReduceArgs {
+  const int32_t* slot_expert = nullptr;  // [G][S], validated
+  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
+  const uint64_t* mains = nullptr;       // [segments][M] addresses of main gradients
+  const GradType* main_type = nullptr;   // [segments] of this rank's main gradients
+  int32_t mode = -1;                     // kPull, kDirect, or -1: by cost
+  bool zero = true;                      // slot gradients are cleared
+};
+
+// Fills the call's tiles and worklist, but for the addresses of the main gradients. Returns what
+// this call adds to the digest that ranks must agree on. Main gradients are a rank's own business.
+//
+// Run by a team as prepare_replicate() is.
+template <class Team>
+UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const ReduceArgs& args,
+                               const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                               Call* call) {
+  const Topology& t = group.topology;
+  const Gradients& grads = group.grads;
+  if (team.leader()) {  // members meet in make_reduction() before they look at tiles
+    call->grads = grads;
+    call->tiles.num_segments = grads.num_segments;
+    call->tiles.tile_bytes = group.tile_bytes;
+    int64_t first_tile = arrays.first_tile[0] = 0;
+    for (int32_t i = 0; i < grads.num_segments; ++i) {
+      arrays.segment[i] = i;
+      arrays.bytes[i] = grads.bytes[i];
+      arrays.main_type[i] = args.main_type[i];
+      first_tile += ceil_div(grads.bytes[i], group.tile_bytes);
+      arrays.first_tile[i + 1] = first_tile;
+    }
+  }
+  make_reduction(team, t, call->tiles, args.slot_expert, args.mode, group.cost, work.scratch, shape,
+                 work.schedule);
+  build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
+                   call->work);
+  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), args.plan_digest);
+  digest = mix(digest, args.tag);  // plans that are equal may be of different layers
+  digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
+  return mix(digest, static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero);
+}
+
+}  // namespace uec

@@ -1,0 +1,316 @@
+// The structs that host and device share. They are plain, so that both compilers lay them out
+// alike; kLayout[] lets a test, and the loader of a cubin, compare.
+//
+// Addresses are integers where the host cannot follow them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/plan/search.hpp"
+#include "core/schedule/cost.hpp"
+#include "core/transfer/call_arrays.hpp"
+#include "core/transfer/failure.hpp"
+#include "core/transfer/layout.hpp"
+#include "cuda/device/config.hpp"
+#include "cuda/device/load_args.hpp"
+#include "cuda/device/reroute_args.hpp"
+
+namespace uec::cuda {
+
+// Begins a call's block in device memory; its arrays (CallArrays) follow.
+struct CallHeader {
+  uint64_t digest = 0;   // what this call adds to the chain
+  uint64_t regions = 0;  // [G] addresses of main weights (pull), else 0
+  int32_t num_tasks = 0;
+  int32_t num_pieces = 0;
+  int32_t num_destinations = 0;
+  int32_t num_expected = 0;
+  int32_t num_segments = 0;
+  int32_t tile_bytes = 0;
+  int32_t num_reductions = 0;
+};
+
+// What a rank tells its host, and back: in host memory that the device can address.
+struct Status {
+  uint64_t failed_call = 0;   // by the host's numbers; 0: none. Written last, after the report
+  uint64_t cancelled = 0;     // by the host: end every wait
+  int64_t disagreement = -1;  // close: a peer whose last call differs
+  int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject
+  int64_t bad_id = 0;         // its value
+  Report report;
+};
+
+// A rank in device memory, for the group's life.
+struct RankState {
+  // Written once, by the host.
+  int32_t rank = 0;
+  int32_t num_ranks = 0;
+  Capacity capacity;
+  SymmetricLayout layout;
+  uint64_t bases = 0;          // [G] addresses; 0: no load/store access
+  uint64_t far = 0;            // [G] bytes, 1: reached by puts and signals; 0: there are none
+  uint64_t pes = 0;            // [G] int32, NVSHMEM's numbers of the ranks
+  uint64_t staging = 0;        // symmetric memory for puts: kNumFarStages tiles for each block
+  uint64_t segment_bytes = 0;  // [segments] int64
+  uint64_t slot_offset = 0;    // [segments] int64
+  uint64_t region_offset = 0;  // [segments] int64
+  uint64_t home = 0;           // [E] int32
+  uint64_t domain = 0;         // [G] int32
+  uint64_t main_idx = 0;       // [E] int32, index among the home's mains
+  int64_t tile_bytes = 0;
+  CostModel cost;
+  int32_t allow_cross_domain = 0;
+  uint64_t status = 0;         // of Status
+  uint64_t call_limit_ns = 0;  // until every rank of the plan has called; 0: no limit
+  uint64_t wait_limit_ns = 0;  // of each wait from then on; 0: no limit
+  uint64_t grad_bytes = 0;     // [grad segments] int64, of one expert in a slot
+  uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
+  uint64_t grad_offset = 0;    // [grad segments] int64
+  uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
+  // Changes with every call: read by each block as it enters, written by the last to leave.
+  uint64_t epoch = 0;  // of the last call that has finished
+  uint64_t digest = 0;
+  uint64_t last_record = 0;
+  uint64_t last_call = 0;  // the host's number: replays of a graph have epochs, but no number
+  uint64_t prepared = 0;   // epoch whose block the device has made
+  uint64_t bytes_stored = 0;
+  uint64_t bad_id = 0;  // of the present load: bad_id_word()
+  int32_t entered = 0;  // blocks in the present call
+  int32_t left = 0;
+  int32_t failed = 0;   // for good
+  int32_t settled = 0;  // the failure has been reported
+  Report report;
+};
+
+// A rank's call whose plan is in device memory: its first block checks the plan and makes the
+// call's block, as the host does for plans in host memory.
+struct DeviceCall {
+  uint64_t slot_expert = 0;  // [G, S] int32; 0: the host has made the block
+  uint64_t slot_quota = 0;   // [G, S] int32, or 0
+  uint64_t home_quota = 0;   // [E] int32, or 0
+  uint64_t home = 0;         // [E] int32, to be the group's; 0: it is
+  // [segments of the group][mains of the rank] addresses of main weights; of a reduction:
+  // [grad segments][mains of the rank] of main gradients.
+  uint64_t mains = 0;
+  union {
+    uint64_t regions = 0;  // [G] addresses of the region that these fill, or 0: no pull
+    uint64_t in_use;       // of a reduction: SaveArgs::in_use of its plan, cleared at the end, or 0
+  };
+  // Bit i: transfers segment i; of a reduction: the GradType of main gradients of segment i.
+  uint32_t segments = 0;
+  int8_t mode = -1;  // a Mode, or -1: by cost
+  int8_t zero = 0;   // of a reduction: slot gradients are cleared
+  int16_t region = -1;
+};
+inline constexpr int32_t kMaxDeviceSegments = 32;
+
+// Arguments of the replicate and the reduce kernel. Rank i of this launch is blockIdx.y = i.
+// Nothing here changes from one replay of a captured graph to the next.
+struct LaunchArgs {
+  uint64_t states = 0;  // [ranks] RankState
+  uint64_t calls = 0;   // [ranks] blocks of call_bytes
+  int64_t call_bytes = 0;
+  int64_t counted = 1;  // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
+  DeviceCall on_device[kMaxLaunchRanks];
+};
+static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");
+
+// Why a rank's device refuses its plan: in Report::wait.seen of a call that this rank rejected,
+// with `expert` and, in `piece`, the flat index of the slot. Up to 4: a PlanFault.
+enum class Refusal : uint64_t {
+  kHome = 5,     // the plan's home map is not the group's
+  kWeights = 6,  // no address of the main weights of `expert`; `piece`: the segment
+};
+
+// Why a load has no plan.
+enum class LoadFault : int32_t {
+  kNone = 0,
+  kNegative,      // load of an expert from a source
+  kTooMany,       // tokens of an expert, above kMaxLoad
+  kTooManyInAll,  // above kMaxTotalLoad
+};
+
+// What the plan kernel says of a load. With a fault the plan is empty and has no tokens.
+struct PlanStatus {
+  LoadFault fault = LoadFault::kNone;
+  int32_t expert = -1;  // the first that has it
+
+  // As a word, which is read and written whole; 0: no fault.
+  UEC_HD uint64_t word() const {
+    if (fault == LoadFault::kNone) return 0;
+    return static_cast<uint64_t>(static_cast<uint32_t>(expert)) << 32 |
+           static_cast<uint32_t>(fault);
+  }
+  UEC_HD static PlanStatus of(uint64_t word) {
+    if (word == 0) return {};
+    return {static_cast<LoadFault>(word), static_cast<int32_t>(word >> 32)};
+  }
+};
+
+// Arguments of the plan kernel: addresses in device memory.
+struct PlanArgs {
+  uint64_t home = 0;         // [E] int32
+  uint64_t domain = 0;       // [G] int32
+  uint64_t mains_begin = 0;  // [G + 1] int32, as group_mains() leaves it
+  uint64_t mains = 0;        // [E] int32, likewise
+  uint64_t load = 0;         // [sources, E] int32
+  uint64_t kept_load = 0;    // [sources, E] int32, out: a copy; 0: none is wanted
+  uint64_t slot_expert = 0;  // [G, S] int32, out, as in plan_replicas()
+  uint64_t slot_quota = 0;   // [G, S] int32, out
+  uint64_t home_quota = 0;   // [E] int32, out
+  uint64_t fault = 0;        // of StageFaults::plan
+  Objective objective;
+  int32_t num_ranks = 0;
+  int32_t num_experts = 0;
+  int32_t slots_per_rank = 0;
+  int32_t num_sources = 0;  // G, or 1: global sums
+  int32_t max_mains = 0;    // the largest number of mains on a rank
+  int32_t allow_cross_domain = 0;
+};
+
+// The addresses of a call that prepare_replicate() or prepare_reduce() has filled. `regions`: of
+// main weights (pull), else 0.
+UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t regions) {
+  CallHeader header;
+  header.digest = digest;
+  header.regions = regions;
+  header.num_tasks = call.work.num_tasks;
+  header.num_pieces = call.work.num_pieces;
+  header.num_destinations = call.work.num_destinations;
+  header.num_expected = call.work.num_expected;
+  header.num_segments = call.tiles.num_segments;
+  header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+  header.num_reductions = call.work.num_reductions;
+  return header;
+}
+
+// A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
+struct PlanOutput {
+  uint64_t slot_expert;  // [G, S] int32
+  uint64_t slot_quota;   // [G, S] int32
+  uint64_t home_quota;   // [E] int32
+  int64_t bytes;
+
+  UEC_HD static PlanOutput cut(uint64_t base, int32_t num_ranks, int32_t slots_per_rank,
+                               int32_t num_experts) {
+    // Aligned to 16 bytes, as compilers expect of tensors.
+    const int64_t slot_bytes = round_up(int64_t{4} * num_ranks * slots_per_rank, 16);
+    PlanOutput out;
+    out.slot_expert = base;
+    out.slot_quota = out.slot_expert + slot_bytes;
+    out.home_quota = out.slot_quota + slot_bytes;
+    out.bytes = 2 * slot_bytes + int64_t{4} * num_experts;
+    return out;
+  }
+};
+
+// Arguments of the kernel that loads and plans. A rank whose call failed has an empty plan.
+struct LoadPlanArgs {
+  LoadArgs load;
+  PlanArgs plan;                     // but for the load and what is out, which each rank has itself
+  uint64_t plans[kMaxLaunchRanks];   // [ranks] of PlanOutput, aligned to 4 bytes
+  uint64_t faults[kMaxLaunchRanks];  // [ranks] of StageFaults::plan
+};
+static_assert(sizeof(LoadPlanArgs) <= 4096, "arguments of a kernel");
+
+// A saved plan that a replay was about to overwrite while it was in use. Later faults are not
+// written: the first explains them.
+struct SaveFaultBox {
+  uint64_t tag = 0;  // of the save, never 0. Written last, by publish
+  uint64_t generation = 0;
+};
+
+// Faults that the host has not taken yet, in host memory that the device can address. What the
+// device puts there stays until then.
+struct StageFaults {
+  uint64_t plan = 0;  // PlanStatus::word()
+  RerouteFaultBox reroute;
+  SaveFaultBox save;
+};
+
+// Words to copy, of 4 bytes.
+struct SavedField {
+  uint64_t to = 0;
+  uint64_t from = 0;
+  int32_t count = 0;
+};
+
+// Arguments of the save kernel.
+struct SaveArgs {
+  static constexpr int32_t kMaxFields = 6;  // of a plan
+
+  SavedField fields[kMaxFields] = {};
+  int32_t num_fields = 0;
+  // Address of the mark of an entry that a graph's replays save to, a uint64: the generation of the
+  // save whose plan is in use, 0: none is. Set by the save, cleared by the plan's reduction. Null:
+  // the host keeps account.
+  uint64_t in_use = 0;
+  uint64_t generation = 0;  // of this save; entries get later ones only. 0: clears `in_use`
+  uint64_t tag = 0;         // says which save it is, for the fault
+  uint64_t fault = 0;       // of SaveFaultBox
+};
+
+// What the notice kernel tells the peers.
+enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
+
+inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 8);
+
+UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
+  CallArrays arrays;
+  return round_up(kHeaderBytes + CallArrays::cut(nullptr, capacity, &arrays), 128);
+}
+
+inline constexpr int32_t kLayout[] = {
+    sizeof(CallHeader),
+    offsetof(CallHeader, num_tasks),
+    offsetof(CallHeader, tile_bytes),
+    sizeof(Status),
+    offsetof(Status, report),
+    sizeof(RankState),
+    sizeof(Report),
+    offsetof(Report, root),
+    offsetof(Report, seconds),
+    sizeof(LaunchArgs),
+    offsetof(LaunchArgs, on_device),
+    sizeof(DeviceCall),
+    offsetof(DeviceCall, segments),
+    offsetof(RankState, layout),
+    offsetof(RankState, bases),
+    sizeof(Task),
+    offsetof(RankState, epoch),
+    offsetof(RankState, entered),
+    sizeof(Piece),
+    offsetof(RankState, report),
+    sizeof(Destination),
+    sizeof(Expected),
+    sizeof(SymmetricLayout),
+    sizeof(Capacity),
+    sizeof(SharesArgs),
+    offsetof(SharesArgs, home),
+    sizeof(RerouteArgs),
+    sizeof(RerouteState),
+    sizeof(PlanArgs),
+    sizeof(LoadArgs),
+    sizeof(LoadCall),
+    sizeof(LoadPlanArgs),
+    offsetof(LoadPlanArgs, plans),
+    offsetof(Status, bad_position),
+    offsetof(RankState, counts),
+    offsetof(RankState, bad_id),
+    offsetof(PlanArgs, objective),
+    offsetof(PlanArgs, num_ranks),
+    offsetof(RerouteArgs, count),
+    sizeof(StageFaults),
+    offsetof(StageFaults, reroute),
+    offsetof(CallHeader, num_reductions),
+    offsetof(DeviceCall, zero),
+    sizeof(Reduction),
+    offsetof(RankState, grad_bytes),
+    sizeof(SaveArgs),
+    offsetof(SaveArgs, in_use),
+    offsetof(StageFaults, save),
+};
+
+}  // namespace uec::cuda

@@ -1,0 +1,160 @@
+// What a block of the replicate or the reduce kernel keeps in shared memory; the host requests that
+// much.
+#pragma once
+
+#include "core/transfer/announce.hpp"
+#include "core/transfer/prepare.hpp"
+#include "core/transfer/ring.hpp"
+#include "cuda/device/args.hpp"
+#include "cuda/device/config.hpp"
+
+namespace uec::cuda {
+
+// A warp's bounded waits, kept by its leader: one clock for each wait.
+struct Clock {
+  uint64_t since, called_since;
+  int32_t waiting, called;
+};
+
+// One call on one rank, as a block sees it.
+struct BlockCall {
+  Call call;
+  RankState* state;
+  uint8_t* own;  // this rank's symmetric memory
+  int32_t stop;  // a warp of this block has seen the failure
+  Clock clock;   // of the first warp, and of the end
+};
+
+// The stages' barriers and descriptions.
+struct Ring {
+  uint64_t full[kNumStages];
+  uint64_t empty[kNumStages];
+  Stage stages[kNumStages];
+  uint64_t bytes_stored;            // of the store side
+  uint32_t far_stages, far_staged;  // tiles prepared for puts, and one more than the last one's
+};
+
+// What has a copy in shared memory: see nearby.cuh.
+struct Nearby {
+  struct Table {
+    const uint32_t* from;
+    uint32_t* to;
+    int32_t words;
+  };
+  Table tables[12];  // as many as NearbyTables keeps
+  int32_t num_tables;
+};
+// Enough for 64 ranks and a hundred replicas; tables that do not fit stay where they are.
+inline constexpr int64_t kNearbyBytes = 8 << 10;
+
+// A block's part in a call of any kind.
+struct CallShared {
+  BlockCall block;
+  Nearby nearby;
+  int32_t first;     // this block began first: it announces the call
+  int32_t enters;    // the rank has not failed before
+  int32_t prepared;  // and the call's block is there
+  int32_t active;    // and has something to do
+  int32_t last;      // this block leaves last
+};
+
+// For the replicate kernel. Behind it lie the scratch of the fetch side, the copies and the tiles.
+struct BlockShared : CallShared {
+  Ring ring;
+  HeldGroup held[kMaxHeld];
+};
+
+// What making the call's block takes, in memory that is not in use yet. Its arrays and an image of
+// the block lie behind it.
+struct PrepareShared {
+  GroupTables tables;
+  Call call;
+  CallArrays arrays;
+  ScheduleArrays schedule;
+  PlanShape shape;
+  ReplicateArgs args;
+  ReduceArgs reduce;
+  int32_t segments[kMaxDeviceSegments];
+  GradType main_type[kMaxDeviceSegments];
+  int32_t* home;         // [E]
+  int32_t* domain;       // [G]
+  int32_t* main_idx;     // [E]
+  int32_t* slot_expert;  // [G][S]
+  CallHeader* image;
+
+  // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
+    ScratchCutter cutter(memory);
+    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
+                        &schedule);
+    std::byte* const block = cutter.take_bytes(call_block_bytes(c));
+    home = cutter.take<int32_t>(c.num_experts);
+    domain = cutter.take<int32_t>(c.num_ranks);
+    main_idx = cutter.take<int32_t>(c.num_experts);
+    slot_expert = cutter.take<int32_t>(c.replicas());
+    image = reinterpret_cast<CallHeader*>(block);
+    CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
+    arrays.lend_to(&call);
+    return cutter.used_bytes();
+  }
+};
+
+UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
+  PrepareShared made;
+  return static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+}
+
+inline constexpr int64_t kTileAlign = 128;
+
+UEC_HD inline int64_t nearby_offset(const Capacity& c) {
+  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), 8);
+}
+UEC_HD inline int64_t tiles_offset(const Capacity& c) {
+  return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);
+}
+
+// Bytes of dynamic shared memory that a launch asks for.
+UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
+  return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare_bytes(c));
+}
+
+// A tile that a warp sums: `n` runs of gradients and, with `adds`, what is there already.
+struct Addition {
+  uint8_t* to;
+  int32_t n;
+  int32_t adds;
+};
+
+// What a warp of the reduce kernel has to itself. Behind it lie arrays: `open` and `state` are its
+// Claimer's.
+struct WarpShared {
+  Clock clock;
+  uint64_t bytes_stored;
+  Addition addition;
+
+  UEC_HD const uint8_t** sources() {  // [num_ranks] where the present tile's gradients are
+    return reinterpret_cast<const uint8_t**>(this + 1);
+  }
+  UEC_HD uint8_t* open(const Capacity& c) {  // [num_ranks]
+    return reinterpret_cast<uint8_t*>(sources() + c.num_ranks);
+  }
+  UEC_HD uint8_t* state(const Capacity& c) { return open(c) + c.num_ranks; }  // [reductions]
+
+  UEC_HD static int64_t bytes(const Capacity& c) {
+    const int64_t of_rank = sizeof(uint8_t*) + 1;
+    return round_up(
+        static_cast<int64_t>(sizeof(WarpShared)) + of_rank * c.num_ranks + c.reductions(), 8);
+  }
+};
+
+// For the reduce kernel. Behind it lie the copies and each warp's own part.
+struct ReduceShared : CallShared {};
+
+inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
+inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
+
+UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c, int32_t num_warps) {
+  return kReduceScratch + max64(num_warps * WarpShared::bytes(c), prepare_bytes(c));
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,36 @@
+// The device's crew: the warps of a block.
+#pragma once
+
+#include "core/base/team.hpp"
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/warp.cuh"
+
+namespace uec::cuda {
+
+class BlockCrew {
+ public:
+  using Team = Warp;
+
+  // answers [2][warps] in shared memory: a warp may write the next one while others still read.
+  UEC_DEVICE explicit BlockCrew(int32_t* answers) : answers_(answers) {}
+
+  UEC_DEVICE static Warp team() { return {}; }
+  UEC_DEVICE static int32_t index() { return ptx::thread_idx() / ptx::kWarpSize; }
+  UEC_DEVICE static int32_t size() { return ptx::num_threads() / ptx::kWarpSize; }
+
+  UEC_DEVICE const int32_t* exchange(int32_t value) {
+    int32_t* const now = answers_ + turn_ * size();
+    turn_ ^= 1;
+    if (Warp::leader()) now[index()] = value;
+    ptx::sync_block();
+    return now;
+  }
+
+  UEC_DEVICE static void subtract(int32_t* from, int32_t value) { ptx::add_relaxed(from, -value); }
+
+ private:
+  int32_t* const answers_;
+  int32_t turn_ = 0;
+};
+
+}  // namespace uec::cuda

@@ -1,0 +1,56 @@
+// What the kernels are compiled for.
+#pragma once
+
+#include <cstdint>
+
+namespace uec::cuda {
+
+inline constexpr int32_t kNumThreads = 64;  // a warp that fetches, and one that stores
+inline constexpr uint32_t kNumStages = 4;
+// Ranks that share launches: their arguments are passed by value.
+inline constexpr int32_t kMaxLaunchRanks = 64;
+inline constexpr int32_t kTileSizes[] = {16 << 10, 32 << 10};
+
+// Commits that the store side leaves in flight before it waits for the oldest: enough to keep a
+// link busy, few enough for a flag to follow its bytes closely.
+inline constexpr uint32_t kCommitsInFlight = 3;
+
+// Tiles that a block keeps in symmetric memory for puts to far peers.
+inline constexpr int32_t kNumFarStages = 2;
+
+// The reroute. 65536 ids are 64 blocks, a warp for each 64 of them.
+inline constexpr int32_t kRerouteThreads = 512;
+inline constexpr int32_t kIdsPerThread = 2;
+inline constexpr int32_t kTokensPerWarp = 4;  // of a routing map; at most 8
+
+// A window has 2^this many runs, whose counts a block sums itself. The sum of everything before the
+// window comes from the last block of the previous one, which costs a hop.
+inline constexpr int32_t kWindowLog2 = 7;
+// What a thread loads before it waits: rows of counts, warps' counts, and columns of a map.
+inline constexpr int32_t kRowsInFlight = 8;
+inline constexpr int32_t kCountsAtOnce = 8;
+inline constexpr int32_t kColumnsAtOnce = 4;
+
+// The load. A thread has this many ids if there are enough blocks, and this many quads of 4 words
+// in flight.
+inline constexpr int32_t kLoadThreads = 512;
+inline constexpr int32_t kIdsPerLoadThread = 8;
+inline constexpr int32_t kQuadsAtOnce = 4;
+
+// Rows of a load that a thread of the planner has in flight.
+inline constexpr int32_t kSourcesAtOnce = 16;
+
+// The reduction: warps of a block, each of which sums groups of its own, and loads of 16 bytes that
+// each lane has in flight. See adder.cuh.
+inline constexpr int32_t kReduceWarps = 16;
+inline constexpr int32_t kAddsInFlight = 8;
+
+// The save of a plan: one block, whose threads have this many words in flight.
+inline constexpr int32_t kSaveThreads = 512;
+inline constexpr int32_t kWordsAtOnce = 8;
+inline constexpr int32_t kSaveSharedBytes = 16;
+
+inline constexpr int32_t kMaxLoadBlocks = 16;   // of a rank
+inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
+
+}  // namespace uec::cuda

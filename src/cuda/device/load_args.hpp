@@ -1,0 +1,29 @@
+// What the load kernels are given: a rank's ids, and where its results go.
+#pragma once
+
+#include <cstdint>
+
+#include "core/base/common.hpp"
+#include "cuda/device/config.hpp"
+
+namespace uec::cuda {
+
+struct LoadCall {
+  uint64_t ids = 0;      // [count], aligned to an id; -1 is padding
+  int64_t count = 0;     // the same in every replay of a captured graph
+  uint64_t load = 0;     // [G, E] int32, out; zeros if the call fails
+  int32_t id_bytes = 8;  // 4 or 8
+};
+
+// Arguments of the load kernel. Rank i of this launch is blockIdx.y = i.
+struct LoadArgs {
+  uint64_t states = 0;  // [ranks] RankState
+  int64_t counted = 1;  // as LaunchArgs has it
+  LoadCall calls[kMaxLaunchRanks];
+};
+
+// The position of the first out-of-range id of a call, as a word of which blocks keep the largest;
+// 0: there is none. The function is its own inverse.
+UEC_HD constexpr uint64_t bad_id_word(uint64_t position) { return ~position; }
+
+}  // namespace uec::cuda

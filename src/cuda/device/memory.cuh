@@ -1,0 +1,107 @@
+// The device's half of the flag protocol.
+#pragma once
+
+#include "core/transfer/protocol.hpp"
+#include "cuda/device/block.hpp"
+#include "cuda/device/far.cuh"
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/warp.cuh"
+
+namespace uec::cuda {
+
+UEC_DEVICE uint8_t* own_memory(const RankState& state) {
+  return reinterpret_cast<uint8_t* const*>(state.bases)[state.rank];
+}
+UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
+  return reinterpret_cast<const int32_t*>(state.pes)[rank];
+}
+
+// The gradients that its slots hold.
+UEC_DEVICE Gradients grads_of(const RankState& state) {
+  return {state.capacity.num_grad_segments, reinterpret_cast<const int64_t*>(state.grad_bytes),
+          reinterpret_cast<const GradType*>(state.grad_type),
+          reinterpret_cast<const int64_t*>(state.grad_offset)};
+}
+
+// What all calls of a rank have in common: enough to tell peers that there will be none.
+UEC_DEVICE Call begin_call(const RankState& state) {
+  Call call;
+  call.rank = state.rank;
+  call.num_ranks = state.num_ranks;
+  call.epoch.number = state.epoch + 1;
+  call.layout = state.layout;
+  call.addresses.bases = reinterpret_cast<uint8_t* const*>(state.bases);
+  call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
+  return call;
+}
+
+// A Mover for code that publishes flags and moves no bytes.
+class DeviceHerald : public DeliveryPolicy {
+ public:
+  template <class F>
+  UEC_DEVICE bool when_delivered(uint32_t, bool, F&& then) const {
+    ptx::sync_warp();
+    then(delivered());
+    return true;
+  }
+};
+
+// kFarPeers: some peers are reached by puts and signals only.
+template <bool kFarPeers>
+class DeviceMemory {
+ public:
+  using Team = Warp;
+  static constexpr bool kFar = kFarPeers;
+
+  UEC_DEVICE explicit DeviceMemory(const BlockCall& block) : block_(block) {}
+
+  // Acquire at system scope, on the flag itself.
+  UEC_DEVICE uint64_t observe(int64_t offset) const {
+    const uint64_t seen = ptx::load_acquire_system(flag(offset));
+    // A network card's writes are ordered by NVSHMEM's own wait, not by an acquire.
+    if constexpr (kFar) far::acquire(flag(offset), seen);
+    return seen;
+  }
+
+  // Release at system scope, on the flag itself. The token says that a thread of this warp, or one
+  // that it synchronised with, has waited for the delivery.
+  UEC_DEVICE void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
+    if constexpr (kFar) {
+      if (base(rank) == nullptr) {
+        far::signal(flag(offset), value, pe_of(*block_.state, rank));
+        return;
+      }
+    }
+    ptx::store_release_system(reinterpret_cast<uint64_t*>(base(rank) + offset), value);
+  }
+
+  UEC_DEVICE bool flags_delivered() const {
+    ptx::fence_system();
+    if constexpr (kFar) far::quiet();
+    return true;
+  }
+
+  // A device cannot tell; the clock does.
+  UEC_DEVICE static bool peer_gone(int32_t) { return false; }
+
+  UEC_DEVICE static int32_t load(const int32_t* counter) { return ptx::load_relaxed(counter); }
+  UEC_DEVICE static bool claim(int32_t* counter, int32_t expected) {
+    return ptx::compare_swap_relaxed(counter, expected, expected + 1) == expected;
+  }
+  UEC_DEVICE static int32_t take(int32_t* counter) { return ptx::fetch_add_relaxed(counter, 1); }
+  // Acquire-release: the last block of a task vouches for the stores of all.
+  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter, int32_t count) {
+    return ptx::fetch_add_acq_rel(counter, -count) - count;
+  }
+
+ private:
+  // Looked up where they are needed: a warp has few registers.
+  UEC_DEVICE uint64_t* flag(int64_t offset) const {
+    return reinterpret_cast<uint64_t*>(block_.own + offset);
+  }
+  UEC_DEVICE uint8_t* base(int32_t rank) const { return block_.call.addresses.bases[rank]; }
+
+  const BlockCall& block_;
+};
+
+}  // namespace uec::cuda

@@ -1,0 +1,59 @@
+// The plan kernel: one block makes the plan of a load, the same plan as plan_replicas()
+// (core/plan/planner.hpp), with a probe on each of its warps.
+#pragma once
+
+#include "cuda/device/plan_sort.cuh"
+
+namespace uec::cuda {
+
+// Empty slots, and every token on its main; no token anywhere if the load has a fault.
+UEC_DEVICE void write_empty_plan(const PlanArgs& args, const int64_t* load, bool has_fault) {
+  auto* const slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
+  auto* const slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
+  auto* const home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+  const int32_t num_slots = args.num_ranks * args.slots_per_rank;
+  for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
+    slot_expert[i] = -1;
+    slot_quota[i] = 0;
+  }
+  for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads())
+    home_quota[e] = has_fault ? 0 : static_cast<int32_t>(load[e]);
+}
+
+// Tells the host, unless it has a fault to take already. The message is a single word, so
+// concurrent launches do no harm.
+UEC_DEVICE void put_fault(const PlanArgs& args, const PlanStatus& status) {
+  auto* const word = reinterpret_cast<uint64_t*>(args.fault);
+  if (status.fault != LoadFault::kNone && ptx::load_acquire_system(word) == 0)
+    ptx::store_release_system(word, status.word());
+}
+
+UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
+  Topology topology;  // its arrays are not looked at
+  topology.num_ranks = args.num_ranks;
+  topology.num_experts = args.num_experts;
+  topology.slots_per_rank = args.slots_per_rank;
+  const PlanBlock block(topology, BlockCrew::size(), shared_memory);
+  BlockCrew crew(block.answers);
+
+  if (ptx::thread_idx() == 0) {  // sort_load() has barriers
+    block.out->slot_expert = reinterpret_cast<int32_t*>(args.slot_expert);
+    block.out->slot_quota = reinterpret_cast<int32_t*>(args.slot_quota);
+    block.out->home_quota = reinterpret_cast<int32_t*>(args.home_quota);
+  }
+  const PlanStatus status = sort_load(args, crew, block);
+  if (ptx::thread_idx() == 0) put_fault(args, status);
+  write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
+  if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
+  if (BlockCrew::index() == 0) {
+    const Goal goal = find_goal(Warp{}, *block.sorted, args.objective);
+    if (Warp::leader()) *block.goal = goal;
+  }
+  ptx::sync_block();
+  if (block.goal->is_met) return;
+  // Its first exchange lets the replicas come after the empty slots.
+  search_plan(crew, *block.sorted, args.objective, *block.goal, args.slots_per_rank,
+              block.planner.team(topology, BlockCrew::index()), *block.out);
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,54 @@
+// What the block of the plan kernel keeps in shared memory; the host requests that much.
+#pragma once
+
+#include "core/plan/planner.hpp"
+
+namespace uec::cuda {
+
+// A block may have any number of warps up to this. Each runs probes of its own: with sixteen a plan
+// nearly always takes two rounds of probes, with eight three, with one ten.
+inline constexpr int32_t kMaxPlanWarps = 16;
+
+struct PlanBlock {
+  int64_t* load;     // [E] over all sources
+  int32_t* home;     // [E]
+  int32_t* by_home;  // [E] mains by home, then id
+  int32_t* pool;     // [G] ranks with equal values may hold each other's experts
+  int32_t* answers;  // [2][warps] of BlockCrew
+  int32_t* num_pools;
+  SortedLoad* sorted;    // [1] for all threads, and the next two: too many registers
+  Goal* goal;            // [1]
+  PlanOut* out;          // [1]
+  int32_t* rank_tokens;  // [G], and the next two, as SortedLoad has them
+  MainsRow* rows;        // [G]
+  int32_t* main_tokens;  // [E]
+  PlannerScratch planner;
+  int64_t bytes;
+
+  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, std::byte* memory)
+      : PlanBlock(topology, num_warps, ScratchCutter(memory)) {}
+
+ private:
+  UEC_HD PlanBlock(const Topology& topology, int32_t num_warps, ScratchCutter cutter)
+      : load(cutter.take<int64_t>(topology.num_experts)),
+        home(cutter.take<int32_t>(topology.num_experts)),
+        by_home(cutter.take<int32_t>(topology.num_experts)),
+        pool(cutter.take<int32_t>(topology.num_ranks)),
+        answers(cutter.take<int32_t>(2 * num_warps)),
+        num_pools(cutter.take<int32_t>(1)),
+        sorted(cutter.take<SortedLoad>(1)),
+        goal(cutter.take<Goal>(1)),
+        out(cutter.take<PlanOut>(1)),
+        rank_tokens(cutter.take<int32_t>(topology.num_ranks)),
+        rows(cutter.take<MainsRow>(topology.num_ranks)),
+        main_tokens(cutter.take<int32_t>(topology.num_experts)),
+        planner(topology, cutter.take_bytes(planner_scratch_bytes(topology, num_warps)), num_warps),
+        bytes(cutter.used_bytes()) {}
+};
+
+// Bytes of dynamic shared memory that a launch requests. If they are too many, use fewer warps.
+UEC_HD inline int64_t plan_shared_bytes(const Topology& topology, int32_t num_warps) {
+  return PlanBlock(topology, num_warps, nullptr).bytes;
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,86 @@
+// The replicate kernel: one launch moves all that a rank, or all ranks of a loopback group, owe.
+//
+// A block has two warps. One claims groups of tiles and loads them into the ring of stages; the
+// other stores each tile to all its destinations and publishes what has been delivered.
+#pragma once
+
+#include "core/transfer/fetcher.hpp"
+#include "core/transfer/storer.hpp"
+#include "cuda/device/call.cuh"
+#include "cuda/device/mover.cuh"
+
+namespace uec::cuda {
+
+// The roles of a block's warps: loops of their own, both inlined into the kernel.
+
+template <class Mover>
+UEC_DEVICE Mover make_mover(BlockShared& shared) {
+  auto* const tiles =
+      reinterpret_cast<uint8_t*>(&shared) + tiles_offset(shared.block.state->capacity);
+  return Mover(shared.ring, tiles, shared.block);
+}
+
+template <class Memory, class Mover>
+UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
+  BlockCall& block = shared.block;
+  Memory memory(block);
+  Mover mover = make_mover<Mover>(shared);
+  auto* const scratch = reinterpret_cast<uint8_t*>(&shared + 1);
+  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch, scratch + block.call.num_ranks,
+                                 ptx::block_x());
+  if (announced && drive(fetcher, block, block.clock, memory)) return;
+  while (fetcher.drain_step() != Step::kFinished) ptx::pause();
+}
+
+// Needs no clock: what it waits for is this block's own fetch side, or the hardware.
+template <class Memory, class Mover>
+UEC_ROLE void store_all(BlockShared& shared) {
+  BlockCall& block = shared.block;
+  Memory memory(block);
+  Mover mover = make_mover<Mover>(shared);
+  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held);
+  for (;;) {
+    const Step step = storer.step();
+    if (step == Step::kFinished) return;
+    if (step == Step::kFailed) {
+      const Wait wait = storer.wait();
+      fail(block, memory, storer.fault(), wait.peer, wait);
+      break;
+    }
+    if (Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0) break;
+    if (step != Step::kProgress) ptx::pause();
+  }
+  while (storer.drain_step() != Step::kFinished) ptx::pause();
+}
+
+template <int64_t kTileBytes, bool kFar>
+struct Replicate {
+  using Shared = BlockShared;
+  using Memory = DeviceMemory<kFar>;
+  using Mover = DeviceMover<kTileBytes, kFar>;
+  static constexpr Operation kOperation = Operation::kReplicate;
+
+  UEC_DEVICE static void begin(BlockShared& shared) { init_ring(shared.ring); }
+  UEC_DEVICE static int64_t nearby(const Capacity& capacity) { return nearby_offset(capacity); }
+  UEC_DEVICE static int64_t spare(const Capacity& capacity) { return tiles_offset(capacity); }
+  UEC_DEVICE static void take(NearbyTables& tables, Call& call, const Capacity& capacity) {
+    tables.replace(call, capacity);
+  }
+  UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
+
+  UEC_DEVICE static void leave(const DeviceCall&) {}
+
+  UEC_DEVICE static void work(BlockShared& shared, bool announced) {
+    if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared, announced);
+    store_all<Memory, Mover>(shared);
+    if (Warp::leader())
+      ptx::add_relaxed(&shared.block.state->bytes_stored, shared.ring.bytes_stored);
+  }
+};
+
+template <int64_t kTileBytes, bool kFar>
+UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
+  run_call<Replicate<kTileBytes, kFar>>(args, shared_memory);
+}
+
+}  // namespace uec::cuda

@@ -1,0 +1,70 @@
+#include "engine/config.hpp"
+
+#include <algorithm>
+
+#include "core/base/digest.hpp"
+#include "core/schedule/tiles.hpp"
+
+namespace uec::host {
+
+uint64_t EngineConfig::initial_digest() const {
+  uint64_t d = mix(num_experts, slots_per_rank);
+  d = digest_ints(Alone{}, d, home.data(), static_cast<int64_t>(home.size()));
+  d = digest_ints(Alone{}, d, domain.data(), static_cast<int64_t>(domain.size()));
+  for (const int64_t bytes : segment_bytes) d = mix(d, bytes);
+  for (size_t i = 0; i < grad_bytes.size(); ++i)
+    d = mix(d, grad_bytes[i] << 1 | static_cast<int64_t>(grad_type[i]));
+  return mix(mix(d, tile_bytes), allow_cross_domain);
+}
+
+EngineLayout::EngineLayout(const EngineConfig& c)
+    : slot_offset(c.segment_bytes.size()),
+      grad_offset(c.grad_bytes.size()),
+      region_offset(c.segment_bytes.size()),
+      main_idx(c.num_experts),
+      num_mains(c.domain.size()) {
+  for (int32_t e = 0; e < c.num_experts; ++e) main_idx[e] = num_mains[c.home[e]]++;
+  max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+  int64_t tiles = 0;
+  for (size_t i = 0; i < c.segment_bytes.size(); ++i) {
+    tiles += ceil_div(c.segment_bytes[i], c.tile_bytes);
+    region_offset[i] = round_up(region_bytes, kSegmentAlign);
+    region_bytes = region_offset[i] + max_mains * c.segment_bytes[i];
+  }
+  region_bytes = round_up(region_bytes, kSlotAlign);
+  for (const int64_t bytes : c.segment_bytes) {
+    check.first_block.push_back(check.blocks);
+    check.blocks += ceil_div(bytes, kCheckBlock);
+  }
+  const auto ranks = static_cast<int64_t>(c.domain.size());
+  check.verdicts = round_up(max_mains * ranks * 8, kFlagLine);
+  check.sums = round_up(check.verdicts + ranks * 8, kFlagLine);
+  check.copies = round_up(check.sums + max_mains * check.blocks * 8, kSlotAlign);
+  check.total = check.copies + region_bytes;
+  const int64_t finest = TileMap::tiles_per_group(c.tile_bytes, kWideFanout + 1);
+  symmetric =
+      SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),
+                            static_cast<int32_t>(c.segment_bytes.size()), c.segment_bytes.data(),
+                            slot_offset.data(), gradients(c), c.tile_bytes, grad_offset.data());
+}
+
+Gradients EngineLayout::gradients(const EngineConfig& c) const {
+  return {static_cast<int32_t>(c.grad_bytes.size()), c.grad_bytes.data(), c.grad_type.data(),
+          grad_offset.data()};
+}
+
+GroupTables EngineLayout::tables(const EngineConfig& c) const {
+  return {c.topology(), c.rank,      c.segment_bytes.data(), main_idx.data(), c.tile_bytes,
+          c.cost,       gradients(c)};
+}
+
+Capacity EngineLayout::capacity(const EngineConfig& c) const {
+  return {static_cast<int32_t>(c.domain.size()),
+          c.num_experts,
+          c.slots_per_rank,
+          num_mains[c.rank],
+          static_cast<int32_t>(c.segment_bytes.size()),
+          static_cast<int32_t>(c.grad_bytes.size())};
+}
+
+}  // namespace uec::host

@@ -1,0 +1,112 @@
+// A probe run by a team of several threads finds what a team of one finds, also where it is packed.
+#include <algorithm>
+#include <cstdio>
+
+#include "core/crowd.hpp"
+#include "core/plan/packed_probe.hpp"
+#include "core/plan/planner.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/watchdog.hpp"
+
+namespace {
+
+using uec::Alone;
+using uec::Pool;
+using uec::Question;
+using uec::Replica;
+
+constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
+
+// So that a test that covers nothing is noticed.
+struct Seen {
+  int plans, packed, packed_plans;
+};
+
+// The arrays of packed probes, as a sort on a device leaves them, of a load with one pool.
+struct Packed {
+  std::vector<int32_t> rank_tokens, main_tokens;
+  std::vector<uec::MainsRow> rows;
+
+  explicit Packed(uec::SortedLoad* sorted) {
+    const Pool pool = sorted->pool(0);
+    for (int32_t i = 0; i < pool.num_ranks; ++i) {
+      const int32_t begin = pool.mains_begin[pool.ranks[i]];
+      const int32_t end = pool.mains_begin[pool.ranks[i] + 1];
+      rank_tokens.push_back(static_cast<int32_t>(pool.rank_load(i)));
+      rows.push_back({begin, end - begin});
+      sorted->max_mains = uec::max32(sorted->max_mains, end - begin);
+    }
+    for (int32_t i = 0; i < pool.mains_begin[pool.num_ranks]; ++i)
+      main_tokens.push_back(static_cast<int32_t>(pool.load[pool.mains[i]]));
+    sorted->rank_tokens = rank_tokens.data();
+    sorted->rows = rows.data();
+    sorted->main_tokens = main_tokens.data();
+  }
+};
+
+void check_probes(uint32_t seed, Seen* seen) {
+  Random random(seed);
+  const int32_t num_ranks = draw(random, 1, 24);
+  PlanCase group = make_group(num_ranks, draw(random, 1, 4 * num_ranks), draw(random, 1, 3));
+  for (int32_t& home : group.home) home = draw(random, 0, num_ranks - 1);
+  const uec::Topology topology = group.topology();
+  std::vector<int64_t> load(group.num_experts);
+  const int32_t kinds[] = {4, 100000, 1 << 26};  // many ties, none, and too much to pack
+  const int32_t most = kinds[draw(random, 0, 2)];
+  for (size_t e = 0; e < load.size(); ++e) load[e] = draw(random, 0, most) / (1 + e % 5);
+  std::vector<std::byte> sorting(uec::planner_scratch_bytes(topology));
+  const uec::PlannerScratch s(topology, sorting.data());
+  uec::SortedLoad sorted = uec::detail::sort_load(topology, load.data(), s);
+  uec::detail::sort_mains(topology, 0, s, &sorted);
+  const Pool pool = sorted.pool(0);
+  uec::SortedLoad packable = sorted;
+  const Packed packed(&packable);
+  const int64_t mean = sorted.pool_mean(0);
+
+  std::vector<std::byte> memory(uec::TeamScratch(topology, nullptr).bytes);
+  for (int32_t variant = 0; variant < uec::kNumVariants; ++variant) {
+    const int64_t above = pool.fullest() > mean ? pool.fullest() - mean : 0;
+    const int64_t threshold = mean + draw(random, 0, 8) * above / 16;
+    const Question ask{threshold, draw(random, 1, group.slots_per_rank),
+                       draw(random, 1, sorted.last_cap), variant};
+    const uec::TeamScratch scratch(topology, memory.data());
+    const uec::ProbeScratch shared{scratch.have, scratch.cool};
+    const int32_t expected_count = uec::probe(Alone{}, pool, ask, shared, scratch.trial);
+    const int32_t num_replicas = expected_count < 0 ? 0 : expected_count;
+    const std::vector<Replica> expected(scratch.trial, scratch.trial + num_replicas);
+    seen->plans += num_replicas > 0;
+    for (const int32_t size : kSizes) {
+      for (const uec::SortedLoad& from : {sorted, packable}) {
+        std::fill_n(scratch.trial, num_replicas, Replica{-1, -1, -1, -1});
+        const auto packs =
+            Crowd::run(size, [&] { return int32_t{uec::can_pack(Crowd{}, from.pool(0), ask)}; });
+        CHECK(from.rows != nullptr || !packs[0]);
+        seen->packed += packs[0];
+        seen->packed_plans += packs[0] && num_replicas > 0;
+        const auto counts = Crowd::run(
+            size, [&] { return uec::fastest_probe(Crowd{}, from, 0, ask, shared, scratch.trial); });
+        for (const int32_t count : counts) CHECK_EQ(count, expected_count);
+        for (int32_t i = 0; i < num_replicas; ++i) {
+          CHECK_EQ(scratch.trial[i].main, expected[i].main);
+          CHECK_EQ(scratch.trial[i].place, expected[i].place);
+          CHECK_EQ(scratch.trial[i].slot, expected[i].slot);
+          CHECK_EQ(scratch.trial[i].quota, expected[i].quota);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Watchdog watchdog("members that do not meet");
+  Seen seen{};
+  const int cases = kSanitized ? 30 : 60;  // as many as the mutants need
+  for (int seed = 0; seed < cases; ++seed) check_probes(static_cast<uint32_t>(seed), &seen);
+  std::printf("%d cases, %d plans, %d packed probes, %d of them with a plan\n", cases, seen.plans,
+              seen.packed, seen.packed_plans);
+  CHECK(seen.plans > cases);
+  CHECK(seen.packed_plans > cases);
+}

@@ -1,0 +1,129 @@
+// What every schedule must satisfy, for many plans: groups are covered, and the egress that hubs
+// were balanced by is the egress that their ranges cause.
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "core/schedule/schedule.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+
+namespace {
+
+using uec::kEgressUnit;
+using uec::Mode;
+
+void check_shape(const PlanCase& c, const ScheduleArrays& a) {
+  const uec::Schedule& s = a.schedule;
+  const auto slot = [&c](int32_t r, int32_t i) { return c.slot_expert[r * c.slots_per_rank + i]; };
+  CHECK(s.num_experts <= a.max_experts);
+  CHECK_EQ(s.first[0], 0);
+  CHECK_EQ(s.first[s.num_experts], c.num_replicas());
+  CHECK_EQ(a.shape.num_replicas, c.num_replicas());
+  std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks);
+  int32_t max_fanout = 0;
+  for (int32_t x = 0; x < s.num_experts; ++x) {
+    CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
+    CHECK(s.num_replicas(x) > 0);
+    max_fanout = std::max(max_fanout, s.num_replicas(x));
+    ++exports[c.home[s.expert[x]]];
+    for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
+      CHECK(i == s.first[x] || s.replica_rank[i - 1] < s.replica_rank[i]);
+      CHECK_EQ(slot(s.replica_rank[i], s.replica_slot[i]), s.expert[x]);
+      ++imports[s.replica_rank[i]];
+    }
+  }
+  bool chained = false;
+  for (int32_t r = 0; r < c.num_ranks; ++r) chained |= exports[r] > 0 && imports[r] > 0;
+  CHECK_EQ(a.shape.max_exports, *std::max_element(exports.begin(), exports.end()));
+  CHECK_EQ(a.shape.max_imports, *std::max_element(imports.begin(), imports.end()));
+  CHECK_EQ(a.shape.max_fanout, max_fanout);
+  CHECK_EQ(a.shape.chained, chained);
+}
+
+void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const ScheduleArrays& a) {
+  const uec::Schedule& s = a.schedule;
+  CHECK(s.mode == mode);
+  // Egress that the ranges imply, and how far rounding to whole groups may take it off.
+  std::vector<double> implied(c.num_ranks), slack(c.num_ranks);
+  for (int32_t x = 0; x < s.num_experts; ++x) {
+    const int32_t n = s.num_replicas(x), home = c.home[s.expert[x]];
+    const int64_t groups = tiles.num_groups(n);
+    const int32_t* bounds = s.boundaries(x);
+    CHECK_EQ(bounds[0], 0);
+    CHECK_EQ(bounds[n + 1], groups);
+    for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
+    if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the home alone
+    implied[home] += kEgressUnit;
+    if (n == 1 || groups == 0) continue;
+    if (mode != Mode::kDirect) {  // each boundary is the nearest to its hubs' shares
+      const int64_t total = (n - 1) * kEgressUnit;
+      const int64_t* extra = a.extra.data() + s.first[x] + x;
+      int64_t sum = 0;
+      for (int32_t hub = 0; hub <= n; ++hub) {
+        sum += extra[hub];
+        CHECK(2 * std::abs(bounds[hub + 1] * total - sum * groups) <= total);
+      }
+    }
+    const double unit = static_cast<double>(n - 1) * kEgressUnit / static_cast<double>(groups);
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      const int32_t r = hub == 0 ? home : s.replica_rank[s.first[x] + hub - 1];
+      implied[r] += (bounds[hub + 1] - bounds[hub]) * unit;
+      slack[r] += unit;
+    }
+  }
+  int64_t total = 0;
+  for (int32_t r = 0; r < c.num_ranks; ++r) {
+    CHECK(s.egress[r] >= 0);
+    total += s.egress[r];
+    if (tiles.num_tiles() == 0) continue;
+    CHECK(std::abs(implied[r] - static_cast<double>(s.egress[r])) <= slack[r] + 1);
+  }
+  CHECK_EQ(total, kEgressUnit * a.shape.num_replicas);
+}
+
+void check_case(const PlanCase& c, const uec::TileMap& tiles) {
+  int64_t busiest_direct = 0;
+  for (const Mode mode : {Mode::kDirect, Mode::kPush, Mode::kPull}) {
+    const ScheduleArrays a(c, tiles, mode);
+    check_shape(c, a);
+    check_hubs(c, tiles, mode, a);
+    const int64_t busiest = *std::max_element(a.egress.begin(), a.egress.end());
+    if (mode == Mode::kDirect)
+      busiest_direct = busiest;
+    else  // a fill moves egress to the emptiest ranks; units that do not divide cost one each
+      CHECK(busiest <= busiest_direct + 4 * a.shape.num_replicas);
+    const ScheduleArrays again(c, tiles, mode);
+    CHECK(a.boundary == again.boundary && a.egress == again.egress);
+  }
+}
+
+// Known answers.
+void check_single_expert() {
+  const Tiles tiles({64 << 20}, 32 << 10);  // 1024 groups of two tiles
+  for (const int32_t n : {2, 3, 7, 15}) {
+    PlanCase c = make_group(n + 1, n + 1, 1);
+    for (int32_t r = 1; r <= n; ++r) CHECK(c.place(0, r));
+    const ScheduleArrays a(c, tiles.map(), Mode::kPush);
+    // The home sends one copy and relays nothing; the replicas share the other n - 1 evenly.
+    CHECK_EQ(a.schedule.boundaries(0)[1], 0);
+    CHECK_EQ(a.egress[0], kEgressUnit);
+    for (int32_t hub = 1; hub <= n; ++hub) {
+      CHECK(std::abs(n * a.schedule.boundaries(0)[hub] - (hub - 1) * 1024) <= n);
+      CHECK(a.egress[hub] <= kEgressUnit * (n - 1) / n + 1);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_single_expert();
+  Random random(11);
+  const Tiles large({3 << 20, 1 << 20}, 32 << 10), small({1, 3}, 32 << 10);
+  const Tiles odd({(64 << 10) + 1, 100}, 64 << 10), none({}, 32 << 10);
+  for (int repeat = 0; repeat < scaled(6000); ++repeat) {
+    const PlanCase c = draw_case(random, repeat % 10 == 0 ? 40 : 12);
+    for (const Tiles* tiles : {&large, &small, &odd, &none}) check_case(c, tiles->map());
+  }
+}

@@ -1,0 +1,307 @@
+// What tests of teams run over: a group in plain memory, and the policies of a team's members.
+#pragma once
+
+#include <atomic>
+#include <barrier>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/base/digest.hpp"
+#include "core/crowd.hpp"
+#include "core/transfer/announce.hpp"
+#include "core/transfer/fetcher.hpp"
+#include "core/transfer/storer.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/worklists.hpp"
+
+namespace team_tests {
+
+using uec::AbortWord;
+using uec::Alone;
+using uec::Call;
+using uec::CallRecord;
+using uec::Delivered;
+using uec::Fault;
+using uec::FlagKind;
+using uec::Mode;
+using uec::RecordKind;
+using uec::Step;
+using uec::Wait;
+
+inline constexpr uint64_t kFirstEpoch = 7, kDigest = 0x123456789ABCDEF;
+inline constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
+
+inline uint64_t record_of(uint64_t epoch, RecordKind kind = RecordKind::kCall,
+                          uint64_t digest = kDigest) {
+  return CallRecord::make(epoch, digest, kind).word;
+}
+
+// ---- a group in plain memory --------------------------------------------------------------------
+
+// The stages between the two sides of a rank, and how its mover behaves.
+struct Ring {
+  static constexpr uint32_t kStages = 3;
+
+  std::atomic<uint32_t> described{0}, released{0};
+  uec::Stage stages[kStages] = {};
+  const uint8_t* source[kStages] = {};
+  uint32_t commits = 0;
+  Random dice{};
+};
+
+// One rank's part of one call.
+struct Part {
+  Part(const PlanCase& c, const Tiles& tiles, Mode mode, int32_t rank)
+      : schedule(c, tiles.map(), mode),
+        worklist(c, tiles.map(), schedule.schedule, rank),
+        cursor(worklist.pieces.size() + 1),
+        remaining(worklist.tasks.size() + 1),
+        open(c.num_ranks),
+        state(worklist.pieces.size() + 1) {}
+
+  ScheduleArrays schedule;
+  WorklistArrays worklist;
+  std::vector<int32_t> cursor, remaining;
+  std::vector<uint8_t> open, state;
+  uec::HeldGroup held[uec::kMaxHeld] = {};
+  Ring ring;
+  Call call;
+};
+
+struct World {
+  World(const PlanCase& group, std::vector<int64_t> segments, int64_t tile_bytes)
+      : base_case(group),
+        segment_bytes(segments),
+        tiles(std::move(segments), tile_bytes),
+        main_idx(group.main_idx()),
+        num_mains(group.num_mains()),
+        gone(group.num_ranks) {
+    const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
+    slot_offset.resize(segment_bytes.size());
+    int64_t region = 0;
+    for (const int64_t bytes : segment_bytes) {
+      region_offset.push_back(region);
+      region += max_mains * bytes;
+    }
+    const int64_t finest = uec::TileMap::tiles_per_group(tile_bytes, uec::kWideFanout + 1);
+    layout = uec::SymmetricLayout::make(
+        group.topology(), max_mains, uec::ceil_div(tiles.map().num_tiles(), finest),
+        static_cast<int32_t>(segment_bytes.size()), segment_bytes.data(), slot_offset.data());
+    for (int32_t r = 0; r < group.num_ranks; ++r) {
+      memory.emplace_back(uec::ceil_div(layout.total, 8));
+      counts.emplace_back(uec::ceil_div(layout.load_base, 8));
+      bases.push_back(reinterpret_cast<uint8_t*>(memory[r].data()));
+      weights.emplace_back(region);
+      regions.push_back(weights[r].data());
+      mains.emplace_back();
+      for (size_t i = 0; i < segment_bytes.size(); ++i)
+        for (int32_t m = 0; m < num_mains[r]; ++m)
+          mains[r].push_back(regions[r] + region_offset[i] + m * segment_bytes[i]);
+    }
+  }
+
+  int32_t num_ranks() const { return base_case.num_ranks; }
+  int32_t num_calls() const { return static_cast<int32_t>(plans.size()); }
+
+  void add_call(const std::vector<int32_t>& slot_expert, Mode mode) {
+    const uint64_t epoch = kFirstEpoch + plans.size();
+    plans.push_back(slot_expert);
+    parts.emplace_back();
+    PlanCase c = base_case;
+    c.slot_expert = slot_expert;
+    for (int32_t r = 0; r < num_ranks(); ++r) {
+      parts.back().push_back(std::make_unique<Part>(c, tiles, mode, r));
+      Part& part = *parts.back().back();
+      Call& call = part.call;
+      call.rank = r;
+      call.num_ranks = num_ranks();
+      call.epoch = {epoch, {record_of(epoch)}};
+      call.layout = layout;
+      call.tiles = tiles.map();
+      call.addresses = {bases.data(), segment_bytes.data(), slot_offset.data(),  mains[r].data(),
+                        num_mains[r], regions.data(),       region_offset.data()};
+      call.work = part.worklist.list;
+      call.cursor = part.cursor.data();
+      call.remaining = part.remaining.data();
+      part.ring.dice.seed(static_cast<uint32_t>(r));
+    }
+  }
+
+  std::atomic_ref<uint64_t> word(int32_t rank, int64_t offset) {
+    return std::atomic_ref(memory[rank][offset / 8]);
+  }
+
+  // Bytes that belong to one call, expert, and place.
+  static uint8_t payload(uint64_t epoch, int32_t expert, size_t segment, int64_t at) {
+    const uint64_t place = at / 64 * 7 + at % 64;
+    return static_cast<uint8_t>(epoch * 101 + expert * 31 + segment * 17 + place + 1);
+  }
+
+  void fill_weights(int32_t rank, uint64_t epoch) {
+    for (int32_t e = 0; e < base_case.num_experts; ++e)
+      for (size_t i = 0; i < segment_bytes.size() && base_case.home[e] == rank; ++i)
+        for (int64_t at = 0; at < segment_bytes[i]; ++at)
+          weights[rank][region_offset[i] + main_idx[e] * segment_bytes[i] + at] =
+              payload(epoch, e, i, at);
+  }
+
+  // The slots hold their experts; then the caller overwrites them.
+  void use_slots(int32_t rank, int32_t call) {
+    for (int32_t s = 0; s < base_case.slots_per_rank; ++s) {
+      const int32_t expert = plans[call][rank * base_case.slots_per_rank + s];
+      for (size_t i = 0; i < segment_bytes.size(); ++i) {
+        uint8_t* const slot = bases[rank] + slot_offset[i] + s * segment_bytes[i];
+        for (int64_t at = 0; at < segment_bytes[i]; ++at)
+          CHECK_EQ(slot[at], expert < 0 ? 0 : payload(kFirstEpoch + call, expert, i, at));
+        std::memset(slot, 0, segment_bytes[i]);
+      }
+    }
+  }
+
+  PlanCase base_case;
+  std::vector<int64_t> segment_bytes, slot_offset, region_offset;
+  Tiles tiles;
+  uec::SymmetricLayout layout;
+  std::vector<int32_t> main_idx, num_mains;
+  std::vector<std::vector<uint64_t>> memory;
+  std::vector<std::vector<std::atomic<int32_t>>> counts;  // publishes to each flag
+  std::vector<std::vector<uint8_t>> weights;
+  std::vector<uint8_t*> bases;
+  std::vector<const uint8_t*> regions;
+  std::vector<std::vector<const uint8_t*>> mains;
+  std::vector<std::atomic<bool>> gone;
+  std::vector<std::vector<int32_t>> plans;
+  std::vector<std::vector<std::unique_ptr<Part>>> parts;  // [call][rank]
+};
+
+// ---- the policies -------------------------------------------------------------------------------
+
+template <class AnyTeam>
+class TeamMemory {
+ public:
+  using Team = AnyTeam;
+
+  TeamMemory(World& world, int32_t rank) : world_(world), rank_(rank) {}
+
+  uint64_t observe(int64_t offset) {
+    return world_.word(rank_, offset).load(std::memory_order_acquire);
+  }
+  void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) {
+    world_.counts[rank][offset / 8].fetch_add(1, std::memory_order_relaxed);
+    world_.word(rank, offset).store(value, std::memory_order_release);
+  }
+  bool flags_delivered() { return true; }
+  bool peer_gone(int32_t rank) { return world_.gone[rank].load(std::memory_order_acquire); }
+  int32_t load(const int32_t* counter) {
+    return std::atomic_ref(*const_cast<int32_t*>(counter)).load(std::memory_order_relaxed);
+  }
+  bool claim(int32_t* counter, int32_t expected) {
+    return std::atomic_ref(*counter).compare_exchange_strong(expected, expected + 1,
+                                                             std::memory_order_relaxed);
+  }
+  int32_t take(int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
+  }
+  int32_t arrive(Delivered, int32_t* counter, int32_t count) {
+    return std::atomic_ref(*counter).fetch_sub(count, std::memory_order_acq_rel) - count;
+  }
+
+ private:
+  World& world_;
+  int32_t rank_;
+};
+
+// The leader does all, and tells.
+template <class Team>
+class TeamMover : public uec::DeliveryPolicy {
+ public:
+  explicit TeamMover(Ring& ring) : ring_(ring) {}
+
+  bool vacant(uint32_t k) {
+    return told([&] { return k - ring_.released.load(std::memory_order_acquire) < Ring::kStages; });
+  }
+  void fetch(uint32_t k, const uec::Stage& stage, const uint8_t* source) {
+    if (team_.leader()) {
+      ring_.stages[k % Ring::kStages] = stage;
+      ring_.source[k % Ring::kStages] = source;
+      ring_.described.store(k + 1, std::memory_order_release);
+    }
+    team_.sync();
+  }
+  bool loaded(uint32_t k) {
+    return told([&] { return ring_.described.load(std::memory_order_acquire) - k - 1 < 1u << 31; });
+  }
+  const uec::Stage& stage(uint32_t k) const { return ring_.stages[k % Ring::kStages]; }
+  void store(uint32_t k, uint8_t* destination, int64_t bytes) {
+    if (destination != nullptr) std::memcpy(destination, ring_.source[k % Ring::kStages], bytes);
+    team_.sync();
+  }
+  uint32_t commit(uint32_t) { return team_.share(team_.leader() ? ++ring_.commits : 0); }
+  bool reusable(uint32_t) {
+    return told([&] { return draw(ring_.dice, 0, 2) > 0; });
+  }
+  void release(uint32_t k) {
+    if (team_.leader()) ring_.released.store(k + 1, std::memory_order_release);
+  }
+  template <class F>
+  bool when_delivered(uint32_t, bool idle, F&& then) {
+    if (!told([&] { return idle || draw(ring_.dice, 0, 2) == 0; })) return false;
+    then(delivered());
+    return true;
+  }
+  void loads_complete() { team_.sync(); }
+
+ private:
+  template <class F>
+  bool told(F&& look) {
+    return team_.share(team_.leader() && look());
+  }
+
+  Ring& ring_;
+  Team team_;
+};
+
+// All members have this value.
+template <class Team>
+void agree(uint64_t value) {
+  if constexpr (std::is_same_v<Team, Crowd>) Crowd::agree(value);
+}
+
+using Fields = std::vector<int64_t>;
+
+Fields fields_of(const Wait& w) {
+  return {static_cast<int64_t>(w.flag),    w.peer, w.expert, w.piece, static_cast<int64_t>(w.seen),
+          static_cast<int64_t>(w.expected)};
+}
+
+template <class Team, class Side>
+void agree_on(Side& side, Step step) {
+  uint64_t answer = uec::mix(static_cast<uint64_t>(step), static_cast<uint64_t>(side.fault()));
+  if (step == Step::kBlocked || step == Step::kFailed)
+    for (const int64_t field : fields_of(side.wait())) answer = uec::mix(answer, field);
+  agree<Team>(answer);
+}
+
+// What one member runs of one rank's call.
+template <class Team>
+struct Steps {
+  Steps(World& world, int32_t call_idx, int32_t rank)
+      : part(*world.parts[call_idx][rank]),
+        memory(world, rank),
+        mover(part.ring),
+        fetcher(part.call, memory, mover, part.open.data(), part.state.data()),
+        storer(part.call, memory, mover, part.held),
+        finish(part.call, memory) {}
+
+  Part& part;
+  TeamMemory<Team> memory;
+  TeamMover<Team> mover;
+  uec::Fetcher<TeamMemory<Team>, TeamMover<Team>> fetcher;
+  uec::Storer<TeamMemory<Team>, TeamMover<Team>> storer;
+  uec::Finish<TeamMemory<Team>> finish;
+};
+
+}  // namespace team_tests

@@ -1,0 +1,192 @@
+// The root cause: what a rank concludes from the abort words that have reached it.
+#include <map>
+#include <vector>
+
+#include "core/transfer/failure.hpp"
+#include "support/check.hpp"
+
+namespace {
+
+using uec::AbortWord;
+using uec::Call;
+using uec::CallRecord;
+using uec::Fault;
+using uec::RecordKind;
+using uec::Report;
+
+constexpr int32_t kRanks = 5;
+constexpr uint64_t kEpoch = 9;
+
+struct FakeMemory {
+  using Team = uec::Alone;
+
+  std::map<int64_t, uint64_t> words{};
+  std::vector<bool> gone = std::vector<bool>(kRanks, false);
+  uint64_t observe(int64_t offset) { return words[offset]; }
+  bool peer_gone(int32_t rank) const { return gone[rank]; }
+};
+
+// Rank 0 of five, which has seen these abort words.
+struct Seen {
+  Seen() {
+    const uec::Topology t{.num_ranks = kRanks, .num_experts = kRanks, .slots_per_rank = 1};
+    call.num_ranks = kRanks;
+    call.epoch = {kEpoch, CallRecord::make(kEpoch, 7, RecordKind::kCall)};
+    call.layout = uec::SymmetricLayout::make(t, 1, 1, 0, nullptr, nullptr);
+    call.addresses.bases = bases;
+    for (uint8_t*& base : bases) base = &byte;
+  }
+  Seen& word(int32_t rank, int32_t waited_for, int32_t told_by) {
+    memory.words[call.layout.abort(rank)] = AbortWord::make(kEpoch, waited_for, told_by).word;
+    return *this;
+  }
+  Seen& later_word(int32_t rank, int32_t waited_for, int32_t told_by) {
+    memory.words[call.layout.abort(rank)] = AbortWord::make(kEpoch + 1, waited_for, told_by).word;
+    return *this;
+  }
+  Seen& record(int32_t rank, CallRecord record) {
+    memory.words[call.layout.call(rank)] = record.word;
+    return *this;
+  }
+  Seen& gone(int32_t rank) {
+    memory.gone[rank] = true;
+    return *this;
+  }
+  int32_t root() { return find_root(memory, call); }
+  bool written() { return chain_is_written(memory, call); }
+
+  FakeMemory memory;
+  Call call;
+  uint8_t byte = 0;
+  uint8_t* bases[kRanks];
+};
+
+void check_roots() {
+  CHECK_EQ(Seen().word(0, 3, -1).root(), 3);                 // a wait of our own
+  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, -1).root(), 2);  // a chain of waits
+  CHECK_EQ(Seen().word(0, -1, -1).root(), 0);                // we failed by ourselves
+  CHECK_EQ(Seen().word(0, 1, 2).word(2, -1, -1).root(), 2);  // another did
+  CHECK_EQ(Seen().word(0, 1, 2).word(2, 4, -1).root(), 4);   // we were told why
+  CHECK_EQ(Seen().word(0, -1, 2).root(), 2);                 // whose word has yet to come
+  // We told 1 that we had given up on it; it was waiting for 3 itself.
+  CHECK_EQ(Seen().word(0, 1, -1).word(1, 3, 0).root(), 3);
+  // 1 had to do with another cause: what it was waiting for would have come.
+  CHECK_EQ(Seen().word(0, 1, -1).word(1, 0, 2).word(2, 4, -1).root(), 4);
+  // Two ranks each wait for what the other's failure has kept from them.
+  CHECK_EQ(Seen().word(0, 1, 2).word(1, 0, 0).word(2, 3, -1).root(), 3);
+  // 0 and 1 gave up by themselves, on ranks that the other one's word ended while they waited for
+  // 3: the causes lead to each other, the waits lead on.
+  CHECK_EQ(Seen().word(0, 2, -1).word(1, 4, -1).word(2, 3, 1).word(4, 3, 0).root(), 3);
+  // One that failed by itself is the root, whatever chain we are in; we are our own.
+  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).word(3, -1, -1).root(), 3);
+  CHECK_EQ(Seen().word(0, 1, -1).word(1, 2, 0).later_word(3, -1, -1).root(), 2);
+  CHECK_EQ(Seen().word(0, -1, -1).word(3, -1, -1).root(), 0);
+  {
+    Seen seen;
+    seen.call.rank = 3;
+    CHECK_EQ(seen.word(0, -1, -1).word(3, -1, -1).root(), 3);
+  }
+  // A rank that failed in a later call has finished this one.
+  CHECK_EQ(Seen().word(0, 3, -1).later_word(4, -1, -1).root(), 3);
+  CHECK_EQ(Seen().word(0, 3, -1).later_word(3, 4, -1).root(), 3);
+  // A cycle must not make it loop forever.
+  const int32_t root = Seen().word(0, 1, -1).word(1, 0, -1).root();
+  CHECK(root == 0 || root == 1);
+}
+
+void check_chains() {
+  CHECK(!Seen().word(0, 1, -1).written());         // 1 may still say whom it waits for
+  CHECK(Seen().word(0, 1, -1).gone(1).written());  // never
+  CHECK(Seen().word(0, 1, -1).word(1, -1, -1).written());
+  CHECK(!Seen().word(0, 1, -1).word(1, 2, 0).word(3, 2, 0).word(4, 2, 0).written());
+  CHECK(Seen().word(0, 1, -1).word(1, 2, 0).word(2, 1, 0).word(3, 2, 0).word(4, 2, 0).written());
+}
+
+void check_before_a_call() {
+  const CallRecord last = CallRecord::make(kEpoch - 1, 7, RecordKind::kCall);
+  const auto check = [&](Seen& seen) {
+    return check_peers(seen.memory, seen.call.layout, seen.call.epoch, last);
+  };
+  Seen fine, failed, later, disagrees;
+  CHECK(check(fine).fault == Fault::kNone);
+  Report report = check(failed.word(2, 1, -1));
+  CHECK(report.fault == Fault::kAborted);
+  CHECK_EQ(report.aborter, 2);
+  CHECK(check(later.later_word(2, 1, -1)).fault == Fault::kNone);
+  report =
+      check(disagrees.record(4, CallRecord::make(kEpoch - 1, ~uint64_t{7}, RecordKind::kCall)));
+  CHECK(report.fault == Fault::kMismatch);
+  CHECK_EQ(report.wait.peer, 4);
+}
+
+void check_who_has_called() {
+  uint8_t involved[kRanks] = {1, 1, 0, 1, 0};
+  Seen seen;
+  seen.call.work.involved = involved;
+  const auto called = [&] { return all_called(seen.memory, seen.call); };
+  CHECK(!called());
+  seen.record(1, CallRecord::make(kEpoch, 7, RecordKind::kCall));
+  seen.record(3, CallRecord::make(kEpoch - 1, 7, RecordKind::kCall));
+  CHECK(!called());
+  seen.record(3, CallRecord::make(kEpoch + 1, 7, RecordKind::kCall));
+  CHECK(called());  // the others are not needed, and we are
+}
+
+void check_reports() {
+  Seen seen;
+  Report report = report_step(seen.memory, seen.call, Fault::kNone, {});
+  CHECK(report.fault == Fault::kNone);
+  report = report_step(seen.memory, seen.call, Fault::kGone, {.peer = 3});
+  CHECK(report.fault == Fault::kGone && report.aborter == -1);
+  // A peer that failed first and then ended has said why.
+  seen.word(2, 3, -1);
+  report = report_step(seen.memory, seen.call, Fault::kGone, {.peer = 2});
+  CHECK(report.fault == Fault::kAborted);
+  CHECK_EQ(report.aborter, 2);
+  report = report_step(seen.memory, seen.call, Fault::kMismatch, {.peer = 4});
+  CHECK(report.fault == Fault::kMismatch);
+  CHECK_EQ(report.aborter, -1);
+
+  report = {.fault = Fault::kAborted, .wait = {.peer = 4}, .aborter = 2};
+  const AbortWord word = abort_word(seen.call, report);
+  CHECK(word.waited_for() == 4 && word.told_by() == 2);
+  CHECK(abort_word(seen.call, {.fault = Fault::kCancelled, .wait = {.peer = 4}}).by_itself());
+  CHECK(abort_word(seen.call, {.fault = Fault::kRejected, .wait = {.peer = 0}}).by_itself());
+
+  // Told by a rank that had rejected its input: that is what the report says.
+  seen.word(0, 4, 2).word(2, -1, -1);
+  seen.record(2, CallRecord::make(kEpoch, 1, RecordKind::kRejected));
+  name_root(seen.memory, seen.call, &report);
+  CHECK(report.fault == Fault::kRejected);
+  CHECK_EQ(report.root, 2);
+  CHECK_EQ(report.epoch, kEpoch);
+}
+
+void check_disagreements() {
+  constexpr uint64_t kOurs = uint64_t{5} << 40, kTheirs = uint64_t{6} << 40;
+  const CallRecord last = CallRecord::make(kEpoch, kOurs, RecordKind::kCall);
+  const auto find = [&](CallRecord record) {
+    Seen seen;
+    seen.record(3, record);
+    return find_disagreement(seen.memory, seen.call.layout, last);
+  };
+  CHECK_EQ(find({}), -1);
+  CHECK_EQ(find(last), -1);
+  CHECK_EQ(find(CallRecord::make(kEpoch, kTheirs, RecordKind::kCall)), 3);
+  CHECK_EQ(find(CallRecord::make(kEpoch - 1, kTheirs, RecordKind::kCall)), -1);
+  CHECK_EQ(find(CallRecord::make(kEpoch + 1, kTheirs, RecordKind::kCall)), -1);
+  CHECK_EQ(find(CallRecord::farewell(kEpoch, last)), -1);
+  CHECK_EQ(find(CallRecord::farewell(kEpoch, CallRecord::make(kEpoch, kTheirs, RecordKind::kCall))),
+           3);
+}
+
+}  // namespace
+
+int main() {
+  check_roots();
+  check_chains();
+  check_before_a_call();
+  check_who_has_called();
+  check_reports();
+  check_disagreements();
+}

@@ -1,0 +1,271 @@
+// Single interleavings of the streaming steps that threads hit only rarely.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/transfer/worker.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+
+namespace {
+
+using uec::CallRecord;
+using uec::Fault;
+using uec::RecordKind;
+using uec::Step;
+
+constexpr uint64_t kEpoch = 9, kDigest = 0x123456789ABCDEF;
+
+// Rank 0's memory, seen by one worker. `after_load` runs once, behind a look at a counter.
+struct FakeMemory {
+  using Team = uec::Alone;
+
+  std::map<int64_t, uint64_t>& words;
+  std::map<std::pair<int32_t, int64_t>, uint64_t>& published;
+  std::function<void()> after_load;
+
+  uint64_t observe(int64_t offset) { return words[offset]; }
+  void publish(uec::Delivered, int32_t rank, int64_t offset, uint64_t value) {
+    published[{rank, offset}] = value;
+  }
+  bool peer_gone(int32_t) const { return false; }
+  int32_t load(const int32_t* counter) {
+    const int32_t value = *counter;
+    if (after_load) std::exchange(after_load, nullptr)();
+    return value;
+  }
+  bool claim(int32_t* counter, int32_t expected) {
+    return *counter == expected && ++*counter > expected;
+  }
+  int32_t take(int32_t* counter) { return (*counter)++; }
+  int32_t arrive(uec::Delivered, int32_t* counter, int32_t count) { return *counter -= count; }
+};
+
+struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
+  const uint8_t* source[kStages] = {};
+  void fetch(uint32_t k, const uec::Stage& stage, const uint8_t* from) {
+    describe(k, stage);
+    source[k % kStages] = from;
+  }
+  bool loaded(uint32_t k) const { return described(k); }
+  void store(uint32_t k, uint8_t* to, int64_t bytes) {
+    std::memcpy(to, source[k % kStages], bytes);
+  }
+  bool reusable(uint32_t) const { return true; }
+  uint32_t commit(uint32_t) { return 0; }
+  template <class F>
+  bool when_delivered(uint32_t, bool, F&& then) {
+    then(delivered());
+    return true;
+  }
+  void loads_complete() {}
+};
+
+// Rank 0 sends expert 0 to slot 0 of rank 1, in `num_groups` groups.
+struct Sender {
+  explicit Sender(int64_t num_groups)
+      : tiles({num_groups * uec::kGroupBytes}, uec::kGroupBytes),
+        group(make_group(2, 2, 1)),
+        bytes(num_groups * uec::kGroupBytes),
+        weights(bytes, 7) {
+    CHECK(group.place(0, 1));
+    schedule = std::make_unique<ScheduleArrays>(group, tiles.map(), uec::Mode::kDirect);
+    call.layout =
+        uec::SymmetricLayout::make(group.topology(), 1, num_groups, 1, &bytes, &slot_offset);
+    memory.assign(call.layout.total, 0);
+    bases[1] = memory.data();
+    mains[0] = weights.data();
+    call.num_ranks = 2;
+    call.epoch = {kEpoch, CallRecord::make(kEpoch, kDigest, RecordKind::kCall)};
+    call.tiles = tiles.map();
+    call.addresses = {bases, &bytes, &slot_offset, mains, 1, nullptr, nullptr};
+    call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
+    call.cursor = cursor;
+    call.remaining = remaining;
+    uec::build_worklist(uec::Alone{}, group.topology(), tiles.map(), schedule->schedule, main_idx,
+                        0, call.work);
+    call.reset_counters(uec::Alone{});
+    peer_is_at(kEpoch);
+  }
+
+  void peer_is_at(uint64_t epoch) {
+    words[call.layout.call(1)] = CallRecord::make(epoch, kDigest, RecordKind::kCall).word;
+    words[call.layout.open(1)] = epoch;
+  }
+
+  Tiles tiles;
+  PlanCase group;
+  int64_t bytes, slot_offset = 0;
+  std::vector<uint8_t> weights, memory;
+  std::unique_ptr<ScheduleArrays> schedule;
+  uint8_t* bases[2] = {};
+  const uint8_t* mains[1] = {};
+  uec::Task tasks[2];
+  uec::Piece pieces[4];
+  uec::Destination destinations[4];
+  uec::Expected expected[4];
+  uint8_t opens[2], involved[2], needs[2], open[3][2], state[3][4];
+  int32_t cursor[4], remaining[2];
+  const int32_t main_idx[2] = {0, 0};
+  uec::Call call;
+  std::map<int64_t, uint64_t> words;
+  std::map<std::pair<int32_t, int64_t>, uint64_t> published;
+};
+
+template <class Worker>
+Step run(Worker& worker) {
+  for (int i = 0; i < 1000; ++i) {
+    const Step step = worker.step();
+    if (step != Step::kProgress) return step;
+  }
+  return Step::kBlocked;
+}
+
+// A worker looks at a piece; before it looks at the gate, another worker sends the rest, and the
+// peer goes on to its next call. That is no mismatch.
+void check_overtaken_worker() {
+  Sender sender(2);
+  FakeMemory fast_memory{sender.words, sender.published, nullptr};
+  FakeMemory slow_memory{sender.words, sender.published, nullptr};
+  FakeMover fast_mover, slow_mover;
+  uec::Worker fast(sender.call, fast_memory, fast_mover, sender.open[0], sender.state[0]);
+  uec::Worker slow(sender.call, slow_memory, slow_mover, sender.open[1], sender.state[1]);
+  slow_memory.after_load = [&] {
+    CHECK(run(fast) == Step::kFinished);
+    sender.peer_is_at(kEpoch + 1);
+  };
+  CHECK(run(slow) == Step::kFinished);
+  CHECK(slow.fault() == Fault::kNone);
+  CHECK_EQ((sender.published[{1, sender.call.layout.done(0, 0)}]), kEpoch);
+  CHECK(std::memcmp(sender.memory.data() + sender.slot_offset, sender.weights.data(),
+                    sender.bytes) == 0);
+}
+
+// With groups left to send, a peer that is past the call has called differently.
+void check_peer_ahead() {
+  Sender sender(2);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  sender.peer_is_at(kEpoch + 1);
+  CHECK(run(worker) == Step::kFailed);
+  CHECK(worker.fault() == Fault::kMismatch);
+  CHECK_EQ(worker.wait().peer, 1);
+  CHECK(sender.published.empty());
+}
+
+// A hub waits for its only group; another worker claims it before the first one is asked what it
+// waits for. The answer is that group, not what lies behind the flags of its slot.
+void check_wait_for_a_claimed_group() {
+  Sender sender(1);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  sender.pieces[0].source = uec::Source::kSlot;
+  sender.pieces[0].source_idx = 0;
+  sender.pieces[0].source_rank = 1;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  CHECK(run(worker) == Step::kBlocked);
+  sender.words[sender.call.layout.ready(0, 0)] = kEpoch;
+  sender.words[sender.call.layout.ready(0, 1)] = kEpoch + 7;
+  sender.cursor[0] = 1;
+  CHECK(worker.wait().flag == uec::FlagKind::kReady);
+  CHECK_EQ(worker.wait().seen, kEpoch);
+}
+
+// A mover that knows a stage to be read only once a later commit, or the wait for delivery, says
+// so: as a device, whose waits count commits.
+struct LateMover : FakeMover {
+  uint32_t commits = 0, read = 0;
+  uint32_t commit(uint32_t) {
+    read = commits;
+    return ++commits;
+  }
+  bool reusable(uint32_t k) const { return k < read || k >= commits; }
+  template <class F>
+  bool when_delivered(uint32_t ticket, bool idle, F&& then) {
+    if (ticket > read && !idle) return false;
+    read = std::max(read, ticket);
+    then(delivered());
+    return true;
+  }
+};
+
+// The call fails with a full ring behind a tile that has just been stored. Both sides terminate.
+void check_drain_of_a_full_ring() {
+  Sender sender(12);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  LateMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  CHECK(worker.fetch_step() == Step::kProgress);
+  while (mover.commits == 0) CHECK(worker.store_step() == Step::kProgress);
+  for (uint32_t i = 0; i < LateMover::kStages - 1; ++i)
+    while (worker.fetch_step() != Step::kAwaitDelivered && mover.vacant(i + 1)) {
+    }
+  int steps = 0;
+  while (worker.drain_step() != Step::kFinished) CHECK(++steps < 100);
+}
+
+// Nothing is stored before the peer has called and opened.
+void check_gate() {
+  Sender sender(1);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  sender.peer_is_at(kEpoch - 1);
+  CHECK(run(worker) == Step::kBlocked);
+  CHECK(worker.wait().flag == uec::FlagKind::kCall);
+  sender.peer_is_at(kEpoch);
+  sender.words[sender.call.layout.open(1)] = kEpoch - 1;
+  CHECK(run(worker) == Step::kBlocked);
+  CHECK(worker.wait().flag == uec::FlagKind::kOpen);
+  CHECK_EQ(worker.wait().seen, kEpoch - 1);
+  CHECK_EQ(sender.memory[sender.slot_offset], 0);
+  sender.peer_is_at(kEpoch);
+  CHECK(run(worker) == Step::kFinished);
+}
+
+// Either side stops when the other has failed.
+void check_sides_see_each_other() {
+  {
+    Sender sender(1);
+    FakeMemory memory{sender.words, sender.published, nullptr};
+    FakeMover mover;
+    uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+    sender.peer_is_at(kEpoch + 1);
+    CHECK(worker.store_step() == Step::kIdle);
+    CHECK(worker.fetch_step() == Step::kFailed);
+    CHECK(worker.store_step() == Step::kFailed);
+  }
+  // As a hub, whose home has failed by the time that all has been pulled.
+  Sender sender(2);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  FakeMover mover;
+  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  sender.tasks[0].pulled_home = 1;
+  sender.tasks[0].pulled_main = 0;
+  for (int i = 0; i < 2; ++i) CHECK(worker.fetch_step() == Step::kProgress);
+  sender.words[sender.call.layout.abort(1)] = uec::AbortWord::make(kEpoch, -1, -1).word;
+  for (int i = 0; i < 4; ++i) CHECK(worker.store_step() == Step::kProgress);
+  CHECK(worker.store_step() == Step::kFailed);
+  CHECK(worker.fault() == Fault::kAborted);
+  CHECK_EQ(worker.wait().peer, 1);
+  CHECK(worker.fetch_step() == Step::kFailed);
+  CHECK(worker.step() == Step::kFailed);
+  for (int i = 0; worker.drain_step() != Step::kFinished; ++i) CHECK(i < 10);
+  CHECK(sender.published.empty());
+}
+
+}  // namespace
+
+int main() {
+  check_sides_see_each_other();
+  check_gate();
+  check_peer_ahead();
+  check_overtaken_worker();
+  check_wait_for_a_claimed_group();
+  check_drain_of_a_full_ring();
+}

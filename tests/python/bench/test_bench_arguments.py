@@ -1,0 +1,369 @@
+"""Command lines: what is light, what is refused before anything runs, and what documents show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benched import plain_environment, settings_of
+
+from ultraep_comm.bench import cli
+from ultraep_comm.bench.cli import main, make_parser
+from ultraep_comm.bench.clock import gpu_is_usable
+from ultraep_comm.bench.commands.model import MACHINES
+from ultraep_comm.bench.commands.plan import parse_plan_sizes
+from ultraep_comm.bench.options import ALL_MODES, choose_engine
+from ultraep_comm.bench.sizes import parse_counts
+from ultraep_comm.calls.reduce import REDUCE_MODES
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.model import MACHINES as MODELLED
+from ultraep_comm.plan.schedule import MODES
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [command.name for command in cli.COMMANDS]
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+BAD: dict[str, list[tuple[list[str], str]]] = {
+    "replicate": [
+        (["--iters", "0"], "--iters is 0"),
+        (["-b", "12Q"], "not a size"),
+        (["--segments", "a=1K,a=2K"], "'a=2K'"),
+        (["--segments", "a=1K", "-b", "4K"], "give one"),
+        (["--segments", "9", "-b", "4"], "cannot be cut"),
+        (["--imbalance", "5"], "expected 1 to 4"),
+        (["--trace", "none.npz"], "none.npz"),
+        (["--trace", "none.npz", "--imbalance", "2"], "generated load"),
+        (["--json", "none/o.json"], "no such folder"),
+        (["-b", "64K", "-e", "32K"], "--maxbytes is 32768, below the first size, 65536"),
+        (["-e", "64K"], "below the first size"),
+        (["-b", "1K", "-e", "2K", "-f", "1"], "--stepfactor is 1; expected at least 2"),
+        (["-b", "1K", "-e", "2K", "-f", "0"], "--stepfactor is 0"),
+        (["-b", "1K", "-e", "2K", "-f", "-2"], "--stepfactor is -2"),
+        (["-b", "1K", "-e", "2K", "-i", "0"], "'0' is not a size"),
+        (["-b", "1K", "-e", "2K", "-f", "2", "-i", "1K"], "expected one of them"),
+        (["-b", "-5"], "--expert-bytes: '-5' is not a size"),
+        (["-e", "9" * 5000 + "G"], "--maxbytes: '999"),
+        (["-e", "999999999999G"], "is no memory's size; expected at most 262144G"),
+        (["-b", "1K", "-e", "1024G"], "experts and slots of all ranks take"),
+        (["--ranks", "100000"], "--ranks is 100000; expected at most 1024"),
+        (["-b", "1K", "-f", "2"], "there is no --maxbytes"),
+        (["-b", "1K", "-i", "2K"], "there is no --maxbytes"),
+        (["-b", "1K", "-e", "1G", "-i", "1"], "more than 1000 sizes"),
+        (["-b", "1K", "-e", "2K", "--segments", "a=1K"], "--maxbytes asks for several"),
+        (["--min-bandwidth", "0"], "--min-bandwidth is 0.0; expected a finite number above 0"),
+        (["--min-bandwidth", "-5"], "--min-bandwidth is -5.0"),
+        (["--min-bandwidth", "nan"], "--min-bandwidth is nan"),
+        (["--min-bandwidth", "inf"], "--min-bandwidth is inf"),
+        (["--max-over-bound", "0"], "--max-over-bound is 0.0"),
+        (["--link-gbps", "-1"], "--link-gbps is -1.0"),
+        (["--times", "p50,mean"], "--times is 'p50,mean'"),
+        (["--times", "p50,p50"], "each once"),
+        (["--json", "."], "is a folder"),
+        (["--json", "/proc/none.json"], "cannot be written to"),
+        (["--csv", "none/o.csv"], "--csv none/o.csv: there is no such folder"),
+        (["--csv", "o", "--json", "./o"], "expected two files"),
+        (
+            ["--max-over-bound", "2", "--engine", "cuda", "--fabric", "torch"],
+            "give --link-gbps",
+        ),
+    ],
+    "reduce": [
+        (["--segments", "a=6"], "'a' has 6 bytes"),
+        (["--segments", "a=7", "--grad-dtype", "bfloat16"], "multiple of 2"),
+        (["--iters", "0"], "--iters is 0"),
+        (["-b", "12", "-e", "21", "-i", "9", "--segments", "1"], "segment 'w' has 21 bytes"),
+    ],
+    "plan": [
+        (["--max-over-bound", "0"], "--max-over-bound is 0.0; expected a finite number above 0"),
+        (["--max-over-bound", "2", "--engine", "cuda"], "give one of the two"),
+        (["--sizes", "64/256"], "ranks/experts/slots"),
+        (["--sizes", "64/256/0"], "at least 1"),
+        (["--sizes", "64/x/2"], "'64/x/2'"),
+        (["--sizes", ""], "--sizes"),
+        (["--sizes", "8/32/1,8/32/1"], "twice"),
+        (["--sizes", "8/4/1"], "--topk 8"),
+        (["--tokens", "100000000"], "2**31"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--topk", "-1"], "--topk is -1"),
+        (["--domain-size", "0"], "--domain-size is 0"),
+        (["--target", "0.9"], "--target"),
+        (["--target", "nan"], "--target"),
+        (["--families", "zipf9"], "zipf9"),
+        (["--families", "trace"], "--trace FILE"),
+        (["--trace", "t.npz", "--families", "zipf1.0"], "expected trace too"),
+        (["--trace", "nowhere.npz"], "nowhere.npz"),
+        (["--json", "nowhere/o.json"], "no such folder"),
+        (["--warps", "4"], "for --engine cuda"),
+        (["--engine", "cuda", "--warps", "0"], "--warps"),
+        (["--engine", "cuda", "--warps", "1,x"], "--warps"),
+        (["--engine", "cuda", "--warps", "1,17"], "at most 16"),
+        (["--engine", "cuda", "--json", "none/o.json"], "no such folder"),
+    ],
+    "critical-path": [
+        (["--ranks", "0"], "--ranks is 0"),
+        (["--slots", "0"], "--slots is 0"),
+        (["--topk", "0"], "--topk is 0"),
+        (["--num-sms", "0"], "--num-sms is 0"),
+        (["--iters", "0"], "--iters is 0"),
+        (["--tokens", "100000000"], "less than 2**31"),
+        (["--imbalance", "9"], "imbalance is 9"),
+        (["--imbalance", "2", "--trace", "x.npz"], "has its own"),
+        (["--trace", "/nowhere/x.npz"], "x.npz"),
+        (["--link-gbps", "0"], "--link-gbps is 0"),
+        (["--link-gbps", "nan"], "--link-gbps is nan"),
+        (["-b", "many"], "many"),
+        (["--json", "/nowhere/o.json"], "no such folder"),
+    ],
+    "layer": [
+        (["--ranks", "9", "--experts", "8"], "at least one for each of 9 ranks"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--imbalance", "5"], "expected 1 to 2"),
+        (["--max-over-bound", "-1"], "--max-over-bound is -1.0"),
+        (["--json", "none/o.json"], "no such folder"),
+    ],
+    "links": [
+        (["--ranks", "1"], "--ranks is 1; expected at least 2"),
+        (["-b", "0"], "'0' is not a size"),
+        (["--slowest", "-1"], "--slowest is -1"),
+        (["--min-bandwidth", "nan"], "--min-bandwidth is nan"),
+        (["--sms", "0"], "--num-sms is 0"),
+        (["--csv", "none/o.csv"], "no such folder"),
+        (["--fabric", "nvshmem", "--engine", "host"], "does not run over"),
+    ],
+    "model": [
+        (["--imbalances", "1"], "no number above 1"),
+        (["--imbalances", "2,x"], "'x' is no number"),
+        (["--imbalances", "inf"], "no number above 1"),
+        (["--families", "published2"], "'published2'; expected any of zipf0.6"),
+        (["--sizes", "4/16"], "is not ranks/experts/slots"),
+        (["--sizes", "4/1/1"], "fewer experts than --topk"),
+        (["--seeds", "0"], "--seeds is 0"),
+        (["--expert-bytes", "0"], "is not a size"),
+        (["--json", "/nowhere/at/all.json"], "there is no such folder"),
+        (["--json", "/tmp"], "is a folder; expected a file"),
+        (["--csv", "/nowhere/at/all.csv"], "there is no such folder"),
+        (["--imbalances", "", "--families", ","], "are both empty"),
+    ],
+    "calibrate": [
+        (["--ranks", "2"], "--ranks is 2; expected at least 3"),
+        (["-b", "x"], "'x' is not a size"),
+        (["-b", "4095"], "--bytes is 4095; expected at least 4096"),
+        (["--output", "none/c.json"], "no such folder"),
+        (["--output", "bad.json"], "calibration bad.json is damaged"),
+    ],
+    "validate": [
+        (["--ranks", "1"], "--ranks is 1; expected at least 2"),
+        (["--plans", "0"], "--plans is 0; expected at least 1"),
+        (["--iters", "0"], "--iters is 0"),
+        (["-b", "x"], "'x' is not a size"),
+        (["-b", "1M", "-e", "64K"], "the smallest first"),
+        (["-b", "64"], "at least 4096 bytes"),
+        (["--max-error", "nan"], "--max-error is nan"),
+        (["--max-error", "0"], "expected a number above 0"),
+        (["--json", "none/v.json"], "no such folder"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "text"),
+    [(command, *row) for command, rows in BAD.items() for row in rows],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_bad_arguments_run_nothing(
+    command: str,
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text("{")  # no calibration
+    for name in ("run_ranks", "run_alone"):
+        monkeypatch.setattr(cli, name, lambda *_, **__: pytest.fail("it ran"))
+    assert main([command, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert text in printed.err
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]
+    assert Path("bad.json").read_text() == "{"
+
+
+def test_ranks_must_be_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["replicate", "--ranks", "4"]) == 2
+    assert "2 ranks were launched" in capsys.readouterr().err
+
+
+def test_sizes_are_typed_errors() -> None:
+    with pytest.raises(InvalidArgumentError, match="for instance"):
+        parse_plan_sizes("1/2", None)
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "fabric", "launched", "chosen"),
+    [
+        ("host", "auto", None, ("host", "shm")),
+        ("host", "shm", 4, ("host", "shm")),
+        ("cuda", "auto", None, ("cuda", "loopback")),
+        ("cuda", "auto", 4, ("cuda", "nvshmem")),
+        ("cuda", "nvshmem", None, ("cuda", "nvshmem")),
+        ("cuda", "torch", 4, ("cuda", "torch")),
+        ("auto", "torch", None, ("cuda", "torch")),
+        ("auto", "loopback", None, ("cuda", "loopback")),
+        ("auto", "shm", None, ("host", "shm")),
+    ],
+)
+def test_engine_and_fabric(
+    engine: str, fabric: str, launched: int | None, chosen: tuple[str, str]
+) -> None:
+    assert choose_engine(engine, fabric, launched) == chosen
+
+
+@pytest.mark.parametrize(
+    ("engine", "fabric", "launched", "text"),
+    [
+        ("host", "nvshmem", None, "expected shm"),
+        ("host", "loopback", None, "expected shm"),
+        ("cuda", "shm", None, "loopback, torch, nvshmem"),
+        ("host", "torch", None, "expected shm"),
+        ("cuda", "loopback", 4, "4 ranks were launched"),
+    ],
+)
+def test_engine_and_fabric_that_do_not_go_together(
+    engine: str, fabric: str, launched: int | None, text: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        choose_engine(engine, fabric, launched)
+
+
+@pytest.mark.skipif(gpu_is_usable(), reason="there is a GPU here")
+def test_auto_is_the_host_engine_without_a_gpu() -> None:
+    assert choose_engine("auto", "auto", None) == ("host", "shm")
+
+
+def test_numbers_of_sms() -> None:
+    assert parse_counts("16,4, 8", "--num-sms") == (4, 8, 16)
+    for text in ("", "0", "4,,8", "4,4", "-1", "x"):
+        with pytest.raises(InvalidArgumentError, match="--num-sms"):
+            parse_counts(text, "--num-sms")
+    assert settings_of("replicate", "--engine", "host", "--sms", "2,1").num_sms == (1, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("command", ["replicate", "reduce", "plan", "critical-path"])
+def test_without_a_gpu_the_error_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *(["--engine", "cuda"] if command != "critical-path" else [])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "engine='host'" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("launcher", [True, False])
+def test_without_a_gpu_processes_say_so_too(tmp_path: Path, launcher: bool) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "ultraep_comm.bench", "replicate", "--engine", "cuda", "--fabric", "nvshmem"]
+    ranks = [] if launcher else ["--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if launcher else []), *command, *ranks],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env=plain_environment(),
+    )
+    assert done.returncode != 0
+    assert "engine='host'" in done.stderr
+    assert "device.py" not in done.stderr
+
+
+# ---- parsers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *NAMES])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    """It answers at once: neither torch nor numpy nor the extension module is loaded for it."""
+    arguments = [command, "--help"] if command else ["--help"]
+    code = f"""
+import sys
+from ultraep_comm.bench.cli import main
+try:
+    main({arguments})
+except SystemExit as end:
+    assert end.code == 0
+heavy = ("torch", "numpy", "ultraep_comm._core")
+sys.exit(", ".join(name for name in heavy if name in sys.modules) or 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"ultraep_comm.bench {command}".strip() in done.stdout
+
+
+def test_what_parsers_say_is_what_the_library_has() -> None:
+    """Parsers have names of their own, so that nothing heavy is loaded for them."""
+    assert (*MODES, "auto") == ALL_MODES
+    assert (*REDUCE_MODES, "auto") == settings_of("reduce", "--ranks", "2").modes
+    assert sorted(MODELLED) == list(MACHINES)
+
+
+def test_check_as_in_nccl_tests() -> None:
+    for arguments, wanted in (
+        ([], False),
+        (["-c"], True),
+        (["--check"], True),
+        (["-c", "1"], True),
+        (["-c", "0"], False),
+        (["--check", "-n", "2"], True),
+    ):
+        assert settings_of("replicate", *arguments).check is wanted
+    with pytest.raises(SystemExit) as status:
+        settings_of("replicate", "-c", "2")
+    assert status.value.code == 2
+
+
+def test_defaults() -> None:
+    settings: Any = settings_of("critical-path")
+    assert (settings.num_ranks, settings.num_experts, settings.slots) == (4, 32, 2)
+    assert (settings.tokens, settings.topk, settings.mode) == (8192, 8, "auto")
+    assert settings.imbalance == 3.0
+    assert settings.fabric == "loopback"
+    assert settings.expert_bytes == 16 << 20
+    assert settings_of("plan", "--engine", "cuda").warps == (1, 2, 4, 8, 16)
+    assert settings_of("plan").warps == ()
+
+
+def test_copies_on_one_gpu_are_larger_than_its_cache() -> None:
+    for more, expected in (([], 16), (["--engine", "cuda"], 256), (["-b", "3M"], 3)):
+        assert settings_of("calibrate", "--ranks", "3", *more).copy_bytes == expected << 20
+
+
+def test_commands_in_the_documents_are_accepted() -> None:
+    found = 0
+    names = ["README.md", "bench/README.md", "bench/METRICS.md", "bench/results/README.md"]
+    for name in [*names, "docs/benchmark.md", "docs/first-run.md", "docs/building.md"]:
+        text = (ROOT / name).read_text().replace("\\\n", " ")
+        for arguments in re.findall(r"-m ultraep_comm\.bench ([^`\n]+)$", text, re.MULTILINE):
+            make_parser().parse_args(shlex.split(arguments))
+            found += 1
+    assert found > 20

@@ -1,0 +1,47 @@
+"""The smallest command of the benchmark, as docs/developing.md shows how to add one, is one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from benched import bench
+
+from ultraep_comm.bench import cli
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "developing.md"
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a module of the block, and a command of the module."""
+    text = DOCUMENT.read_text()
+    found = re.search(r"runs this block -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    (tmp_path / "shown_command.py").write_text(found[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("shown_command")
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, module.COMMAND))
+    monkeypatch.delitem(sys.modules, "shown_command")
+
+
+@pytest.mark.usefixtures("shown")
+@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
+def test_the_command_of_the_document(tmp_path: Path, limit: str, status: int) -> None:
+    few = ["gather", "--ranks", "2", "-n", "3", "-w", "0", "-c", "--json", "o.json"]
+    done = bench(tmp_path, *few, "--csv", "o.csv", "--max-over-bound", limit)
+    assert done.returncode == status, done.stderr
+    (record,) = done.document()["records"]
+    assert record["over_bound"] >= 1
+    assert list(done.rows()) == ["gather_load"]
+    assert "# topology: 2 ranks on 1 host" in done.stdout
+    assert (tmp_path / "o.csv").exists()
+
+
+@pytest.mark.usefixtures("shown")
+def test_its_arguments_are_checked(tmp_path: Path) -> None:
+    done = bench(tmp_path, "gather", "--iters", "0")
+    assert (done.returncode, done.stderr) == (2, "error: --iters is 0; expected at least 1\n")

@@ -1,0 +1,246 @@
+"""The benchmark of the critical path: arguments, ids, records, and a run on the emulated device."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from benched import TIMES, run_on, run_settings_on, settings_of
+from emulated_device import EmulatedDevice
+from fake_memory import FakeMemory
+from stand_in import Emulated
+
+from ultraep_comm.bench.commands.critical_path import PathSettings
+from ultraep_comm.bench.commands.critical_path.calls import Found, PathCalls, Variant
+from ultraep_comm.bench.commands.critical_path.ids import count_ids, draw_ids, expert_shares
+from ultraep_comm.bench.commands.critical_path.run import PathRow, PathRun, make_records
+from ultraep_comm.bench.launch import run_ranks
+from ultraep_comm.bench.loads import rank_imbalance
+from ultraep_comm.bench.measure import Times
+from ultraep_comm.engines.cuda import device as device_module
+from ultraep_comm.engines.cuda import make
+
+FEW = ["-b", "24K", "-n", "2", "-w", "1", "--ranks", "2", "--experts", "6", "--slots", "1"]
+FEW += ["--tokens", "40", "--topk", "2", "--imbalance", "1.8"]
+STAGES = {
+    **{"gather_load": 1, "plan_replicas": 1, "gather_and_plan": 1},
+    **{"replicate_experts": 1, "reroute": 2},
+}
+PATHS = {
+    **{"path": 3, "path at once": 2, "path + reroute": 5, "path at once + reroute": 4},
+    **{"graph": 3, "graph at once": 2, "graph + reroute": 5, "graph at once + reroute": 4},
+}
+RECORD_KEYS = {
+    *("op", "row", "engine", "fabric", "ranks", "experts", "slots", "expert_bytes", "tokens"),
+    *("topk", "host_us", "kernels", "copies", "over_bound", "speedup_over_host_plan"),
+    *("wrong_bytes", "wrong_values", "gate", *TIMES),
+}
+
+
+# ---- a whole run --------------------------------------------------------------------------------
+
+
+def test_end_to_end(
+    emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "o.json"
+    settings = settings_of("critical-path", *FEW, "--check", "--json", str(path))
+    assert run_settings_on(Emulated(), "critical-path", settings) == 0
+    text, document = capsys.readouterr().out, json.loads(path.read_text())
+    records = {record["row"]: record for record in document["records"]}
+    assert set(records) == {*STAGES, *PATHS, "host plan", "big copy"}
+    for name, record in records.items():
+        assert set(record) == RECORD_KEYS
+        assert (record["wrong_bytes"], record["wrong_values"]) == (0, 0)
+        assert record["time_us"]["p50"] > 0
+        assert (record["host_us"] is None) == (name == "host plan")
+        assert (record["over_bound"] is None) == (name in STAGES or name == "big copy")
+    # Counted: every stage is one kernel, the reroute two, and nothing is copied to the device.
+    for name, kernels in {**STAGES, **PATHS}.items():
+        assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
+    assert (records["host plan"]["kernels"], records["host plan"]["copies"]) == (2, 1)
+    plans = document["plans"]
+    assert plans["replicas"] > 0
+    assert plans["imbalance_after"] <= plans["imbalance_before"]
+    copied = records["big copy"]["time_us"]["p50"] / Emulated.big_bytes
+    assert plans["bound_us"] == pytest.approx(plans["replicas"] * settings.expert_bytes * copied)
+    ratio = records["host plan"]["time_us"]["p50"] / records["graph"]["time_us"]["p50"]
+    assert records["graph"]["speedup_over_host_plan"] == pytest.approx(ratio)
+    assert document["commit"]
+    assert document["machine"]["gpu"] == "none"
+    rows = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(rows) == len(records)
+    assert "fresh ids in each" in text
+    assert "# topology: 2 ranks on 1 host, 1 domain; engine cuda, fabric loopback" in text
+    assert [place["rank"] for place in document["topology"]] == [0, 1]
+    assert document["gate"] is None
+    assert {record["gate"] for record in records.values()} == {None}
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
+def test_a_gate(
+    emulated: EmulatedDevice,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    limit: str,
+    status: int,
+) -> None:
+    path = tmp_path / "o.json"
+    settings = settings_of(
+        "critical-path", *FEW, "-n", "1", "--max-over-bound", limit, "--json", str(path)
+    )
+    assert run_settings_on(Emulated(), "critical-path", settings) == status
+    document = json.loads(path.read_text())
+    judged = {r["row"]: r["gate"] for r in document["records"] if r["gate"] is not None}
+    assert judged == dict.fromkeys(PATHS, "bound" if status else "met")
+    assert document["gate"]["met"] is (status == 0)
+    assert ("gate not met by 8 of 8, expected at most 1e-09 times" in capsys.readouterr().err) is (
+        status == 3
+    )
+
+
+@pytest.mark.parametrize("broken", ["", "byte", "empty slot", "no transfer", "load", "plan", "id"])
+def test_what_is_wrong_is_found(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+) -> None:
+    """Negative controls, each in what one run leaves."""
+
+    def run(calls: PathCalls) -> Found:
+        found = calls.path_and_reroute()
+        emulated.settle()
+        slots = [group.slots["w13"][0] for group in calls.groups]
+        filled = found.plans[0].slot_expert[:, 0] >= 0
+        assert filled.any()
+        assert not filled.all()  # so that there is an empty slot
+        if broken == "byte":
+            slots[filled.tolist().index(True)][7] ^= 1
+        elif broken == "empty slot":
+            slots[filled.tolist().index(False)][7] ^= 1
+        elif broken == "load":
+            found.loads[0][1, 0] += 1
+        elif broken == "plan":
+            found.plans[1].home_quota[0] += 1
+        elif broken == "id":
+            found.physical[1][3, 0] += 1
+        return found
+
+    if broken == "no transfer":  # an earlier one has filled the slots, with other bytes
+        work = SimpleNamespace(wait=lambda: None)
+        monkeypatch.setattr(PathCalls, "transfer", lambda self, plans: [work])
+    monkeypatch.setattr(
+        PathCalls, "variants", lambda self: [Variant(name="path", run=lambda: run(self))]
+    )
+    wrong = broken != ""
+    assert run_on(Emulated(), "critical-path", *FEW, "-n", "1", "-w", "0") == wrong
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert [cell != "0" for cell in row[-2:]] == [
+        broken in ("byte", "empty slot", "no transfer"),
+        broken in ("load", "plan", "id"),
+    ]
+
+
+def _run_rank(settings: PathSettings, library: Path, folder: Path) -> int:
+    emulated, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    patch = pytest.MonkeyPatch()  # of this process, which ends here
+    patch.setattr(make, "find_torch_device", lambda: (emulated, memory, emulated.kernels))
+    patch.setattr(device_module, "find_device", lambda: emulated)
+    return run_settings_on(Emulated(), "critical-path", settings)
+
+
+def test_a_process_for_each_rank(emulated_library: Path, tmp_path: Path) -> None:
+    path = tmp_path / "o.json"
+    given = [*FEW, "-w", "0", "--check", "--fabric", "torch", "--link-gbps", "100"]
+    settings = settings_of("critical-path", *given, "--json", str(path))
+    run = functools.partial(_run_rank, library=emulated_library, folder=tmp_path)
+    assert run_ranks(run, settings, 2) == 0
+    document = json.loads(path.read_text())
+    records = {record["row"]: record for record in document["records"]}
+    assert set(records) == {*STAGES, *PATHS, "host plan"}
+    for name, kernels in {**STAGES, **PATHS}.items():
+        assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
+    plans = document["plans"]
+    bound = plans["transfer_bound"] * settings.expert_bytes / 100e3
+    assert plans["bound_us"] == pytest.approx(bound)
+
+
+# ---- ids ----------------------------------------------------------------------------------------
+
+
+def test_ids_have_the_imbalance_asked_for_and_are_fresh() -> None:
+    settings = settings_of("critical-path", "--ranks", "8", "--experts", "64", "--imbalance", "2.5")
+    seen = set()
+    for iteration in range(4):
+        ids = draw_ids(settings, iteration)
+        again = draw_ids(settings, iteration)
+        assert all(np.array_equal(a, b) for a, b in zip(ids, again, strict=True))
+        load = count_ids(ids, 64)
+        assert load.dtype == np.int32
+        assert (load.sum(axis=1) == settings.tokens * settings.topk).all()
+        found = rank_imbalance(load.sum(axis=0, dtype=np.int64), 8)
+        assert found == pytest.approx(2.5, rel=0.03)
+        seen |= {own.tobytes() for own in ids}
+    assert len(seen) == 4 * 8
+
+
+def test_a_trace_gives_each_source_its_own_shares(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    counts = np.zeros((2, 1, 2, 4), np.int64)
+    counts[0, 0] = [[1, 3, 0, 0], [0, 0, 0, 0]]
+    counts[1, 0] = [[0, 0, 0, 2], [0, 0, 5, 5]]
+    np.savez(path, counts_src=counts)
+    settings = settings_of(
+        "critical-path", "--ranks", "2", "--trace", str(path), "--tokens", "50", "--topk", "2"
+    )
+    assert settings.num_experts == 4
+    assert expert_shares(settings, 0).tolist() == [[0.25, 0.75, 0, 0], [0.25] * 4]
+    assert expert_shares(settings, 1).tolist() == [[0, 0, 0, 1], [0, 0, 0.5, 0.5]]
+    assert np.array_equal(expert_shares(settings, 2), expert_shares(settings, 0))
+    assert count_ids(draw_ids(settings, 1), 4)[0].tolist() == [0, 0, 0, 100]
+    assert "t.npz" in settings.source
+
+
+# ---- figures ------------------------------------------------------------------------------------
+
+
+def _row(name: str, time_us: float) -> PathRow:
+    times = np.array([time_us, time_us, 3 * time_us])
+    return PathRow(
+        name=name,
+        times=Times(iterations=times, ranks=times[:1]),
+        host_us=times / 10,
+        kernels=3,
+        copies=0,
+        wrong_bytes=0,
+        wrong_values=0,
+    )
+
+
+def _run(rows: list[PathRow], copy_bytes: int) -> PathRun:
+    figures = {name: np.array([2.0, 3.0, 4.0]) for name in ("before", "after", "transfer")}
+    return PathRun(rows=rows, replicas=np.array([4.0] * 3), copy_bytes=copy_bytes, **figures)
+
+
+def test_the_bound_of_one_gpu_is_a_copy() -> None:
+    settings = settings_of("critical-path", "-b", "1M", "--segments", "1")
+    found = _run([_row("graph", 40.0), _row("host plan", 100.0), _row("big copy", 80.0)], 32 << 20)
+    assert found.bound_us(settings) == pytest.approx(10.0)
+    record = make_records(settings, found)[0]
+    assert record["over_bound"] == pytest.approx(4.0)
+    assert record["speedup_over_host_plan"] == pytest.approx(2.5)
+    assert record["host_us"] == pytest.approx(4.0)
+
+
+def test_the_bound_over_links_needs_to_know_them() -> None:
+    found = _run([_row("graph", 40.0)], 0)
+    given = ["critical-path", "-b", "1000000", "--segments", "1", "--fabric", "torch"]
+    assert found.bound_us(settings_of(*given)) is None
+    # Three experts of a megabyte over 100 GB/s.
+    assert found.bound_us(settings_of(*given, "--link-gbps", "100")) == pytest.approx(30.0)
+    assert make_records(settings_of(*given), found)[0]["over_bound"] is None

@@ -1,0 +1,145 @@
+"""The benchmark of GPUs, as far as that goes without one: the host engine stands in for theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benched import ONE_PLAN_KEYS, run_on, run_settings_on, settings_of
+from stand_in import StandIn
+
+from ultraep_comm.bench import clock
+from ultraep_comm.bench.baselines import StreamCopies
+from ultraep_comm.bench.commands.replicate.one_plan import sms_needed
+from ultraep_comm.bench.commands.replicate.run import hub_plan
+from ultraep_comm.bench.ranks import WeightRanks
+from ultraep_comm.plan.schedule import make_schedule
+
+FEW = ["replicate", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
+RECORD_KEYS = ONE_PLAN_KEYS | {
+    *("loads_bytes", "stores_bytes", "moved_bytes", "egress_bytes_max", "moved_gbps"),
+    *("egress_gbps", "over_copy", "over_big_copy", "speedup_over_copies", "speedup_over_nccl"),
+    *("host_bound_us", "host_unbound_us"),
+}
+
+
+# ---- a whole run --------------------------------------------------------------------------------
+
+
+def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "o.json"
+    settings = settings_of(*FEW, "--num-sms", "2,1", "--check", "--json", str(path))
+    assert settings.fabric == "loopback"
+    assert run_settings_on(StandIn(), "replicate", settings) == 0
+    text = capsys.readouterr().out
+    document = json.loads(path.read_text())
+    records = document["records"]
+    modes = ["push", "pull", "direct", "auto"]
+    assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in modes]
+    total = records[0]["replicas"] * records[0]["expert_bytes"]
+    assert total > 0
+    big = document["baselines"]["big copy"]
+    assert big["moved_gbps"] == pytest.approx(2 * (1 << 20) / big["p50_us"] / 1e3)
+    for record in records:
+        assert set(record) == RECORD_KEYS
+        assert record["wrong_bytes"] == 0
+        p50 = record["time_us"]["p50"]
+        assert record["moved_bytes"] == record["loads_bytes"] + record["stores_bytes"]
+        # Every replica is stored once, whoever does it.
+        assert record["stores_bytes"] == total
+        assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
+        assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)
+        bound = total / (big["moved_gbps"] / 2) / 1e3  # a copy loads and stores
+        assert record["over_bound"] == pytest.approx(p50 / bound)
+        over = record["moved_gbps"] / big["moved_gbps"]
+        assert record["over_big_copy"] == pytest.approx(over)
+        assert record["speedup_over_copies"] > 0
+        assert record["speedup_over_nccl"] is None
+        assert record["host_bound_us"] > 0
+        assert record["host_unbound_us"] > 0
+    assert set(document["baselines"]) == {"copy", "big copy", "copies"}
+    assert document["baselines"]["copy"]["bytes"] == total
+    assert document["baselines"]["copies"]["bytes"] == total
+    assert all(b["wrong_bytes"] == 0 for b in document["baselines"].values())
+    assert all(value > 0 for value in document["fixed_cost"].values())
+    assert [needed["mode"] for needed in document["sms_needed"]] == modes
+    assert [sms for sms, _ in document["sms_needed"][0]["curve"]] == [1, 2]
+    assert document["machine"]["gpu"] == "none"
+    assert document["machine"]["cores"] >= 1
+    assert document["commit"]
+    assert document["settings"]["num_sms"] == [1, 2]
+    assert text.count("#wrong") == 1
+    assert "driver_version 1.2" in text
+    rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    assert [row[0] for row in rows] == [*modes * 2, "copy", "big", "copies"]
+
+
+def test_two_ranks_have_no_hub(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on(StandIn(), *FEW, "--ranks", "2", "--mode", "push") == 0
+    assert "one tile through a hub - us" in capsys.readouterr().out
+
+
+def test_nothing_to_transfer(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [*FEW, "--ranks", "2", "--imbalance", "1", "--mode", "push"]
+    assert run_on(StandIn(), *few) == 0
+    assert "no replicas; nothing" in capsys.readouterr().out
+
+
+def test_a_single_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: one bit of a slot, and one of a copy."""
+    few = [*FEW, "--mode", "push"]
+    call = WeightRanks.call
+
+    def broken(self: WeightRanks, plan: Any, mode: str) -> None:
+        call(self, plan, mode)
+        for rank in (plan.slot_expert[:, 0] >= 0).nonzero()[:1]:
+            slots = next(iter(self.groups[int(rank)].slots.values()))
+            slots[0, 5] = 0xA4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightRanks, "call", broken)
+        assert run_on(StandIn(), *few) == 1
+
+    monkeypatch.setattr(StreamCopies, "run", lambda self: self._meter.spread(self._jobs[1:]))
+    assert run_on(StandIn(), *few) == 1
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def test_sms_needed_for_each_rate() -> None:
+    (needed,) = sms_needed([("push", 4, 400.0), ("push", 8, 500.0)])
+    assert needed["curve"][0] == [4, 400]
+    assert needed["sms"] == {"450": pytest.approx(6), "900": None}
+
+
+def test_the_plan_through_a_hub_has_one() -> None:
+    load = np.ones((4, 8), np.int32)
+    plan = hub_plan(load, 1)
+    assert plan is not None
+    schedule = make_schedule(
+        plan.slot_expert, home=plan.home, segment_bytes=[32768], tile_bytes=32768, mode="push"
+    )
+    home, *replicas = [end - begin for _, begin, end in schedule.hubs(0)]
+    assert home == 0
+    assert sorted(replicas) == [0, 1]
+    assert hub_plan(load[:2], 1) is None
+    assert hub_plan(load, 0) is None
+
+
+def test_without_nvidia_smi_there_are_no_clocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert clock.query_smi("") == {}
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\necho '580.1, 1980 MHz, 3201 MHz, 1980 MHz, 3201 MHz, 700 W, On'\n"
+    )
+    script.chmod(0o755)
+    found = clock.query_smi("1234")
+    assert found["driver_version"] == "580.1"
+    assert found["clocks_mem"] == "3201 MHz"

@@ -1,0 +1,325 @@
+"""What an operator relies on: exit statuses, sweeps, gates, records in two formats, the header."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benched import SMALL, bench, cells_of, check_csv, plain_environment, run_on, settings_of
+from stand_in import StandIn
+
+from ultraep_comm import Plan
+from ultraep_comm.bench import machine
+from ultraep_comm.bench.commands.replicate import each_size
+from ultraep_comm.bench.gate import Gate, exit_code
+from ultraep_comm.bench.launch import run_ranks
+from ultraep_comm.bench.measure import Times, link_bound_us
+from ultraep_comm.bench.options import TIMES, parse_times
+from ultraep_comm.bench.report import format_csv, show_progress, write_output
+from ultraep_comm.bench.table import Column, GrowingTable, format_records
+
+FEW = ["replicate", "--ranks", "2", "--experts", "8", "-w", "0", "--mode", "push"]
+
+
+def sizes_of(*arguments: str) -> list[int]:
+    return [one.expert_bytes for one in each_size(settings_of("replicate", *arguments))]
+
+
+# ---- sweeps -------------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_sweep() -> None:
+    assert sizes_of() == [16 << 20]
+    assert sizes_of("-b", "64K") == sizes_of("--minbytes", "64K") == [64 << 10]
+    assert sizes_of("-b", "64K", "-e", "64K") == [64 << 10]
+    assert sizes_of("-b", "1K", "-e", "9K") == [1 << 10, 2 << 10, 4 << 10, 8 << 10]
+    assert sizes_of("-b", "1K", "-e", "81K", "-f", "3") == [1024 * 3**i for i in range(5)]
+    assert sizes_of("-b", "4K", "-e", "12K", "-i", "4K") == [4096, 8192, 12288]
+    assert sizes_of("-e", "32M") == [16 << 20, 32 << 20]
+    for one in each_size(settings_of("replicate", "-b", "4K", "-e", "12K", "--segments", "3")):
+        assert len(one.segments) == 3
+        assert not one.sweep
+
+
+def test_a_sweep_end_to_end(tmp_path: Path) -> None:
+    few = [*FEW, "-n", "3", "-b", "16K", "-e", "64K", "--sms", "2,1", "-c", "1"]
+    files = ["--json", "o.json", "--csv", "o.csv"]
+    done = bench(tmp_path, *few, "--times", ",".join(TIMES), *files)
+    assert done.returncode == 0, done.stderr
+    document = done.document()
+    records = document["records"]
+    wanted = [(size, sms) for size in (1 << 14, 1 << 15, 1 << 16) for sms in (1, 2)]
+    assert [(r["expert_bytes"], r["num_sms"]) for r in records] == wanted
+    assert document["format"] == 1
+    assert document["gate"] is None
+    assert document["settings"]["sizes"] == [1 << 14, 1 << 15, 1 << 16]
+    assert {record["gate"] for record in records} == {None}
+    check_csv(tmp_path / "o.csv", records)
+
+    lines = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert [line[0] for line in lines] == ["push", "p2p", "memcpy"] * 6
+    shown = [line for line in lines if line[0] == "push"]
+    for line, record in zip(shown, records, strict=True):
+        assert (int(line[1]), int(line[2])) == (record["expert_bytes"], record["num_sms"])
+        times = {**record["time_us"]}
+        times.update({f"rank-{name}": value for name, value in record["rank_time_us"].items()})
+        assert [float(x) for x in line[5:12]] == [round(times[name], 1) for name in TIMES]
+    assert done.stdout.count("# mode") == 1  # one table
+    assert [place["rank"] for place in document["topology"]] == [0, 1]
+    assert "# topology: 2 ranks on 1 host, 1 domain; engine host, fabric shm" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"o.json", "o.csv", "said"}
+
+
+def test_a_sweep_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "o.json"), "--csv", str(tmp_path / "o.csv")]
+    sizes = ["--engine", "cuda", "-n", "2", "-b", "32K", "-e", "64K"]
+    assert run_on(StandIn(), *FEW, *sizes, *files) == 0
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert [r["expert_bytes"] for r in document["records"]] == [32 << 10, 64 << 10]
+    assert [one["expert_bytes"] for one in document["sizes"]] == [32 << 10, 64 << 10]
+    assert document["baselines"] == document["sizes"][-1]["baselines"]
+    check_csv(tmp_path / "o.csv", document["records"])
+    text = capsys.readouterr().out
+    assert text.count("#wrong") == 1
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  push")] == [
+        "32768",
+        "65536",
+    ]
+
+
+# ---- the gate -----------------------------------------------------------------------------------
+
+
+def record_of(gbps: float, over: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        **{"mode": "push", "expert_bytes": 65536, "num_sms": None},
+        **{"critical_gbps": gbps, "over_bound": over, **more},
+    }
+
+
+@pytest.mark.parametrize(
+    ("gbps", "over", "wanted"),
+    [
+        (5.0, 1.5, "met"),
+        (4.999, 1.5, "bandwidth"),
+        (5.0, 1.501, "bound"),
+        (1.0, 9.0, "bandwidth+bound"),
+        (float("nan"), 1.0, "bandwidth"),
+        (6.0, None, "bound"),  # what is not known is not met
+    ],
+)
+def test_verdicts(gbps: float, over: float | None, wanted: str) -> None:
+    record = record_of(gbps, over)
+    assert Gate(min_gbps=5.0, max_over_bound=1.5).judge(record) == wanted
+    assert Gate().judge(record) is None
+
+
+def test_statuses_and_the_line_that_names_what_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    gate = Gate(min_gbps=5.0)
+    good, slow = record_of(7.0, 1.0), record_of(2.0, 1.0, mode="direct")
+    records = [{**r, "gate": gate.judge(r)} for r in (good, slow)]
+    assert exit_code(gate, records, 0, speaks=True) == 3
+    text = capsys.readouterr().err
+    assert text == "gate not met by 1 of 2, expected at least 5 GB/s: direct 64 KiB 2 GB/s\n"
+    assert exit_code(gate, records, 1, speaks=False) == 1  # wrong bytes come first
+    assert exit_code(gate, records[:1], 0, speaks=True) == 0
+    assert not any(capsys.readouterr())
+    many = [{**slow, "gate": "bandwidth"}] * 20
+    assert gate.explain(many).endswith(" and 12 more")
+
+
+def test_gate_met_and_missed_end_to_end(tmp_path: Path) -> None:
+    """No machine is that slow, and none that fast."""
+    few = [*FEW, "-n", "2", "-b", "96K", "--json", "o.json", "--csv", "o.csv"]
+    done = bench(tmp_path, *few, "--min-bandwidth", "1e-6")
+    assert done.returncode == 0, done.stderr
+    assert done.rows()["push"][-1] == "ok"
+    document = done.document()
+    assert document["gate"]["met"] is True
+    assert document["records"][0]["gate"] == "met"
+
+    limits = ["--min-bandwidth", "1e6", "--max-over-bound", "1e-6", "--link-gbps", "100"]
+    done = bench(tmp_path, *few, *limits)
+    assert done.returncode == 3
+    assert done.rows()["push"][-1] == "FAIL:bandwidth+bound"
+    assert len(done.stderr.splitlines()) == 1
+    assert "gate not met by 1 of 1, expected at least 1e+06 GB/s and at most" in done.stderr
+    document = done.document()
+    assert document["gate"] == {
+        "min_bandwidth_gbps": 1e6,
+        "max_over_bound": 1e-6,
+        "met": False,
+    }
+    (record,) = document["records"]
+    assert record["over_bound"] == pytest.approx(record["time_us"]["p50"] / record["bound_us"])
+    assert cells_of((tmp_path / "o.csv").read_text())[0]["gate"] == "bandwidth+bound"
+
+
+def test_a_gate_on_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    few = [*FEW, "--engine", "cuda", "-b", "96K", "-n", "2", "--max-over-bound"]
+    assert run_on(StandIn(), *few, "1e9") == 0
+    assert run_on(StandIn(), *few, "1e-9") == 3
+    assert "times the bound" in capsys.readouterr().err
+
+
+def test_a_gate_needs_something_to_move(tmp_path: Path) -> None:
+    few = ["replicate", *SMALL, "--ranks", "2", "--imbalance", "1", "--min-bandwidth", "1"]
+    done = bench(tmp_path, *few, "--json", "o.json")
+    assert done.returncode == 2
+    assert done.stderr.count("the plan has no replicas") == 1
+    assert not (tmp_path / "o.json").exists()
+
+
+def test_the_bound_over_links() -> None:
+    """Expert 0 of rank 0 goes to three ranks, 10^6 bytes over 1 GB/s: one export, 1000 us."""
+    plan = Plan.from_slots(np.array([[-1], [0], [0], [0]]), num_experts=8)
+    assert link_bound_us(plan, 10**6, 1.0) == pytest.approx(1000)
+    plan = Plan.from_slots(np.array([[-1, -1], [0, 1], [0, -1], [0, -1]]), num_experts=8)
+    assert link_bound_us(plan, 10**6, 4.0) == pytest.approx(500)
+
+
+def _end(signal_number: int) -> int:
+    signal.signal(signal_number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, here too
+    os.kill(os.getpid(), signal_number)
+    return 0
+
+
+def test_a_rank_that_a_signal_ends_is_no_verdict() -> None:
+    """SIGQUIT has number 3, SIGHUP 1."""
+    assert run_ranks(_end, signal.SIGQUIT.value, 1) == 128 + 3
+    assert run_ranks(_end, signal.SIGHUP.value, 1) == 128 + 1
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def test_times_of_ranks() -> None:
+    times = Times(iterations=np.arange(1.0, 101.0), ranks=np.array([3.0, 1.0, 5.0]))
+    assert times.record()["rank_time_us"] == {"min": 1.0, "avg": 3.0, "max": 5.0}
+    assert times.get("p90") == pytest.approx(90.1)
+    assert times.record()["time_us"]["max"] == 100
+    assert parse_times("rank-max, p99") == ("rank-max", "p99")
+
+
+def test_csv_is_flat_and_keeps_every_column() -> None:
+    text = format_csv([{"a": {"b": 1.5, "c": None}}, {"a": {"b": 0.1}, "d": [1, 2], "e": "x,y"}])
+    assert cells_of(text) == [
+        {"a.b": "1.5", "a.c": "", "d": "", "e": ""},
+        {"a.b": "0.1", "a.c": "", "d": "[1, 2]", "e": "x,y"},
+    ]
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "o.json"
+    path.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        write_output("--json", path, "new \ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["o.json"]
+    (tmp_path / "link").symlink_to(path)
+    write_output("--json", tmp_path / "link", "new")
+    assert path.read_text() == "new"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    write_output("--json", Path(os.devnull), "to nowhere")  # written to, and not replaced
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """The other file is written, and figures have been printed."""
+    few = [*FEW, "-b", "16K", "-n", "1", "--json", "/dev/full", "--csv", "o.csv"]
+    done = bench(tmp_path, *few)
+    assert done.returncode == 2
+    assert done.stderr == "error: --json /dev/full: No space left on device\n"
+    assert "push" in done.rows()
+    assert cells_of((tmp_path / "o.csv").read_text())[0]["mode"] == "push"
+
+
+def test_records_on_standard_output(tmp_path: Path) -> None:
+    """As a user runs it, from an empty folder."""
+    command = [sys.executable, "-m", "ultraep_comm.bench", *FEW, "-b", "16K", "-n", "1"]
+    done = subprocess.run(
+        [*command, "--csv", "/dev/stdout"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env=plain_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    header, row = done.stdout.splitlines()[-2:]
+    assert cells_of(f"{header}\n{row}\n")[0]["mode"] == "push"
+    assert done.stdout.startswith("# ultraep_comm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_grows_keeps_its_columns() -> None:
+    table = GrowingTable([["mode", "x"]], least=5)
+    assert table.add([["a", "1"]]).splitlines() == ["# mode       x", "  a          1"]
+    assert table.add([["b", "22"]]) == "  b         22"
+
+
+def test_columns_of_records() -> None:
+    """What a record does not have, or is not a number, is a dash."""
+    columns = [
+        Column("name", "", "name"),
+        Column("p50", "(us)", "time_us.p50", ".1f"),
+        Column("both", "", lambda r: r["a"] + 1 if "a" in r else None),
+    ]
+    records = [
+        {"name": "x", "time_us": {"p50": 3.25}, "a": 1},
+        {"name": "y", "time_us": {"p50": float("nan")}},
+        {"name": "z", "time_us": None},
+    ]
+    assert format_records(columns, records).splitlines() == [
+        "# name   p50  both",
+        "#       (us)",
+        "  x      3.2     2",
+        "  y        -     -",
+        "  z        -     -",
+    ]
+
+
+def test_progress_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_progress(1, 2, "half")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    show_progress(1, 2, "half")
+    assert "1 of 2 half" in capsys.readouterr().err
+    show_progress(2, 2, "all")
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_where_ranks_are(tmp_path: Path) -> None:
+    assert machine.format_numbers([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert machine.parse_cpus("0-2,5\n") == {0, 1, 2, 5}
+    for node, cpus in ((0, "0-3"), (1, "4-7"), (10, "8")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus)
+    assert machine.memory_nodes([5, 8], tmp_path) == [1, 10]
+    places = [
+        {
+            **{"rank": r, "host": f"gb0{r // 2}", "domain": r // 2, "cpu": "Grace", "cpus": 72},
+            **{"numa_nodes": [r % 2], "gpu": "GB200", "gpu_id": f"id{r // 2 or r}"},
+        }
+        for r in range(4)
+    ]
+    assert machine.format_places(places, engine="cuda", fabric="nvshmem") == [
+        "topology: 4 ranks on 2 hosts, 2 domains; engine cuda, fabric nvshmem",
+        "host gb00: ranks 0-1; Grace, 72 CPUs, NUMA 0-1; GPUs: 2 x GB200",
+        "host gb01: ranks 2-3; Grace, 72 CPUs, NUMA 0-1; GPUs: 1 x GB200, shared by ranks",
+        "domain 0: ranks 0-1",
+        "domain 1: ranks 2-3",
+    ]

@@ -1,0 +1,172 @@
+"""The layer benchmark, from the command line to its table, its records and its exit code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benched import TIMES, bench, check_csv, check_times, settings_of
+
+from ultraep_comm.bench.commands.layer import run as layer
+from ultraep_comm.bench.commands.layer.run import balanced_ids, draw_ids, make_record
+from ultraep_comm.bench.measure import Measured, Times
+
+FEW = [
+    "layer",
+    "--experts",
+    "8",
+    "--tokens",
+    "64",
+    "--topk",
+    "2",
+    "--hidden",
+    "32",
+    "--inner",
+    "48",
+    "-n",
+    "2",
+    "-w",
+    "1",
+]
+RECORD_KEYS = {
+    *("op", "routing", "ranks", "experts", "slots", "tokens_per_s", *TIMES),
+    *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
+    *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
+}
+
+
+def records_of(done: Any) -> dict[str, dict[str, Any]]:
+    return {r["routing"]: r for r in done.document()["records"]}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
+    done = bench(tmp_path, *FEW, "--ranks", str(ranks), "--check", "--json", "o.json")
+    assert done.returncode == 0, done.stderr
+    routings = ["plain", "replicated", "balanced"]
+    assert list(done.rows()) == routings
+    records = records_of(done)
+    assert list(records) == routings
+    for record in records.values():
+        assert set(record) == RECORD_KEYS
+        assert record["gate"] is None
+        check_times(record)
+        assert (record["over_bound"] is None) == (record["routing"] != "replicated")
+        assert record["wrong_values"] == 0
+        assert record["tokens_per_s"] == pytest.approx(ranks * 64e6 / record["time_us"]["p50"])
+    assert records["replicated"]["replicas"] >= 1
+    assert records["replicated"]["imbalance"] < records["plain"]["imbalance"]
+    assert all(us > 0 for us in records["replicated"]["phases_us"].values())
+    assert not any(records["plain"]["phases_us"].values())
+    assert records["balanced"]["share_of_balanced"] == 1
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
+def test_a_gate(tmp_path: Path, limit: str, status: int) -> None:
+    """The step with replicas is held against the balanced one, and no other."""
+    files = ["--json", "o.json", "--csv", "o.csv"]
+    done = bench(tmp_path, *FEW, "--max-over-bound", limit, *files)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.count("# topology: 2 ranks on 1 host, 1 domain; engine host") == 1
+    document = done.document()
+    assert [place["rank"] for place in document["topology"]] == [0, 1]
+    assert document["gate"]["met"] is (status == 0)
+    verdict = "bound" if status else "met"
+    assert [r["gate"] for r in document["records"]] == [None, verdict, None]
+    replicated = document["records"][1]
+    assert replicated["over_bound"] == pytest.approx(1 / replicated["share_of_balanced"])
+    assert ("gate not met by 1 of 1" in done.stderr) is (status == 3)
+    check_csv(tmp_path / "o.csv", document["records"])
+
+
+def _spoil_replica(group: Any, filled: torch.Tensor) -> None:
+    group.slots["w2"].view(torch.int32)[filled, 5, 7] ^= 1
+
+
+def _spoil_empty(group: Any, filled: torch.Tensor) -> None:
+    group.slots["w2"][~filled, 5, 7] = 1
+
+
+def _lose_gradient(group: Any, filled: torch.Tensor) -> None:
+    group.slot_grads["w13"][filled] = 0
+
+
+def _leave_gradient(group: Any, filled: torch.Tensor) -> None:
+    group.slot_grads["w13"][filled, 1, 2] = 1e-9
+
+
+Spoil = Callable[[Any, torch.Tensor], None]
+FAULTS: dict[str, tuple[str, Spoil]] = {
+    "a bit of a replica": ("replicated", _spoil_replica),
+    "an empty slot": ("replicated", _spoil_empty),
+    "a gradient is lost": ("reducing", _lose_gradient),
+    "not cleared": ("reduced", _leave_gradient),
+}
+
+
+def break_layer(when: str, spoil: Spoil) -> None:
+    """Have something go wrong after the transfer, or around the reduction, in this rank."""
+    replicate, reduce = layer.replicate_experts, layer.reduce_expert_grads
+
+    def at(now: str, plan: Any, group: Any) -> None:
+        if now == when:
+            spoil(group, plan.slot_expert[group.rank] >= 0)
+
+    def broken_replicate(weights: Any, plan: Any, *, group: Any, async_op: bool) -> Any:
+        work = replicate(weights, plan, group=group, async_op=async_op)
+        assert work is not None
+        work.wait()
+        at("replicated", plan, group)
+        return work
+
+    def broken_reduce(grads: Any, plan: Any, *, group: Any) -> None:
+        at("reducing", plan, group)
+        reduce(grads, plan, group=group)
+        at("reduced", plan, group)
+
+    layer.replicate_experts = broken_replicate  # type: ignore[assignment]
+    layer.reduce_expert_grads = broken_reduce  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_goes_wrong_is_found(tmp_path: Path, fault: str) -> None:
+    """Negative controls."""
+    broken = functools.partial(break_layer, *FAULTS[fault])
+    done = bench(tmp_path, *FEW, "--ranks", "2", "--json", "o.json", fault=broken)
+    assert done.returncode == 1, done.stderr
+    assert records_of(done)["replicated"]["wrong_values"] >= 1
+
+
+def test_ids_are_skewed_or_even() -> None:
+    settings = settings_of(*FEW, "--ranks", "4", "--imbalance", "3", "--tokens", "4096")
+    drawn = np.concatenate([draw_ids(settings, 0, rank).numpy().ravel() for rank in range(4)])
+    by_rank = np.bincount(drawn // 2, minlength=4)
+    assert by_rank.max() / by_rank.mean() == pytest.approx(3, rel=0.05)
+    assert (draw_ids(settings, 0, 1) != draw_ids(settings, 1, 1)).any()
+    even = np.concatenate([balanced_ids(settings, rank).numpy() for rank in range(4)])
+    assert np.bincount(even.ravel()).tolist() == [4 * 4096 * 2 // 8] * 8
+    assert (even[:, 0] != even[:, 1]).all()
+
+
+def test_shares_are_of_the_same_iteration() -> None:
+    settings = settings_of(*FEW)
+
+    def row(*times_us: float) -> tuple[Measured, Any]:
+        times = np.array(times_us)
+        phases = [1000, 2000, 3000, 4000]  # ns
+        ranks = np.array([[[*phases, int(us), 10, 0] for us in times_us]])
+        found = Times(iterations=times, ranks=times)
+        return Measured(mode="replicated", chosen="", times=found, wrong=0), ranks
+
+    slow_second = row(20, 200, 20)
+    record = make_record(settings, *slow_second, row(10, 100, 10))
+    assert record["share_of_balanced"] == record["compute_share_of_balanced"] == 0.5
+    assert record["over_bound"] == 2
+    assert record["phases_us"] == {"plan": 1, "replicate": 2, "reroute": 3, "reduce": 4}
+    assert record["phases_share"] == 0.5
+    assert record["imbalance"] == 1

@@ -1,0 +1,254 @@
+"""The matrix of links, from the command line to its records and its exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benched import bench, check_csv, run_on
+from emulated_device import EmulatedDevice
+from numpy.typing import NDArray
+from stand_in import Emulated, StandIn
+
+from ultraep_comm import Plan
+from ultraep_comm.bench import table
+from ultraep_comm.bench.clock import DeviceClock
+from ultraep_comm.bench.commands.links import run as links
+from ultraep_comm.bench.commands.links.report import (
+    Link,
+    describe_slow,
+    matrix_cells,
+    slow_ranks,
+    slowest_links,
+    style_of,
+)
+from ultraep_comm.bench.commands.links.run import LinkTimes, make_rounds
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.ranks import WeightRanks
+
+RECORD_KEYS = {
+    *("op", "engine", "fabric", "ranks", "source", "destination", "source_host"),
+    *("destination_host", "link_bytes", "time_us", "gbps", "over_median", "wrong_bytes", "gate"),
+}
+BAD = (2, 0)
+
+
+HERE = ["links", "--engine", "cuda", "-b", "64K", "-n", "2", "-w", "1"]  # in one process
+
+
+# ---- rounds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8, 9, 72])
+def test_rounds_have_every_link_once_and_no_rank_twice(num_ranks: int) -> None:
+    rounds = make_rounds([0] * num_ranks)
+    together = [link for played in rounds for link in played]
+    wanted = {(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b}
+    assert len(together) == len(wanted)
+    assert set(together) == wanted
+    for played in rounds:
+        ranks = [rank for link in played for rank in link]
+        assert len(ranks) == len(set(ranks))
+        assert len(played) == num_ranks // 2  # as many as can be
+    assert len(rounds) == 2 * (num_ranks - 1 + num_ranks % 2)
+
+
+def test_rounds_stay_inside_domains() -> None:
+    together = {link for played in make_rounds([0, 1, 0, 1, 2]) for link in played}
+    assert together == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    assert make_rounds([0, 1]) == []
+
+
+def test_rounds_of_one_link() -> None:
+    rounds = make_rounds([0, 0, 0], one_at_a_time=True)
+    assert rounds == [[(0, 1)], [(0, 2)], [(1, 0)], [(1, 2)], [(2, 0)], [(2, 1)]]
+
+
+# ---- the matrix ---------------------------------------------------------------------------------
+
+
+def fake_times(num_ranks: int, slow: dict[Link, float], iters: int = 5) -> LinkTimes:
+    """Every link takes 100 us, but for the slow ones."""
+    times = np.full((num_ranks, num_ranks, iters), 100.0)
+    for link, us in slow.items():
+        times[link] = us
+    times[np.arange(num_ranks), np.arange(num_ranks)] = np.nan
+    return LinkTimes(times_us=times, wrong_bytes=np.zeros((num_ranks, num_ranks), np.int64))
+
+
+def test_a_slow_link_is_found() -> None:
+    matrix = fake_times(6, {BAD: 400.0}).gbps(10**6, "median")
+    assert matrix.shape == (6, 6)
+    assert matrix[0, 1] == pytest.approx(10)
+    assert slowest_links(matrix, 1) == [(BAD, pytest.approx(0.25))]
+    assert len(slowest_links(matrix, 100)) == 30
+    assert slow_ranks(matrix) == []  # one link of five does not make a slow rank
+    lines = describe_slow(matrix, 1)
+    assert lines[1:] == ["slow: 2 to 0, 2.50 GB/s, 75% below the median"]
+    assert len(describe_slow(matrix, 9)) == 2  # the others are no slower than the median
+
+
+def test_a_rank_whose_links_are_all_slow_is_found() -> None:
+    slow = {(3, other): 200.0 for other in range(6) if other != 3}
+    matrix = fake_times(6, slow).gbps(10**6, "median")
+    assert slow_ranks(matrix) == [(3, pytest.approx(0.5), pytest.approx(1.0))]
+    assert "rank 3: its links out are 50% below the median" in "\n".join(describe_slow(matrix, 5))
+
+
+def test_the_slowest_iteration() -> None:
+    found = fake_times(3, {})
+    found.times_us[0, 1, 2] = 1000.0  # one hiccup
+    assert found.gbps(10**6, "median")[0, 1] == pytest.approx(10)
+    assert found.gbps(10**6, "min")[0, 1] == pytest.approx(1)
+
+
+def test_times_of_links_out_of_times_of_ranks() -> None:
+    spans = np.zeros((3, 2, 1, 2))  # rank, start and end, round, iteration
+    spans[0, :, 0] = [[5, 5], [20, 30]]
+    spans[1, :, 0] = [[7, 1], [26, 28]]
+    wrong = np.array([[0, 4, 9]])
+    found = LinkTimes.make([[(0, 1)]], spans, wrong, one_clock=True)
+    assert found.times_us[0, 1].tolist() == [21, 29]
+    assert found.links == [(0, 1)]
+    assert found.wrong_bytes.tolist() == [[0, 4, 0], [0, 0, 0], [0, 0, 0]]
+    found = LinkTimes.make([[(0, 1)]], spans, wrong, one_clock=False)
+    assert found.times_us[0, 1].tolist() == [19, 27]
+
+
+# ---- what is shown ------------------------------------------------------------------------------
+
+
+def test_the_matrix_as_text() -> None:
+    matrix = fake_times(3, {BAD: 400.0}).gbps(10**6, "median")
+    lines = ["".join(text for text, _ in line) for line in matrix_cells(matrix, 5.0)]
+    assert lines == [
+        "#       0     1     2",
+        "  0     - 10.0  10.0 ",
+        "  1 10.0      - 10.0 ",
+        "  2 2.50! 10.0      -",
+    ]
+    assert style_of(2.5, 10.0, 5.0) == "bold red"
+    assert style_of(8.9, 10.0, 5.0) == "yellow"
+    assert style_of(9.1, 10.0, None) == "green"
+    assert style_of(float("nan"), 10.0, 5.0) == "dim"
+
+
+def test_colours_are_for_terminals(capsys: pytest.CaptureFixture[str]) -> None:
+    table.print_coloured([[("a ", "bold red"), ("b", "")]])
+    assert capsys.readouterr().out == "a b\n"
+    console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    terminal = console.Console(file=out, force_terminal=True, color_system="standard", width=10)
+    table.print_coloured([[("x" * 30, "bold red")]], terminal)
+    assert out.getvalue() == f"\x1b[1;31m{'x' * 30}\x1b[0m\n"  # and not wrapped
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def check_document(path: Path, num_ranks: int) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    records = document["records"]
+    pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    assert [(r["source"], r["destination"]) for r in records] == pairs
+    for record in records:
+        assert set(record) == RECORD_KEYS
+        times = record["time_us"]
+        assert 0 < times["min"] <= times["p50"] <= times["p99"] <= times["max"]
+        assert record["gbps"] == pytest.approx(record["link_bytes"] / times["p50"] / 1e3)
+        at = document["matrix_gbps"][record["source"]][record["destination"]]
+        assert at == record["gbps"]
+        assert record["over_median"] == pytest.approx(at / document["median_gbps"])
+    assert all(row[i] is None for i, row in enumerate(document["matrix_gbps"]))
+    assert len(document["topology"]) == num_ranks
+    return document
+
+
+def test_links_of_processes(tmp_path: Path) -> None:
+    few = ["links", "--ranks", "3", "-b", "64K", "-n", "2", "-w", "1", "-c", "--sms", "1"]
+    files = ["--json", "o.json", "--csv", "o.csv"]
+    done = bench(tmp_path, *few, *files, "--min-bandwidth", "1e-6")
+    assert done.returncode == 0, done.stderr
+    document = check_document(tmp_path / "o.json", 3)
+    assert document["gate"]["met"] is True
+    assert sum(record["wrong_bytes"] for record in document["records"]) == 0
+    check_csv(tmp_path / "o.csv", document["records"])
+    shown = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert [len(line) for line in shown] == [4, 4, 4]
+    assert [line.index("-") for line in shown] == [1, 2, 3]
+    assert "6 rounds, links of a round at the same time" in done.stdout
+
+    done = bench(tmp_path, *few, "--min-bandwidth", "1e6", "--one-at-a-time", "-c", "0")
+    assert done.returncode == 3
+    assert done.stderr.startswith("gate not met by 6 of 6, expected at least 1e+06 GB/s: ")
+    assert "one at a time" in done.stdout
+
+
+def test_a_link_that_is_slowed_down_fails_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The transfers are real, their times are not: 10 GB/s, and 2.5 on one link."""
+    call, link = WeightRanks.call, (-1, -1)
+
+    def called(self: WeightRanks, plan: Plan, mode: str) -> None:
+        nonlocal link
+        call(self, plan, mode)
+        link = (int(plan.slot_expert.max()), int(plan.slot_expert[:, 0].argmax()))
+
+    def timed(self: DeviceClock, run: Any) -> tuple[float, float]:
+        run()
+        return 0.0, 65536 / (2.5e3 if link == BAD else 10e3)
+
+    monkeypatch.setattr(WeightRanks, "call", called)
+    monkeypatch.setattr(DeviceClock, "span", timed)
+    path = tmp_path / "o.json"
+    files = ["--json", str(path)]
+    assert run_on(StandIn(), *HERE, "--min-bandwidth", "8", *files) == 3
+    document = check_document(path, 4)
+    failed = [r for r in document["records"] if r["gate"] != "met"]
+    assert [(r["source"], r["destination"]) for r in failed] == [BAD]
+    worst = document["slowest"][0]
+    assert (worst["source"], worst["destination"]) == BAD
+    assert worst["over_median"] == pytest.approx(0.25)
+    text = capsys.readouterr()
+    assert text.err == "gate not met by 1 of 12, expected at least 8 GB/s: 2 to 0 2.5 GB/s\n"
+    assert "slow: 2 to 0, 2.50 GB/s, 75% below the median" in text.out
+
+    assert run_on(StandIn(), *HERE, "--min-bandwidth", "2", *files) == 0
+
+
+def test_a_wrong_byte_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Negative control: a bit that one link turns."""
+    count = links.count_wrong
+
+    def broken(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
+        if int(plan.slot_expert[1, 0]) == 3:
+            ranks.groups[1].slots["w"][0, 77] ^= 1
+        return count(ranks, plan, payload, epoch)
+
+    monkeypatch.setattr(links, "count_wrong", broken)
+    path = tmp_path / "o.json"
+    assert run_on(StandIn(), *HERE, "--json", str(path), "--check") == 1
+    wrong = [r for r in check_document(path, 4)["records"] if r["wrong_bytes"]]
+    assert [(r["source"], r["destination"]) for r in wrong] == [(3, 1)]
+    assert wrong[0]["wrong_bytes"] == 3  # a warm-up and two iterations
+    assert "wrong bytes: 3 of 12 links" in capsys.readouterr().out
+
+
+def test_links_on_the_cuda_engine(
+    emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels' body on a CPU, all ranks in one launch."""
+    path = tmp_path / "o.json"
+    few = [*HERE, "--ranks", "3", "--check", "--sms", "2", "--json", str(path)]
+    assert run_on(Emulated(), *few) == 0
+    assert "no link is measured" in capsys.readouterr().out
+    document = check_document(path, 3)
+    assert {record["engine"] for record in document["records"]} == {"cuda"}
+    assert sum(record["wrong_bytes"] for record in document["records"]) == 0

@@ -1,0 +1,108 @@
+"""The payload must pass what is right, and find every way in which a transfer can be wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ultraep_comm.bench.payload import SENTINEL, Bytes, Payload, chain, count_disturbed, mix
+
+SIZES = {"w13": 4096, "w2": 1003, "scale": 5}
+
+
+def filled(payload: Payload, *, epoch: int = 1, expert: int = 0, segment: str = "w13") -> Bytes:
+    data = np.empty(SIZES[segment], np.uint8)
+    payload.fill(data, epoch=epoch, expert=expert, segment=segment)
+    return data
+
+
+@pytest.mark.parametrize("segment", SIZES)
+def test_what_was_filled_is_right(segment: str) -> None:
+    payload = Payload(1, SIZES)
+    data = filled(payload, segment=segment)
+    assert payload.count_wrong(data, epoch=1, expert=0, segment=segment) == 0
+    assert Payload(1, SIZES).count_wrong(data, epoch=1, expert=0, segment=segment) == 0
+
+
+@given(
+    segment=st.sampled_from(sorted(SIZES)),
+    places=st.sets(st.integers(0, 4), min_size=1),
+    flip=st.integers(1, 255),
+)
+def test_every_wrong_byte_is_counted(segment: str, places: set[int], flip: int) -> None:
+    payload = Payload(1, SIZES)
+    data = filled(payload, segment=segment)
+    at = [-1 - place for place in places]  # also in the last, partial word
+    data[at] ^= np.uint8(flip)
+    assert payload.count_wrong(data, epoch=1, expert=0, segment=segment) == len(places)
+
+
+@pytest.mark.parametrize(
+    "other", [{"epoch": 2}, {"expert": 1}, {"epoch": 1 << 40}], ids=["stale", "expert", "late"]
+)
+def test_bytes_of_another_transfer_are_wrong_in_every_word(other: dict[str, int]) -> None:
+    payload = Payload(1, SIZES)
+    data = filled(payload, **other)
+    right = filled(payload)
+    assert (data.view(np.uint64) != right.view(np.uint64)).all()
+    assert payload.count_wrong(data, epoch=1, expert=0, segment="w13") >= data.size // 8
+
+
+def test_another_seed_segment_or_offset_is_wrong() -> None:
+    payload = Payload(1, SIZES)
+    data = filled(payload)
+    near_all = 0.98 * data.size
+    assert Payload(2, SIZES).count_wrong(data, epoch=1, expert=0, segment="w13") > near_all
+    twins = Payload(1, {"a": 4096, "b": 4096})
+    twins.fill(data, epoch=1, expert=0, segment="a")
+    assert twins.count_wrong(data, epoch=1, expert=0, segment="b") > near_all
+    payload.fill(data, epoch=1, expert=0, segment="w13")
+    for shift in (1, 8, 64, 1024):
+        moved = np.roll(data, shift)
+        assert payload.count_wrong(moved, epoch=1, expert=0, segment="w13") > near_all
+
+
+def test_large_segments_are_checked_to_the_end() -> None:
+    size = (1 << 20) + 3
+    payload = Payload(3, {"w": size})
+    data = np.empty(size, np.uint8)
+    payload.fill(data, epoch=9, expert=4, segment="w")
+    assert payload.count_wrong(data, epoch=9, expert=4, segment="w") == 0
+    assert len(np.unique(data.view(np.uint8)[: 1 << 16].view(np.uint64))) == 1 << 13
+    data[[0, 1 << 18, size - 4, size - 1]] ^= 1
+    assert payload.count_wrong(data, epoch=9, expert=4, segment="w") == 4
+
+
+def test_unaligned_memory() -> None:
+    payload = Payload(1, SIZES)
+    room = np.zeros(SIZES["w2"] + 3, np.uint8)
+    data = room[3:]
+    payload.fill(data, epoch=1, expert=0, segment="w2")
+    assert np.array_equal(data, filled(payload, segment="w2"))
+    assert payload.count_wrong(data, epoch=1, expert=0, segment="w2") == 0
+
+
+def test_wrong_shapes_are_refused() -> None:
+    payload = Payload(1, SIZES)
+    with pytest.raises(ValueError, match="w2"):
+        payload.fill(np.empty(7, np.uint8), epoch=1, expert=0, segment="w2")
+
+
+def test_a_touched_empty_slot_is_found() -> None:
+    data = np.full(100, SENTINEL, np.uint8)
+    assert count_disturbed(data) == 0
+    data[[0, 99]] = 0
+    assert count_disturbed(data) == 2
+
+
+def test_keys_are_hashes() -> None:
+    assert mix(0) == 0
+    # The first outputs of SplitMix64 seeded with 1234567.
+    golden = 0x9E3779B97F4A7C15
+    outputs = [mix((1234567 + i * golden) & (2**64 - 1)) for i in (1, 2)]
+    assert outputs == [6457827717110365317, 3203168211198807973]
+    keys = {chain(1, s, e, k) for s in range(3) for e in range(20) for k in range(20)}
+    assert len(keys) == 3 * 20 * 20
+    assert chain(1, 2) != chain(2, 1)

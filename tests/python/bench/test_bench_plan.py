@@ -1,0 +1,345 @@
+"""The benchmark of the planner: its loads, the planners it compares with, its table and records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from benched import check_csv
+from benched import table_cells as cells
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultraep_comm import Plan, plan_replicas
+from ultraep_comm.bench.cli import main
+from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
+from ultraep_comm.bench.loads import (
+    adversarial_loads,
+    draw_topk,
+    make_loads,
+    rank_imbalance,
+    tuned_load,
+    zipf,
+)
+from ultraep_comm.bench.options import FAMILIES, PUBLISHED
+from ultraep_comm.bench.planners import MIN_QUOTA, plan_published
+from ultraep_comm.plan.topology import contiguous_home
+
+TINY = ["plan", "--tokens", "64", "--topk", "2", "--seeds", "2"]
+QUALITY_KEYS = {"imbalance", "replicas", "max_exports", "max_imports", "transfer_bound"}
+RECORD_KEYS = {
+    *("op", "ranks", "experts", "slots", "domain_size", "family", "vectors", "imbalance_before"),
+    *QUALITY_KEYS,
+    *("imbalance_bound", "over_bound", "gate", "time_us", "published"),
+    *("transfer_over_published", "eplb"),
+}
+
+
+# ---- loads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("popularity", [[5, 3, 1, 1], [1000, 30, 1, 1]], ids=["even", "skewed"])
+def test_tokens_take_different_experts(popularity: list[int]) -> None:
+    """The chance of each pair, from drawing one after the other in proportion to popularity."""
+    share, tokens = np.array(popularity) / sum(popularity), 100_000
+    expected = np.zeros(4)
+    for first, second in itertools.permutations(range(4), 2):
+        chance = share[first] * share[second] / (1 - share[first])
+        expected[[first, second]] += chance
+    load = draw_topk(share, tokens, 2, np.random.default_rng(0))
+    assert load.sum() == 2 * tokens
+    sigma = np.sqrt(tokens * expected * (1 - expected))
+    assert (np.abs(load - tokens * expected) < 5 * sigma + 1).all()
+
+
+def test_as_many_experts_as_draws() -> None:
+    load = draw_topk(zipf(6, 3.0), 10_000, 6, np.random.default_rng(0))
+    assert load.tolist() == [10_000] * 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    shape = {"num_ranks": 8, "num_experts": 32, "num_tokens": 8 * 100, "topk": 4}
+    loads = make_loads(family, **shape, seeds=3)
+    assert len(loads) == (5 if family == "adversarial" else 3)
+    for load, again in zip(loads, make_loads(family, **shape, seeds=5), strict=False):
+        assert load.shape == (32,)
+        assert load.dtype == np.int64
+        assert load.min() >= 0
+        assert load.sum() == 8 * 100 * 4
+        assert np.array_equal(load, again)
+    assert len({load.tobytes() for load in loads}) == len(loads)
+
+
+@pytest.mark.parametrize("wanted", PUBLISHED.values())
+@pytest.mark.parametrize("size", parse_plan_sizes(DEFAULT_SIZES, None)[:-1], ids=str)
+def test_published_loads_have_their_imbalance(wanted: float, size: object) -> None:
+    (g, e) = (size.num_ranks, size.num_experts)  # type: ignore[attr-defined]
+    for seed in range(2):
+        load = tuned_load(g, e, wanted, g * 4096 * 8, seed)
+        assert rank_imbalance(load, g) == pytest.approx(wanted, rel=2e-3)
+
+
+def test_an_imbalance_beyond_the_ranks_is_left_out() -> None:
+    shape = {"num_ranks": 3, "num_experts": 6, "num_tokens": 300, "topk": 2, "seeds": 1}
+    assert len(make_loads("published2", **shape)) == 1
+    assert make_loads("published3", **shape) == []
+
+
+@pytest.mark.parametrize(("g", "e"), [(8, 32), (8, 8), (5, 3), (1, 4), (1, 1)])
+def test_adversarial_loads(g: int, e: int) -> None:
+    total = 10_000
+    loads = adversarial_loads(g, e, total)
+    home = contiguous_home(e, g)
+    for load in loads:
+        assert load.min() >= 0
+        assert load.sum() == total
+    if g > 1 and e > 1:
+        one, near, all_but_one, _, ramp = loads
+        assert one.max() == pytest.approx(0.9 * total, abs=e)
+        ranks = np.bincount(home, weights=near, minlength=g)
+        assert ranks.max() == pytest.approx(0.9 * total, abs=e)
+        assert (np.bincount(home, weights=all_but_one)[home] == 0).any()
+        assert (np.diff(ramp) >= 0).all()
+
+
+# ---- the published planner --------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int, np.ndarray]:
+    g, s, e = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    load = draw(st.lists(st.integers(0, 200), min_size=e, max_size=e))
+    home = draw(st.lists(st.integers(0, g - 1), min_size=e, max_size=e))
+    return np.array(load, np.int64), g, s, np.array(home, np.int32)
+
+
+@given(problem=problems(), domains=st.integers(1, 3), least=st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_published_plans_are_plans(
+    problem: tuple[np.ndarray, int, int, np.ndarray], domains: int, least: int
+) -> None:
+    load, g, s, home = problem
+    domain = np.arange(g, dtype=np.int32) % domains
+    slots, quota, home_quota = plan_published(
+        load, slots_per_rank=s, home=home, domain=domain, min_quota=least
+    )
+    # Slots, homes, domains, and quotas that are not negative.
+    plan = Plan.from_slots(
+        torch.from_numpy(slots),
+        num_experts=len(load),
+        home=home,
+        domains=domain,
+        slot_quota=torch.from_numpy(quota),
+        home_quota=torch.from_numpy(home_quota),
+    )
+    sums = home_quota.astype(np.int64)
+    np.add.at(sums, slots[slots >= 0], quota[slots >= 0])
+    assert np.array_equal(sums, load)
+    assert (quota[slots >= 0] >= least).all()
+    before = np.bincount(home, weights=load, minlength=g).max()
+    assert plan.imbalance <= (before * g / load.sum() if load.any() else 1.0) + 1e-12
+
+
+def test_published_planner_reaches_its_target() -> None:
+    g, e = 16, 64
+    load = tuned_load(g, e, 2.0, g * 4096 * 8, seed=0)
+    arguments = {"home": contiguous_home(e, g), "domain": np.zeros(g, np.int32)}
+    for target in (1.01, 1.2):
+        slots, quota, home_quota = plan_published(
+            load, slots_per_rank=2, **arguments, target=target
+        )
+        ranks = quota.sum(axis=1) + np.bincount(arguments["home"], weights=home_quota)
+        assert ranks.max() * g / load.sum() <= target + 0.005
+        assert (quota[slots >= 0] >= MIN_QUOTA).all()
+
+
+def test_published_planner_cannot_cut_small_loads() -> None:
+    """Its least quota: where a rank's excess is below it, nothing is copied."""
+    load = np.array([600, 200, 100, 100], np.int64)
+    arguments = {"slots_per_rank": 1, "home": contiguous_home(4, 4)}
+    domain = np.zeros(4, np.int32)
+    slots, _, home_quota = plan_published(load, **arguments, domain=domain)
+    assert (slots == -1).all()
+    assert np.array_equal(home_quota, load)
+    slots, _, _ = plan_published(load, **arguments, domain=domain, min_quota=1)
+    assert (slots == 0).sum() >= 2
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    sizes = ["--sizes", "4/16/2,6/12/1", "--domain-size", "4"]
+    assert main([*TINY, *sizes, "--json", str(path), "--csv", str(tmp_path / "p.csv")]) == 0
+    printed = capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert document["commit"]
+    assert document["machine"]["cores"] >= 1
+    assert document["settings"]["sizes"] == ["4/16/2", "6/12/1 by 4"]
+    assert document["settings"]["seeds"] == 2
+    records = document["records"]
+    check_csv(tmp_path / "p.csv", records)
+    expected = [("4/16/2", f) for f in FAMILIES if f != "published4"]
+    expected += [("6/12/1", f) for f in FAMILIES]
+    table = cells(printed.replace(" by 4", ""))
+    assert [(row[0], row[1]) for row in table] == expected
+    for row, record in zip(table, records, strict=True):
+        assert set(record) == RECORD_KEYS
+        assert record["op"] == "plan"
+        assert set(record["published"]) == QUALITY_KEYS
+        assert record["vectors"] == (5 if record["family"] == "adversarial" else 2)
+        worst, bound = record["imbalance"]["worst"], record["imbalance_bound"]
+        assert 1 <= record["imbalance"]["mean"] <= worst
+        assert bound <= max(worst, 1.01) + 1e-9
+        assert worst / bound - 1e-9 <= record["over_bound"] <= worst
+        assert record["gate"] is None
+        assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
+        assert 0 < record["time_us"]["p50"] <= record["time_us"]["p99"]
+        assert record["eplb"] is None
+        assert len(row) == 18
+        assert float(row[5]) == pytest.approx(worst, abs=1e-4)
+        assert float(row[7]) == pytest.approx(record["replicas"], abs=0.06)
+    assert "eplb: not installed" in printed
+
+
+def test_a_row_says_what_the_planner_does(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "8/16/2", "--families", "published2", "--tokens", "4096"]
+    assert main(["plan", *arguments, "--seeds", "3", "--target", "1.1", "--json", str(path)]) == 0
+    (record,) = json.loads(path.read_text())["records"]
+    loads = [torch.from_numpy(tuned_load(8, 16, 2.0, 8 * 4096 * 8, seed)) for seed in range(3)]
+    plans = [plan_replicas(x, slots_per_rank=2, num_ranks=8, target=1.1) for x in loads]
+    assert record["imbalance_before"] == pytest.approx(2, rel=0.01)
+    assert record["imbalance"]["worst"] == max(plan.imbalance for plan in plans)
+    assert record["replicas"] == np.mean([plan.num_replicas for plan in plans])
+    assert record["max_exports"] == np.mean([plan.max_exports for plan in plans])
+    assert record["max_imports"] == np.mean([plan.max_imports for plan in plans])
+
+
+def test_domains(tmp_path: Path) -> None:
+    """A hot rank can only give to its own domain, and the bound says so."""
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "8/16/2", "--families", "adversarial", "--json", str(path)]
+    assert main([*TINY, *arguments, "--domain-size", "2"]) == 0
+    (split,) = json.loads(path.read_text())["records"]
+    assert main([*TINY, *arguments]) == 0
+    (whole,) = json.loads(path.read_text())["records"]
+    assert split["imbalance_bound"] > 3 > whole["imbalance_bound"]
+    assert split["published"]["imbalance"]["worst"] >= split["imbalance_bound"] - 1e-9
+
+
+@pytest.mark.parametrize(("limit", "status"), [("1.2", 0), ("1.001", 3)])
+def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, status: int) -> None:
+    """A planner that may stop at 1.1 keeps the one limit, and not the other."""
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "8/16/2", "--families", "published2", "--target", "1.1"]
+    limits = ["--max-over-bound", limit, "--json", str(path)]
+    assert main(["plan", *arguments, "--tokens", "4096", *limits]) == status
+    document = json.loads(path.read_text())
+    (record,) = document["records"]
+    assert record["gate"] == ("bound" if status else "met")
+    assert document["gate"]["met"] is (status == 0)
+    named = f"gate not met by 1 of 1, expected at most {limit} times the bound: 8/16/2 published2"
+    assert (named in capsys.readouterr().err) is (status == 3)
+
+
+def test_default_domains() -> None:
+    one, many = parse_plan_sizes("72/288/2,256/512/2", None)
+    assert set(one.domain.tolist()) == {0}
+    assert np.bincount(many.domain).tolist() == [64] * 4
+
+
+def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = np.random.default_rng(0).integers(0, 5000, (3, 2, 4, 16))
+    np.savez(tmp_path / "t.npz", counts_src=counts)
+    ids = np.random.default_rng(0).integers(0, 16, (1000, 3, 2))
+    np.savez(tmp_path / "ids.npz", topk=ids, n_experts=16)
+    arguments = ["--sizes", "4/16/2,2/8/1", "--families", "trace"]
+    assert main([*TINY, *arguments, "--trace", str(tmp_path / "t.npz")]) == 0
+    printed = capsys.readouterr().out
+    assert "t.npz, every step and layer" in printed
+    (row,) = cells(printed)
+    assert row[:3] == ["4/16/2", "trace", "6"]
+    assert main([*TINY, *arguments, "--trace", str(tmp_path / "ids.npz")]) == 0
+    (row,) = cells(capsys.readouterr().out)
+    assert row[2] == "9"  # 3 windows of 4 * 64 tokens, 3 layers
+
+
+@pytest.mark.trace
+def test_recorded_traces(traces_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(traces_dir / "gptoss20b_counts_G8_tok4096_topic.npz")
+    assert main(["plan", "--trace", trace, "--families", "trace", "--sizes", "8/32/1"]) == 0
+    (row,) = cells(capsys.readouterr().out)
+    assert row[2:4] == ["144", "1.50"]
+
+
+def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "t.npz", counts_src=np.ones((1, 1, 2, 6), np.int32))
+    assert main(["plan", "--trace", str(tmp_path / "t.npz")]) == 2
+    assert "6 experts" in capsys.readouterr().err
+
+
+# ---- EPLB -------------------------------------------------------------------------------------
+
+
+def copy_the_hottest(
+    weight: torch.Tensor, instances: int, groups: int, nodes: int, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every expert once, in order, and all further instances of the hottest."""
+    assert (groups, nodes) == (1, 1)
+    assert instances % ranks == 0
+    layers, experts = weight.shape
+    hottest = weight.argmax(dim=1, keepdim=True)
+    placed = torch.arange(experts).expand(layers, experts)
+    placed = torch.cat([placed, hottest.expand(layers, instances - experts)], dim=1)
+    counts = torch.ones(layers, experts, dtype=torch.int64)
+    counts.scatter_(1, hottest, instances - experts + 1)
+    return placed, torch.empty(0), counts
+
+
+def test_eplb_joins_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = ModuleType("eplb")
+    package.rebalance_experts = copy_the_hottest  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "eplb", package)
+    path = tmp_path / "o.json"
+    arguments = ["--families", "published1.5", "--json", str(path), "--sizes", "4/8/1,4/9/1"]
+    assert main([*TINY, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "not installed" not in printed
+    possible, impossible = cells(printed)
+    first, second = json.loads(path.read_text())["records"]
+    assert second["eplb"] is None  # 9 experts cannot be spread evenly
+    assert impossible[-3:] == ["-"] * 3
+
+    expected = []
+    for load in make_loads(
+        "published1.5", num_ranks=4, num_experts=8, num_tokens=4 * 64, topk=2, seeds=2
+    ):
+        hottest = int(load.argmax())
+        quota = load.astype(float)
+        quota[hottest] /= 5  # 12 instances, 3 on each of 4 ranks
+        placed = [*range(8), *[hottest] * 4]
+        ranks = [sum(quota[placed[3 * r + i]] for i in range(3)) for r in range(4)]
+        expected.append(max(ranks) * 4 / load.sum())
+    assert first["eplb"]["imbalance"]["mean"] == pytest.approx(np.mean(expected))
+    assert first["eplb"]["imbalance"]["worst"] == pytest.approx(max(expected))
+    assert first["eplb"]["replicas"] == 4
+    assert possible[-1] == "4"
+
+
+def test_another_package_of_that_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "eplb", ModuleType("eplb"))
+    assert main([*TINY, "--sizes", "2/4/1", "--families", "zipf1.0"]) == 0
+    assert "eplb: not installed" in capsys.readouterr().out

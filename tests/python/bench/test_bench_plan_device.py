@@ -1,0 +1,173 @@
+"""The planner's benchmark on a device: arguments, records, and a run on the emulated device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benched import run_on, settings_of
+from emulated_device import EmulatedDevice
+from stand_in import Emulated
+
+from ultraep_comm import Plan, _core, plan_replicas
+from ultraep_comm.bench.commands.plan import PlanSize
+from ultraep_comm.bench.commands.plan import device as plan_device
+from ultraep_comm.bench.commands.plan.device import AllRanks, ids_of
+from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.errors import DeviceError
+
+TINY = ["plan", "--engine", "cuda", "--tokens", "12", "--topk", "2", "--seeds", "2"]
+TINY += ["--families", "zipf1.0,adversarial", "--warps", "1,3"]
+
+
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_device, "PLAN_CALLS", 2)
+
+
+def test_end_to_end(
+    emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "o.json"
+    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1,4/8/2", "--json", str(path)) == 0
+    text, document = capsys.readouterr().out, json.loads(path.read_text())
+    sizes = [(r["ranks"], r["slots"], r["family"]) for r in document["records"]]
+    assert sizes == [(g, s, f) for g, s in ((3, 1), (4, 2)) for f in ("zipf1.0", "adversarial")]
+    for record in document["records"]:
+        assert record["vectors"] == (2 if record["family"] == "zipf1.0" else 5)
+        assert [run["warps"] for run in record["warps"]] == [1, 3]
+        for run in record["warps"]:
+            assert run["time_us"]["p99"] >= run["time_us"]["p50"] > 0
+            assert run["first_us"] > 0
+        for name in ("host_us", "counts_us", "at_once_us", "launch_us", "shares_us", "reroute_us"):
+            assert record[name]["p50"] > 0
+        tiny = [record[f"tiny_{where}_plan_us"] for where in ("device", "host")]
+        assert min(tiny[0]["p50"], tiny[1]["p50"]) > 0
+        assert record["schedule_us"]["p99"] >= record["schedule_us"]["p50"]
+        assert record["ids"] == pytest.approx(24, abs=12)
+        assert record["wrong_values"] == 0
+    assert document["settings"]["warps"] == [1, 3]
+    rows = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(rows) == 4
+    assert "3 warps" in text
+
+
+def test_warps_that_do_not_fit_are_left_out(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_of(*TINY, "--sizes", "3/8/1", "--families", "zipf1.0", "--seeds", "1")
+    size, make = settings.sizes[0], plan_device._make_stages
+    assert make(size, 3).plan_warps == 3
+    room, emulated.max_shared_bytes = emulated.max_shared_bytes, 600
+    least = make(size, 3)
+    assert least.plan_warps < 3
+    emulated.max_shared_bytes = room
+    monkeypatch.setattr(plan_device, "_make_stages", lambda size, n: make(size, n and min(n, 1)))
+    few = ["--families", "zipf1.0", "--seeds", "1"]
+    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[4] != "-"
+    assert row[5] == "-"
+
+
+def test_without_a_block_for_each_rank_they_are_left_out(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    emulated.num_sms, path = 2, tmp_path / "o.json"
+    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
+    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 0
+    (record,) = json.loads(path.read_text())["records"]
+    assert record["at_once_us"] is record["schedule_us"] is record["tiny_host_plan_us"] is None
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert [cell == "-" for cell in row[-8:]] == [False, True, False, True, *[False] * 4]
+
+
+def test_rows_before_a_failure_are_kept(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, measure = tmp_path / "o.json", plan_device.measure_row
+
+    def fail_at_the_second(meter: Any, settings: Any, size: PlanSize, *rest: Any) -> Any:
+        if size.num_ranks == 3:
+            raise DeviceError("broken")
+        return measure(meter, settings, size, *rest)
+
+    monkeypatch.setattr(plan_device, "measure_row", fail_at_the_second)
+    few = ["--families", "zipf1.0", "--seeds", "1", "--json", str(path)]
+    with pytest.raises(DeviceError, match="broken"):
+        run_on(Emulated(), *TINY, "--sizes", "2/4/1,3/8/1", *few)
+    assert [record["ranks"] for record in json.loads(path.read_text())["records"]] == [2]
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
+
+
+def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:
+    """Also where the device has a block for each, as a GPU has for the default's largest."""
+    emulated.num_sms = 200
+    many = _core.CUDA_MAX_LAUNCH_RANKS + 1
+    (size,) = settings_of(*TINY, "--sizes", f"{many}/{many}/1").sizes
+    assert AllRanks.of(size) is None
+
+
+@pytest.mark.parametrize("broken", ["slot", "empty slot", "load", "plan"])
+def test_what_is_wrong_with_all_ranks_is_found(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Negative controls, in what calls leave."""
+    settings = settings_of(*TINY, "--sizes", "3/8/1")
+    (size,) = settings.sizes
+    load = torch.tensor([[9, 1, 0, 0, 2, 0, 1, 1]] * 3, dtype=torch.int32)
+    plan = plan_replicas(load, slots_per_rank=1, num_ranks=3, home=size.home, target=1.01)
+    filled = (plan.slot_expert >= 0).flatten().tolist()
+    assert sorted(set(filled)) == [False, True]
+    every = AllRanks.of(size)
+    assert every is not None
+    assert every.measure(Emulated(), load, plan, ids_of(load), 1.01).wrong_values == 0
+    if "slot" in broken:
+        at = filled.index(broken == "slot")
+        find = AllRanks._wrong_slots
+
+        def find_in_broken(self: AllRanks, plan: Plan) -> int:
+            self.groups[at].slots["w"][0, 5] ^= 1
+            return find(self, plan)
+
+        monkeypatch.setattr(AllRanks, "_wrong_slots", find_in_broken)
+    ids = ids_of(load)
+    if broken == "load":
+        ids[1][0] = 1
+    if broken == "plan":
+        plan = dataclasses.replace(plan, home_quota=plan.home_quota.roll(1))
+    assert every.measure(Emulated(), load, plan, ids, 1.01).wrong_values > 0
+    every.close()
+
+
+@pytest.mark.parametrize("broken", ["plan", "reroute"])
+def test_a_wrong_integer_is_found(
+    emulated: EmulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+) -> None:
+    """Negative controls."""
+    call = getattr(CudaStages, broken)
+
+    def wrong(self: CudaStages, *arguments: Any) -> Any:
+        found = call(self, *arguments)
+        emulated.settle()
+        tensor: torch.Tensor = found.home_quota if isinstance(found, Plan) else found
+        tensor.view(-1)[0] += 1
+        return found
+
+    monkeypatch.setattr(CudaStages, broken, wrong)
+    few = ["--families", "zipf1.0", "--seeds", "1"]
+    assert run_on(Emulated(), *TINY, "--sizes", "3/8/1", *few) == 1
+    assert capsys.readouterr().out.split()[-1] != "0"

@@ -1,0 +1,207 @@
+"""The reduce benchmark, from the command line to its table, its records and its exit code."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benched import ONE_PLAN_KEYS, SMALL, Done, bench, check_times, run_on, settings_of
+from stand_in import StandIn
+
+from ultraep_comm import Plan
+from ultraep_comm.bench.commands.reduce import run as reduce
+from ultraep_comm.bench.commands.reduce.run import GradRanks, Reduction
+from ultraep_comm.bench.payload import MAIN, GradPayload, count_different
+from ultraep_comm.bench.traffic import count_reduction_traffic
+
+RECORD_KEYS = ONE_PLAN_KEYS | {
+    *("algbw_gbps", "over_model", "over_copy_add", "gloo_time_us", "speedup_over_gloo")
+}
+MODES = ["pull", "direct", "auto"]
+
+
+def check_document(done: Done) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    document = done.document()
+    assert [r["mode"] for r in document["records"]] == MODES
+    for record in document["records"]:
+        assert set(record) == RECORD_KEYS
+        assert record["op"] == "reduce"
+        assert record["wrong_bytes"] == 0
+        assert record["replicas"] > 0
+        check_times(record)
+        assert min(record["over_copy_add"], record["speedup_over_gloo"]) > 0
+    return document
+
+
+def test_all_modes_end_to_end(tmp_path: Path) -> None:
+    done = bench(tmp_path, "reduce", *SMALL, "--ranks", "4", "--check", "--json", "o.json")
+    document = check_document(done)
+    table = done.rows()
+    assert list(table) == [*MODES, "gloo", "copy+add"]
+    assert {cells[-1] for cells in table.values()} == {"0"}
+    for mode in MODES:
+        assert float(table[mode][6]) >= 0.999  # no schedule beats its bound
+    assert document["settings"]["grad_dtype"] == "float32"
+    assert document["settings"]["zero"] is True
+
+
+@pytest.mark.parametrize("main_dtype", ["float32", "bfloat16"])
+def test_types_odd_sizes_and_no_clearing(tmp_path: Path, main_dtype: str) -> None:
+    arguments = ["--segments", "w13=40002,w2=20006,bias=2", "--grad-dtype", "bfloat16"]
+    arguments += ["--main-dtype", main_dtype, "--no-zero", "--ranks", "3", "--check", "-n", "2"]
+    done = bench(tmp_path, "reduce", *arguments, "-w", "0", "-J", "o.json")
+    settings = check_document(done)["settings"]
+    assert (settings["main_dtype"], settings["zero"]) == (main_dtype, False)
+
+
+def break_pulls(fault: str) -> None:
+    """Have something wrong, or touched, after every call in pull, in this rank."""
+    whole = reduce.reduce_expert_grads
+
+    def broken(grads: Any, plan: Any, *, group: Any, **more: Any) -> Any:
+        work = whole(grads, plan, group=group, **more)
+        filled = plan.slot_expert[group.rank] >= 0
+        if more["mode"] != "pull" or more["async_op"]:
+            return work
+        if fault == "main":
+            grads.grads["w2"].view(torch.uint8)[:, 5] ^= 1
+        elif fault == "not cleared":
+            group.slot_grads["w13"][filled, 7] = -0.0
+        elif fault == "empty slot":
+            group.slot_grads["w13"][~filled, 7] = 1.0
+        else:
+            group.slots["w2"][:, 3] = 1
+        return work
+
+    reduce.reduce_expert_grads = broken  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("fault", ["main", "not cleared", "empty slot", "weight"])
+def test_a_wrong_byte_is_found(tmp_path: Path, fault: str) -> None:
+    """Negative controls."""
+    few = ["-b", "64K", "-n", "2", "-w", "0", "--ranks", "2", "--experts", "8", "--json", "o.json"]
+    done = bench(tmp_path, "reduce", *few, fault=functools.partial(break_pulls, fault))
+    assert done.returncode == 1, done.stderr
+    record = done.document()["records"][0]
+    assert record["mode"] == "pull"
+    assert record["wrong_bytes"] >= 1
+
+
+def test_a_sum_in_another_order_is_wrong() -> None:
+    """Negative control: the values of the payload are rounded when they are added."""
+    kinds = {"grad_dtype": torch.float32, "main_dtype": torch.float32}
+    payload = GradPayload(1, {"w": 1000}, 8, **kinds)
+    where: dict[str, Any] = {"epoch": 3, "expert": 2, "segment": "w"}
+    right = payload.reduced(ranks=[0, 1, 3], **where)
+    assert count_different(right, payload.reduced(ranks=[0, 1, 3], **where)) == 0
+    assert count_different(right, payload.reduced(ranks=[3, 1, 0], **where)) > 0
+    first, *others = (payload.values(rank=rank, **where) for rank in (MAIN, 0, 1, 3))
+    for other in others:  # the main gradient first, in place of last
+        first = first + other
+    assert count_different(right, first) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_finite_and_differ_by_instance_and_epoch(dtype: torch.dtype) -> None:
+    payload = GradPayload(1, {"w": 4096}, 8, grad_dtype=dtype, main_dtype=dtype)
+    found = [
+        payload.values(epoch=epoch, expert=expert, rank=rank, segment="w")
+        for epoch in (1, 2)
+        for expert in (0, 7)
+        for rank in (MAIN, 0, 1)
+    ]
+    for i, values in enumerate(found):
+        size = values.float().abs()
+        assert (size >= 0.5).all()
+        assert (size < 2).all()
+        for other in found[:i]:
+            assert (values != other).float().mean() > 0.99
+
+
+def test_what_the_busiest_rank_loads() -> None:
+    """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
+    settings = settings_of("reduce", "--ranks", "4", "--experts", "8")
+    plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
+    assert Reduction().busiest_rank(settings, plan, "direct") == 3
+    assert Reduction().busiest_rank(settings, plan, "pull") == pytest.approx(1 + 2 / 3)
+
+
+# ---- one process for all ranks ----------------------------------------------------------------
+
+
+HERE = ["reduce", "--engine", "cuda", "-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
+
+
+@pytest.mark.parametrize(
+    "more", [["--grad-dtype", "bfloat16"], ["--no-zero"]], ids=["bf16", "kept"]
+)
+def test_a_sweep_over_sms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    path = tmp_path / "o.json"
+    few = [*HERE, "--check", "--num-sms", "2,1", "--json", str(path)]
+    assert run_on(StandIn(), *few, *more) == 0
+    document = json.loads(path.read_text())
+    records = document["records"]
+    assert [(r["num_sms"], r["mode"]) for r in records] == [(n, m) for n in (1, 2) for m in MODES]
+    big = document["baselines"]["big copy"]["moved_gbps"]
+    for record in records:
+        assert record["op"] == "reduce"
+        assert record["wrong_bytes"] == 0
+        moved = record["moved_bytes"] / record["time_us"]["p50"] / 1e3
+        assert record["moved_gbps"] == pytest.approx(moved)
+        assert record["over_big_copy"] == pytest.approx(moved / big)
+        assert record["host_bound_us"] > 0
+        assert record["host_unbound_us"] > 0
+    assert set(document["baselines"]) == {"copy", "big copy"}
+    assert document["fixed_cost"]["empty_plan_us"] > 0
+    assert document["settings"]["zero"] is ("--no-zero" not in more)
+    assert "reduce, engine cuda" in capsys.readouterr().out
+
+
+def test_a_wrong_byte_is_found_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: one bit of a main gradient changes."""
+    call = GradRanks.call
+
+    def broken(self: GradRanks, plan: Plan, mode: str) -> None:
+        call(self, plan, mode)
+        self.mains[1]["w2"].view(torch.uint8)[0, 9] ^= 1
+
+    monkeypatch.setattr(GradRanks, "call", broken)
+    assert run_on(StandIn(), *HERE, "--check", "--mode", "pull") == 1
+
+
+def test_traffic_of_a_reduction() -> None:
+    """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
+    plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
+    part = 64 << 10  # a flag group: 3 of them
+    sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10, "zero": True}
+    direct = count_reduction_traffic(plan, "direct", grad_bytes=4, main_bytes=2, **sizes)
+    assert direct.loads.tolist() == [(9 + 1.5) * part, (3 + 1.5) * part, 0, 0]
+    assert direct.stores.tolist() == [(3 + 1.5) * part, (3 + 1.5) * part, 3 * part, 3 * part]
+    assert direct.egress.tolist() == [9 * part, 3 * part, 0, 0]
+    pull = count_reduction_traffic(plan, "pull", grad_bytes=2, main_bytes=4, **sizes)
+    assert pull.loads.tolist() == [(6 + 6) * part, (3 + 3 + 6) * part, 3 * part, 3 * part]
+    assert pull.stores.tolist() == [(3 + 6) * part, (3 + 2 + 6) * part, 5 * part, 5 * part]
+    assert pull.egress.tolist() == [6 * part, (2 + 3) * part, 2 * part, 2 * part]
+    kept = count_reduction_traffic(
+        plan, "direct", grad_bytes=4, main_bytes=4, **{**sizes, "zero": False}
+    )
+    assert kept.stores.tolist() == [3 * part, 3 * part, 0, 0]
+
+
+def test_a_sweep_and_its_gate(tmp_path: Path) -> None:
+    few = ["--ranks", "2", "--experts", "8", "-n", "2", "-w", "0", "-b", "16K", "-e", "32K"]
+    limit = ["--min-bandwidth", "1e6", "--json", "o.json"]
+    done = bench(tmp_path, "reduce", *few, "--mode", "pull", *limit)
+    assert done.returncode == 3
+    assert "gate not met by 2 of 2" in done.stderr
+    records = done.document()["records"]
+    assert [r["expert_bytes"] for r in records] == [16 << 10, 32 << 10]
+    assert {r["gate"] for r in records} == {"bandwidth"}

@@ -1,0 +1,154 @@
+"""Bytes that a schedule moves: against a count tile by tile, and against what engines store."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import fan_out_plan, loopback, random_plan
+
+import ultraep_comm as uec
+from ultraep_comm.bench.traffic import count_traffic, group_offsets, interpolate_sms
+from ultraep_comm.plan.schedule import MODES, Schedule, make_schedule
+
+SIZES = [100_003, 65_536, 37, 1]
+
+
+def _schedule(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> Schedule:
+    return make_schedule(
+        plan.slot_expert.numpy(),
+        home=plan.home.numpy(),
+        segment_bytes=sizes,
+        tile_bytes=tile,
+        mode=mode,
+    )
+
+
+def _tiles(sizes: list[int], tile: int) -> list[int]:
+    """Sizes of an expert's tiles, in order."""
+    found = []
+    for size in sizes:
+        found += [tile] * (size // tile) + [size % tile] * (size % tile > 0)
+    return found
+
+
+def _count(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> dict[str, list[int]]:
+    """Follow every tile from its home to every slot."""
+    schedule = _schedule(plan, sizes, tile, mode)
+    slots, home = plan.slot_expert.tolist(), plan.home.tolist()
+    num_ranks = len(slots)
+    loads, stores, egress = ([0] * num_ranks for _ in range(3))
+
+    def copy(size: int, *, by: int, source: int, to: list[int]) -> None:
+        loads[by] += size
+        if source != by:
+            egress[source] += size
+        for rank in to:
+            stores[by] += size
+            if rank != by:
+                egress[by] += size
+
+    for x, expert in enumerate(schedule.expert.tolist()):
+        replicas = [r for r in range(num_ranks) if expert in slots[r]]
+        step = max(1, (32768 if len(replicas) > 16 else 65536) // tile)
+        for i, size in enumerate(_tiles(sizes, tile)):
+            (hub,) = [h for h, begin, end in schedule.hubs(x) if begin <= i // step < end]
+            if hub == home[expert]:
+                copy(size, by=hub, source=hub, to=replicas)
+            elif mode == "push":
+                copy(size, by=home[expert], source=home[expert], to=[hub])
+                others = [r for r in replicas if r != hub]
+                copy(size, by=hub, source=hub, to=others)
+            else:
+                copy(size, by=hub, source=home[expert], to=replicas)
+    return {"loads": loads, "stores": stores, "egress": egress}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tile", [1024, 16384, 32768, 1 << 20])
+def test_traffic_is_what_following_every_tile_gives(mode: str, tile: int) -> None:
+    plans = [
+        fan_out_plan(20, 24, 2),  # more than sixteen replicas: finer groups
+        fan_out_plan(3, 4, 1),
+        *(random_plan(seed, 6, 13, 3, fill=0.9) for seed in range(4)),
+        uec.Plan.from_slots([[-1], [-1]], num_experts=2),
+    ]
+    for plan in plans:
+        schedule = _schedule(plan, SIZES, tile, mode)
+        num_ranks = len(plan.slot_expert)
+        found = count_traffic(schedule, num_ranks=num_ranks, segment_bytes=SIZES, tile_bytes=tile)
+        expected = _count(plan, SIZES, tile, mode)
+        for name, values in expected.items():
+            assert getattr(found, name).tolist() == values, name
+        assert found.moved == sum(expected["loads"]) + sum(expected["stores"])
+        assert found.critical == max(expected["egress"])
+        assert sum(expected["egress"]) == plan.num_replicas * sum(SIZES)
+
+
+def test_direct_moves_a_copy_for_every_replica_and_reads_each_expert_once() -> None:
+    plan = uec.Plan.from_slots([[-1], [0], [0]], num_experts=3)
+    schedule = _schedule(plan, [1000], 1024, "direct")
+    found = count_traffic(schedule, num_ranks=3, segment_bytes=[1000], tile_bytes=1024)
+    assert found.loads.tolist() == [1000, 0, 0]
+    assert found.stores.tolist() == found.egress.tolist() == [2000, 0, 0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
+    tile, num_ranks = 16384, 4
+    groups = uec.new_loopback_groups(
+        num_ranks,
+        num_experts=9,
+        slots_per_rank=2,
+        expert={f"s{i}": ((size,), torch.uint8) for i, size in enumerate(SIZES)},
+        tile_bytes=tile,
+        timeout=20.0,
+    )
+    plan = random_plan(3, num_ranks, 9, 2, fill=1.0)
+
+    def call(rank: int) -> int:
+        weights = groups[rank].empty_weights()
+        uec.replicate_experts(weights, plan, group=groups[rank], mode=mode)
+        return groups[rank].bytes_stored
+
+    stored = loopback(num_ranks, call)
+    for group in groups:
+        group.close()
+    schedule = _schedule(plan, SIZES, tile, mode)
+    found = count_traffic(schedule, num_ranks=num_ranks, segment_bytes=SIZES, tile_bytes=tile)
+    assert stored == found.stores.tolist()
+
+
+def test_offsets_of_groups() -> None:
+    assert group_offsets(2, [100], 64).tolist() == [0, 100]
+    assert group_offsets(2, [65536 + 1, 5], 32768).tolist() == [0, 65536, 65542]
+    assert group_offsets(17, [65536 + 1, 5], 32768).tolist() == [0, 32768, 65536, 65537, 65542]
+    rng = random.Random(1)
+    for _ in range(50):
+        sizes = [rng.randrange(1, 200_000) for _ in range(rng.randrange(1, 4))]
+        offsets = group_offsets(2, sizes, 16384)
+        assert offsets[0] == 0
+        assert offsets[-1] == sum(sizes)
+        assert np.all(np.diff(offsets) > 0)
+
+
+@pytest.mark.parametrize(
+    ("points", "wanted", "sms"),
+    [
+        ([], 450, None),
+        ([(8, 300)], 450, None),
+        ([(8, 450)], 450, 8),
+        ([(16, 500), (8, 400)], 450, 12),
+        ([(4, 500), (8, 900)], 450, 4),  # fewer might do: none were measured
+        ([(4, 100), (8, 200), (16, 200), (32, 600)], 450, 26),
+        ([(4, 460), (8, 440)], 450, 4),
+        ([(4, 400), (8, 440)], 450, None),  # never beyond the points
+    ],
+)
+def test_sms_are_interpolated_between_measured_points(
+    points: Any, wanted: float, sms: float | None
+) -> None:
+    assert interpolate_sms(points, wanted) == (None if sms is None else pytest.approx(sms))

@@ -1,0 +1,166 @@
+"""Runs of the benchmark for tests: in this process, but for ranks, forks of one server."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ultraep_comm.bench import cli, launch
+from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.commands.calibrate import run as calibrate
+from ultraep_comm.bench.commands.critical_path import run as critical_path
+from ultraep_comm.bench.commands.links import run as links
+from ultraep_comm.bench.commands.plan import device as plan_device
+from ultraep_comm.bench.commands.reduce.run import Reduction
+from ultraep_comm.bench.commands.replicate.one_plan import run_device
+from ultraep_comm.bench.commands.replicate.run import Replication
+from ultraep_comm.bench.report import Report, flatten
+
+FILES = ("--json", "-J", "--csv", "--output", "--trace")  # with a name behind them
+SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
+TIMES = {"time_us", "rank_time_us"}
+# Keys that records of replicate and reduce share, on the CPU and on a device.
+ONE_PLAN_KEYS = {
+    *("op", "engine", "fabric", "mode", "chosen", "num_sms", "ranks", "experts", "slots"),
+    *("expert_bytes", "replicas", "imbalance_before", "imbalance_after", "critical_gbps"),
+    *("bound_us", "over_bound", "wrong_bytes", "gate", *TIMES),
+}
+
+
+def settings_of(command: str, *arguments: str) -> Any:
+    """Checked settings of a command line."""
+    options = cli.make_parser().parse_args([command, *arguments])
+    (found,) = (one for one in cli.COMMANDS if one.name == command)
+    return found.make_settings(options)
+
+
+def run_on(meter: Meter, command: str, *arguments: str) -> int:
+    """Run a command with a meter in place of a GPU; return the exit status."""
+    return run_settings_on(meter, command, settings_of(command, *arguments))
+
+
+def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
+    """The same with settings."""
+    report = Report.of(settings)
+    runs: dict[str, Callable[..., int]] = {
+        "critical-path": critical_path.run_on,
+        "links": links.run_on,
+        "calibrate": calibrate.run_on,
+        "plan": plan_device.run_device,
+    }
+    if command in runs:
+        return runs[command](meter, settings, report)
+    collective: Any = {"replicate": Replication, "reduce": Reduction}[command]()
+    return run_device(meter, collective, settings, report)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run said, as `subprocess.CompletedProcess` has it, and the folder of its files."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    def document(self, name: str = "o.json") -> dict[str, Any]:
+        """A JSON file that it has written."""
+        found: dict[str, Any] = json.loads((self.folder / name).read_text())
+        return found
+
+    def rows(self) -> dict[str, list[str]]:
+        """Its table's rows by mode, without the mode that `auto` took."""
+        lines = [line.split() for line in self.stdout.splitlines() if not line.startswith("#")]
+        return {
+            line[0]: [cell for cell in line[1:] if not cell.startswith("(")]
+            for line in lines
+            if line
+        }
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Runs as one of the ranks, and writes what it says to files."""
+
+    run: Callable[[Any], int]
+    folder: Path
+    fault: Callable[[], None] | None
+
+    def __call__(self, settings: Any) -> int:
+        for name in ("out", "err"):
+            setattr(sys, f"std{name}", (self.folder / f"{name}{dist.get_rank()}").open("w"))
+        if self.fault is not None:
+            self.fault()
+        return self.run(settings)
+
+
+def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None) -> Done:
+    """Run a command. Names of files are those of the folder; ranks begin with a fault."""
+    named = list(arguments)
+    for i, flag in enumerate(named[:-1]):
+        if flag in FILES:
+            named[i + 1] = str(folder / named[i + 1])
+    said = folder / "said"
+    said.mkdir(exist_ok=True)
+    for old in said.iterdir():
+        old.unlink()
+
+    def start(run: Any, settings: Any, num_ranks: int, *, preload: str = "") -> int:
+        return launch.run_ranks(Rank(run, said, fault), settings, num_ranks, preload=preload)
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(cli, "run_ranks", start),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = cli.main(named)
+    texts = {p.name: p.read_text() for p in sorted(said.iterdir())}
+    ranks = [
+        "".join(text for name, text in texts.items() if name[:3] == kind) for kind in ("out", "err")
+    ]
+    return Done(code, out.getvalue() + ranks[0], err.getvalue() + ranks[1], folder)
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment of a process that no launcher has started."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+
+
+def cells_of(text: str) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def check_csv(path: Path, records: list[dict[str, Any]]) -> None:
+    """Hold every cell against the records."""
+    cells = cells_of(path.read_text())
+    assert len(cells) == len(records)
+    for row, record in zip(cells, records, strict=True):
+        flat = flatten(record)
+        assert set(row) >= set(flat)
+        for name, value in flat.items():
+            assert row[name] == ("" if value is None else str(value)), name
+
+
+def check_times(record: dict[str, Any]) -> None:
+    """Times grow with their percentiles, and no rank's mean is beyond the longest."""
+    times, ranks = record["time_us"], record["rank_time_us"]
+    assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
+    assert 0 < ranks["min"] <= ranks["avg"] <= ranks["max"] <= times["max"]
+
+
+def table_cells(output: str) -> list[list[str]]:
+    """The cells of a table's rows."""
+    return [line.split() for line in output.splitlines() if not line.startswith("#")]

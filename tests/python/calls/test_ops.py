@@ -1,0 +1,502 @@
+"""The calls under torch.compile: without a graph break, with the results of eager calls."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, loopback, raised
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import ultraep_comm as uec
+from ultraep_comm import errors, ops
+from ultraep_comm.calls.traced import ORDER
+
+RANKS, EXPERTS, SLOTS, TOP_K, HIDDEN = 2, 8, 2, 2, 16
+EXPERT = {"w": ((HIDDEN, HIDDEN), torch.float32), "b": ((HIDDEN,), torch.bfloat16)}
+OPERATORS = torch.ops.ultraep_comm
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
+)
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give inductor a new cache: it would find graphs again though operators have changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:
+    return uec.new_loopback_groups(
+        num_ranks,
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert=EXPERT,
+        num_sms=1,
+        timeout=120,  # the first rank to call waits while others compile
+    )
+
+
+@pytest.fixture
+def alone() -> Iterator[uec.Group]:
+    """A group of one rank."""
+    (group,) = make_groups(1)
+    yield group
+    group.close()
+
+
+def make_ids(rank: int, seed: int, tokens: int) -> torch.Tensor:
+    """Skewed ids ``[T, k]``, none twice for a token."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    skew = torch.linspace(1 + seed % 3, 0, EXPERTS)
+    return (torch.rand(tokens, EXPERTS, generator=generator) + skew).topk(TOP_K, dim=1).indices
+
+
+def make_tokens(rank: int, seed: int, tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2000 * seed + rank)
+    return torch.randint(-4, 5, (tokens, HIDDEN), generator=generator).float()
+
+
+def make_mains(rank: int, seed: int, num_ranks: int = RANKS) -> Weights:
+    """Weights of small integers: sums are exact in whatever order they are made."""
+    generator = torch.Generator().manual_seed(3000 * seed + rank)
+    mains = EXPERTS // num_ranks
+    return {
+        name: torch.randint(-4, 5, (mains, *shape), generator=generator).to(dtype)
+        for name, (shape, dtype) in EXPERT.items()
+    }
+
+
+def layer(
+    tokens: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: Weights,
+    group: uec.Group,
+    async_op: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Route, plan, replicate, and apply the experts that this rank holds to its own tokens."""
+    load = uec.gather_load(topk_ids, group=group)
+    plan = uec.plan_replicas(load, group=group)
+    before = group.slots["w"] * 2
+    work = uec.replicate_experts(weights, plan, group=group, async_op=async_op)
+    physical = uec.reroute(topk_ids, plan, group=group)
+    if work is not None:
+        work.wait()
+    instances = group.topology.instances_per_rank
+    mine = physical // instances == group.rank
+    index = torch.where(mine, physical % instances, 0)
+    w = torch.cat([weights["w"], group.slots["w"]])
+    b = torch.cat([weights["b"], group.slots["b"]])
+    out = torch.einsum("th,tkhi->tki", tokens, w[index]) + b[index].float()
+    return (out * mine[..., None]).sum(1), physical, before
+
+
+def two_layers(
+    tokens: torch.Tensor,
+    topk_ids: list[torch.Tensor],
+    weights: list[Weights],
+    group: uec.Group,
+    async_op: bool,
+) -> list[torch.Tensor]:
+    """Run layers on one group's slots; each changes its weights when it has used them."""
+    results = []
+    for ids, own in zip(topk_ids, weights, strict=True):
+        results += layer(tokens, ids, own, group, async_op)
+        own["w"].add_(1)
+    return results
+
+
+def run_two_layers(
+    fn: Callable[..., list[torch.Tensor]], groups: list[uec.Group], seed: int, async_op: bool
+) -> list[list[torch.Tensor]]:
+    """Return results and weights of every rank; the number of tokens follows from the seed."""
+    tokens = 24 + 3 * seed
+
+    def run(rank: int) -> list[torch.Tensor]:
+        weights = [make_mains(rank, seed), make_mains(rank, seed + 50)]
+        ids = [make_ids(rank, seed, tokens), make_ids(rank, seed + 1, tokens)]
+        with torch.no_grad():
+            results = fn(make_tokens(rank, seed, tokens), ids, weights, groups[rank], async_op)
+        return [*results, *(own["w"] for own in weights)]
+
+    return loopback(len(groups), run)
+
+
+@pytest.mark.parametrize(
+    "backend, async_op",
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=needs_compiler),  # for all tests of the first tier
+        pytest.param("inductor", True, marks=[pytest.mark.exhaustive, needs_compiler]),
+    ],
+)
+def test_compiled_layers_give_what_eager_ones_do(
+    backend: str, async_op: bool, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+
+    def spy(*arguments: Any) -> ops.Copies:
+        found = copies_among(*arguments)
+        copies.append(len(found))
+        return found
+
+    copies_among = ops._copies_among
+    monkeypatch.setattr(ops, "_copies_among", spy)
+    inductor = backend == "inductor"
+    compiled = torch.compile(two_layers, fullgraph=True, backend=backend, dynamic=inductor or None)
+    others = make_groups()
+    for seed in range(4):
+        got = run_two_layers(compiled, groups, seed, async_op)
+        expected = run_two_layers(two_layers, others, seed, async_op)
+        for rank in range(RANKS):
+            for one, other in zip(got[rank], expected[rank], strict=True):
+                assert torch.equal(one, other)
+            for name in EXPERT:
+                assert torch.equal(groups[rank].slots[name], others[rank].slots[name])
+    assert any((group.slots["w"] != 0).any() for group in others)
+    # inductor transfers into the slots themselves, the other backend into copies.
+    assert copies
+    assert any(copies) is not inductor
+
+
+# ---- operators -----------------------------------------------------------------------------
+
+
+def plan_fields(plan: uec.Plan) -> tuple[torch.Tensor | None, ...]:
+    return plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota
+
+
+def test_local_operators(alone: uec.Group) -> None:
+    ids = make_ids(0, 0, 24)
+    load = uec.gather_load(ids, group=alone)
+    plan = uec.plan_replicas(load, group=alone)
+    fields = (*plan_fields(plan), plan.load)
+    columns = alone.topology.instances_per_rank
+    for costs in ([], [1.0, 1e-6, 0.0], [1.0, 1e-6, 0.0, 100.0]):
+        for given in (load, load.sum(0)):
+            opcheck(
+                OPERATORS.plan_replicas.default,
+                (given, 1, EXPERTS, SLOTS, 1.01, costs, alone.name),
+            )
+    opcheck(OPERATORS.reroute.default, (ids, *fields, alone.name))
+    routing = torch.zeros(24, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
+    probs = torch.rand(24, EXPERTS, requires_grad=True)
+    for given_probs in (probs, probs.detach().bfloat16(), None):
+        opcheck(OPERATORS.reroute_map.default, (routing, given_probs, *fields, columns, alone.name))
+    opcheck(
+        OPERATORS.reroute_map_backward.default,
+        (torch.rand(24, columns), routing, *fields, alone.name),
+    )
+
+
+def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> None:
+    group = uec.new_group(
+        process_group,
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert=EXPERT,
+        grads=torch.float32,
+        num_sms=1,
+    )
+    with group:
+        ids = make_ids(rank, 0, 24)
+        opcheck(OPERATORS.gather_load.default, (ids, RANKS, EXPERTS, ORDER, group.name))
+        plan = uec.plan_replicas(uec.gather_load(ids, group=group), group=group)
+        assert (plan.slot_expert >= 0).any(dim=1).any()
+        tensors, names = list(make_mains(rank, 0).values()), list(EXPERT)
+        slots = list(group.slots.values())
+        arguments = (
+            *(tensors, [-1, -1], names, *plan_fields(plan)),
+            *(slots, names, ORDER, "auto", group.name),
+        )
+        opcheck(OPERATORS.replicate_experts.default, arguments)
+        opcheck(OPERATORS.start_replicate_experts.default, arguments)
+        token = OPERATORS.start_replicate_experts(*arguments)
+        opcheck(
+            OPERATORS.wait_replicate_experts.default,
+            (token, tensors, plan.slot_expert, slots, names, ORDER, group.name, False),
+        )
+        grads = [tensor.float() for tensor in tensors]
+        slot_grads = list(group.slot_grads.values())
+        opcheck(
+            OPERATORS.reduce_expert_grads.default,
+            (
+                *(grads, [-1, -1], names, *plan_fields(plan)),
+                *(slot_grads, ORDER, "auto", True, group.name),
+            ),
+        )
+
+
+def test_collective_operators(ranks: RankPool) -> None:
+    ranks.run(RANKS, check_collective_operators, timeout=120)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_copies_of_slots_receive_what_the_slots_would(
+    async_op: bool, groups: list[uec.Group]
+) -> None:
+    plan = uec.Plan.from_slots([[EXPERTS - 1, -1], [0, 1]], num_experts=EXPERTS)
+    names = list(EXPERT)
+
+    def replicate(rank: int) -> dict[str, torch.Tensor]:
+        group = groups[rank]
+        for slots in group.slots.values():
+            slots.fill_(7)
+        copies = {name: torch.zeros_like(slots) for name, slots in group.slots.items()}
+        rest = (list(copies.values()), names, ORDER)
+        mains = list(make_mains(rank, 0).values())
+        arguments = (mains, [-1, -1], names, *plan_fields(plan), *rest, "auto", group.name)
+        if async_op:
+            token = OPERATORS.start_replicate_experts(*arguments)
+            OPERATORS.wait_replicate_experts(
+                token, mains, plan.slot_expert, *rest, group.name, False
+            )
+        else:
+            OPERATORS.replicate_experts(*arguments)
+        return copies
+
+    copies = loopback(RANKS, replicate)
+    for name in names:
+        first, last = make_mains(0, 0)[name], make_mains(1, 0)[name]
+        assert torch.equal(copies[0][name][0], last[-1])
+        assert not copies[0][name][1].any()  # an empty slot
+        assert torch.equal(copies[1][name], first[:2])
+        # Whoever still reads the slots sees what was there.
+        assert all((group.slots[name] == 7).all() for group in groups)
+
+
+# ---- what a compiler may not do ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
+    def calls(ids: torch.Tensor, weights: Weights, plan: uec.Plan) -> torch.Tensor:
+        uec.gather_load(ids, group=alone)  # nobody looks at it
+        first = uec.gather_load(ids, group=alone)
+        uec.replicate_experts(weights, plan, group=alone)
+        uec.replicate_experts(weights, plan, group=alone)
+        return first + uec.gather_load(ids, group=alone)  # equal to the others
+
+    ids, weights = make_ids(0, 0, 24), make_mains(0, 0, 1)
+    plan = uec.plan_replicas(uec.gather_load(ids, group=alone), group=alone)
+    before = alone.session.engine.epoch
+    result = torch.compile(calls, fullgraph=True, backend=backend)(ids, weights, plan)
+    assert alone.session.engine.epoch == before + 5
+    assert torch.equal(result, 2 * uec.gather_load(ids, group=alone))
+
+
+def test_backward_makes_no_call_again(alone: uec.Group) -> None:
+    ids, weights = make_ids(0, 0, 24), make_mains(0, 0, 1)
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
+    tokens = make_tokens(0, 0, 24).requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    before = alone.session.engine.epoch
+    out, *_ = compiled(tokens, ids, parameters, alone, True)
+    out.sum().backward()
+    assert alone.session.engine.epoch == before + 2
+    assert tokens.grad is not None
+    got, got_w = tokens.grad.clone(), parameters["w"].grad
+    tokens.grad = parameters["w"].grad = None
+    layer(tokens, ids, parameters, alone, True)[0].sum().backward()
+    assert torch.equal(tokens.grad, got)
+    assert got_w is not None
+    assert torch.equal(parameters["w"].grad, got_w)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_other_numbers_of_tokens_compile_once_more_at_most(alone: uec.Group, marked: bool) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    weights = make_mains(0, 0, 1)
+    for tokens in (24, 31, 40, 57, 8):
+        ids, values = make_ids(0, 0, tokens), make_tokens(0, 0, tokens)
+        if marked:
+            torch._dynamo.mark_dynamic(ids, 0)
+            torch._dynamo.mark_dynamic(values, 0)
+        got = compiled(values, ids, weights, alone, False)
+        for one, other in zip(got, layer(values, ids, weights, alone, False), strict=True):
+            assert torch.equal(one, other)
+    assert counter.frame_count == (1 if marked else 2)
+
+
+# ---- the rest of the public face ------------------------------------------------------------
+
+
+def test_maps_and_their_gradient(alone: uec.Group) -> None:
+    ids = make_ids(0, 0, 24)
+    routing = torch.zeros(24, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
+    plan = uec.plan_replicas(uec.gather_load(ids, group=alone), group=alone)
+    factor = torch.rand(24, alone.topology.instances_per_rank)
+
+    def rerouted(routing: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        physical_map, physical = uec.reroute_map(routing, probs, plan, group=alone)
+        assert physical is not None
+        only_map, nothing = uec.reroute_map(routing, None, plan, group=alone)
+        assert nothing is None
+        return physical_map, physical * factor, only_map
+
+    compiled = torch.compile(rerouted, fullgraph=True, backend="aot_eager")
+    gradients = []
+    results = []
+    for fn in (compiled, rerouted):
+        torch.manual_seed(0)
+        probs = torch.rand(24, EXPERTS, requires_grad=True)
+        results.append(fn(routing, probs))
+        results[-1][1].sum().backward()
+        gradients.append(probs.grad)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(*gradients)
+
+
+def test_weights_and_plans_of_every_form(groups: list[uec.Group]) -> None:
+    cost = uec.PlanCost(token=1e-6, expert_byte=1e-12)
+
+    def calls(
+        load: torch.Tensor, stacked: Weights, bound: uec.BoundWeights, group: uec.Group
+    ) -> uec.Plan:
+        plan = uec.plan_replicas(load, group=group, target=1.1)
+        uec.replicate_experts(bound, plan, group=group, mode="push")
+        listed = {name: list(tensor.unbind()) for name, tensor in stacked.items()}
+        uec.replicate_experts(listed, plan, group=group, segments=("b",))
+        by_sums = uec.plan_replicas(load.sum(0), group=group, cost=cost)
+        uec.replicate_experts(stacked, by_sums, group=group, mode="direct")
+        return plan
+
+    def run(fn: Callable[..., uec.Plan], group: uec.Group) -> uec.Plan:
+        load = torch.zeros(RANKS, EXPERTS, dtype=torch.int32)
+        load[:, 0], load[:, 5] = 40, 10
+        weights = make_mains(group.rank, 0)
+        return fn(load, weights, group.bind(make_mains(group.rank, 1)), group)
+
+    compiled = torch.compile(calls, fullgraph=True, backend="aot_eager")
+    others = make_groups()
+    got = loopback(RANKS, lambda r: run(compiled, groups[r]))
+    expected = loopback(RANKS, lambda r: run(calls, others[r]))
+    for rank in range(RANKS):
+        assert isinstance(got[rank], uec.Plan)
+        for name, tensor in vars(expected[rank]).items():
+            assert torch.equal(getattr(got[rank], name), tensor)
+        for name in EXPERT:
+            assert torch.equal(groups[rank].slots[name], others[rank].slots[name])
+
+
+def test_a_call_may_outlive_the_compiled_function(alone: uec.Group) -> None:
+    def start(weights: Weights, plan: uec.Plan) -> uec.Work:
+        work = uec.replicate_experts(weights, plan, group=alone, async_op=True)
+        assert work is not None
+        return work
+
+    plan = uec.plan_replicas(torch.ones(1, EXPERTS, dtype=torch.int32), group=alone)
+    work = torch.compile(start, fullgraph=True, backend="aot_eager")(make_mains(0, 0, 1), plan)
+    assert isinstance(work, uec.Work)
+    work.wait()
+    work.synchronize()
+    assert work.is_completed()
+    assert work.exception() is None
+
+
+# ---- errors --------------------------------------------------------------------------------
+
+
+def test_errors_keep_their_types(groups: list[uec.Group]) -> None:
+    def gather(ids: torch.Tensor, group: uec.Group) -> torch.Tensor:
+        return uec.gather_load(ids, group=group)
+
+    def replicate(weights: Weights, plan: uec.Plan, group: uec.Group) -> None:
+        uec.replicate_experts(weights, plan, group=group)
+
+    def reroute(ids: torch.Tensor, plan: uec.Plan, group: uec.Group) -> torch.Tensor:
+        return uec.reroute(ids, plan, group=group)
+
+    def make_plan(load: torch.Tensor, group: uec.Group) -> uec.Plan:
+        return uec.plan_replicas(load, group=group)
+
+    def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+    group = groups[0]
+    load = torch.full((RANKS, EXPERTS), -1, dtype=torch.int32)
+    with pytest.raises(errors.InvalidLoadError, match=r"load\[0, 0\] is -1"):
+        compiled(make_plan)(load, group)
+    by_hand = uec.Plan.from_slots([[-1] * SLOTS] * RANKS, num_experts=EXPERTS)
+    with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
+        compiled(reroute)(make_ids(0, 0, 8), by_hand, group)
+
+    ids = [torch.full((4, TOP_K), EXPERTS if rank else 0) for rank in range(RANKS)]
+    found = loopback(RANKS, lambda r: raised(lambda: compiled(gather)(ids[r], groups[r])))
+    assert isinstance(found[1], errors.InvalidLoadError)
+    assert isinstance(found[0], errors.PeerRejectedError)
+    with pytest.raises(errors.GroupClosedError, match="failed in call 1"):
+        compiled(replicate)(make_mains(0, 0), by_hand, group)
+
+
+def test_bad_weights_and_segments_keep_their_errors(alone: uec.Group) -> None:
+    plan = uec.Plan.from_slots([[-1] * SLOTS], num_experts=EXPERTS)
+
+    def calls(weights: Weights, segments: tuple[str, ...] | None) -> None:
+        uec.replicate_experts(weights, plan, group=alone, segments=segments)
+
+    compiled = torch.compile(calls, fullgraph=True, backend="aot_eager")
+    with pytest.raises(errors.InvalidWeightsError, match="segment 'x'"):
+        compiled({"x": torch.zeros(EXPERTS, 4)}, None)
+    (other,) = make_groups(1)
+    alone = other
+    torch._dynamo.reset()
+    with pytest.raises(errors.InvalidArgumentError, match="not a selection"):
+        compiled(make_mains(0, 0, 1), ("w", "y"))
+    other.close()
+
+
+def test_gather_and_plan_is_traced_as_its_two_calls(alone: uec.Group) -> None:
+    ids = make_ids(0, 0, 8)
+
+    def plan(ids: torch.Tensor) -> torch.Tensor:
+        return uec.gather_and_plan(ids, group=alone).home_quota
+
+    compiled = torch.compile(plan, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(ids), plan(ids))
+
+
+def test_a_group_that_is_gone_or_closed(alone: uec.Group) -> None:
+    ids = make_ids(0, 0, 8)
+
+    def gather(ids: torch.Tensor, group: uec.Group) -> torch.Tensor:
+        return uec.gather_load(ids, group=group)
+
+    (group,) = make_groups(1)
+    name = group.name
+    assert name != alone.name
+    compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
+    compiled(ids, group)
+    group.close()
+    with pytest.raises(errors.GroupClosedError, match="is closed"):
+        compiled(ids, group)
+    del group
+    gc.collect()
+    with pytest.raises(errors.GroupClosedError, match="no group named"):
+        OPERATORS.gather_load(ids, 1, EXPERTS, ORDER, name)

@@ -1,0 +1,178 @@
+"""Which cubin fits a device, and what a cubin says about itself."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cpp_build import run
+
+from ultraep_comm import _core
+from ultraep_comm.engines.cuda.kernels import (
+    INFO_MAGIC,
+    CubinInfo,
+    check_info,
+    cubin_folder,
+    find_cubin,
+    read_info,
+)
+from ultraep_comm.errors import UnsupportedError
+
+INFO = CubinInfo(
+    path=Path("x.cubin"), cuda_major=13, cuda_minor=0, nvshmem=(3, 4), arch=90, layout=(64, 8)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty files with the names of cubins."""
+    for name in ("sm_90", "sm_100", "sm_103", "sm_120", "sm_90.old"):
+        (tmp_path / f"ultraep_comm-{name}.cubin").touch()
+    monkeypatch.setenv("ULTRAEP_CUBINS", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "compute_capability, arch",
+    [((9, 0), 90), ((10, 0), 100), ((10, 1), 100), ((10, 3), 103), ((12, 1), 120)],
+)
+def test_the_highest_of_the_same_major_version_is_taken(
+    folder: Path, compute_capability: tuple[int, int], arch: int
+) -> None:
+    assert find_cubin(compute_capability) == folder / f"ultraep_comm-sm_{arch}.cubin"
+
+
+@pytest.mark.parametrize("compute_capability", [(8, 0), (11, 0), (13, 0)])
+def test_no_cubin_for_a_device_says_which_there_are(
+    folder: Path, compute_capability: tuple[int, int]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"sm_90, sm_100, sm_103, sm_120;.*ARCHS") as error:
+        find_cubin(compute_capability)
+    assert str(folder) in str(error.value)
+
+
+def test_an_installation_without_cubins_says_how_to_build_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ULTRAEP_CUBINS", str(tmp_path / "nowhere"))
+    with pytest.raises(UnsupportedError, match="none; build them with ULTRAEP_CUDA=ON"):
+        find_cubin((9, 0))
+
+
+def test_cubins_lie_beside_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ULTRAEP_CUBINS", raising=False)
+    assert cubin_folder() == Path(_core.__file__).parent / "cubins"
+
+
+def test_a_cubin_that_fits_passes() -> None:
+    check_info(INFO, cuda_major=13, layout=[64, 8])
+    check_info(INFO, cuda_major=13, layout=[64, 8], nvshmem=(3, 4))
+    check_info(INFO, cuda_major=13, layout=[64, 8], nvshmem=(3, 8))
+
+
+@pytest.mark.parametrize(
+    "cuda_major, layout, nvshmem, message",
+    [
+        (12, [64, 8], None, r"built with CUDA 13\.0, this installation has CUDA 12; .*cuda13"),
+        (13, [72, 8], None, r"laid out as \(64, 8\).* passes \(72, 8\)"),
+        (13, [64], None, r"passes \(64,\)"),
+        (13, [64, 8], (3, 3), r"built with NVSHMEM 3\.4, the library here is 3\.3"),
+        (13, [64, 8], (4, 0), r"expected 3\.4 or a later 3\.x"),
+    ],
+)
+def test_a_cubin_that_does_not_fit_is_refused(
+    cuda_major: int, layout: list[int], nvshmem: tuple[int, int] | None, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message) as error:
+        check_info(INFO, cuda_major=cuda_major, layout=layout, nvshmem=nvshmem)
+    assert "x.cubin" in str(error.value)
+
+
+def elf_with_info(folder: Path, values: list[int]) -> Path:
+    """An ELF file for this machine with the table of a cubin: the host compiler makes one."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source, made = folder / "info.cc", folder / "info.o"
+    source.write_text(
+        "int before[100] = {1};\n"
+        'extern "C" { extern const int ultraep_cubin_info[];'
+        f" const int ultraep_cubin_info[] = {{{', '.join(map(str, values))}}}; }}\n"
+    )
+    run([compiler, "-c", source, "-o", made])
+    return made
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="cubins are little-endian")
+def test_info_is_read_from_the_symbol_table(tmp_path: Path) -> None:
+    made = elf_with_info(tmp_path, [INFO_MAGIC, 12, 8, 3, 5, 100, 3, 40, 8, 16])
+    assert read_info(made) == CubinInfo(
+        path=made, cuda_major=12, cuda_minor=8, nvshmem=(3, 5), arch=100, layout=(40, 8, 16)
+    )
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ([INFO_MAGIC, 12], "has 8 bytes"),
+        ([1, 12, 8, 3, 5, 100, 0], "begins with 0x1"),
+        ([INFO_MAGIC, 12, 8, 3, 5, 100, 2, 40], "expected 0x55455031 and 36 bytes"),
+    ],
+)
+def test_a_table_of_another_form_is_refused(
+    tmp_path: Path, values: list[int], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        read_info(elf_with_info(tmp_path, values))
+
+
+def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.cubin"
+    text.write_text("not a cubin")
+    for path in (text, Path(_core.__file__)):
+        with pytest.raises(UnsupportedError, match="is not a cubin of ultraep_comm"):
+            read_info(path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", [90, 100])
+def test_built_cubins_say_what_they_are(cubins: Path, arch: int) -> None:
+    info = read_info(cubins / f"ultraep_comm-sm_{arch}.cubin")
+    assert info.arch == arch
+    assert info.cuda_major >= 12
+    assert info.nvshmem >= (3, 4)
+    assert len(info.layout) > 0
+    check_info(info, cuda_major=info.cuda_major, layout=info.layout, nvshmem=info.nvshmem)
+
+
+@pytest.mark.timeout(600)
+def test_a_cubin_of_another_cuda_is_refused(cubins: Path, tmp_path: Path) -> None:
+    original = cubins / "ultraep_comm-sm_90.cubin"
+    info = read_info(original)
+    other = tmp_path / original.name
+    magic = struct.pack("<i", INFO_MAGIC)
+    data = original.read_bytes()
+    assert data.count(magic + struct.pack("<i", info.cuda_major)) == 1
+    other.write_bytes(
+        data.replace(
+            magic + struct.pack("<i", info.cuda_major),
+            magic + struct.pack("<i", info.cuda_major - 1),
+        )
+    )
+    patched = read_info(other)
+    assert patched == replace(info, path=other, cuda_major=info.cuda_major - 1)
+    with pytest.raises(UnsupportedError, match=f"this installation has CUDA {info.cuda_major}"):
+        check_info(patched, cuda_major=info.cuda_major, layout=info.layout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_bytes", [0, 10, 100, 5000, 100_000])
+def test_a_truncated_cubin_is_refused(cubins: Path, tmp_path: Path, num_bytes: int) -> None:
+    part = tmp_path / "part.cubin"
+    part.write_bytes((cubins / "ultraep_comm-sm_90.cubin").read_bytes()[:num_bytes])
+    with pytest.raises(UnsupportedError):
+        read_info(part)

@@ -1,0 +1,299 @@
+"""Calls beside captures into CUDA graphs and across their borders, on an emulated device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+
+EXPERT = {"w": ((8,), torch.float32)}
+
+
+@pytest.fixture
+def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
+    (made,) = make_groups()
+    yield made
+    emulated.settle()
+    made.abort()
+    made.close()
+
+
+def make_groups(num_ranks: int = 1, **options: Any) -> list[uec.Group]:
+    return uec.new_loopback_groups(
+        num_ranks,
+        num_experts=4,
+        slots_per_rank=1,
+        expert=EXPERT,
+        engine="cuda",
+        num_sms=2,
+        timeout=60.0,
+        **options,
+    )
+
+
+def empty_plan(device: EmulatedDevice, group: uec.Group) -> uec.Plan:
+    t = group.topology
+    return uec.Plan(
+        slot_expert=device.put(torch.full((t.num_ranks, t.slots_per_rank), -1).int()),
+        home=device.put(torch.tensor(t.home)),
+    )
+
+
+def caller(device: EmulatedDevice, group: uec.Group) -> Callable[[], uec.Work]:
+    """Return what makes a call in the background that can be captured; it has been made once."""
+    bound = group.bind({"w": torch.zeros(group.num_mains, 8)})
+    plan = empty_plan(device, group)
+
+    def call() -> uec.Work:
+        work = uec.replicate_experts(bound, plan, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    call().synchronize()
+    return call
+
+
+# ---- beside a capture ----------------------------------------------------------------------------
+
+
+def test_calls_beside_a_capture_of_somebody_else(
+    emulated: EmulatedDevice, group: uec.Group
+) -> None:
+    """Of torch's default mode, in which what is asked of events counts, in any thread."""
+    call = caller(emulated, group)
+    load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
+    plan = empty_plan(emulated, group)
+    other = emulated.new_stream()[0]
+    with emulated.on(other):
+        emulated.begin_capture()
+    for _ in range(6):  # more than can be under way
+        call().wait()
+        with group.save(plan):
+            pass
+    work = call()
+    work.synchronize()
+    assert work.is_completed()
+    assert work.exception() is None
+    uec.plan_replicas(load, group=group)
+    assert group.session.local is not None
+    group.session.local.finish()
+    group.assert_idle()
+    with emulated.on(other):
+        emulated.end_capture()  # it has not been spoiled
+    assert group.session.engine.epoch == 8
+
+
+def test_what_a_call_reads_is_kept_though_the_driver_refuses(
+    emulated: EmulatedDevice, group: uec.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = caller(emulated, group)
+    emulated.delay(20_000)
+    call()
+
+    def refuse(epoch: int) -> bool:
+        raise errors.DeviceError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group.session.engine, "is_completed", refuse)
+        with pytest.raises(errors.DeviceError, match="refused"):
+            call()
+    assert group.session._in_flight[-1][0] == 3
+
+
+def test_calls_outside_while_the_groups_own_stream_is_in_a_capture(
+    emulated: EmulatedDevice, group: uec.Group
+) -> None:
+    call = caller(emulated, group)
+    other = emulated.new_stream()[0]
+    with emulated.on(other):
+        emulated.begin_capture()
+        captured = call()
+    call().synchronize()
+    with emulated.on(other):
+        captured.wait()
+        graph = emulated.end_capture()
+    emulated.replay(graph)
+    call().synchronize()
+
+
+# ---- across its border ---------------------------------------------------------------------------
+
+
+def test_waits_on_the_other_side_of_a_capture(emulated: EmulatedDevice, group: uec.Group) -> None:
+    call = caller(emulated, group)
+    eager = call()
+    emulated.begin_capture()
+    with pytest.raises(errors.UnsupportedError, match=r"rank 0: wait\(\) in a capture .* before"):
+        eager.wait()
+    eager.synchronize()
+    first = call()
+    first.wait()
+    emulated.end_capture()
+    outside = r"rank 0: wait\(\) for a call that is a part of a CUDA graph, outside of the capture"
+    with pytest.raises(errors.UnsupportedError, match=outside):
+        first.wait()
+    emulated.begin_capture()
+    with pytest.raises(errors.UnsupportedError, match=outside):
+        first.wait()
+    call().wait()
+    with pytest.raises(errors.UnsupportedError, match=outside):
+        first.wait()
+    emulated.end_capture()
+    call().synchronize()
+
+
+def test_two_captures_take_turns(emulated: EmulatedDevice, group: uec.Group) -> None:
+    """On the calling streams: the group's own one can be in one of them alone."""
+    call = caller(emulated, group)
+    emulated.begin_capture()
+    first = call()
+    other = emulated.new_stream()[0]
+    with emulated.on(other):
+        emulated.begin_capture()
+        with pytest.raises(errors.UnsupportedError, match=r"rank 0: .*capture"):
+            call()
+    first.wait()
+    emulated.end_capture()
+    with emulated.on(other):
+        emulated.end_capture()
+    call().synchronize()
+
+
+# ---- what cannot be captured ---------------------------------------------------------------------
+
+
+def test_what_says_when_to_call_it(emulated: EmulatedDevice, group: uec.Group) -> None:
+    weights = {"w": torch.zeros(4, 8)}
+    calls: dict[str, Callable[[], object]] = {
+        "bytes_stored": lambda: group.bytes_stored,
+        "empty_weights()": group.empty_weights,
+        "expert_pointers()": lambda: group.expert_pointers(weights),
+        "close()": group.close,
+    }
+    emulated.begin_capture()
+    for name, call in calls.items():
+        match = re.escape(f"rank 0: {name} while the current stream is being captured")
+        with pytest.raises(errors.UnsupportedError, match=match):
+            call()
+    group.assert_idle()
+    emulated.end_capture()
+    caller(emulated, group)
+    for name in ("bytes_stored", "empty_weights()", "expert_pointers()"):
+        calls[name]()
+
+
+@pytest.mark.parametrize(
+    ("slots", "segments", "text"),
+    [
+        (0, 1, "has no slots: there is nothing to capture"),
+        (1, 33, "has 33 segments, and at most 32 can"),
+    ],
+)
+def test_groups_whose_plans_no_kernel_reads(
+    emulated: EmulatedDevice, slots: int, segments: int, text: str
+) -> None:
+    expert = {f"w{i}": ((8,), torch.float32) for i in range(segments)}
+    (group,) = uec.new_loopback_groups(
+        1, num_experts=4, slots_per_rank=slots, expert=expert, engine="cuda", timeout=60.0
+    )
+    bound = group.bind({name: torch.zeros(4, 8) for name in expert})
+    plan = empty_plan(emulated, group)
+    emulated.begin_capture()
+    with pytest.raises(errors.UnsupportedError, match=f"rank 0: replicate_experts .* {text}"):
+        uec.replicate_experts(bound, plan, group=group)
+    emulated.end_capture()
+    uec.replicate_experts(bound, plan, group=group)
+    group.close()
+
+
+# ---- captures that fail --------------------------------------------------------------------------
+
+
+def spoil(device: EmulatedDevice) -> None:
+    """Do what no capture can have."""
+    assert device.library.cuCtxSynchronize() != 0
+
+
+def test_stages_in_a_capture_that_is_invalid(emulated: EmulatedDevice, group: uec.Group) -> None:
+    load = emulated.put(torch.tensor([[3, 0, 0, 0]], dtype=torch.int32))
+    ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
+    routing = emulated.put(torch.zeros(3, 4, dtype=torch.bool))
+    plan = uec.plan_replicas(load, group=group)
+    uec.reroute(ids, plan, group=group)
+    group.reserve_plans(1)
+    emulated.settle()
+    emulated.begin_capture()
+    spoil(emulated)
+    calls: list[Callable[[], object]] = [
+        lambda: uec.plan_replicas(load, group=group),
+        lambda: uec.reroute(ids, plan, group=group),
+        lambda: uec.reroute(ids.clone(), plan, group=group),
+        lambda: uec.reroute_map(routing, None, plan, group=group),
+        lambda: uec.gather_load(ids, group=group),
+        lambda: group.save(plan),
+    ]
+    for call in calls:
+        with pytest.raises(errors.UnsupportedError, match=r"rank 0: .* is invalid"):
+            call()
+    with pytest.raises(AssertionError, match="901"):
+        emulated.end_capture()
+    uec.plan_replicas(load, group=group)
+    caller(emulated, group)
+
+
+def test_a_stage_that_the_driver_refuses_in_a_capture_leaves_the_group(
+    emulated: EmulatedDevice, group: uec.Group
+) -> None:
+    load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
+    stages = group.session.local
+    assert stages is not None
+    emulated.begin_capture()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "_stages", Refusing(stages._stages))
+        with pytest.raises(
+            errors.UnsupportedError, match=r"rank 0: the capture .* failed: refused"
+        ):
+            uec.plan_replicas(load, group=group)
+    uec.plan_replicas(load, group=group)
+    emulated.end_capture()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "_stages", Refusing(stages._stages))
+        with pytest.raises(errors.DeviceError, match="refused"):
+            uec.plan_replicas(load, group=group)
+
+
+class Refusing:
+    """Stages whose launches the driver refuses."""
+
+    def __init__(self, stages: Any) -> None:
+        self.take_faults = stages.take_faults
+
+    def plan(self, *_: object) -> None:
+        from ultraep_comm import _core
+
+        raise _core.DriverError("refused")
+
+
+# ---- closing -------------------------------------------------------------------------------------
+
+
+def test_closing_behind_a_replay_of_stages_alone(emulated: EmulatedDevice) -> None:
+    (group,) = make_groups()
+    load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
+    uec.plan_replicas(load, group=group)
+    emulated.settle()
+    emulated.begin_capture()
+    uec.plan_replicas(load, group=group)
+    graph = emulated.end_capture()
+    load.fill_(-5)
+    emulated.delay(50_000)
+    emulated.replay(graph)
+    with pytest.raises(errors.InvalidLoadError, match="expert 0"):
+        group.close()

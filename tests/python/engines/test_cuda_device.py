@@ -1,0 +1,117 @@
+"""What a GPU's seam asks of the driver and of cuda.core, which stand-ins take down."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ultraep_comm.engines.cuda.device import CudaDevice, CudaKernels
+from ultraep_comm.errors import DeviceError
+
+KERNEL = 0x77
+
+
+class FakeDriver:
+    """`cuda.bindings.driver`, as far as it is used. Each call is a line of the log."""
+
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
+    CUdevice = int
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.limit = 1000
+        self.loaded: tuple[int, ...] | Exception = (0,)
+
+    def cuKernelGetAttribute(self, attribute: str, kernel: int, device: int) -> tuple[int, int]:  # noqa: N802
+        assert (attribute, kernel, device) == ("shared", KERNEL, 5)
+        return 0, self.limit
+
+    def cuKernelSetAttribute(self, attribute: str, value: int, *_: int) -> tuple[int]:  # noqa: N802
+        self.log.append((attribute, value))
+        return (0,)
+
+    def cuKernelGetFunction(self, kernel: int) -> tuple[int, str]:  # noqa: N802
+        self.log.append("find")
+        return 0, f"function of {kernel:#x}"
+
+    def cuFuncLoad(self, function: str) -> tuple[int, ...]:  # noqa: N802
+        self.log.append(f"load {function}")
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+class FakeCore:
+    """`cuda.core`, likewise."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+        self.num_streams = 0
+
+    def Device(self, index: int) -> FakeCore:  # noqa: N802
+        assert index == 5
+        return self
+
+    def StreamOptions(self, **options: Any) -> dict[str, Any]:  # noqa: N802
+        return options
+
+    def set_current(self) -> None:
+        self.log.append("current")
+
+    def create_stream(self, *, options: dict[str, Any]) -> SimpleNamespace:
+        self.num_streams += 1
+        self.log.append(options)
+        return SimpleNamespace(handle=self.num_streams)
+
+
+@pytest.fixture
+def log() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, log: list[Any]) -> FakeDriver:
+    fake, core, bindings = FakeDriver(log), FakeCore(log), ModuleType("cuda.bindings")
+    bindings.driver = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    return fake
+
+
+def kernels() -> CudaKernels:
+    code = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=KERNEL))
+    return CudaKernels(code, 5)
+
+
+def test_a_kernel_is_on_the_device_before_its_first_launch(
+    driver: FakeDriver, log: list[Any]
+) -> None:
+    """Else that launch could wait for kernels that wait for it."""
+    loading = ["current", "find", f"load function of {KERNEL:#x}"]
+    assert kernels().handle("k", 1000) == KERNEL
+    assert log == loading
+    log.clear()
+    assert kernels().handle("k", 1001) == KERNEL
+    assert log == [("shared", 1001), *loading]
+
+
+def test_a_kernel_that_cannot_be_loaded(driver: FakeDriver) -> None:
+    driver.loaded = RuntimeError('Function "cuFuncLoad" not found')  # an old driver
+    assert kernels().handle("k", 0) == KERNEL
+    driver.loaded = (2,)
+    with pytest.raises(DeviceError, match="the CUDA driver answered 2"):
+        kernels().handle("k", 0)
+
+
+@pytest.mark.usefixtures("driver")
+def test_streams_are_nobody_elses(log: list[Any]) -> None:
+    device = CudaDevice.__new__(CudaDevice)
+    device._index = 5
+    made = [device.new_stream() for _ in range(40)]  # torch has 32
+    assert [handle for handle, _ in made] == list(range(1, 41))
+    assert all(isinstance(owner, SimpleNamespace) for _, owner in made)
+    assert log == ["current", {"nonblocking": True, "priority": -1}] * 40

@@ -1,0 +1,387 @@
+"""Groups of the CUDA engine without a GPU: what is launched, in which order, and every error."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from ranks import RankPool, make_weights
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, _core, errors
+from ultraep_comm.engines.cuda import device as device_module
+from ultraep_comm.engines.cuda import kernels as kernels_module
+from ultraep_comm.engines.cuda.kernels import choose_num_sms
+from ultraep_comm.model import MACHINES
+
+E, S = 6, 2
+EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
+PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+NO_GPU = not torch.cuda.is_available()
+OWN = 0x51  # the group's own stream
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice()
+    monkeypatch.setattr(device_module, "find_device", lambda: fake)
+    monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: fake.kernels)
+    return fake
+
+
+def _groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
+    options = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options}
+    return uec.new_loopback_groups(num_ranks, engine="cuda", **options)
+
+
+def _call_all(groups: list[uec.Group], **options: Any) -> list[uec.Work]:
+    works = []
+    for group in groups:
+        work = uec.replicate_experts(
+            make_weights(group), PLAN, group=group, async_op=True, **options
+        )
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def _close(groups: list[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+# ---- without a GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_without_a_gpu_the_error_says_so_and_nvshmem_is_left_alone() -> None:
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
+        _groups()
+    code = """
+import sys, torch.distributed as dist, ultraep_comm as uec
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = dict(num_experts=2, slots_per_rank=1, expert={"w": ((8,), __import__("torch").uint8)})
+for asked in ({"engine": "cuda"}, {"fabric": "nvshmem"}):
+    try:
+        uec.new_group(**options, **asked)
+    except uec.errors.UnsupportedError:
+        continue
+    raise SystemExit(f"{asked} made a group")
+group = uec.new_group(**options)
+assert str(group.device) == "cpu"
+group.close()
+dist.destroy_process_group()
+raise SystemExit("nvshmem was imported" if "nvshmem" in sys.modules else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_auto_falls_back_to_the_host_engine() -> None:
+    (group,) = uec.new_loopback_groups(
+        1, num_experts=E, slots_per_rank=S, expert=EXPERT, engine="auto"
+    )
+    uec.replicate_experts(
+        make_weights(group), uec.Plan.from_slots([[-1, -1]], num_experts=E), group=group
+    )
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "options, error, part",
+    [
+        ({"engine": "gpu"}, errors.InvalidArgumentError, "engine is 'gpu'"),
+        ({"fabric": "tcp"}, errors.InvalidArgumentError, "fabric is 'tcp'"),
+        ({"engine": "cuda", "fabric": "shm"}, errors.UnsupportedError, "fabric='nvshmem'"),
+        ({"engine": "host", "fabric": "nvshmem"}, errors.UnsupportedError, "fabric='shm'"),
+        ({"engine": "host", "fabric": "torch"}, errors.UnsupportedError, "fabric='torch'"),
+        ({"fabric": "loopback"}, errors.UnsupportedError, "new_loopback_groups"),
+    ],
+)
+def test_engines_and_fabrics_that_do_not_go_together(
+    ranks: RankPool, options: dict[str, str], error: type[Exception], part: str
+) -> None:
+    ranks.run(1, _refused, options, error, part)
+
+
+def _refused(
+    rank: int, process_group: Any, options: dict[str, str], error: type[Exception], part: str
+) -> None:
+    with pytest.raises(error, match=part):
+        uec.new_group(process_group, num_experts=E, slots_per_rank=S, expert=EXPERT, **options)
+
+
+# ---- what a call does ---------------------------------------------------------------------------
+
+
+def test_the_last_rank_to_call_launches_for_all(device: FakeDevice) -> None:
+    groups = _groups(3, num_sms=4)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1], [-1, 0]], num_experts=E)
+    works = []
+    for group in groups:
+        assert device.launches() == []
+        works.append(uec.replicate_experts(make_weights(group), plan, group=group, async_op=True))
+    assert device.launches() == ["ultraep_replicate_32768"]
+    assert device.grids == [(4, 3)]
+    needed = device.kernels.shared_bytes["ultraep_replicate_32768"]
+    assert 128 << 10 < needed <= device.max_shared_bytes
+    device.stream = 9
+    for work in works:
+        assert work is not None
+        work.synchronize()
+        assert work.is_completed()
+        assert work.exception() is None
+    _close(groups)
+    assert device.launches()[1:] == ["ultraep_replicate_notice"] * 3
+
+
+def test_wait_orders_the_current_stream_and_does_not_block(device: FakeDevice) -> None:
+    groups = _groups()
+    device.complete = False
+    works = _call_all(groups)
+    done = next(e for what, e, stream in reversed(device.log) if (what, stream) == ("record", OWN))
+    device.log.clear()
+    device.stream = 9
+    for work in works:
+        assert not work.is_completed()
+        work.wait()
+    assert device.log == [("wait", done, 9)] * 2
+    device.complete = True
+    device.pending.clear()
+    assert works[0].is_completed()
+    _close(groups)
+
+
+def test_weights_live_until_the_device_has_finished(device: FakeDevice) -> None:
+    groups = _groups()
+    device.complete = False
+    weights = [make_weights(group) for group in groups]
+    alive = weakref.ref(weights[0]["w"])
+    for group, tensors in zip(groups, weights, strict=True):
+        uec.replicate_experts(tensors, PLAN, group=group, async_op=True)
+    del weights, tensors
+    gc.collect()
+    assert alive() is not None
+    device.complete = True
+    device.pending.clear()
+    _call_all(groups)
+    gc.collect()
+    assert alive() is None
+    _close(groups)
+
+
+def test_expert_pointers_and_regions(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = [group.empty_weights() for group in groups]
+    assert [g.bind(w).region for g, w in zip(groups, weights, strict=True)] == [0, 0]
+    assert groups[1].expert_pointers(weights[1])["w"].tolist() == [
+        t.data_ptr() for t in [*weights[1]["w"], *groups[1].slots["w"]]
+    ]
+    works = [
+        uec.replicate_experts(w, PLAN, group=g, async_op=True, mode="pull")
+        for g, w in zip(groups, weights, strict=True)
+    ]
+    assert [work.mode for work in works if work is not None] == ["pull", "pull"]
+    _close(groups)
+
+
+# ---- what a group refuses -----------------------------------------------------------------------
+
+
+def test_tile_sizes(device: FakeDevice) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"\[16384, 32768\]"):
+        _groups(tile_bytes=65536)
+    _close(_groups(tile_bytes=16384))
+    device.max_shared_bytes = 99 << 10  # of sm_89: tiles of 32 KiB do not fit
+    _close(_groups())
+    assert "ultraep_replicate_16384" in device.kernels.shared_bytes
+    with pytest.raises(errors.UnsupportedError, match="tiles of 32768, this device has 101376"):
+        _groups(tile_bytes=32768)
+    device.max_shared_bytes = 48 << 10
+    with pytest.raises(errors.UnsupportedError, match="slots_per_rank"):
+        _groups()
+
+
+def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
+    device.num_sms = 8
+    groups = _groups()
+    _call_all(groups)
+    assert device.grids == [(4, 2)]
+    _close(groups)
+    with pytest.raises(errors.InvalidArgumentError, match="num_sms is 5 for each of 2 ranks"):
+        _groups(num_sms=5)
+    with pytest.raises(errors.InvalidArgumentError, match="fewer ranks"):
+        _groups(9)
+
+
+@pytest.mark.parametrize(
+    ("on_device", "num_ranks", "blocks"),
+    [(132, 1, 64), (132, 2, 64), (132, 3, 44), (132, 8, 16), (46, 1, 46), (1, 1, 1)],
+)
+def test_blocks_of_a_rank_by_default(on_device: int, num_ranks: int, blocks: int) -> None:
+    device = FakeDevice(num_sms=on_device)
+    assert choose_num_sms(None, device, num_ranks) == blocks
+    assert MACHINES["nvl72"].num_sms == choose_num_sms(None, FakeDevice(), 1)  # as predicted
+
+
+def test_weights_on_another_device_are_named(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = make_weights(groups[0])
+    with pytest.raises(errors.InvalidWeightsError, match="is on meta; expected cpu"):
+        groups[0].bind({**weights, "w": weights["w"].to("meta")})
+    _close(groups)
+
+
+def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
+    groups = _groups()
+    weights = [make_weights(group) for group in groups]
+    work = uec.replicate_experts(weights[0], PLAN, group=groups[0], async_op=True)
+    assert work is not None
+    device.launch_result = 719
+    with pytest.raises(errors.DeviceError, match=r"cuLaunchKernel .*OF_THE_TEST \(719\)"):
+        uec.replicate_experts(weights[1], PLAN, group=groups[1])
+    device.launch_result = 0
+    with pytest.raises(errors.GroupClosedError) as closed:
+        uec.replicate_experts(weights[1], PLAN, group=groups[1])
+    assert isinstance(closed.value.__cause__, errors.DeviceError)
+    with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
+        work.wait()  # for a launch that does not come any more
+    _close(groups)
+
+
+def test_captured_streams_are_refused_before_anything_is_done(device: FakeDevice) -> None:
+    groups = _groups()
+    device.capturing = 1
+    with pytest.raises(errors.UnsupportedError, match="CUDA graph"):
+        uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
+    device.capturing = 0
+    groups[0].session.first_error = None
+    for work in _call_all(groups):
+        work.synchronize()
+    _close(groups)
+
+
+# ---- failures on the device ---------------------------------------------------------------------
+
+
+def test_a_failure_surfaces_in_exception_synchronize_and_the_next_call(device: FakeDevice) -> None:
+    groups = _groups()
+    works = _call_all(groups)
+    for work in works:
+        work.wait()  # nothing is known yet
+        assert work.exception() is None
+    device.fail(0, epoch=1, fault=5, root=1)
+    assert works[1].exception() is None
+    assert isinstance(works[0].exception(), errors.TransferAbortedError)
+    with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
+        works[0].synchronize()
+    with pytest.raises(errors.TransferAbortedError):
+        works[0].wait()
+    with pytest.raises(errors.GroupClosedError, match="failed in call 1"):
+        uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
+    _close(groups)
+
+
+def test_a_failure_that_nobody_looked_at_surfaces_in_close(device: FakeDevice) -> None:
+    groups = _groups()
+    _call_all(groups)
+    device.fail(1, epoch=1, fault=6)
+    groups[0].close()
+    with pytest.raises(errors.TransferTimeoutError):
+        groups[1].close()
+
+
+def test_a_rank_that_does_not_call_is_named(device: FakeDevice) -> None:
+    groups = _groups(timeout=0.1)
+    work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+    assert work is not None
+    with pytest.raises(errors.TransferTimeoutError, match="Look at rank 0") as caught:
+        work.wait()
+    assert (caught.value.peer, caught.value.root, caught.value.epoch) == (0, 0, 1)
+    _close(groups)
+
+
+def test_bad_input_reaches_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
+    groups = _groups()
+    with pytest.raises(errors.InvalidWeightsError):
+        uec.replicate_experts({}, PLAN, group=groups[0])
+    work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+    assert work is not None
+    with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected"):
+        work.wait()
+    _close(groups)
+
+
+def test_abort_and_close_reach_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
+    for end, error in (
+        (uec.Group.abort, errors.TransferAbortedError),
+        (uec.Group.close, errors.PeerGoneError),
+    ):
+        groups = _groups()
+        end(groups[0])
+        work = uec.replicate_experts(make_weights(groups[1]), PLAN, group=groups[1], async_op=True)
+        assert work is not None
+        with pytest.raises(error):
+            work.wait()
+        _close(groups)
+
+
+def test_close_tells_of_another_last_call(device: FakeDevice) -> None:
+    groups = _groups()
+    layout = _core.cuda_layout()
+    status_bytes = -(-layout[3] // 128) * 128
+
+    def close_differs(name: str, values: list[int]) -> None:
+        if name == "ultraep_replicate_notice":
+            page = device.launcher_page()
+            page[status_bytes + 16 : status_bytes + 24].view(torch.int64)[0] = 0
+
+    for work in _call_all(groups):
+        work.synchronize()
+    device.on_launch = close_differs
+    with pytest.raises(errors.PlanMismatchError, match="rank 0 made another call"):
+        groups[1].close()
+    groups[0].close()
+
+
+# ---- health --------------------------------------------------------------------------------------
+
+
+def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
+    device: FakeDevice,
+) -> None:
+    groups = _groups()
+    for work in _call_all(groups):
+        work.synchronize()
+    steps = len(device.log)
+    health = groups[0].health()
+    assert len(device.log) == steps
+    assert (health.state, health.epoch, health.calls.replicate) == ("open", 1, 1)
+    assert (health.completed, health.bytes_stored, health.waits, health.peers) == (None,) * 4
+    assert "1 replicate" in str(health)
+    device.fail(0, epoch=1, fault=5, root=1)
+    health = groups[0].health()
+    assert (health.state, health.failed_epoch) == ("failed", 1)
+    assert health.last_error is not None
+    assert health.last_error.startswith("TransferAbortedError")
+    assert "rank 1: unknown" in health.last_error
+    with pytest.raises(errors.TransferAbortedError):  # asking has not taken it from whoever waits
+        groups[0].close()
+    groups[1].close()
+
+
+@pytest.mark.parametrize("engine", ["cuda", "auto"])
+def test_check_mode_is_for_the_host_engine(device: FakeDevice, engine: str) -> None:
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
+        uec.new_loopback_groups(
+            2, num_experts=E, slots_per_rank=S, expert=EXPERT, engine=engine, check=True
+        )

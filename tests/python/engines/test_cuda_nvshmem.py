@@ -1,0 +1,234 @@
+"""Groups over a stand-in for NVSHMEM: what ranks agree on, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, FakeNvshmem
+from ranks import RankPool, make_weights
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, _core, errors
+from ultraep_comm.engines.cuda import make
+from ultraep_comm.plan.topology import check_domains, find_domains
+
+E, S = 6, 2
+EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
+PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+
+
+def test_domains_follow_from_load_store_access() -> None:
+    assert find_domains([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).tolist() == [0, 0, 1]
+    assert find_domains([[1, 0, 1], [0, 1, 0], [1, 0, 1]]).tolist() == [0, 1, 0]
+    assert find_domains(np.eye(3, dtype=int).tolist()).tolist() == [0, 1, 2]
+    with pytest.raises(errors.UnsupportedError, match="makes no domains: rank 1 has"):
+        find_domains([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
+    with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 1"):
+        check_domains(np.array([0, 0], np.int32), [[1, 0], [1, 1]])
+    check_domains(np.array([0, 1], np.int32), [[1, 0], [0, 1]])
+
+
+def _with_nvshmem(
+    process_group: Any, device: FakeDevice, runtime: FakeNvshmem, **options: Any
+) -> uec.Group:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "find_nvshmem_device", lambda: (device, runtime, device.kernels))
+        return uec.new_group(
+            process_group,
+            **{"num_experts": E, "slots_per_rank": S, "expert": EXPERT, "timeout": 20.0, **options},
+        )
+
+
+def _nvshmem_groups(rank: int, process_group: Any) -> Any:
+    device, runtime = FakeDevice(), FakeNvshmem()
+    group = _with_nvshmem(process_group, device, runtime)
+    assert group.session.local is not None  # plans and reroutes of its own device
+    uids = runtime.uids
+    other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
+    registered = runtime.registered
+    uec.replicate_experts(make_weights(group), PLAN, group=group)
+    launches = device.launches()
+    load = device.empty((2, E), torch.int32).zero_()
+    planned = uec.plan_replicas(load, group=group)
+    assert device.launches()[-1] == "ultraep_plan"
+    assert device.holds(planned.slot_expert)
+    group.close()
+    kept = len(runtime.freed)
+    other.close()
+    third = _with_nvshmem(process_group, device, runtime, fabric="nvshmem")
+    freed = len(runtime.freed)
+    third.close()
+    return {
+        "uids": [uid == bytes(range(128)) for uid in uids],
+        "registered": (registered, runtime.registered),
+        "launches": launches[-1],
+        "domain": group.topology.domain.tolist(),
+        "freed": (kept, freed),
+        "made": len(runtime.made),
+    }
+
+
+def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) -> None:
+    for result in ranks.run(2, _nvshmem_groups):
+        assert result["uids"] == [True]
+        assert result["registered"] == (2, 0)
+        assert result["launches"] == "ultraep_replicate_32768"
+        assert result["domain"] == [0, 0]
+        # Nothing is freed by close(); the next group frees what every rank has closed.
+        assert result["freed"] == (0, 4)
+        assert result["made"] == 2
+
+
+def _far_groups(rank: int, process_group: Any) -> Any:
+    pairs = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    device, runtime = FakeDevice(reaches=pairs[rank]), FakeNvshmem(pes=(3 - rank, 4))
+    apart = _with_nvshmem(process_group, device, runtime)
+    crossing = uec.Plan.from_slots([[3, -1], [-1, -1], [0, -1], [-1, -1]], num_experts=E)
+    with pytest.raises(errors.InvalidPlanError, match="another domain"):
+        uec.replicate_experts(make_weights(apart), crossing, group=apart)
+    apart.close()
+    # Kernels reach no rank of the other domain: the process group exchanges loads.
+    apart = _with_nvshmem(process_group, device, runtime)
+    ids = torch.tensor([[rank, 3]])
+    here = device.empty(ids.shape, ids.dtype).copy_(ids)
+    for given in (ids, here):
+        load = uec.gather_load(given, group=apart)
+        assert load.tolist() == [[int(e == r) + int(e == 3) for e in range(E)] for r in range(4)]
+        assert device.holds(load) == (given is here)
+    assert uec.gather_and_plan(ids, group=apart).load is not None
+    apart.close()
+    with pytest.raises(errors.UnsupportedError, match="the gradients of replicas are loaded by"):
+        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True, grads=torch.float32)
+    apart = _with_nvshmem(process_group, device, runtime, grads=torch.float32)
+    inside = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1], [-1, -1]], num_experts=E)
+    mains = {n: torch.zeros(apart.num_mains, *s.shape[1:]) for n, s in apart.slot_grads.items()}
+    uec.reduce_expert_grads(mains, inside, group=apart)
+    assert device.launches()[-1] == "ultraep_reduce"
+    apart.close()
+    group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
+    with pytest.raises(errors.UnsupportedError, match="push"):
+        group.empty_weights()
+    uec.replicate_experts(make_weights(group), crossing, group=group)
+    launches = device.launches()
+    state = device.memory[-1]  # begins with RankState
+    group.close()
+    with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 2"):
+        _with_nvshmem(process_group, device, runtime, domains=[0, 0, 0, 0])
+    return launches[-1], group.topology.domain.tolist(), runtime.uids, len(state)
+
+
+def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
+    for launch, domain, uids, _ in ranks.run(4, _far_groups):
+        assert launch == "ultraep_replicate_32768_far"
+        assert domain == [0, 0, 1, 1]
+        assert uids == []  # somebody else had initialised it
+
+
+def _unlike_devices(rank: int, process_group: Any) -> list[int]:
+    apart = [[1, 0], [0, 1]]
+    device, runtime = FakeDevice(num_sms=132 if rank else 40, reaches=apart[rank]), FakeNvshmem()
+    asked, malloc = list[int](), runtime.malloc
+
+    def asked_for(num_bytes: int) -> int:
+        asked.append(num_bytes)
+        return malloc(num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "malloc", asked_for)
+        _with_nvshmem(process_group, device, runtime, allow_cross_domain=True).close()
+    return asked
+
+
+def test_symmetric_memory_is_as_large_on_every_rank(ranks: RankPool) -> None:
+    """A rank with fewer blocks than others allocates what they do: NVSHMEM demands it."""
+    one, other = ranks.run(2, _unlike_devices)
+    assert one == other
+    assert _core.cuda_staging_bytes(64, 32 << 10) in one
+
+
+def _refuse(*_: Any) -> int:
+    raise errors.DeviceError("the device is out of order")
+
+
+def _nvshmem_errors(rank: int, process_group: Any) -> None:
+    def refused(error: type[Exception], part: str, **runtime: Any) -> FakeNvshmem:
+        fake = FakeNvshmem(**runtime)
+        with pytest.raises(error, match=part):
+            _with_nvshmem(process_group, FakeDevice(), fake)
+        return fake
+
+    unsupported, bootstrap = errors.UnsupportedError, errors.BootstrapError
+    refused(unsupported, r"PEs \[4, 5\] of 8", pes=(4 + rank, 8))
+    mixed = {"pes": (0, 1)} if rank == 0 else {}
+    refused(bootstrap, "initialised on rank 0 but not on rank 1", **mixed)
+    if rank == 1:
+        refused(errors.OutOfSharedMemoryError, "NVSHMEM_SYMMETRIC_SIZE", room=4096)
+    else:
+        refused(bootstrap, "rank 1 failed")
+
+    broken = FakeNvshmem()
+    broken.init_error = ValueError("no transport") if rank == 0 else None
+    with pytest.raises(bootstrap, match="no transport"):
+        _with_nvshmem(process_group, FakeDevice(), broken)
+
+    small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
+    with pytest.raises(bootstrap if rank == 0 else unsupported, match="shared memory"):
+        _with_nvshmem(process_group, small, FakeNvshmem())
+    # What a device refuses on one rank, wherever that is, holds up none of the others.
+    for step in ("handle", "pinned"):
+        device = FakeDevice()
+        if rank == 1:
+            owner = device.kernels if step == "handle" else device
+            setattr(owner, step, _refuse)
+        with pytest.raises(errors.DeviceError if rank == 1 else bootstrap, match="the device is"):
+            _with_nvshmem(process_group, device, FakeNvshmem())
+    # Tiles chosen by device have to be the same everywhere.
+    uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
+    with pytest.raises(bootstrap, match="tile_bytes"):
+        _with_nvshmem(process_group, uneven, FakeNvshmem())
+
+
+def _finalised(rank: int, process_group: Any) -> None:
+    runtime = FakeNvshmem()
+    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    runtime.initialized = False
+    runtime.made.clear()
+    _with_nvshmem(process_group, FakeDevice(), runtime).close()
+    assert len(runtime.uids) == 2
+    assert not runtime.freed  # which has been, with everything else
+
+
+def test_nvshmem_that_was_finalised_is_initialised_again(ranks: RankPool) -> None:
+    ranks.run(2, _finalised)
+
+
+def test_nvshmem_errors_reach_every_rank(ranks: RankPool) -> None:
+    ranks.run(2, _nvshmem_errors)
+
+
+def _one_rank_without_gpu(rank: int, process_group: Any) -> Any:
+    def find() -> Any:
+        if rank == 1:
+            raise errors.UnsupportedError("no GPU on this rank")
+        device = FakeDevice()
+        return device, FakeNvshmem(), device.kernels
+
+    options: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT}
+    kind = errors.BootstrapError if rank == 0 else errors.UnsupportedError
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "find_nvshmem_device", find)
+        patch.setattr(make, "find_torch_device", find)
+        with pytest.raises(kind, match="no GPU on this rank"):
+            uec.new_group(process_group, engine="cuda", **options)
+        with uec.new_group(process_group, **options) as group:
+            found = type(group.session.engine).__module__
+        with pytest.raises(errors.BootstrapError, match="other arguments"):
+            uec.new_group(process_group, engine=("host", "cuda")[rank], **options)
+    return found
+
+
+def test_auto_takes_the_host_engine_unless_every_rank_has_a_gpu(ranks: RankPool) -> None:
+    assert ranks.run(2, _one_rank_without_gpu) == ["ultraep_comm.engines.host"] * 2

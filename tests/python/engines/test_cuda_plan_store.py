@@ -1,0 +1,362 @@
+"""Saved plans on an emulated device: their memory, its reuse, and captures into graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors
+from ultraep_comm.nn.hooks import ExpertPass
+
+E, S = 4, 1
+EXPERT = {"w": Segment((40, 4), torch.bfloat16)}
+PLANS = [[[2], [0]], [[3], [1]], [[-1], [1]]]  # experts 0 and 1 are rank 0's
+
+
+@pytest.fixture
+def groups(emulated: EmulatedDevice) -> Iterator[list[uec.Group]]:
+    made = uec.new_loopback_groups(
+        2,
+        num_experts=E,
+        slots_per_rank=S,
+        expert=EXPERT,
+        timeout=60.0,
+        num_sms=2,
+        engine="cuda",
+    )
+    yield made
+    for group in made:
+        group.abort()
+        group.close()
+
+
+def plan_of(index: int) -> uec.Plan:
+    return uec.Plan.from_slots(PLANS[index], num_experts=E)
+
+
+def on_device(device: EmulatedDevice, plan: uec.Plan) -> uec.Plan:
+    fields = ("slot_expert", "home", "slot_quota", "home_quota", "load", "domains")
+    values = {name: getattr(plan, name) for name in fields}
+    return uec.Plan(**{k: v if v is None else device.put(v) for k, v in values.items()})
+
+
+def start(groups: list[uec.Group], weights: Any, plans: Any) -> list[uec.Work]:
+    works = []
+    for group in groups:
+        plan = plans[group.rank] if isinstance(plans, list) else plans
+        work = uec.replicate_experts(weights[group.rank], plan, group=group, async_op=True)
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def settle(works: list[uec.Work]) -> None:
+    for work in works:
+        work.synchronize()
+
+
+def prepare(groups: list[uec.Group], weights: Any, epoch: int) -> None:
+    for group in groups:
+        fill_weights(group, weights[group.rank], epoch)
+        clear_slots(group)
+
+
+def test_saved_plans_are_copies_on_the_device(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    load = torch.tensor([[9, 1, 1, 1], [3, 1, 1, 1]], dtype=torch.int32)
+    there = emulated.put(load)
+    handles = []
+    for group in groups:
+        plan = uec.plan_replicas(there, group=group)
+        emulated.delay(2_000)
+        handles.append(group.save(plan))
+        for name in ("slot_expert", "slot_quota", "home_quota", "load"):
+            tensor = getattr(plan, name)  # in the stream's order, as a graph's replay would
+            emulated.upload(tensor, torch.full_like(tensor, 1))
+    emulated.settle()
+    expected = uec.plan_replicas(load, group=groups[0])
+    for group, handle in zip(groups, handles, strict=True):
+        kept = handle.plan
+        assert emulated.holds(kept.slot_expert)
+        assert group.session.local is not None
+        assert kept.home is group.session.local.home  # known to be the group's
+        for name, tensor in vars(kept).items():
+            assert torch.equal(tensor, getattr(expected, name)), name
+    weights = [make_weights(group) for group in groups]
+    prepare(groups, weights, 1)
+    settle(start(groups, weights, handles))
+    assert [wrong_bytes(group, expected, 1) for group in groups] == [0, 0]
+
+
+def test_plans_by_hand_and_of_the_cpu_are_saved_too(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    handles = [groups[0].save(plan_of(0)), groups[1].save(on_device(emulated, plan_of(0)))]
+    assert handles[0].saved.entry is None
+    prepare(groups, weights, 1)
+    settle(start(groups, weights, handles))
+    assert [wrong_bytes(group, plan_of(0), 1) for group in groups] == [0, 0]
+
+
+def test_entries_are_used_again_when_their_calls_have_finished(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    plans = [on_device(emulated, plan_of(index)) for index in range(2)]
+    emulated.delay(50_000)  # the calls cannot finish before
+    handles = [group.save(plans[0]) for group in groups]
+    at = handles[0].plan.slot_expert.data_ptr()
+    works = start(groups, weights, handles)
+    for handle in handles:
+        handle.release()
+    other = groups[0].save(plans[1])
+    assert other.plan.slot_expert.data_ptr() != at  # somebody is still to read it
+    settle(works)
+    again = groups[0].save(plans[1])
+    assert again.plan.slot_expert.data_ptr() == at
+    assert (other.generation, again.generation) == (2, 3)
+    error = raised(lambda: handles[0].plan)
+    assert isinstance(error, errors.PlanHandleError)
+    assert error.generation == 1
+
+
+def test_handles_in_another_order_do_not_match(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    plan = on_device(emulated, plan_of(0))
+    handles = [group.save(plan, layer=3 + group.rank, microbatch=1) for group in groups]
+    found = [raised(work.synchronize) for work in start(groups, weights, handles)]
+    assert isinstance(found[0], errors.PlanMismatchError)
+    for rank, error in enumerate(found):  # rank 0 looks first, and the others hear of it
+        assert isinstance(error, errors.TransferError)
+        assert f"rank {rank}: replicate_experts of layer {3 + rank}, microbatch 1 (" in str(error)
+
+
+def test_ended_handles_are_refused_and_peers_told(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    plan = on_device(emulated, plan_of(0))
+    handles = [group.save(plan, layer=3) for group in groups]
+    (work,) = start(groups[1:], weights, handles)
+    handles[0].saved.store.spend(handles[0].saved, on_device=True)
+    error = raised(lambda: start(groups[:1], weights, handles))
+    assert isinstance(error, errors.PlanHandleError)
+    assert "rank 0: replicate_experts was given the handle of layer 3, microbatch 0" in str(error)
+    with pytest.raises(errors.PeerRejectedError, match="of layer 3, microbatch 0"):
+        work.synchronize()
+
+
+# ---- graphs -------------------------------------------------------------------------------------
+
+
+def test_replays_save_the_plan_that_is_there(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    weights = [make_weights(group) for group in groups]
+    bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
+    given = on_device(emulated, plan_of(0))
+    for group in groups:
+        group.reserve_plans(1)
+    emulated.settle()
+    emulated.begin_capture()
+    handles = [group.save(given, layer=3) for group in groups]
+    emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
+    for work in start(groups, bound, handles):
+        work.wait()
+    for handle in handles:
+        handle.release()
+    graph = emulated.end_capture()
+    taken = handles[0].saved.plan.slot_expert.data_ptr()
+    for epoch in range(1, 4):
+        index = epoch % 3
+        emulated.upload(given.slot_expert, plan_of(index).slot_expert)
+        prepare(groups, weights, epoch)
+        emulated.replay(graph)
+        emulated.settle()
+        assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
+        for group in groups:  # other plans do not get the graph's memory
+            with group.save(given) as other:  # nor was any in use
+                assert other.plan.slot_expert.data_ptr() != taken
+    handles[0].release()  # the graph is gone
+    found = {groups[0].save(given).plan.slot_expert.data_ptr() for _ in range(2)}
+    assert taken in found
+
+
+def test_captured_handles_in_another_order_do_not_match(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    bound = [group.bind(make_weights(group)) for group in groups]
+    plan = on_device(emulated, plan_of(0))
+    for group in groups:
+        group.reserve_plans(1)
+    emulated.settle()
+    emulated.begin_capture()
+    handles = [group.save(plan, layer=3 + group.rank) for group in groups]
+    error = raised(lambda: [work.wait() for work in start(groups, bound, handles)])
+    emulated.end_capture()
+    assert isinstance(error, errors.PlanMismatchError)
+    assert "replicate_experts of layer 3, microbatch 0" in str(error)
+
+
+def test_a_capture_has_the_entries_that_were_reserved(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    group = groups[0]
+    plan = on_device(emulated, plan_of(0))
+    group.reserve_plans(2)
+    group.reserve_plans(2)  # not two more
+    emulated.settle()
+    emulated.begin_capture()
+    held = [group.save(plan, layer=layer) for layer in (1, 2)]
+    with pytest.raises(
+        errors.UnsupportedError,
+        match=r"rank 0: save .* after 2 captured saves; .* Call group.reserve_plans\(3\)",
+    ):
+        group.save(plan, layer=3)
+    with pytest.raises(errors.UnsupportedError, match=r"reserve_plans\(1\) in a capture"):
+        group.reserve_plans(1)
+    held[0].release()  # in the capture: the entry stays with the graph
+    with pytest.raises(errors.UnsupportedError, match=r"reserve_plans\(3\)"):
+        group.save(plan, layer=3)
+    emulated.end_capture()
+    assert held[1].is_live
+    group.reserve_plans(3)
+    emulated.begin_capture()
+    again = [group.save(plan, layer=layer) for layer in (1, 2, 3)]
+    emulated.end_capture()
+    assert [handle.generation for handle in (*held, *again)] == [1, 2, 3, 4, 5]
+    with pytest.raises(errors.GroupBusyError, match="4 saved plans"):
+        group.assert_idle()
+    for handle in (held[1], *again):
+        handle.release()
+    group.assert_idle()
+
+
+def test_reserved_entries_outlast_warm_ups(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    group = groups[0]
+    plan = on_device(emulated, plan_of(0))
+    group.reserve_plans(2)
+    emulated.delay(20_000)
+    for _ in range(2):  # as often as is usual
+        held = [group.save(plan, layer=layer) for layer in (1, 2)]
+        for handle in held:
+            handle.release()
+    emulated.settle()
+    emulated.begin_capture()
+    captured = [group.save(plan, layer=layer) for layer in (1, 2)]
+    emulated.end_capture()
+    for handle in captured:
+        handle.release()
+
+
+def test_handles_of_outside_are_refused_in_a_capture(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    """The graph would follow whoever saves to their memory next."""
+    bound = [group.bind(make_weights(group)) for group in groups]
+    plan = on_device(emulated, plan_of(0))
+    ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
+    routing = emulated.put(torch.zeros(3, E, dtype=torch.bool))
+    handles = [group.save(plan, layer=3) for group in groups]
+    emulated.settle()
+    emulated.begin_capture()
+    group, handle = groups[0], handles[0]
+    calls: dict[str, Callable[[], object]] = {
+        "replicate_experts": lambda: uec.replicate_experts(bound[0], handle, group=group),
+        "reduce_expert_grads": lambda: uec.reduce_expert_grads({}, handle, group=group),
+        "reroute": lambda: uec.reroute(ids, handle, group=group),
+        "reroute_map": lambda: uec.reroute_map(routing, None, handle, group=group),
+        "PlanHandle.plan": lambda: handle.plan,
+    }
+    for name, call in calls.items():
+        match = f"rank 0: {name} in a capture .* of layer 3, microbatch 0, .* save the plan in"
+        with pytest.raises(errors.UnsupportedError, match=match):
+            call()
+    emulated.end_capture()
+    settle(start(groups, bound, handles))  # the group and its peers are as they were
+    for each in handles:
+        each.release()
+
+
+@pytest.mark.parametrize("other_capture", [False, True], ids=["outside", "in another capture"])
+def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
+    emulated: EmulatedDevice, groups: list[uec.Group], other_capture: bool
+) -> None:
+    group = groups[0]
+    given, other = on_device(emulated, plan_of(0)), on_device(emulated, plan_of(1))
+    group.reserve_plans(1)
+    emulated.settle()
+    emulated.begin_capture()
+    handle = group.save(given)
+    run = ExpertPass(handle, {})
+    graph = emulated.end_capture()
+    if other_capture:
+        emulated.begin_capture()
+    del run
+    gc.collect()
+    if other_capture:
+        emulated.end_capture()
+    assert handle.is_live
+    eager = group.save(other)
+    emulated.replay(graph)
+    emulated.settle()
+    assert eager.plan.slot_expert.tolist() == PLANS[1]
+    assert handle.plan.slot_expert.tolist() == PLANS[0]
+    eager.release()
+    handle.release()
+
+
+def test_a_pass_that_is_dropped_in_a_capture_is_no_part_of_it(
+    emulated: EmulatedDevice, groups: list[uec.Group]
+) -> None:
+    handle = groups[0].save(on_device(emulated, plan_of(0)))
+    run = ExpertPass(handle, {})
+    emulated.settle()
+    emulated.begin_capture()
+    launches = emulated.launches()
+    del run
+    gc.collect()
+    assert emulated.launches() == launches
+    emulated.end_capture()
+    assert not handle.is_live
+
+
+def test_a_save_that_is_refused_keeps_no_entry(
+    emulated: EmulatedDevice, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups[0]
+    plan = on_device(emulated, plan_of(0))
+    group.reserve_plans(1)
+    with group.save(plan) as handle:
+        at = handle.plan.slot_expert.data_ptr()
+    emulated.settle()
+
+    def refuse(*_: object) -> None:
+        raise errors.DeviceError("refused")
+
+    for captured in (False, True):
+        if captured:
+            emulated.begin_capture()
+        with monkeypatch.context() as patch:
+            patch.setattr(group.session.local, "save", refuse)
+            for _ in range(2):
+                with pytest.raises(errors.DeviceError, match="refused"):
+                    group.save(plan)
+        with group.save(plan) as handle:
+            assert captured or handle.plan.slot_expert.data_ptr() == at
+        if captured:
+            emulated.end_capture()
+            handle.release()

@@ -1,0 +1,466 @@
+"""Plans and reroutes on the device, from the Python API to the kernels on an emulated device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from stage_cases import FIELDS, Case, assert_same, order_gathers
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.engines.cuda import stages as stages_module
+from ultraep_comm.engines.cuda.device import CudaDevice
+
+
+@pytest.fixture
+def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    order_gathers(emulated, monkeypatch)
+    monkeypatch.setattr(stages_module, "MIN_RUNS", 4)
+    return emulated
+
+
+def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:
+    """Callers may drop it at once, on whatever stream it was made."""
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    load = case.load(9)
+    there, ids, routing = device.put(load), device.put(case.ids(load)), device.put(case.map(load))
+    probs = device.put(torch.rand(routing.shape)).requires_grad_()
+
+    def kept(stream: int, *tensors: torch.Tensor | None) -> bool:
+        return all(t is not None and device.is_kept(t, stream) for t in tensors)
+
+    with device.on(11):
+        plan = uec.plan_replicas(there, group=case.group)
+    assert kept(11, there)
+    home = device.put(plan.home)
+    other = uec.Plan(**{**{name: getattr(plan, name) for name in FIELDS}, "home": home})
+    tensors = [getattr(other, name) for name in FIELDS if name != "domains"]
+    with device.on(12):
+        uec.reroute(ids, other, group=case.group)
+    assert kept(12, ids, *tensors)
+    with device.on(13):
+        uec.reroute_map(routing, probs, other, group=case.group)
+    assert kept(13, routing, probs, *tensors)
+    with device.on(14):
+        handle = case.group.save(other)
+        handle.release()
+    assert kept(14, plan.slot_expert, plan.slot_quota, plan.home_quota)
+    assert not kept(13, ids)
+    device.settle()
+    case.close()
+
+
+def test_the_allocator_learns_of_each_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, other = torch.zeros(8), torch.zeros(3)
+    noted: list[tuple[int, object]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: noted.append((self.data_ptr(), stream))
+    )
+    device = CudaDevice.__new__(CudaDevice)
+    device._index = 5
+    device.keep([other, memory[:2], memory[4:].view(2, 2)])
+    assert noted == [(t.data_ptr(), "stream of 5") for t in (other, memory)]
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_plans_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
+    case = Case(seed)
+    for turn in range(4):
+        load = case.load(9 if turn % 2 else 5000)
+        given = load.sum(dim=0, dtype=torch.int32) if turn == 2 else load
+        how: dict[str, Any] = {"target": [1.0, 1.01, 1.2][seed % 3]}
+        if turn == 3:
+            how = {"cost": uec.PlanCost(token=2e-9, expert_byte=1e-9, replica=3e-9)}
+        dtype = torch.int64 if seed % 2 and turn < 2 else torch.int32
+        on_device = device.put(given.to(dtype))
+        assert on_device.dtype == dtype
+        plan = uec.plan_replicas(on_device, group=case.group, **how)
+        assert device.holds(plan.slot_expert)
+        device.settle()
+        assert_same(plan, uec.plan_replicas(given, group=case.group, **how))
+        on_device.fill_(77)  # the plan's own load stays
+        if turn != 2:
+            assert plan.load is not None
+            assert torch.equal(plan.load, load)
+    case.close()
+
+
+def test_a_plan_is_in_the_order_of_the_current_stream(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=3, num_experts=6, slots=2)
+    load, fresh = device.put(torch.zeros(3, 6, dtype=torch.int32)), case.load(100)
+    device.delay(20_000)
+    device.copy(load, fresh)
+    plan = uec.plan_replicas(load, group=case.group)
+    device.copy(load, device.put(torch.zeros_like(fresh)))
+    device.settle()
+    assert_same(plan, uec.plan_replicas(fresh, group=case.group))
+    case.close()
+
+
+def test_tensors_of_a_plan_have_one_memory_and_are_aligned(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=3, num_experts=5, slots=1)
+    plan = uec.plan_replicas(device.put(case.load()), group=case.group)
+    own = [plan.slot_expert, plan.slot_quota, plan.home_quota, plan.load]
+    assert len({t.untyped_storage().data_ptr() for t in own if t is not None}) == 1
+    assert all(t is not None and t.storage_offset() % 4 == 0 for t in own)
+    again = uec.plan_replicas(device.put(case.load()), group=case.group)
+    assert again.home.data_ptr() == plan.home.data_ptr()
+    case.close()
+
+
+def test_loads_that_are_not_dense_are_copied(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=3, num_experts=5, slots=1)
+    load = case.load()
+    plan = uec.plan_replicas(device.put(load.T).T, group=case.group)
+    device.settle()
+    assert_same(plan, uec.plan_replicas(load, group=case.group))
+    case.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "text"),
+    [
+        (torch.int32, {(1, 3): -1}, "entry for expert 3"),
+        (torch.int64, {(0, 2): 2**31}, "entry for expert 2"),
+        (torch.int64, {(0, 2): 2**32}, "entry for expert 2"),  # 0, in 32 bits
+        (torch.int64, {(0, 2): -(2**32)}, "entry for expert 2"),
+        (torch.int32, {(0, 5): 2**31 - 1, (1, 5): 1}, "more than 2147483647 tokens for expert 5"),
+    ],
+)
+def test_faults_of_a_load_surface_at_the_next_call(
+    device: EmulatedDevice,
+    dtype: torch.dtype,
+    values: dict[tuple[int, int], int],
+    text: str,
+) -> None:
+    case = Case(0, num_ranks=2, num_experts=6, slots=1)
+    good = torch.ones(2, 6, dtype=dtype)
+    bad = good.clone()
+    for at, value in values.items():
+        bad[at] = value
+    plan = uec.plan_replicas(device.put(bad), group=case.group)
+    device.settle()
+    assert plan.num_replicas == 0
+    assert plan.imbalance == 1.0
+    for other in case.groups:
+        if other is not case.group:
+            uec.plan_replicas(good, group=other)  # its ranks do not hear of it
+    with pytest.raises(errors.InvalidLoadError, match=text):
+        uec.plan_replicas(good, group=case.group)
+    uec.plan_replicas(good, group=case.group)  # once is enough
+    uec.plan_replicas(device.put(bad), group=case.group)
+    with pytest.raises(errors.InvalidLoadError, match=f"rank {case.rank}: .*{text}"):
+        case.group.close()
+    case.close()
+
+
+def test_too_many_tokens_in_all(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=1, num_experts=600, slots=1)
+    uec.plan_replicas(
+        device.put(torch.full((600,), 2**31 - 1, dtype=torch.int32)), group=case.group
+    )
+    with pytest.raises(errors.InvalidLoadError, match="1099511627775 tokens in all"):
+        case.group.close()
+
+
+def test_a_fault_fails_the_next_collective_call_on_every_rank(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=2, slots=1)
+    uec.plan_replicas(device.put(torch.tensor([-1, 0], dtype=torch.int32)), group=case.groups[0])
+    device.settle()
+    plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
+    weights = {"w": torch.zeros(1, 4, dtype=torch.uint8)}
+    with pytest.raises(errors.InvalidLoadError):
+        uec.replicate_experts(weights, plan, group=case.groups[0])
+    with pytest.raises(errors.PeerRejectedError):
+        uec.replicate_experts(weights, plan, group=case.groups[1])
+    case.close()
+
+
+def test_arguments_are_checked_at_once(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    load = device.put(torch.ones(2, 4, dtype=torch.int32))
+    with pytest.raises(errors.InvalidLoadError, match="shape"):
+        uec.plan_replicas(device.put(load[:, :3]), group=case.group)
+    with pytest.raises(errors.InvalidLoadError, match="int32 or int64"):
+        uec.plan_replicas(device.put(load.float()), group=case.group)
+    with pytest.raises(errors.InvalidArgumentError, match="target"):
+        uec.plan_replicas(load, group=case.group, target=0.9)
+    ids = device.put(torch.zeros(2, 1, dtype=torch.int64))
+    sums = uec.plan_replicas(device.put(load.sum(dim=0, dtype=torch.int32)), group=case.group)
+    with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
+        uec.reroute(ids, sums, group=case.group)
+    other = uec.Plan(
+        slot_expert=device.put(torch.full((2, 1), -1, dtype=torch.int32)),
+        home=device.put(torch.zeros(3, dtype=torch.int32)),
+    )
+    with pytest.raises(errors.InvalidPlanError, match="2 ranks, 1 slots and 3 experts"):
+        uec.reroute(ids, other, group=case.group)
+    with pytest.raises(errors.InvalidLoadError, match="int32 or int64"):
+        uec.reroute(device.put(ids.float()), sums, group=case.group)
+    case.close()
+
+
+def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> None:
+    launched: list[int] = []
+
+    def handle(name: str, shared_bytes: int) -> int:
+        if name == "ultraep_plan":
+            launched.append(shared_bytes)
+        return int(type(device.kernels).handle(device.kernels, name, shared_bytes))
+
+    small = Case(0, num_ranks=2, num_experts=4, slots=1)
+    shape = small.group.session.local._shape  # type: ignore[union-attr]
+    small.close()
+    device.kernels.handle = handle  # type: ignore[method-assign]
+    for warps in (8, 3, 1):
+        device.max_shared_bytes = shape.plan_shared_bytes(warps)
+        stages_module.CudaStages(device, device.kernels, small.group.topology, 0)
+    assert launched == [shape.plan_shared_bytes(n) for n in (8, 3, 1)]
+    device.max_shared_bytes = 100
+    stages = stages_module.CudaStages(device, device.kernels, small.group.topology, 0)
+    assert len(launched) == 3
+    load = device.put(torch.ones(2, 4, dtype=torch.int32))
+    with pytest.raises(errors.UnsupportedError, match=r"plan on the CPU: plan_replicas\(load\.cpu"):
+        stages.plan(load, 1_010_000, None)
+    plan = uec.plan_replicas(load.clone(), slots_per_rank=1)
+    plan = replace(plan, slot_expert=device.put(plan.slot_expert))  # counts as one on the device
+    with pytest.raises(errors.UnsupportedError, match="reroute on the CPU"):
+        stages.reroute(device.put(torch.zeros(1, 1, dtype=torch.int32)), plan)
+
+
+# ---- reroutes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_ids_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
+    case = Case(seed)
+    for _ in range(4):
+        load = case.load(case.number(0, 12))
+        plan = uec.plan_replicas(device.put(load), group=case.group)
+        ids = case.ids(load, [torch.int32, torch.int64][case.number(0, 1)])
+        out = uec.reroute(device.put(ids), plan, group=case.group)
+        assert device.holds(out)
+        assert (out.shape, out.dtype) == (ids.shape, ids.dtype)
+        device.settle()
+        on_host = uec.plan_replicas(load, group=case.group)
+        assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
+    case.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_maps_are_those_of_the_host(device: EmulatedDevice, seed: int) -> None:
+    case = Case(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+    for turn in range(3):
+        load = case.load(case.number(0, 6))
+        plan = uec.plan_replicas(device.put(load), group=case.group)
+        on_host = uec.plan_replicas(load, group=case.group)
+        routing = case.map(load)
+        probs = None
+        if turn != 2:
+            probs = torch.rand(routing.shape, generator=case.draw).to(dtypes[seed % 4])
+        given = None if probs is None else device.put(probs)
+        found, physical = uec.reroute_map(device.put(routing), given, plan, group=case.group)
+        device.settle()
+        expected, expected_probs = uec.reroute_map(routing, probs, on_host, group=case.group)
+        assert device.holds(found)
+        assert torch.equal(found, expected)
+        assert (physical is None) == (expected_probs is None)
+        if physical is not None and expected_probs is not None:
+            assert physical.dtype == expected_probs.dtype
+            assert torch.equal(physical.view(torch.uint8), expected_probs.view(torch.uint8))
+    case.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_the_host(
+    device: EmulatedDevice, seed: int, dtype: torch.dtype
+) -> None:
+    case = Case(seed)
+    load = case.load(5)
+    routing = case.map(load)
+    probs = torch.rand(routing.shape, generator=case.draw).to(dtype)
+    on_host = uec.plan_replicas(load, group=case.group)
+    plan = uec.plan_replicas(device.put(load), group=case.group)
+    before = probs.clone().requires_grad_()
+    _, physical = uec.reroute_map(routing, before, on_host, group=case.group)
+    assert physical is not None
+    upstream = torch.rand(physical.shape, generator=case.draw).to(dtype)
+    physical.backward(upstream)
+    own, where = device.put(probs).requires_grad_(), device.put(routing)
+    found_map, found = uec.reroute_map(where, own, plan, group=case.group)
+    assert found is not None
+    assert found.requires_grad
+    assert not found_map.requires_grad
+    found.backward(upstream)
+    assert own.grad is not None
+    assert before.grad is not None
+    assert torch.equal(own.grad, before.grad)
+    # What the operator does: it does not keep where tokens went, and finds it again.
+    again = torch.ops.ultraep_comm.reroute_map_backward(
+        upstream,
+        where,
+        *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load),
+        case.group.name,
+    )
+    assert torch.equal(again, before.grad)
+    with torch.no_grad():
+        _, plain = uec.reroute_map(where, own, plan, group=case.group)
+    assert plain is not None
+    assert not plain.requires_grad
+    device.settle()
+    assert torch.equal(plain, physical.detach())
+    case.close()
+
+
+def test_a_gradient_of_a_gradient(device: EmulatedDevice) -> None:
+    case = Case(2, num_ranks=2, num_experts=4, slots=1)
+    load = case.load(3)
+    routing = device.put(case.map(load))
+    plan = uec.plan_replicas(device.put(load), group=case.group)
+    probs = device.put(torch.rand(routing.shape)).requires_grad_()
+    _, physical = uec.reroute_map(routing, probs, plan, group=case.group)
+    assert physical is not None
+    upstream = torch.rand(physical.shape, requires_grad=True)
+    (grad,) = torch.autograd.grad(physical, probs, upstream, create_graph=True)
+    (back,) = torch.autograd.grad(grad.sum(), upstream)
+    assert int(back.sum()) == int(routing.sum())
+    case.close()
+
+
+def test_no_tokens(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
+    none = uec.reroute(device.put(torch.zeros(0, 3, dtype=torch.int64)), plan, group=case.group)
+    assert none.shape == (0, 3)
+    routing = device.put(torch.zeros(0, 4, dtype=torch.bool))
+    probs = device.put(torch.zeros(0, 4)).requires_grad_()
+    found, physical = uec.reroute_map(routing, probs, plan, group=case.group)
+    assert found.shape == (0, 6)
+    assert physical is not None
+    physical.sum().backward()
+    assert probs.grad is not None
+    assert probs.grad.shape == (0, 4)
+    case.close()
+
+
+def test_ids_and_maps_that_are_not_dense_are_copied(device: EmulatedDevice) -> None:
+    case = Case(4, num_ranks=2, num_experts=4, slots=1)
+    load = case.load(4)
+    plan = uec.plan_replicas(device.put(load), group=case.group)
+    on_host = uec.plan_replicas(load, group=case.group)
+    ids, routing = case.ids(load), case.map(load)
+    wide = device.put(torch.cat([ids, ids], dim=1))
+    out = uec.reroute(wide[:, :1], plan, group=case.group)
+    found, _ = uec.reroute_map(device.put(routing.T).T, None, plan, group=case.group)
+    device.settle()
+    assert torch.equal(out, uec.reroute(ids, on_host, group=case.group))
+    assert torch.equal(found, uec.reroute_map(routing, None, on_host, group=case.group)[0])
+    case.close()
+
+
+def _host_error(call: Any) -> str:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+KINDS = ["id", "count", "slot", "quota", "negative", "map", "home", "home of a map"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_of_a_reroute_have_the_texts_of_the_host(device: EmulatedDevice, kind: str) -> None:
+    case = Case(0, num_ranks=3, num_experts=6, slots=2)
+    load = case.load(9)
+    load[case.rank] += 1
+    plan = uec.plan_replicas(load, group=case.group)
+    ids, routing = case.ids(load), case.map(load)
+    parts = {name: getattr(plan, name).clone() for name in FIELDS}
+    if kind == "id":
+        ids[-1] = 6
+    elif kind == "count":
+        ids = ids[1:]
+        ids[ids == -1] = 0
+    elif kind == "slot":
+        parts["slot_expert"][1, 1] = 9
+    elif kind == "quota":
+        parts["home_quota"][3] += 1
+    elif kind == "negative":
+        parts["load"][2, 4] = -3
+    elif kind.startswith("home"):
+        parts["home"][:] = 2 - parts["home"]
+        parts["slot_expert"][0, 0] = 9  # which a plan for another home map may be, too
+    else:
+        routing[0] = ~routing[0]
+    plan = uec.Plan(**parts)
+    there = uec.Plan(**{name: device.put(tensor) for name, tensor in parts.items()})
+    if kind.endswith("map"):
+        expected = _host_error(lambda: uec.reroute_map(routing, None, plan, group=case.group))
+        uec.reroute_map(device.put(routing), None, there, group=case.group)
+    else:
+        expected = _host_error(lambda: uec.reroute(ids, plan, group=case.group))
+        out = uec.reroute(device.put(ids), there, group=case.group)
+        device.settle()
+        assert int(out.min()) >= -1
+        assert int(out.max()) < 3 * 4
+    device.settle()
+    good = uec.plan_replicas(load.clamp(min=0), group=case.groups[1])
+    found = _host_error(lambda: uec.reroute(case.ids(load), good, group=case.group))
+    assert found == expected
+    case.close()
+
+
+def test_the_first_fault_stays(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    plan = uec.plan_replicas(device.put(torch.zeros(2, 4, dtype=torch.int32)), group=case.group)
+    stages = case.group.session.local
+    assert stages is not None
+    for bad in (77, 78):  # the second is made before the first is known
+        stages.reroute(device.put(torch.tensor([[bad]])), plan)
+    device.settle()
+    with pytest.raises(errors.InvalidLoadError, match="id 77"):
+        uec.reroute(device.put(torch.tensor([[-1]])), plan, group=case.group)
+    case.close()
+
+
+def test_mixed_inputs_are_copied(device: EmulatedDevice) -> None:
+    case = Case(5, num_ranks=3, num_experts=6, slots=1)
+    load = case.load(9)
+    there, here = device.put(load), uec.plan_replicas(load, group=case.group)
+    device.delay(20_000)
+    plan = uec.plan_replicas(there, group=case.group)
+    ids, routing = case.ids(load), case.map(load)
+    expected = uec.reroute(ids, here, group=case.group)
+    out = uec.reroute(ids, plan, group=case.group)  # waits for the plan
+    assert torch.equal(out, expected)
+    assert not device.holds(out)
+    out = uec.reroute(device.put(ids), here, group=case.group)
+    assert torch.equal(out, expected)
+    assert device.holds(out)
+    found, _ = uec.reroute_map(device.put(routing), None, here, group=case.group)
+    assert torch.equal(found, uec.reroute_map(routing, None, plan, group=case.group)[0])
+    case.close()
+
+
+def test_plans_of_the_device_are_replicated(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=2, slots=1)
+    load = torch.tensor([[100, 1], [100, 1]], dtype=torch.int32)
+    works = []
+    for group in case.groups:
+        plan = uec.plan_replicas(device.put(load), group=group)
+        weights = {"w": torch.full((1, 4), 7 + group.rank, dtype=torch.uint8)}
+        works.append(uec.replicate_experts(weights, plan, group=group, async_op=True))
+    for work in works:
+        assert work is not None
+        work.synchronize()
+    assert case.groups[1].slots["w"].tolist() == [[7] * 4]
+    case.close()

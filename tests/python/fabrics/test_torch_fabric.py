@@ -1,0 +1,548 @@
+"""Groups over torch's symmetric memory without a GPU: shared files stand in for the memory."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cpp_build import CppBuild
+from emulated_device import EmulatedDevice
+from fake_device import FakeDevice, FakeNvshmem
+from fake_memory import FABRIC, POSIX, FakeMemory
+from ranks import (
+    MIXED,
+    RankPool,
+    clear_slots,
+    fan_out_plan,
+    fill_weights,
+    make_weights,
+    random_plan,
+    wrong_bytes,
+)
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors
+from ultraep_comm.engines.cuda import make
+from ultraep_comm.fabrics import torch_memory
+from ultraep_comm.fabrics.torch_memory import TorchMemory
+
+E, S = 6, 2
+EXPERT = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
+PLAN = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+NO_GPU = not torch.cuda.is_available()
+
+
+def _new_group(
+    process_group: Any, memory: Any, device: Any = None, nvshmem: Any = None, **options: Any
+) -> uec.Group:
+    """Make a group of a process that has what is given; an error is what is raised instead."""
+    device = device or FakeDevice()
+    kernels = device.kernels
+
+    def found(what: Any) -> Any:
+        if isinstance(what, Exception):
+            raise what
+        return device, what, kernels
+
+    missing = errors.UnsupportedError("no NVSHMEM here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "find_nvshmem_device", lambda: found(nvshmem or missing))
+        patch.setattr(make, "find_torch_device", lambda: found(memory))
+        return uec.new_group(
+            process_group,
+            **{
+                "num_experts": E,
+                "slots_per_rank": S,
+                "expert": EXPERT,
+                "timeout": 20.0,
+                "engine": "cuda",
+                **options,
+            },
+        )
+
+
+# ---- real kernels, real bytes --------------------------------------------------------------------
+
+
+def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> None:
+    device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    num_ranks = dist.get_world_size(process_group)
+    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
+    group = _new_group(process_group, memory, device, fabric="torch", **options)
+    assert group.topology.domain.tolist() == [0] * num_ranks
+    weights, epoch = group.empty_weights(), 0
+    plans = [fan_out_plan(num_ranks, E, S), random_plan(3, num_ranks, E, S)]
+    for mode in ("push", "pull", "direct", "auto"):
+        for plan in plans:
+            epoch += 1
+            fill_weights(group, weights, epoch)
+            clear_slots(group)
+            work = uec.replicate_experts(weights, plan, group=group, mode=mode, async_op=True)
+            assert work is not None
+            work.synchronize()
+            assert wrong_bytes(group, plan, epoch) == 0, (rank, mode)
+    load = uec.gather_load(torch.tensor([[rank, 0]]), group=group)
+    assert load.sum(dim=1).tolist() == [2] * num_ranks
+    group.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_kernels_move_every_byte_between_processes(
+    ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
+) -> None:
+    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
+    ranks.run(num_ranks, _every_mode, tmp_path, library, timeout=300)
+
+
+def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -> None:
+    """From ids to slots and physical ids on the device, each call by itself and in a graph."""
+    device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
+    num_ranks = dist.get_world_size(process_group)
+    options = {"expert": MIXED, "num_sms": 2, "timeout": 60.0}
+    group = _new_group(process_group, memory, device, fabric="torch", **options)
+    weights = make_weights(group)
+    bound = group.bind(weights)
+    held = device.put(torch.zeros(40, 2, dtype=torch.int64))
+    draw = torch.Generator().manual_seed(3)
+
+    def path() -> tuple[torch.Tensor, uec.Plan, torch.Tensor]:
+        load = uec.gather_load(held, group=group)
+        plan = uec.plan_replicas(load, group=group)
+        work = uec.replicate_experts(bound, plan, group=group, async_op=True)
+        physical = uec.reroute(held, plan, group=group)
+        assert work is not None
+        work.wait()
+        return load, plan, physical
+
+    device.begin_capture()
+    captured = path()
+    graph = device.end_capture()
+    replicas = 0
+    for epoch in range(1, 7):
+        ids = torch.randint(-1, E, (num_ranks, 40, 2), generator=draw)
+        ids[torch.rand(ids.shape, generator=draw) < 0.5] = epoch % E
+        held.copy_(ids[rank])
+        fill_weights(group, weights, epoch)
+        clear_slots(group)
+        dist.barrier(process_group)  # slots are cleared by hand
+        found = captured
+        if epoch % 3 == 0:
+            found = path()
+        else:
+            device.replay(graph)
+        device.settle()
+        load, plan, physical = found
+        rows = [torch.bincount(own.flatten() + 1, minlength=E + 1)[1:].int() for own in ids]
+        assert torch.equal(load, torch.stack(rows))
+        expected = uec.plan_replicas(torch.stack(rows), group=group)
+        for name in ("slot_expert", "slot_quota", "home_quota"):
+            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
+        assert torch.equal(physical, uec.reroute(ids[rank], expected, group=group))
+        assert wrong_bytes(group, expected, epoch) == 0, (rank, epoch)
+        replicas += expected.num_replicas
+    assert replicas > 0
+    assert group.session.engine.epoch == 4
+    group.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_critical_path_stays_on_the_device(
+    ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
+) -> None:
+    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
+    ranks.run(num_ranks, _critical_path, tmp_path, library, timeout=300)
+
+
+# ---- the fabric ----------------------------------------------------------------------------------
+
+
+def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
+    memory, device = FakeMemory(folder, offset=128 * rank), FakeDevice()
+    device.settle = lambda: memory.log.append("settle")  # type: ignore[method-assign]
+    group = _new_group(process_group, memory, device)
+    region = group.session.memory[0]
+    assert memory.log == ["allocate", "settle", "handle_types", "rendezvous"]
+    assert int(region.local.count_nonzero()) == 0
+    # What a rank writes into its own memory, the other finds at the address that it has for it.
+    assert region.bases[rank] == region.local.data_ptr()
+    region.local[-64:] = rank + 1
+    dist.barrier(process_group)
+    seen = device.view(region.bases[1 - rank], region.local.numel())
+    assert seen[-65:].tolist() == [0] + [2 - rank] * 64
+    dist.barrier(process_group)
+    assert group.session.fabric.can_pull
+    assert group.session.fabric.peer_sockets == [-1, -1]
+    group.close()
+
+
+def test_memory_is_zeroed_and_addresses_are_the_peers(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _memory_is_zeroed, tmp_path)
+
+
+def _life(rank: int, process_group: Any, folder: Path) -> None:
+    memory, device = FakeMemory(folder), FakeDevice()
+    group = _new_group(process_group, memory, device)
+    other = _new_group(process_group, memory, device, allow_cross_domain=True)  # beside the first
+    weights = group.empty_weights()
+    uec.replicate_experts(weights, PLAN, group=group, mode="pull")
+    assert device.launches()[-1] == "ultraep_replicate_32768"  # not the one for far peers
+    assert "ultraep_replicate_peers" not in device.kernels.shared_bytes
+    alive = [handle() is not None for handle in memory.handles]
+    slot = group.slots["w"]
+    group.close()
+    del group, weights
+    gc.collect()
+    kept = [handle() is not None for handle in memory.handles]
+    slot.fill_(1)  # stays as long as somebody holds it
+    other.close()
+    assert (alive, kept) == ([True] * 3, [False, True, False])
+
+
+def test_memory_lives_as_long_as_its_group(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _life, tmp_path)
+
+
+def _given_domains(rank: int, process_group: Any, folder: Path) -> Any:
+    group = _new_group(process_group, FakeMemory(folder), domains=[0, 1])
+    crossing = uec.Plan.from_slots([[3, -1], [-1, -1]], num_experts=E)
+    with pytest.raises(errors.InvalidPlanError, match="another domain"):
+        uec.replicate_experts(make_weights(group), crossing, group=group)
+    group.close()
+
+
+def test_given_domains_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _given_domains, tmp_path)
+
+
+# ---- errors reach every rank ---------------------------------------------------------------------
+
+
+def _refused(
+    process_group: Any, memory: FakeMemory, error: type[Exception], part: str, **options: Any
+) -> Exception:
+    with pytest.raises(error, match=part) as caught:
+        _new_group(process_group, memory, **{"fabric": "torch", **options})
+    return caught.value
+
+
+def _unreachable(rank: int, process_group: Any, folder: Path) -> str:
+    memory = FakeMemory(folder, unreachable=(2,) if rank == 1 else ())
+    error = _refused(
+        process_group, memory, errors.UnsupportedError, "rank 1 has no load/store access to rank 2"
+    )
+    return str(error)
+
+
+def _unreachable_and_foreign(rank: int, process_group: Any, folder: Path) -> None:
+    memory = FakeMemory(folder, unreachable=(1,) if rank == 0 else ())
+    options: dict[str, Any] = {"fabric": "auto", "nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
+    error = _refused(process_group, memory, errors.UnsupportedError, "no load/store", **options)
+    assert "which are PEs [4, 5] of 8" in str(error.__cause__)
+
+
+def test_why_nvshmem_was_passed_over_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _unreachable_and_foreign, tmp_path)
+
+
+def test_a_rank_beyond_reach_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks.run(3, _unreachable, tmp_path):
+        assert "use fabric='nvshmem', with allow_cross_domain=True" in text
+
+
+def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
+    bootstrap, unsupported = errors.BootstrapError, errors.UnsupportedError
+    cases: list[tuple[str, Exception, type[Exception], str]] = [
+        ("allocate", torch.OutOfMemoryError("full"), errors.OutOfSharedMemoryError, "fewer slots"),
+        (
+            "allocate",
+            RuntimeError("CUDA driver error: out of memory\nmore"),
+            errors.OutOfSharedMemoryError,
+            r"out of memory\. Use",
+        ),
+        ("allocate", ValueError("odd"), unsupported, "odd. Look whether"),
+        ("handle_types", errors.DeviceError("broken"), errors.DeviceError, "broken"),
+        ("rendezvous", dist.DistStoreError("timeout"), bootstrap, "Has a rank left"),
+        ("rendezvous", RuntimeError("overlapping devices"), unsupported, "CUDA_VISIBLE_DEVICES"),
+        ("rendezvous", RuntimeError("cannot import"), unsupported, "use fabric='nvshmem'"),
+        ("allocate", TypeError("another argument"), TypeError, "another argument"),
+        ("rendezvous", AttributeError("no such handle"), AttributeError, "no such handle"),
+    ]
+    for number, (where, error, own, part) in enumerate(cases):
+        part_of_it = folder / str(number)
+        part_of_it.mkdir(exist_ok=True)
+        memory = FakeMemory(part_of_it)
+
+        def fail(step: str, where: str = where, error: Exception = error) -> None:
+            if step == where and rank == 1:
+                raise error
+
+        memory.on_step = fail
+        _refused(
+            process_group,
+            memory,
+            own if rank == 1 else bootstrap,
+            part if rank == 1 else "rank 1 failed",
+        )
+
+
+def test_what_fails_on_one_rank_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _failing_steps, tmp_path)
+
+
+def _device_errors(rank: int, process_group: Any, folder: Path) -> None:
+    bootstrap, unsupported = errors.BootstrapError, errors.UnsupportedError
+    small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
+    _refused(
+        process_group,
+        FakeMemory(folder),
+        bootstrap if rank == 0 else unsupported,
+        "shared memory",
+        device=small,
+    )
+    uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
+    _refused(process_group, FakeMemory(folder), bootstrap, "tile_bytes", device=uneven)
+    broken = FakeDevice()
+    if rank == 1:
+        broken.pinned = _out_of_order  # type: ignore[method-assign]
+    _refused(
+        process_group,
+        FakeMemory(folder),
+        errors.DeviceError if rank == 1 else bootstrap,
+        "out of order",
+        device=broken,
+    )
+
+
+def _out_of_order(num_bytes: int) -> torch.Tensor:
+    raise errors.DeviceError("the device is out of order")
+
+
+def test_what_a_device_refuses_ends_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _device_errors, tmp_path)
+
+
+def _second_allocation(rank: int, process_group: Any, folder: Path) -> None:
+    memory = FakeMemory(folder)
+    group = _new_group(process_group, memory)
+
+    def full(step: str) -> None:
+        if rank == 0 and step == "allocate":
+            raise torch.OutOfMemoryError("full")
+
+    memory.on_step = full
+    kind = errors.OutOfSharedMemoryError if rank == 0 else errors.BootstrapError
+    with pytest.raises(kind):
+        group.empty_weights()
+    with pytest.raises(errors.GroupClosedError):
+        uec.replicate_experts(make_weights(group), PLAN, group=group)
+    group.close()
+
+
+def test_weights_without_room_end_the_group_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _second_allocation, tmp_path)
+
+
+def _machines(rank: int, process_group: Any, folder: Path) -> None:
+    def attempt(number: int, kind: int, machine: bytes) -> uec.Group:
+        part = folder / str(number)
+        part.mkdir(exist_ok=True)
+        memory = FakeMemory(part, types=kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(make, "machine_id", lambda: machine)
+            return _new_group(process_group, memory, fabric="torch")
+
+    # One NVLink rack: torch exports fabric handles on every machine.
+    attempt(0, FABRIC, b"machine %d" % rank).close()
+    with pytest.raises(errors.UnsupportedError, match="2 machines, and the memory of rank 1"):
+        attempt(1, FABRIC if rank == 0 else POSIX, b"machine %d" % rank)
+    with pytest.raises(errors.UnsupportedError, match="rank 0 travels as handle type 8"):
+        attempt(2, FABRIC if rank == 0 else POSIX, b"one machine")
+
+
+def test_ranks_that_torch_could_not_connect_are_told_so_before(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(2, _machines, tmp_path)
+
+
+def _groups_in_groups(rank: int, process_group: Any, folder: Path, pair: int) -> None:
+    """Ranks 0 and 1 have met alone before."""
+    for counts_in_process in (True, False):
+        part = folder / str(counts_in_process)
+        part.mkdir(exist_ok=True)
+        memory = FakeMemory(part, counts_in_process=counts_in_process)
+        memory.met = 2 if rank < pair else 1
+        if counts_in_process:
+            _refused(
+                process_group, memory, errors.UnsupportedError, "rank 0 has met others 2 times"
+            )
+            assert "rendezvous" not in memory.log
+        else:
+            _new_group(process_group, memory).close()
+
+
+def test_groups_that_overlap_do_not_hang(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, _groups_in_groups, tmp_path, 2)
+
+
+# ---- which fabric --------------------------------------------------------------------------------
+
+
+def _choice(rank: int, process_group: Any, folder: Path) -> None:
+    def nothing(name: str) -> Exception:
+        return errors.UnsupportedError(f"no {name} on rank {rank}")
+
+    def kind(group: uec.Group) -> str:
+        with group:
+            return type(group.session.fabric).__name__
+
+    memory, nvshmem = FakeMemory(folder), FakeNvshmem()
+    options: dict[str, Any] = {"nvshmem": nvshmem}
+    for engine in ("cuda", "auto"):
+        assert kind(_new_group(process_group, memory, **options, engine=engine)) == "NvshmemFabric"
+    assert kind(_new_group(process_group, memory, **options, fabric="torch")) == "TorchFabric"
+    # One rank without NVSHMEM takes all the others to torch.
+    options["nvshmem"] = nothing("NVSHMEM") if rank == 1 else FakeNvshmem()
+    for engine in ("cuda", "auto"):
+        assert kind(_new_group(process_group, memory, **options, engine=engine)) == "TorchFabric"
+    if rank == 0:
+        assert not options["nvshmem"].is_initialized()
+    asked = {**options, "fabric": "nvshmem"}
+    error = errors.UnsupportedError if rank == 1 else errors.BootstrapError
+    with pytest.raises(error, match="no NVSHMEM on rank 1"):
+        _new_group(process_group, memory, **asked)
+    # Nor does NVSHMEM serve that others have initialised, over ranks of theirs.
+    foreign: dict[str, Any] = {"nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
+    for engine in ("cuda", "auto"):
+        assert kind(_new_group(process_group, memory, **foreign, engine=engine)) == "TorchFabric"
+    with pytest.raises(errors.UnsupportedError, match=r"which are PEs \[4, 5\] of 8"):
+        _new_group(process_group, memory, **foreign, fabric="nvshmem")
+    for engine in ("cuda", "auto"):
+        both = r"PEs \[4, 5\] of 8.*no symmetric memory"
+        with pytest.raises(errors.UnsupportedError, match=both):
+            _new_group(process_group, nothing("symmetric memory"), **foreign, engine=engine)
+    # Nothing that all have: with both reasons, wherever they are.
+    lacking = nothing("symmetric memory") if rank == 0 else memory
+    both = r"fabric nvshmem: rank 1: no NVSHMEM.*fabric torch: rank 0: no symmetric memory"
+    with pytest.raises(errors.UnsupportedError, match=both):
+        _new_group(process_group, lacking, **options)
+    assert kind(_new_group(process_group, lacking, **options, engine="auto")) == "ShmFabric"
+    for asked in ({"fabric": "torch"}, {"fabric": "torch", "engine": "auto"}):
+        error = errors.UnsupportedError if rank == 0 else errors.BootstrapError
+        with pytest.raises(error, match="no symmetric memory on rank 0"):
+            _new_group(process_group, lacking, **options, **asked)
+    # The same reason twice is said once.
+    gone = errors.UnsupportedError("no GPU")
+    with pytest.raises(errors.UnsupportedError, match=r"^no GPU$"):
+        _new_group(process_group, gone, nvshmem=gone)
+    with pytest.raises(errors.BootstrapError, match="other arguments"):
+        _new_group(process_group, memory, fabric=("auto", "torch")[rank])
+
+
+def test_all_ranks_take_the_first_fabric_that_all_have(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _choice, tmp_path)
+
+
+# ---- torch itself --------------------------------------------------------------------------------
+
+
+class FakeModule(types.ModuleType):
+    """As much of torch.distributed._symmetric_memory as is used."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__("fake")
+        self.backend = backend
+        self.log: list[Any] = []
+        self._SymmetricMemory = self
+
+    def get_backend(self, device: torch.device) -> str | None:
+        return self.backend
+
+    def set_backend(self, name: str) -> None:
+        if self.backend is not None:
+            raise RuntimeError("not found\nand more")
+        self.backend = name
+
+    def empty_strided_p2p(self, *arguments: Any) -> torch.Tensor:
+        self.log.append(arguments)
+        return torch.empty(arguments[0], dtype=arguments[2])
+
+    def rendezvous(self, tensor: torch.Tensor, group_name: str) -> Any:
+        self.log.append(group_name)
+        return types.SimpleNamespace(buffer_ptrs=[16, 0]) if group_name == "5" else None
+
+
+def test_torch_is_asked_for_memory_of_its_own() -> None:
+    device, group = torch.device("cuda", 3), types.SimpleNamespace(group_name="5")
+    module = FakeModule(None)
+    memory = TorchMemory(module)
+    memory.prepare(device)
+    assert module.backend == "CUDA"
+    memory.prepare(device)
+    tensor = memory.allocate(640, device)
+    assert module.log == [((640,), (1,), torch.uint8, device)]
+    pointers, handle = memory.rendezvous(tensor, group)  # type: ignore[arg-type]
+    assert (pointers, memory.met) == ([16, 0], 1)
+    assert handle is not None
+    with pytest.raises(RuntimeError, match="does not know"):
+        memory.rendezvous(tensor, types.SimpleNamespace(group_name="6"))  # type: ignore[arg-type]
+    assert module.log[1:] == ["5", "6"]
+    assert memory.counts_in_process == (torch_memory.torch_version() < (2, 14))
+
+
+def test_a_backend_that_somebody_chose_is_left_alone() -> None:
+    module = FakeModule("NVSHMEM")
+    with pytest.raises(errors.UnsupportedError, match=r"chosen 'NVSHMEM'.*TORCH_SYMMMEM"):
+        TorchMemory(module).prepare(torch.device("cuda", 0))
+    assert module.backend == "NVSHMEM"
+    old = types.SimpleNamespace(_SymmetricMemory=None)  # before get_backend there was one backend
+    TorchMemory(old).prepare(torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has CUDA")
+def test_a_cpu_build_of_torch_says_that_it_has_none() -> None:
+    with pytest.raises(errors.UnsupportedError, match="install a CUDA build of torch"):
+        torch_memory.find_memory().prepare(torch.device("cuda", 0))
+
+
+def test_another_torch_without_what_is_needed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.distributed._symmetric_memory"
+    torch_memory.find_memory.cache_clear()
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(errors.UnsupportedError, match="has no symmetric memory"):
+        torch_memory.find_memory()
+    monkeypatch.undo()
+    assert torch_memory.find_memory() is torch_memory.find_memory()
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_symmetric_memory_is_not_imported_before_it_is_needed() -> None:
+    code = """
+import sys, torch.distributed as dist
+before = set(sys.modules)
+import ultraep_comm as uec
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = dict(num_experts=2, slots_per_rank=1, expert={"w": ((8,), __import__("torch").uint8)})
+for asked in ({"engine": "cuda"}, {"fabric": "torch"}, {"engine": "cuda", "fabric": "torch"}):
+    try:
+        uec.new_group(**options, **asked)
+    except uec.errors.UnsupportedError as error:
+        assert "engine='host'" in str(error), error
+        continue
+    raise SystemExit(f"{asked} made a group")
+uec.new_group(**options).close()
+dist.destroy_process_group()
+added = set(sys.modules) - before
+raise SystemExit("imported" if "torch.distributed._symmetric_memory" in added else 0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

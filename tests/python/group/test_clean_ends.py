@@ -1,0 +1,101 @@
+"""The ends of processes: no abort, no hang, no leaks, whatever a program leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ending_ranks import LIMIT, PROGRAMS
+
+HERE = Path(__file__).parents[1]
+RAISE = ("raises", "raises in context", "fails")
+BAD = ("terminate", "nanobind", "Fatal", "Segmentation", "Exception ignored")
+# Whoever wants the interpreter lock has to wait from the last handler of the exit on: this one.
+HOLD_LOCK = "import atexit; atexit.register(sum, range(5 * 10**7))"
+
+
+def _end(
+    folder: Path, num_ranks: int, names: list[str], before: str = "", **environment: str
+) -> list[str]:
+    """Run programs; return what is wrong with their ends, and what they wrote that is not."""
+    program = f"{before}\nimport ending_ranks, pathlib\n"
+    program += f"ending_ranks.main(pathlib.Path({str(folder)!r}), {num_ranks}, {names})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=HERE,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT * len(names),
+        check=False,
+    )
+    wrong = [] if done.returncode == 0 else [done.stderr]
+    wrong += [line for line in done.stderr.splitlines() if any(bad in line for bad in BAD)]
+    ends = done.stdout.splitlines()
+    assert len(ends) == len(names)
+    for number, (name, end) in enumerate(zip(names, ends, strict=True)):
+        texts = [(folder / f"{number}.{rank}").read_text() for rank in range(num_ranks)]
+        expected = " ".join(["1" if name in RAISE else "0"] * num_ranks)
+        if end != expected or any(bad in text for bad in BAD for text in texts):
+            wrong.append(f"run {number}, {name}: {end}\n" + "\n".join(texts))
+    return wrong
+
+
+@contextmanager
+def _busy() -> Iterator[None]:
+    """A process that is never done, on each core."""
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in os.sched_getaffinity(0)
+    ]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_programs_end(tmp_path: Path) -> None:
+    some = ["keeps the group", "closes and destroys", "raises", "fails and goes on"]
+    assert _end(tmp_path, 2, [*some, "forgets work", "leaves a call", "leaves a thread"]) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_programs_end_300_times_beside_a_busy_machine(tmp_path: Path) -> None:
+    names = [list(PROGRAMS)[i % len(PROGRAMS)] for i in range(300)]
+    with _busy():
+        assert _end(tmp_path, 4, names) == []
+
+
+@pytest.fixture(scope="module")
+def slow_gloo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler: install one, or name it in CXX")
+    library = tmp_path_factory.mktemp("preload") / "slow_gloo.so"
+    source = HERE / "slow_gloo.cc"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def test_who_asks_for_the_lock_gets_it_before_the_end_begins(
+    tmp_path: Path, slow_gloo: Path
+) -> None:
+    """These used to be aborted."""
+    slow = {"LD_PRELOAD": str(slow_gloo), "SLOW_GLOO_MS": "300"}
+    assert _end(tmp_path, 2, ["drops the group", "leaves a planner"], HOLD_LOCK, **slow) == []
+
+
+@pytest.mark.exhaustive
+def test_who_would_ask_later_is_waited_for(tmp_path: Path, slow_gloo: Path) -> None:
+    """It would be refused; what the graph refers to used to leak."""
+    slow = {"LD_PRELOAD": str(slow_gloo), "SLOW_GLOO_MS": "1000"}
+    assert _end(tmp_path, 2, ["drops a graph"], **slow) == []

@@ -1,0 +1,140 @@
+"""Tensors of the package are where they belong, whatever torch makes its own on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from ranks import loopback
+from torch.utils._device import _device_constructors
+
+import ultraep_comm as uec
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "ultraep_comm"
+COMMANDS = ("bench", "viz")  # programs, whose default device is torch's own
+G, E, S = 2, 4, 1
+EXPERT = {"w": ((8,), torch.float32)}
+
+
+def on_meta(call: Callable[[int], Any]) -> list[Any]:
+    """Call each rank in a thread of its own, whose default device has no memory."""
+
+    def run(rank: int) -> Any:
+        torch.set_default_device("meta")
+        return call(rank)
+
+    return loopback(G, run)
+
+
+def make_groups(engine: str) -> list[uec.Group]:
+    with torch.device("meta"):
+        return uec.new_loopback_groups(
+            G,
+            num_experts=E,
+            slots_per_rank=S,
+            expert=EXPERT,
+            grads=torch.float32,
+            engine=engine,
+            timeout=60.0,
+        )
+
+
+@pytest.fixture(params=["host", "cuda"])
+def groups(request: pytest.FixtureRequest) -> Any:
+    if request.param == "cuda":
+        request.getfixturevalue("emulated")
+    made = make_groups(request.param)
+    yield made
+    for group in made:
+        group.abort()
+        group.close()
+
+
+def test_every_call_of_tensors_on_the_cpu(groups: list[uec.Group]) -> None:
+    ids = [torch.tensor([[0], [0], [1], [2]]), torch.tensor([[0], [0], [0], [3]])]
+    maps = [torch.nn.functional.one_hot(own[:, 0], E).bool() for own in ids]
+    mains = [torch.arange(2.0)[:, None].repeat(1, 8) + 2 * rank for rank in range(G)]
+    mains_grad = [torch.zeros(2, 8) for _ in range(G)]
+    listed = [[[2], [0]], [0, 0, 1, 1]]
+
+    def run(rank: int) -> tuple[uec.Plan, list[torch.Tensor]]:
+        group = groups[rank]
+        load = uec.gather_load(ids[rank], group=group)
+        plan = uec.plan_replicas(load, group=group, target=1.0)
+        bound = group.bind({"w": mains[rank]})
+        uec.replicate_experts(bound, plan, group=group, async_op=True).synchronize()  # type: ignore[union-attr]
+        found = [group.slots["w"].clone(), uec.reroute(ids[rank], plan, group=group)]
+        physical, _ = uec.reroute_map(maps[rank], None, plan, group=group)
+        by_hand = uec.Plan.from_slots(listed[0], num_experts=E, home=listed[1])
+        with group.save(by_hand) as handle:
+            group.slot_grads["w"].fill_(1.0)
+            work = uec.reduce_expert_grads(
+                {"w": mains_grad[rank]}, handle, group=group, async_op=True
+            )
+            assert work is not None
+            work.synchronize()
+        uec.gather_and_plan(ids[rank], group=group)
+        tensors = [load, physical, *(v for v in vars(plan).values() if v is not None)]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        return plan, found
+
+    for rank, (plan, (slots, physical)) in enumerate(on_meta(run)):
+        for slot, expert in enumerate(plan.slot_expert[rank].tolist()):
+            assert expert < 0 or slots[slot].eq(expert).all()
+        assert physical.shape == ids[rank].shape
+    assert plan.num_replicas > 0
+    assert [own[:, 0].tolist() for own in mains_grad] == [[1.0, 0.0], [1.0, 0.0]]
+
+
+def test_every_call_of_tensors_on_the_device(emulated: EmulatedDevice) -> None:
+    groups = make_groups("cuda")
+    ids = [torch.tensor([[0], [0], [1], [2]]), torch.tensor([[0], [0], [0], [3]])]
+    there = [emulated.put(own) for own in ids]
+    mains = [torch.arange(2.0)[:, None].repeat(1, 8) + 2 * rank for rank in range(G)]
+
+    def run(rank: int) -> tuple[uec.Plan, torch.Tensor]:
+        group = groups[rank]
+        table = group.weight_table
+        group.update_weight_table({"w": mains[rank]})
+        plan = uec.gather_and_plan(there[rank], group=group)
+        handle = group.save(plan)
+        work = uec.replicate_experts(table, handle, group=group, async_op=True)
+        physical = uec.reroute(there[rank], handle, group=group)
+        assert work is not None
+        work.synchronize()
+        handle.release()
+        return plan, physical
+
+    found = on_meta(run)
+    emulated.settle()
+    for rank, (plan, physical) in enumerate(found):
+        expert = int(plan.slot_expert[rank, 0])
+        assert expert < 0 or groups[rank].slots["w"].eq(expert).all()
+        assert physical.shape == ids[rank].shape
+    for group in groups:
+        group.close()
+
+
+def test_every_tensor_is_made_on_a_named_device() -> None:
+    factories = {function.__name__ for function in _device_constructors()}
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] in COMMANDS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "torch"
+                and node.func.attr in factories
+                and not any(keyword.arg == "device" for keyword in node.keywords)
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.{node.func.attr}")
+    assert found == []

@@ -1,0 +1,545 @@
+"""Bad input, disagreement and failure: typed errors, on the right rank, at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool, clear_slots, fill_weights, make_weights, raised, wrong_bytes
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, _core, errors
+from ultraep_comm.engines.reports import error_from
+from ultraep_comm.plan.topology import contiguous_home
+
+EXPERT = {
+    "w": Segment((30, 20), torch.bfloat16),
+    "s": Segment((5,), torch.uint8),
+}
+E, S = 8, 2
+
+
+def _group(process_group: Any, **options: Any) -> uec.Group:
+    options = {"expert": EXPERT, "timeout": 20.0, **options}
+    return uec.new_group(process_group, num_experts=E, slots_per_rank=S, **options)
+
+
+def _plan(slots: list[list[int]]) -> uec.Plan:
+    """A plan as is, without the checks of from_slots."""
+    slot_expert = torch.tensor(slots, dtype=torch.int32)
+    home = torch.from_numpy(contiguous_home(E, len(slots)))
+    return uec.Plan(slot_expert=slot_expert, home=home)
+
+
+# Home map on 4 ranks: 0 0 1 1 2 2 3 3. Every rank sends and receives.
+RING = [[2, -1], [4, -1], [6, -1], [0, -1]]
+FAN = [[-1, -1], [0, -1], [0, -1], [0, -1]]
+EMPTY = [[-1, -1]] * 4
+
+
+def _describe(error: BaseException | None) -> tuple[str, str, int, int]:
+    if isinstance(error, errors.GroupClosedError) and error.__cause__ is not None:
+        error = error.__cause__
+    peer, root = getattr(error, "peer", -9), getattr(error, "root", -9)
+    return type(error).__name__, str(error), peer, root
+
+
+# ---- a rank's own bad input -----------------------------------------------------------------
+
+
+def _bad_weights(name: str, good: dict[str, torch.Tensor]) -> dict[str, Any]:
+    w, s = good["w"], good["s"]
+    return {
+        "one expert too few": {"w": w[1:], "s": s},
+        "list too long": {"w": [*w, w[0]], "s": s},
+        "shape": {"w": w.reshape(-1, 20, 30), "s": s},
+        "dtype": {"w": w.float(), "s": s},
+        "device": {"w": w.to("meta"), "s": s},
+        "not dense": {"w": torch.zeros(2, 30, 21, dtype=torch.bfloat16)[:, :, :20], "s": s},
+        "transposed": {"w": w.reshape(-1, 20, 30).transpose(1, 2), "s": s},
+        "missing": {"w": w},
+        "extra": {"w": w, "s": s, "bias": s},
+        "no tensor": {"w": [1, 2], "s": s},
+    }[name]
+
+
+WEIGHT_FAULTS = {
+    "one expert too few": "shape",
+    "list too long": "3 entries",
+    "shape": "(30, 20)",
+    "dtype": "torch.float32",
+    "device": "meta",
+    "not dense": "strides",
+    "transposed": "strides",
+    "missing": "'s'",
+    "extra": "'bias'",
+    "no tensor": "int",
+}
+PLAN_FAULTS = {
+    "own home": ([[0, -1], *RING[1:]], "at home"),
+    "duplicate": ([[2, 2], *RING[1:]], "already holds"),
+    "out of range": ([[E, -1], *RING[1:]], "expected an expert in [0, 8)"),
+    "negative": ([[-2, -1], *RING[1:]], "-2"),
+    "too few ranks": (RING[:3], "3 ranks"),
+}
+ARGUMENT_FAULTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "mode": ({"mode": "relay"}, errors.InvalidArgumentError, "'relay'"),
+    "pull": ({"mode": "pull"}, errors.InvalidWeightsError, "empty_weights"),
+    "segments": ({"segments": ["v"]}, errors.InvalidArgumentError, "'v'"),
+    "no segments": ({"segments": []}, errors.InvalidArgumentError, "()"),
+}
+
+
+def _one_rank_is_wrong(rank: int, process_group: Any, kind: str, fault: str) -> Any:
+    group = _group(process_group)
+    weights: Any = make_weights(group)
+    fill_weights(group, weights, 1)
+    clear_slots(group)
+    plan, arguments = _plan(RING), {}
+    if rank == 2:
+        if kind == "weights":
+            weights = _bad_weights(fault, weights)
+        elif kind == "plan":
+            plan = _plan(PLAN_FAULTS[fault][0])
+        else:
+            arguments = ARGUMENT_FAULTS[fault][0]
+    start = time.monotonic()
+    error = raised(lambda: uec.replicate_experts(weights, plan, group=group, **arguments))
+    if error is None and rank == 0:  # rank 0 has nothing to do with rank 2 in RING
+        error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    seconds = time.monotonic() - start
+    again = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    untouched = int((group.slots["w"].view(torch.uint8) != 0xA5).sum()) if rank == 1 else 0
+    group.close()
+    return _describe(error), seconds, type(again).__name__, untouched
+
+
+@pytest.mark.parametrize(
+    "kind, fault",
+    [
+        *(("weights", fault) for fault in WEIGHT_FAULTS),
+        *(("plan", fault) for fault in PLAN_FAULTS),
+        *(("arguments", fault) for fault in ARGUMENT_FAULTS),
+    ],
+)
+def test_a_rank_with_bad_input_says_so_and_its_peers_do_not_wait(
+    ranks: RankPool, kind: str, fault: str
+) -> None:
+    results = ranks.run(4, _one_rank_is_wrong, kind, fault)
+    (name, text, *_), *_ = results[2]
+    if kind == "arguments":
+        _, error, part = ARGUMENT_FAULTS[fault]
+    else:
+        error = errors.InvalidWeightsError if kind == "weights" else errors.InvalidPlanError
+        part = WEIGHT_FAULTS[fault] if kind == "weights" else PLAN_FAULTS[fault][1]
+    assert name == error.__name__
+    assert part in text
+    assert "rank 2" in text
+    for rank in (0, 1, 3):
+        (name, text, peer, root), seconds, again, untouched = results[rank]
+        assert name in ("PeerRejectedError", "TransferAbortedError"), text
+        assert peer in (0, 1, 2, 3)
+        assert seconds < 5
+        assert again == "GroupClosedError"
+        assert untouched == 0  # its sender, rank 2, wrote nothing
+        assert root == 2, text
+
+
+@pytest.mark.parametrize(
+    "ids, part",
+    [
+        (torch.tensor([[0, E]]), f"id {E} at position 1"),
+        (torch.tensor([[0, -2]]), "id -2"),
+        (torch.tensor([[0.5]]), "torch.float32"),
+    ],
+)
+def test_bad_ids_are_rejected(ids: torch.Tensor, part: str) -> None:
+    (group,) = uec.new_loopback_groups(1, num_experts=E, slots_per_rank=S, expert=EXPERT)
+    with group, pytest.raises(errors.InvalidLoadError) as caught:
+        uec.gather_load(ids, group=group)
+    assert part in str(caught.value)
+
+
+def test_a_slot_outside_the_domain_is_rejected() -> None:
+    groups = uec.new_loopback_groups(
+        4, num_experts=E, slots_per_rank=S, expert=EXPERT, domains=[0, 0, 1, 1]
+    )
+    weights = make_weights(groups[0])
+    with pytest.raises(errors.InvalidPlanError, match="another domain"):
+        uec.replicate_experts(weights, _plan(RING), group=groups[0])
+    for group in groups:
+        group.close()
+
+
+# ---- ranks that disagree --------------------------------------------------------------------
+
+
+def _disagree(rank: int, process_group: Any, kind: str) -> Any:
+    group = _group(process_group)
+    weights = group.empty_weights()
+    fill_weights(group, weights, 1)
+    clear_slots(group)
+    odd = rank == 1
+    ids = torch.zeros((4, 2), dtype=torch.int64)
+
+    def call() -> None:
+        if kind == "plan":
+            uec.replicate_experts(weights, _plan(FAN if odd else RING), group=group)
+        elif kind == "mode":
+            mode = "pull" if odd else "push"
+            uec.replicate_experts(weights, _plan(RING), group=group, mode=mode)
+        elif kind == "segments":
+            names = ["w"] if odd else None
+            uec.replicate_experts(weights, _plan(RING), group=group, segments=names)
+        elif kind == "quota":
+            quota = torch.full((4, S), int(odd), dtype=torch.int32)
+            plan = dataclasses.replace(_plan(RING), slot_quota=quota)
+            uec.replicate_experts(weights, plan, group=group)
+        elif kind == "operation":
+            if odd:
+                uec.gather_load(ids, group=group)
+            else:
+                uec.replicate_experts(weights, _plan(RING), group=group)
+        elif kind == "order":
+            calls: list[Callable[[], Any]] = [
+                lambda: uec.replicate_experts(weights, _plan(FAN), group=group, async_op=True),
+                lambda: uec.replicate_experts(weights, _plan(RING), group=group, async_op=True),
+            ]
+            works = [call() for call in (calls[::-1] if odd else calls)]
+            for work in works:
+                work.wait()
+
+    start = time.monotonic()
+    error = raised(call)
+    seconds = time.monotonic() - start
+    # Whoever did not meet the odd rank learns of it in its next call.
+    if error is None:
+        error = raised(lambda: uec.replicate_experts(weights, _plan(RING), group=group))
+    moved = int((group.slots["w"].view(torch.uint8) != 0xA5).sum())
+    group.close()
+    return _describe(error), seconds, moved
+
+
+@pytest.mark.parametrize("kind", ["plan", "mode", "segments", "quota", "operation", "order"])
+def test_ranks_that_disagree_all_fail(ranks: RankPool, kind: str) -> None:
+    results = ranks.run(4, _disagree, kind)
+    names = [result[0][0] for result in results]
+    assert "PlanMismatchError" in names
+    for rank, ((name, text, peer, _), seconds, _) in enumerate(results):
+        assert name in ("PlanMismatchError", "TransferAbortedError"), text
+        assert seconds < 5
+        if name == "PlanMismatchError":
+            assert rank == 1 or peer == 1, text
+    assert results[1][2] == 0  # nothing moved to or from the rank that disagrees
+    if kind != "order":
+        assert results[0][2] == 0  # RING: rank 0 is written by rank 1
+
+
+def _empty_against_full(rank: int, process_group: Any) -> Any:
+    group = _group(process_group)
+    weights = make_weights(group)
+    plan = _plan([[2, -1], [0, -1], [-1, -1], [-1, -1]]) if rank < 2 else _plan(EMPTY)
+    first = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    dist.barrier(process_group)
+    return _describe(first)[0], _describe(raised(group.close))[0]
+
+
+def test_a_rank_whose_own_plan_is_empty_learns_at_close(ranks: RankPool) -> None:
+    results = ranks.run(4, _empty_against_full)
+    assert [r[0] for r in results] == ["NoneType"] * 4
+    assert [r[1] for r in results] == ["PlanMismatchError"] * 4
+
+
+# ---- waits are bounded -----------------------------------------------------------------------
+
+
+def _late(rank: int, process_group: Any, limit: float, late: int) -> Any:
+    group = _group(process_group, timeout=limit)
+    weights = make_weights(group)
+    fill_weights(group, weights, 1)
+    dist.barrier(process_group)
+    start = time.monotonic()
+    if rank == late:
+        time.sleep(limit + 1)
+    plan = _plan([[4, -1], [4, -1], [0, -1], [4, -1]])  # all need rank 2
+    error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
+    seconds = time.monotonic() - start
+    group.close()
+    return _describe(error), seconds
+
+
+def test_a_rank_that_does_not_call_is_named(ranks: RankPool) -> None:
+    limit, late = 1.0, 2
+    results = ranks.run(4, _late, limit, late)
+    names = [result[0][0] for result in results]
+    assert "TransferTimeoutError" in names
+    for rank, ((name, text, peer, root), seconds) in enumerate(results):
+        if rank == late:
+            assert name == "TransferAbortedError"
+            continue
+        assert name in ("TransferTimeoutError", "TransferAbortedError")
+        assert seconds < limit + 1
+        if name == "TransferTimeoutError":
+            assert isinstance(peer, int)
+            assert root == late, text
+            assert "not every rank of the plan had called" in text
+
+
+def _no_limit(rank: int, process_group: Any) -> Any:
+    group = _group(process_group, timeout=0)
+    weights = make_weights(group)
+    fill_weights(group, weights, 1)
+    clear_slots(group)
+    if rank == 0:
+        time.sleep(1.5)
+    uec.replicate_experts(weights, _plan(RING), group=group)
+    wrong = wrong_bytes(group, _plan(RING), 1)
+    group.close()
+    return wrong
+
+
+def test_timeout_zero_waits_without_limit(ranks: RankPool) -> None:
+    assert ranks.run(4, _no_limit) == [0] * 4
+
+
+def _aborts(rank: int, process_group: Any) -> Any:
+    group = _group(process_group)
+    weights = make_weights(group)
+    work = None
+    plan = _plan([[6, -1], [6, -1], [6, -1], [0, -1]])  # all need rank 3
+    if rank != 3:
+        work = uec.replicate_experts(weights, plan, group=group, async_op=True)
+    if rank == 0:
+        time.sleep(0.2)
+        group.abort()
+    start = time.monotonic()
+    if work is None:
+        while (
+            error := raised(lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group))
+        ) is None:
+            pass
+    else:
+        error = raised(work.wait)
+        assert type(work.exception()) is type(error)
+    seconds = time.monotonic() - start
+    group.abort()  # harmless
+    group.close()
+    group.close()  # harmless
+    return _describe(error), seconds
+
+
+def test_abort_ends_the_call_everywhere(ranks: RankPool) -> None:
+    for (name, text, *_), seconds in ranks.run(4, _aborts):
+        assert name in ("TransferAbortedError", "PlanMismatchError"), text
+        assert seconds < 5
+
+
+# ---- after the end ---------------------------------------------------------------------------
+
+
+def _after_close(rank: int, process_group: Any) -> Any:
+    group = _group(process_group)
+    weights = make_weights(group)
+    fill_weights(group, weights, 1)
+    clear_slots(group)
+    uec.replicate_experts(weights, _plan(RING), group=group)
+    wrong = wrong_bytes(group, _plan(RING), 1)
+    slots = group.slots
+    group.close()
+    kept = slots["w"].clone()  # views outlive the group
+    names = [
+        type(raised(call)).__name__
+        for call in (
+            lambda: uec.replicate_experts(weights, _plan(RING), group=group),
+            lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group),
+            group.empty_weights,
+        )
+    ]
+    with _group(process_group) as fresh:  # a new group can be made
+        fill_weights(fresh, weights, 2)
+        clear_slots(fresh)
+        uec.replicate_experts(weights, _plan(FAN), group=fresh)
+        wrong += wrong_bytes(fresh, _plan(FAN), 2)
+    return wrong + int((slots["w"].view(torch.uint8) != kept.view(torch.uint8)).sum()), names
+
+
+def test_use_after_close(ranks: RankPool) -> None:
+    for wrong, names in ranks.run(4, _after_close):
+        assert wrong == 0
+        assert names == ["GroupClosedError"] * 3
+
+
+def _peer_closes(rank: int, process_group: Any) -> Any:
+    group = _group(process_group)
+    weights = make_weights(group)
+    error = None
+    if rank != 1:
+        error = raised(lambda: uec.replicate_experts(weights, _plan(RING), group=group))
+    group.close()
+    return _describe(error)
+
+
+def test_a_peer_that_closed_is_named(ranks: RankPool) -> None:
+    results = ranks.run(4, _peer_closes)
+    told = [results[0], results[2]]  # in RING, rank 3 has nothing to do with rank 1
+    assert {name for name, *_ in told} <= {"PeerGoneError", "TransferAbortedError"}
+    assert {root for *_, root in told} == {1}
+    first_hand = [text for name, text, *_ in told if name == "PeerGoneError"]
+    assert first_hand
+    assert "closed its group" in first_hand[0]
+
+
+# ---- making a group --------------------------------------------------------------------------
+
+
+def _new_group_error(rank: int, process_group: Any, fault: str) -> Any:
+    options: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT}
+    odd = rank == 1
+    if fault == "bad argument" and odd:
+        options["slots_per_rank"] = -1
+    elif fault == "too many slots" and odd:
+        options["slots_per_rank"] = E + 1
+    elif fault == "no number" and odd:
+        options["num_experts"] = "8"
+    elif fault == "other experts" and odd:
+        options["num_experts"] = E + 1
+    elif fault == "too much memory":
+        options["expert"] = {"w": ((1 << 40,), torch.uint8)}
+    elif fault == "no memory on one rank" and odd:
+        from ultraep_comm.fabrics import shm
+
+        kept = shm.available_bytes
+        shm.available_bytes = lambda: 1000
+        try:
+            return _describe(raised(lambda: uec.new_group(process_group, **options)))
+        finally:
+            shm.available_bytes = kept
+    elif fault == "engine":
+        options["engine"] = "cuda"
+    return _describe(raised(lambda: uec.new_group(process_group, **options)))
+
+
+@pytest.mark.parametrize(
+    "fault, own, others",
+    [
+        ("bad argument", "InvalidArgumentError", "BootstrapError"),
+        ("too many slots", "InvalidArgumentError", "BootstrapError"),
+        ("no number", "InvalidArgumentError", "BootstrapError"),
+        ("other experts", "BootstrapError", "BootstrapError"),
+        ("too much memory", "OutOfSharedMemoryError", "OutOfSharedMemoryError"),
+        ("no memory on one rank", "OutOfSharedMemoryError", "BootstrapError"),
+        ("engine", "UnsupportedError", "UnsupportedError"),
+    ],
+)
+def test_new_group_fails_on_every_rank(ranks: RankPool, fault: str, own: str, others: str) -> None:
+    results = ranks.run(3, _new_group_error, fault)
+    assert [r[0] for r in results] == [others, own, others]
+    if own != others:
+        assert "rank 1" in results[0][1]
+
+
+def _not_a_member(rank: int, process_group: Any) -> Any:
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        with uec.new_group(pair, num_experts=E, slots_per_rank=S, expert=EXPERT) as group:
+            return group.rank
+    options: dict[str, Any] = {"num_experts": E, "slots_per_rank": S, "expert": EXPERT}
+    return _describe(raised(lambda: uec.new_group(pair, **options)))
+
+
+def test_a_rank_outside_the_process_group(ranks: RankPool) -> None:
+    results = ranks.run(8, _not_a_member)
+    assert results[:2] == [0, 1]
+    assert {r[0] for r in results[2:]} == {"BootstrapError"}
+    assert "not a member" in results[2][1]
+
+
+# ---- processes that end ------------------------------------------------------------------------
+
+
+def _mortal(rank: int, num_ranks: int, store: str, when: str, pipe: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    if when == "before new_group" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    error = raised(lambda: _live(rank, when))
+    pipe.send((_describe(error), time.monotonic() - start))
+    os._exit(0)
+
+
+def _live(rank: int, when: str) -> None:
+    group = _group(None)
+    weights = make_weights(group)
+    dist.barrier()
+    if when == "before the call" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(50):
+        uec.replicate_experts(weights, _plan(RING), group=group)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("when", ["before new_group", "before the call", "between calls"])
+def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
+    context = mp.get_context("forkserver")
+    pipes, processes = [], []
+    for rank in range(4):
+        here, there = context.Pipe(duplex=False)
+        arguments = (rank, 4, str(tmp_path / "store"), when, there)
+        processes.append(context.Process(target=_mortal, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+    try:
+        for rank in (0, 2, 3):
+            assert pipes[rank].poll(60), f"rank {rank} hangs"
+            (name, text, peer, root), seconds = pipes[rank].recv()
+            if when == "before new_group":
+                assert name == "BootstrapError"
+                continue
+            assert name in ("PeerGoneError", "TransferAbortedError"), text
+            assert seconds < 10  # far below the limit of 20 s
+            if name == "PeerGoneError":
+                assert (peer, root) == (1, 1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert not [p for p in Path("/dev/shm").iterdir() if "ultraep" in p.name]
+
+
+@pytest.mark.parametrize(
+    ("aborter", "peer", "root", "expected"),
+    [
+        (1, -1, 1, "because rank 1 failed first; "),
+        (1, -1, 3, "because rank 3 failed first, as rank 1 told this one; "),
+        (-1, -1, 3, "because rank 3 failed first; "),
+        (-1, 0, 0, "was aborted on this rank"),
+        (-1, -1, -1, "was aborted on this rank"),
+    ],
+)
+def test_who_failed_first_is_said_as_far_as_it_is_known(
+    aborter: int, peer: int, root: int, expected: str
+) -> None:
+    report: Any = SimpleNamespace(
+        fault=_core.Fault.ABORTED,
+        aborter=aborter,
+        peer=peer,
+        root=root,
+        epoch=1,
+        flag=_core.FlagKind.CALL,
+        expert=-1,
+        piece=-1,
+    )
+    report.seen = report.expected = 1
+    text = str(error_from(report, 0, "replicate_experts", ()))
+    assert expected in text

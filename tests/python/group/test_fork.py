@@ -1,0 +1,298 @@
+"""A process that forks while it has groups: the child keeps out, the parent and its peers go on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
+from short_ranks import run_ranks
+from tiers import cases
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors, system
+
+E, S = 4, 1
+EXPERT = {"w": Segment((200, 300), torch.bfloat16)}
+PLAN = uec.Plan.from_slots([[2], [0]], num_experts=E)
+
+
+def _group(**options: Any) -> uec.Group:
+    options = {"expert": EXPERT, "timeout": 20.0, "num_sms": 2, **options}
+    return uec.new_group(None, num_experts=E, slots_per_rank=S, **options)
+
+
+def _transfer(group: uec.Group, epoch: int, async_op: bool) -> int:
+    weights = make_weights(group)
+    fill_weights(group, weights, epoch)
+    clear_slots(group)
+    work = uec.replicate_experts(weights, PLAN, group=group, async_op=async_op)
+    if work is not None:
+        work.wait()
+    return wrong_bytes(group, PLAN, epoch)
+
+
+def _fork(in_child: Callable[[], Any]) -> int:
+    """Return the id of a child that runs a function and ends: with 0, if all is well."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        in_child()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _ended(child: int, limit: float = 20) -> int:
+    """Return a child's exit status; a child that hangs is an error."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hangs")
+
+
+def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
+    """What a child is told by everything that would need the engine."""
+    weights = make_weights(group)
+    calls: list[Callable[[], Any]] = [
+        lambda: uec.replicate_experts(weights, PLAN, group=group),
+        lambda: uec.gather_load(torch.zeros(1, 1).long(), group=group),
+        lambda: group.save(PLAN),
+        group.empty_weights,
+        group.assert_idle,
+        group.start_recording,
+        work.wait,
+        work.synchronize,
+        work.is_completed,
+        work.exception,
+    ]
+    texts = []
+    for call in calls:
+        error = raised(call)
+        assert isinstance(error, errors.GroupClosedError), error
+        texts.append(str(error))
+    return texts
+
+
+def _child(kept: list[Any], what: str) -> None:
+    texts = _refusals(*kept)
+    assert all(f"a group of process {os.getppid()}" in text for text in texts), texts
+    assert all("make a new group" in text for text in texts), texts
+    sockets = [f for f in os.listdir("/proc/self/fd") if _is_ours(f)]
+    assert not sockets, sockets
+    group: uec.Group = kept[0]
+    health = group.health()
+    assert health.state == "inherited"
+    assert health.waits is None  # behind a lock, which another thread may have held at the fork
+    assert health.peers is None
+    if what == "closes":
+        group.close()
+        group.close()
+    elif what == "aborts":
+        group.abort()
+        group.close()
+    elif what == "leaves a block":
+        with pytest.raises(KeyError), group:
+            raise KeyError
+    elif what == "collects":
+        fabric = weakref.ref(group.session.fabric)
+        del group
+        kept.clear()
+        gc.collect()
+        assert fabric() is None  # and the engine went too
+
+
+def _is_ours(fd: str) -> bool:
+    """Whether a descriptor is a connection of the library: of AF_UNIX, and not a pipe of tests."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            return False
+        with socket.socket(fileno=os.dup(int(fd))) as copy:
+            if copy.family != socket.AF_UNIX:
+                return False
+            name = copy.getsockname() or copy.getpeername()
+            return b"ultraep" in (name if isinstance(name, bytes) else name.encode())
+    except OSError:
+        return False
+
+
+def _forks(rank: int, what: str) -> Any:
+    kept: list[Any] = [_group()]
+    wrong = _transfer(kept[0], 1, True)
+    # The engine's thread is in this call, and holds what it locks there: rank 1 comes later.
+    if rank == 1:
+        time.sleep(0.5)
+    kept.append(uec.replicate_experts(make_weights(kept[0]), PLAN, group=kept[0], async_op=True))
+    child = _fork(lambda: _child(kept, what)) if rank == 0 else 0
+    kept[1].wait()
+    for epoch in range(2, 8):
+        wrong += _transfer(kept[0], epoch, epoch % 2 == 0)
+    status = _ended(child) if child else 0
+    wrong += _transfer(kept[0], 9, False)
+    kept[0].close()
+    with _group() as group:
+        wrong += _transfer(group, 1, False)
+    return wrong, status
+
+
+@pytest.mark.parametrize("what", ["ends", "closes", "aborts", "leaves a block", "collects"])
+def test_a_forked_child_changes_nothing(tmp_path: Path, what: str) -> None:
+    assert run_ranks(tmp_path, 2, _forks, what) == [(0, 0)] * 2
+
+
+class _Numbers(torch.utils.data.Dataset[int]):
+    """Has a group in sight, as a data set of a training script may."""
+
+    def __init__(self, group: uec.Group) -> None:
+        self._group = group
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> int:
+        assert isinstance(raised(self._group.assert_idle), errors.GroupClosedError)
+        return i
+
+
+def _loads_data(rank: int) -> Any:
+    group = _group()
+    wrong, seen = 0, 0
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(
+            _Numbers(group), batch_size=8, num_workers=2, multiprocessing_context="fork"
+        )
+        for batch in loader:
+            seen += len(batch)
+            wrong += _transfer(group, seen, seen % 16 == 0)
+    group.close()
+    return wrong, seen
+
+
+def test_workers_of_a_data_loader(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, 2, _loads_data) == [(0, 128)] * 2
+
+
+def _dies_with_child(rank: int, hooks: bool) -> Any:
+    group = _group()
+    _transfer(group, 1, False)
+    dist.barrier()
+    if rank == 1:
+        if hooks:
+            _fork(lambda: time.sleep(15))
+        elif ctypes.CDLL(None).fork() == 0:  # as a library in C does it: nothing is closed
+            ctypes.CDLL(None).sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    error = raised(lambda: _transfer(group, 2, False))
+    seconds = time.monotonic() - start
+    group.close()
+    return type(error).__name__, getattr(error, "peer", -1), seconds
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["os.fork", "fork in C"])
+def test_the_end_of_a_rank_is_seen_although_its_child_lives(tmp_path: Path, hooks: bool) -> None:
+    (name, peer, seconds), _ = run_ranks(tmp_path, 2, _dies_with_child, hooks, silent=(1,))
+    assert (name, peer) == ("PeerGoneError", 1)
+    assert seconds < 2  # the limit of the call is 20 s
+
+
+_SCRIPT = """
+import os, sys, threading, torch
+import ultraep_comm as uec
+groups = uec.new_loopback_groups(
+    2, num_experts=2, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, num_sms=3
+)
+weights = [{"w": torch.zeros((1, 1 << 16), dtype=torch.uint8)} for _ in groups]
+plan = uec.Plan.from_slots([[1], [0]], num_experts=2)
+def call():
+    works = [
+        uec.replicate_experts(w, plan, group=g, async_op=True) for g, w in zip(groups, weights)
+    ]
+    for work in works:
+        work.wait()
+stop = threading.Event()
+def busy():
+    while not stop.is_set():
+        call()
+thread = threading.Thread(target=busy)
+thread.start()
+for _ in range(int(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        del groups
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+thread.join()
+for group in groups:
+    group.close()
+"""
+
+
+@pytest.mark.cases
+def test_forks_in_the_middle_of_calls_of_another_thread() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(cases(6, 20))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_thing_that_fails_in_a_child_keeps_no_other_from_its_end() -> None:
+    class Thing:
+        def __init__(self, fails: bool) -> None:
+            self.fails, self.left = fails, 0
+
+        def leave_to_parent(self) -> None:
+            self.left += 1
+            if self.fails:
+                raise OSError("a descriptor that is not one (pretended)")
+
+    things = [Thing(fails) for fails in (True, False) * 4]
+    for thing in things:
+        system.watch_forks(thing)
+    child = _fork(lambda: os._exit(sum(thing.left for thing in things)))
+    assert _ended(child) == len(things)
+
+
+def test_a_group_made_by_a_child_is_its_own() -> None:
+    groups = uec.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
+    threads = threading.active_count()
+
+    def make() -> None:
+        assert isinstance(raised(groups[0].assert_idle), errors.GroupClosedError)
+        (own,) = uec.new_loopback_groups(1, num_experts=1, slots_per_rank=1, expert=EXPERT)
+        with own:
+            assert uec.gather_load(torch.zeros(3, 1).long(), group=own).tolist() == [[3]]
+
+    assert _ended(_fork(make)) == 0
+    assert threading.active_count() == threads
+    groups[0].close()

@@ -1,0 +1,561 @@
+"""Groups in one process: slots, binding, pointers, options, and reroute's errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import MIXED, RankPool, clear_slots, fill_weights, loopback, make_weights, wrong_bytes
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, errors
+from ultraep_comm.engines import host
+
+E, S = 6, 2
+SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
+
+
+def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
+    options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "timeout": 20.0, **options}
+    return uec.new_loopback_groups(num_ranks, **options)
+
+
+def _close(groups: list[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+def test_slots_are_stable_views() -> None:
+    groups = _groups(2, expert=MIXED)
+    slots = groups[0].slots
+    assert {n: tuple(t.shape) for n, t in slots.items()} == {
+        n: (S, *s.shape) for n, s in MIXED.items()
+    }
+    assert slots["w_t"].stride() == (40 * 24, 1, 40)
+    assert all(t.dtype == MIXED[n].dtype for n, t in slots.items())
+    before = slots["w13"].data_ptr()
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    weights = [make_weights(g) for g in groups]
+    for epoch in (1, 2):
+        for group, tensors in zip(groups, weights, strict=True):
+            fill_weights(group, tensors, epoch)
+            clear_slots(group)
+        works = [
+            uec.replicate_experts(w, plan, group=g, async_op=True)
+            for g, w in zip(groups, weights, strict=True)
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+            work.synchronize()
+        assert [wrong_bytes(g, plan, epoch) for g in groups] == [0, 0]
+    assert slots["w13"].data_ptr() == before == groups[0].slots["w13"].data_ptr()
+    _close(groups)
+    assert int(slots["scale"].sum()) > 0  # views outlive the group
+
+
+def test_expert_pointers_are_mains_then_slots() -> None:
+    groups = _groups(4)
+    for group in groups:
+        weights = make_weights(group)
+        pointers = group.expert_pointers(weights)
+        for name, segment in SMALL.items():
+            mains = [t.data_ptr() for t in weights[name]]
+            slots = [t.data_ptr() for t in group.slots[name]]
+            assert pointers[name].dtype == torch.int64
+            assert pointers[name].tolist() == mains + slots
+            assert segment.nbytes == slots[1] - slots[0]
+    _close(groups)
+
+
+def test_bound_weights_are_checked_against_the_group() -> None:
+    one, other = _groups(1), _groups(1, num_experts=E + 1)
+    bound = one[0].bind(make_weights(one[0]))
+    assert bound.names == {"w", "s"}
+    assert bound.region == -1
+    assert one[0].bind(bound) is bound
+    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E + 1)
+    with pytest.raises(errors.InvalidWeightsError, match="another group"):
+        uec.replicate_experts(bound, plan, group=other[0])
+    _close(one + other)
+
+
+def test_bound_weights_of_a_group_of_the_same_shape_are_foreign_too() -> None:
+    one, other = _groups(1), _groups(1)
+    bound = one[0].bind(one[0].empty_weights())
+    with pytest.raises(errors.InvalidWeightsError, match="another group"):
+        other[0].expert_pointers(bound)
+    _close(one + other)
+
+
+def test_bound_addresses_are_those_of_the_tensors() -> None:
+    thin = Segment((4, 1, 3), torch.float32)
+    (group,) = _groups(1, expert={**SMALL, "t": thin})
+    stacked = make_weights(group)
+    rows = {name: list(tensor) for name, tensor in stacked.items()}
+    expected = [t.data_ptr() for name in group.segments for t in rows[name]]
+    assert list(group.bind(stacked).addresses) == expected
+    assert list(group.bind(rows).addresses) == expected
+    # Parameters, a subclass, and strides that say nothing, of a dimension of 1, are tensors too.
+    rows["w"][1] = torch.nn.Parameter(rows["w"][1])
+    rows["s"][0] = rows["s"][0].as_subclass(Tagged)
+    rows["t"][2] = rows["t"][2].as_strided((4, 1, 3), (3, 99, 1))
+    assert list(group.bind(rows).addresses) == expected
+    # One expert's bytes for all; and a segment that is left out.
+    same = stacked["w"][3].expand(E, *SMALL["w"].shape)
+    assert list(group.bind({"w": same}).addresses) == [same.data_ptr()] * E + [0] * 2 * E
+    _close([group])
+
+
+class Tagged(torch.Tensor):
+    """A plain tensor of another class."""
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda w: w.float(), r"weights\[w\]\[1\] has dtype torch.float32; expected"),
+        (lambda w: w.to("meta"), r"weights\[w\]\[1\] is on meta; expected cpu"),
+        (lambda w: w.to_sparse(), r"weights\[w\]\[1\] is a Tensor without dense memory"),
+        (lambda w: w[1:], r"an expert of weights\[w\]\[1\] has shape"),
+        (lambda w: w.T.contiguous().T, r"an expert of weights\[w\]\[1\] has strides"),
+        (lambda w: w.tolist(), r"weights\['w'\]\[1\] is a list; expected a tensor"),
+    ],
+    ids=["dtype", "device", "layout", "shape", "strides", "no tensor"],
+)
+def test_one_bad_tensor_of_many_is_named(change: Any, text: str) -> None:
+    (group,) = _groups(1)
+    weights: Any = make_weights(group)
+    weights["w"] = list(weights["w"])
+    weights["w"][1] = change(weights["w"][1])
+    with pytest.raises(errors.InvalidWeightsError, match=text):
+        group.bind(weights)
+    _close([group])
+
+
+def test_a_plan_for_another_home_map_is_rejected() -> None:
+    (group,) = _groups(2)[:1]
+    home = torch.arange(E, dtype=torch.int32) % 2
+    plan = uec.Plan.from_slots(torch.full((2, S), -1), num_experts=E, home=home)
+    with pytest.raises(errors.InvalidPlanError, match="home map is not the group's"):
+        uec.replicate_experts(make_weights(group), plan, group=group)
+    group.close()
+
+
+def test_weights_of_a_region_are_recognised() -> None:
+    (group,) = _groups(1)
+    first, second = group.empty_weights(), group.empty_weights()
+    assert group.bind(first).region == 0
+    assert group.bind(second).region == 1
+    assert group.bind({"w": second["w"]}).region == 1
+    assert group.bind({"w": first["w"], "s": second["s"]}).region == -1
+    assert group.bind({"w": first["w"].flip(0), "s": first["s"]}).region == -1
+    _close([group])
+
+
+def test_auto_pulls_only_what_peers_can_address() -> None:
+    groups = _groups(4, expert={"w": Segment((1 << 16,), torch.uint8)})
+    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, -1], [0, -1]], num_experts=E)
+    own = [make_weights(g) for g in groups]
+    shared = [g.empty_weights() for g in groups]
+
+    def run(weights: list[dict[str, torch.Tensor]]) -> set[str]:
+        works = [
+            uec.replicate_experts(w, plan, group=g, async_op=True)
+            for g, w in zip(groups, weights, strict=True)
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return {work.mode for work in works if work is not None}
+
+    assert run(own) <= {"push", "direct"}
+    assert run(shared) <= {"pull", "direct"}
+    _close(groups)
+
+
+def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
+    groups = _groups(2)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    alive = []
+    for group in groups:
+        weights = make_weights(group)
+        alive.append(weakref.ref(weights["w"]))
+        if group.rank == 0:
+            uec.replicate_experts(weights, plan, group=group, async_op=True)
+            del weights
+            gc.collect()
+            assert alive[0]() is not None  # rank 1 has not called yet, so it is still read
+        else:
+            uec.replicate_experts(weights, plan, group=group)
+    _close(groups)
+    del weights
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+def test_sync_calls_from_one_thread_per_rank() -> None:
+    groups = _groups(3)
+    ids = [torch.randint(0, E, (10, 2)) for _ in groups]
+    tables = loopback(3, lambda r: uec.gather_load(ids[r], group=groups[r]))
+    assert all(torch.equal(t, tables[0]) for t in tables)
+    _close(groups)
+
+
+# ---- segments and options --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, error, part",
+    [
+        ({"expert": {}}, errors.InvalidArgumentError, "no segment"),
+        ({"expert": {"w": ((0, 4), torch.uint8)}}, errors.InvalidArgumentError, "no bytes"),
+        (
+            {"expert": {"w": Segment((4, 4), torch.uint8, (8, 1))}},
+            errors.InvalidArgumentError,
+            "dense",
+        ),
+        ({"num_experts": 0}, errors.InvalidArgumentError, "num_experts is 0"),
+        ({"home": [0] * 5}, errors.InvalidArgumentError, "home has shape"),
+        ({"home": [7] * 6}, errors.InvalidArgumentError, r"home\[0\] is 7"),
+        ({"domains": [0.5, 1]}, errors.InvalidArgumentError, "domains"),
+        ({"timeout": -1}, errors.InvalidArgumentError, "timeout"),
+        ({"num_sms": 0}, errors.InvalidArgumentError, "num_sms"),
+        ({"tile_bytes": 3000}, errors.InvalidArgumentError, "power of two"),
+        ({"tile_bytes": 4096.0}, errors.InvalidArgumentError, "integer"),
+        ({"num_sms": 1.5}, errors.InvalidArgumentError, "integer"),
+        ({"num_experts": "6"}, errors.InvalidArgumentError, "integer"),
+        ({"timeout": "3"}, errors.InvalidArgumentError, "seconds"),
+        ({"home": [0, 0, 1, 1, 1, 2**32]}, errors.InvalidArgumentError, "32 bits"),
+        ({"home": [[0], 1]}, errors.InvalidArgumentError, "home"),
+        ({"expert": [1]}, errors.InvalidArgumentError, "expert"),
+        ({"expert": {"w": torch.uint8}}, errors.InvalidArgumentError, "'w'"),
+        ({"expert": {"w": (8, torch.uint8)}}, errors.InvalidArgumentError, "shape is 8"),
+        ({"expert": {"w": ((8.0,), torch.uint8)}}, errors.InvalidArgumentError, "integers"),
+        ({"expert": {"w": ((8,), "uint8")}}, errors.InvalidArgumentError, "torch.dtype"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part):
+        _groups(2, **options)
+
+
+def test_environment_variables_stand_in_for_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULTRAEP_TILE_BYTES", "3000")
+    with pytest.raises(errors.InvalidArgumentError, match="3000"):
+        _groups(1)
+    _close(_groups(1, tile_bytes=4096))  # an argument wins
+    monkeypatch.setenv("ULTRAEP_TILE_BYTES", "many")
+    with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_TILE_BYTES"):
+        _groups(1)
+
+
+def test_new_group_needs_torch_distributed() -> None:
+    with pytest.raises(errors.BootstrapError, match="init_process_group"):
+        uec.new_group(num_experts=E, slots_per_rank=S, expert=SMALL)
+
+
+# ---- both at once -------------------------------------------------------------------------------
+
+
+def test_gather_and_plan_is_one_after_the_other() -> None:
+    (group,) = _groups(1)
+    ids = torch.tensor([[0, 1], [2, -1], [0, 1]])
+    cost = uec.PlanCost(token=1e-6, expert_byte=1e-9)
+    for options in ({}, {"target": 1.5}, {"cost": cost}):
+        plan = uec.gather_and_plan(ids, group=group, **options)
+        expected = uec.plan_replicas(uec.gather_load(ids, group=group), group=group, **options)
+        for name, tensor in vars(expected).items():
+            assert torch.equal(getattr(plan, name), tensor), name
+    with pytest.raises(errors.InvalidArgumentError, match="target"):
+        uec.gather_and_plan(ids, group=group, target=0.5)
+    _close([group])
+
+
+# ---- reroute ------------------------------------------------------------------------------------
+
+
+def test_reroute_says_what_is_wrong() -> None:
+    (group,) = _groups(1)
+    ids = torch.tensor([[0, 1], [2, -1]])
+    load = uec.gather_load(ids, group=group)
+    plan = uec.plan_replicas(load, group=group)
+    assert uec.reroute(ids, plan, group=group).tolist() == [[0, 1], [2, -1]]
+    with pytest.raises(errors.InvalidLoadError, match="gather_load counted"):
+        uec.reroute(torch.tensor([[0, 0]]), plan, group=group)
+    with pytest.raises(errors.InvalidLoadError, match="id 9 at position 1"):
+        uec.reroute(torch.tensor([[0, 9]]), plan, group=group)
+    with pytest.raises(errors.InvalidLoadError, match="float32"):
+        uec.reroute(ids.float(), plan, group=group)
+    sums = uec.plan_replicas(load.sum(0), group=group)
+    with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
+        uec.reroute(ids, sums, group=group)
+    _close([group])
+
+
+# ---- what a group leaves behind --------------------------------------------------------------
+
+
+def _open_and_close(rank: int, process_group: Any, count: int) -> Any:
+    def resources() -> tuple[int, int]:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())), len(os.listdir("/proc/self/task"))
+
+    def once() -> None:
+        with uec.new_group(
+            process_group, num_experts=E, slots_per_rank=S, expert=SMALL, timeout=20.0
+        ) as group:
+            plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+            weights = make_weights(group)
+            fill_weights(group, weights, 1)
+            clear_slots(group)
+            uec.replicate_experts(weights, plan, group=group)
+            assert wrong_bytes(group, plan, 1) == 0
+
+    once()
+    before = resources()
+    for _ in range(count):
+        once()
+    return before, resources(), threading.active_count()
+
+
+def test_groups_leave_nothing_behind(ranks: RankPool) -> None:
+    for before, after, _ in ranks.run(2, _open_and_close, 20):
+        assert after == before
+    assert not [p for p in Path("/dev/shm").iterdir() if "ultraep" in p.name]
+
+
+def _memory_beyond_slots(rank: int, process_group: Any) -> Any:
+    def private_kib() -> int:
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1])
+        raise AssertionError
+
+    big = {"w": Segment((16 << 20,), torch.uint8)}
+    options: dict[str, Any] = {"num_experts": 16, "slots_per_rank": 2, "expert": big}
+    uec.new_group(process_group, **options).close()  # what the first use of torch allocates
+    gc.collect()
+    before = private_kib()
+    with uec.new_group(process_group, **options) as group:
+        weights = group.empty_weights()
+        plan = uec.Plan.from_slots([[8, 9], [0, 1]], num_experts=16)
+        for mode in ("push", "pull", "direct"):
+            uec.replicate_experts(weights, plan, group=group, mode=mode)
+        flags = group.session.layout.slots_base
+        return private_kib() - before, flags
+
+
+def test_memory_beyond_slots_and_flags_is_small(ranks: RankPool) -> None:
+    for grown, flags in ranks.run(2, _memory_beyond_slots):
+        assert grown <= 1024
+        assert flags <= 1 << 20
+
+
+# ---- several machines ------------------------------------------------------------------------
+
+
+def _two_machines(rank: int, process_group: Any) -> Any:
+    """Pretend that ranks 0 and 1, and ranks 2 and 3, sit on different machines."""
+    kept = host.machine_id
+    host.machine_id = lambda: bytes([rank // 2]) * 24  # type: ignore[attr-defined]
+    try:
+        group = uec.new_group(
+            process_group, num_experts=8, slots_per_rank=1, expert=SMALL, timeout=20.0
+        )
+    finally:
+        host.machine_id = kept  # type: ignore[attr-defined]
+    ids = torch.tensor([[0, 0], [0, 1], [rank, 4]])
+    load = uec.gather_load(ids, group=group)
+    plan = uec.plan_replicas(load, group=group)
+    weights = make_weights(group)
+    fill_weights(group, weights, 1)
+    clear_slots(group)
+    uec.replicate_experts(weights, plan, group=group)
+    wrong = wrong_bytes(group, plan, 1)
+    across = torch.tensor([[4], [-1], [-1], [-1]])
+    crossing = uec.Plan.from_slots(across, num_experts=8)
+    with pytest.raises(errors.InvalidPlanError, match="another domain"):
+        uec.replicate_experts(weights, crossing, group=group)
+    group.close()
+    return wrong, group.topology.domain.tolist(), load.tolist(), plan.slot_expert.tolist()
+
+
+def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
+    results = ranks.run(4, _two_machines)
+    for wrong, domain, load, slots in results:
+        assert wrong == 0
+        assert domain == [0, 0, 1, 1]
+        assert load[2] == [3, 1, 1, 0, 1, 0, 0, 0]
+        assert slots == [[-1], [0], [-1], [-1]]
+
+
+# ---- groups that nobody closes ----------------------------------------------------------------
+
+_SCRIPT = """
+import gc, os, signal, sys, threading, torch
+import ultraep_comm as uec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+E = 4
+def make():
+    groups = uec.new_loopback_groups(
+        2, num_experts=E, slots_per_rank=1, expert={"w": ((1 << 16,), torch.uint8)}, timeout=30
+    )
+    weights = [{"w": torch.zeros((2, 1 << 16), dtype=torch.uint8)} for _ in groups]
+    return groups, weights, uec.Plan.from_slots([[2], [0]], num_experts=E)
+groups, weights, plan = make()
+"""
+_ENDS = {
+    "dropped after a call": """
+works = [uec.replicate_experts(w, plan, group=g, async_op=True) for g, w in zip(groups, weights)]
+for work in works:
+    work.wait()
+del groups, works, work
+gc.collect()
+""",
+    "dropped in a call": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+del groups, weights
+gc.collect()
+""",
+    "left to the interpreter": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+""",
+    "an exception in a with block": """
+try:
+    with groups[0] as group:
+        uec.replicate_experts(weights[0], plan, group=group, async_op=True)
+        raise KeyError
+except KeyError:
+    pass
+""",
+    "Ctrl-C in close": """
+uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    groups[0].close()
+except KeyboardInterrupt:
+    pass
+else:
+    raise SystemExit("not interrupted")
+""",
+    "Ctrl-C in a call": """
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    uec.replicate_experts(weights[0], plan, group=groups[0])
+except KeyboardInterrupt:
+    pass
+else:
+    raise SystemExit("not interrupted")
+groups[0].close()
+""",
+}
+
+
+@pytest.mark.parametrize("end", list(_ENDS))
+def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT + _ENDS[end]],
+        capture_output=True,
+        text=True,
+        timeout=20,  # the limit of the calls is 30 s
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_close_reports_a_failure_that_nobody_waited_for() -> None:
+    groups = _groups(2, timeout=0.3)
+    plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
+    uec.replicate_experts(make_weights(groups[0]), plan, group=groups[0], async_op=True)
+    with pytest.raises(errors.TransferTimeoutError, match="rank 1"):
+        groups[0].close()
+    groups[0].close()
+    groups[1].close()
+
+
+def test_a_group_cannot_be_copied() -> None:
+    (group,) = _groups(1)
+    for action in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            action(group)
+    group.close()
+
+
+def test_a_refused_call_names_the_first_failure() -> None:
+    (group,) = _groups(1)
+    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
+    with pytest.raises(errors.InvalidWeightsError) as first:
+        uec.replicate_experts({}, plan, group=group)
+    with pytest.raises(errors.GroupClosedError) as second:
+        uec.replicate_experts({}, plan, group=group)
+    assert second.value.__cause__ is first.value
+    group.close()
+
+
+# ---- input that looks right ---------------------------------------------------------------------
+
+
+def _fake(shape: tuple[int, ...]) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "weights",
+    [
+        None,
+        [torch.zeros(1)],
+        {"w": None, "s": None},
+        {"w": _fake((E, 8, 4)), "s": torch.zeros((E, 3), dtype=torch.uint8)},
+    ],
+)
+def test_weights_without_memory_are_rejected(weights: Any) -> None:
+    (group,) = _groups(1)
+    with pytest.raises(errors.InvalidWeightsError):
+        group.bind(weights)
+    group.close()
+
+
+@pytest.mark.parametrize("segments", ["w", 7, [["w"]]])
+def test_segments_are_names(segments: Any) -> None:
+    (group,) = _groups(1)
+    plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E)
+    with pytest.raises(errors.InvalidArgumentError, match="segments"):
+        uec.replicate_experts(make_weights(group), plan, group=group, segments=segments)
+    group.close()
+
+
+def test_a_group_keeps_its_own_constants() -> None:
+    home = torch.tensor([0, 0, 1, 1, 1, 0], dtype=torch.int32)
+    groups = _groups(2, home=home)
+    plan = uec.plan_replicas(torch.ones((2, E), dtype=torch.int32), group=groups[0])
+    plan.home.fill_(0)
+    home.fill_(0)
+    assert groups[0].topology.home.tolist() == [0, 0, 1, 1, 1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        groups[0].topology.home[0] = 1
+    _close(groups)
+
+
+def test_reroute_wants_a_plan_of_its_group() -> None:
+    (group,) = _groups(1)
+    ids = torch.tensor([[0, 1]])
+    other = uec.plan_replicas(torch.tensor([[1, 1, 0, 0]]), slots_per_rank=S)
+    with pytest.raises(errors.InvalidPlanError, match="4 experts"):
+        uec.reroute(ids, other, group=group)
+    with pytest.raises(errors.InvalidLoadError, match="list"):
+        uec.reroute([[0, 1]], other, group=group)  # type: ignore[arg-type]
+    group.close()

@@ -1,0 +1,144 @@
+"""Ctrl-C in every call that can wait: the peers are told, and a new group can be made."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import clear_slots, fill_weights, loopback, make_weights, raised, wrong_bytes
+from short_ranks import run_ranks
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+
+E, S = 4, 1
+EXPERT = {"w": ((200, 300), torch.float32)}
+PLAN = uec.Plan.from_slots([[2], [0]], num_experts=E)
+
+
+def _group() -> uec.Group:
+    return uec.new_group(
+        num_experts=E,
+        slots_per_rank=S,
+        expert=EXPERT,
+        grads=torch.float32,
+        timeout=20.0,
+    )
+
+
+def _full_queue(group: uec.Group, weights: Any) -> None:
+    while True:
+        uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+
+
+def _waits(group: uec.Group, weights: Any) -> None:
+    work = uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def _rejects(group: uec.Group, weights: Any) -> None:
+    uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+    uec.replicate_experts({}, PLAN, group=group)
+
+
+def _closes(group: uec.Group, weights: Any) -> None:
+    uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+    group.close()
+
+
+WAITS: dict[str, Callable[[uec.Group, Any], Any]] = {
+    "replicate": lambda g, w: uec.replicate_experts(w, PLAN, group=g),
+    "reduce": lambda g, w: uec.reduce_expert_grads(w, PLAN, group=g),
+    "gather": lambda g, w: uec.gather_load(torch.zeros(1, 1).long(), group=g),
+    "wait": _waits,
+    "full queue": _full_queue,
+    "reject": _rejects,
+    "close": _closes,
+}
+
+
+def _interrupted(rank: int, what: str) -> Any:
+    group = _group()
+    weights = make_weights(group)
+    start = time.monotonic()
+    if rank == 0:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        error = raised(partial(WAITS[what], group, weights))
+    else:
+        time.sleep(1.5)
+        start = time.monotonic()
+        error = raised(partial(uec.replicate_experts, weights, PLAN, group=group))
+    seconds = time.monotonic() - start
+    closed = raised(group.close)
+    del group
+    with _group() as fresh:
+        weights = make_weights(fresh)
+        fill_weights(fresh, weights, 1)
+        clear_slots(fresh)
+        uec.replicate_experts(weights, PLAN, group=fresh)
+        wrong = wrong_bytes(fresh, PLAN, 1)
+    return type(error).__name__, repr(closed), seconds, wrong
+
+
+@pytest.mark.parametrize("what", list(WAITS))
+def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> None:
+    first, second = run_ranks(tmp_path, 2, _interrupted, what)
+    assert first[0] == "KeyboardInterrupt"
+    assert first[1] == "None"  # what ended the group has been raised
+    assert first[2] < 1.5
+    assert issubclass(getattr(errors, second[0]), errors.TransferError)
+    assert second[2] < 1.5  # of a limit of 20 s
+    assert first[3] == second[3] == 0
+
+
+@pytest.mark.parametrize("what", ["replicate", "reduce", "gather"])
+def test_ctrl_c_behind_the_submission_ends_the_call(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The engine has taken the call, and nobody else knows of it yet."""
+    groups = uec.new_loopback_groups(
+        2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=20.0
+    )
+    weights = [make_weights(group) for group in groups]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups[0].session, "submit", interrupt)
+    start = time.monotonic()
+    found = loopback(2, lambda r: raised(partial(WAITS[what], groups[r], weights[r])))
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert isinstance(found[1], errors.TransferAbortedError)
+    assert found[1].root == 0
+    assert time.monotonic() - start < 10  # of a limit of 20 s
+    assert groups[0].health().failed_epoch == 1  # nothing of it is left to run
+    for group in groups:
+        group.close()
+
+
+def test_ctrl_c_while_weights_are_allocated_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = uec.new_loopback_groups(2, num_experts=E, slots_per_rank=S, expert=EXPERT)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(groups[0].session.fabric, "allocate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        groups[0].empty_weights()
+    weights = make_weights(groups[1])
+    with pytest.raises(errors.TransferAbortedError) as aborted:
+        uec.replicate_experts(weights, PLAN, group=groups[1])
+    assert aborted.value.root == 0
+    for group in groups:
+        group.close()

@@ -1,0 +1,337 @@
+"""Check mode: a byte that is not what it should be is named, exactly, and nothing else is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import (
+    MIXED,
+    RankPool,
+    clear_slots,
+    expert_bytes,
+    fan_out_plan,
+    fill_weights,
+    loopback,
+    make_weights,
+    raised,
+    random_plan,
+    raw,
+    wrong_bytes,
+)
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+
+E, S = 8, 2
+SOON = 20.0  # seconds, far beyond what a busy machine needs
+
+
+def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
+    options = {"expert": MIXED, "check": True, "timeout": 30.0, **options}
+    return uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
+
+
+def _plan(slots: list[list[int]]) -> uec.Plan:
+    return uec.Plan.from_slots(torch.tensor(slots, dtype=torch.int32), num_experts=E)
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def _slot(group: uec.Group, name: str, slot: int) -> torch.Tensor:
+    return raw(group.slots[name][slot], group.segments[name])
+
+
+class Scene:
+    """Home map 0 0 0 1 1 1 2 2. Ranks 0 and 1 have called; all that rank 2 does not owe is there.
+
+    Rank 1 has expert 0 of rank 0 in slot 0, and waits for expert 6 of rank 2 in slot 1. Rank 0
+    has nothing in slot 0, and waits for expert 7 of rank 2. So nobody checks before rank 2 calls.
+    """
+
+    def __init__(self, mode: str = "direct", segments: list[str] | None = None) -> None:
+        self.groups = _groups(3)
+        self.arguments: dict[str, Any] = {"mode": mode, "segments": segments}
+        self.plan = _plan([[-1, 7], [0, 6], [-1, -1]])
+        if mode == "pull":
+            made = loopback(3, lambda r: self.groups[r].empty_weights())
+        else:
+            made = [make_weights(group) for group in self.groups]
+        self.weights = made
+        for group, weights in zip(self.groups, self.weights, strict=True):
+            fill_weights(group, weights, 1)
+            clear_slots(group)
+        self.works = [self._submit(rank) for rank in (0, 1)]
+
+    def _submit(self, rank: int) -> uec.Work:
+        work = uec.replicate_experts(
+            self.weights[rank],
+            self.plan,
+            group=self.groups[rank],
+            async_op=True,
+            **self.arguments,
+        )
+        assert work is not None
+        return work
+
+    def await_delivery(self) -> None:
+        names = self.arguments["segments"] or list(MIXED)
+        for index, (name, segment) in enumerate(MIXED.items()):
+            if name in names:
+                want = expert_bytes(1, 0, index, segment)
+                _until(lambda n=name, w=want: torch.equal(_slot(self.groups[1], n, 0), w))
+
+    def finish(self) -> list[BaseException | None]:
+        self.works.append(self._submit(2))
+        found = [raised(work.wait) for work in self.works]
+        for group in self.groups:
+            group.close()
+        return found
+
+
+PLACES = [
+    ("w13", 0),
+    ("w13", 64 * 48 * 2 - 1),
+    ("w2", 777),
+    ("packed", 384),
+    ("scale", 2),
+    ("bias", 3),
+    ("w_t", 1000),
+    ("big", 0),
+    ("big", 4095),
+    ("big", 4096),
+    ("big", 123_457),
+    ("big", 200_000),
+]
+
+
+@pytest.mark.parametrize("mode", ["direct", "push", "pull"])
+@pytest.mark.parametrize(("name", "offset"), PLACES)
+def test_a_byte_that_changes_in_a_slot_is_named(name: str, offset: int, mode: str) -> None:
+    scene = Scene(mode)
+    scene.await_delivery()
+    byte = _slot(scene.groups[1], name, 0)[offset]
+    good = int(byte)
+    byte.bitwise_xor_(1 << offset % 8)
+    found = scene.finish()
+    error = found[1]
+    assert isinstance(error, errors.CorruptSlotError)
+    assert isinstance(error, errors.TransferError)
+    assert (error.rank, error.peer, error.root, error.epoch) == (1, 0, 1, 1)
+    assert (error.expert, error.slot, error.segment) == (0, 0, name)
+    assert error.offset == offset
+    assert (error.found, error.expected) == (good ^ 1 << offset % 8, good)
+    assert not error.source_changed
+    for part in ("rank 1", f"byte {offset} of segment {name!r}", "slot 0", "rank 0", f"{good:02x}"):
+        assert part in str(error)
+    assert "weights" not in str(error)
+    # Its home has waited for it, and is told; rank 2 had given rank 1 an expert too.
+    for told in (found[0], found[2]):
+        assert isinstance(told, errors.TransferAbortedError)
+        assert told.root == 1
+
+
+def test_the_first_bad_byte_is_named() -> None:
+    scene = Scene()
+    scene.await_delivery()
+    for offset in (150_000, 9_000, 9_001, 20_000):
+        _slot(scene.groups[1], "big", 0)[offset] += 1
+    error = scene.finish()[1]
+    assert isinstance(error, errors.CorruptSlotError)
+    assert (error.segment, error.offset) == ("big", 9_000)
+
+
+@pytest.mark.parametrize(("name", "offset"), [("w13", 5), ("big", 99_999)])
+def test_an_empty_slot_that_is_written_to_is_named(name: str, offset: int) -> None:
+    scene = Scene()
+    scene.await_delivery()
+    _slot(scene.groups[0], name, 0)[offset] = 0x11
+    error = scene.finish()[0]
+    assert isinstance(error, errors.CorruptSlotError)
+    assert (error.expert, error.slot, error.segment, error.offset) == (-1, 0, name, offset)
+    assert (error.found, error.expected) == (0x11, 0xA5)
+    assert "leaves empty" in str(error)
+
+
+def test_a_segment_that_is_not_transferred_is_to_stay() -> None:
+    scene = Scene(segments=["w13", "scale"])
+    scene.await_delivery()
+    _slot(scene.groups[1], "w2", 0)[17] = 0x12
+    error = scene.finish()[1]
+    assert isinstance(error, errors.CorruptSlotError)
+    assert (error.slot, error.segment, error.offset) == (0, "w2", 17)
+    assert "does not transfer it" in str(error)
+
+
+def test_main_weights_that_change_behind_the_transfer_are_the_callers_fault() -> None:
+    scene = Scene()
+    scene.await_delivery()
+    byte = raw(scene.weights[0]["big"][0], MIXED["big"])[70_000]
+    good = int(byte)
+    byte.bitwise_xor_(0x40)
+    error = scene.finish()[0]
+    assert isinstance(error, errors.CorruptSlotError)
+    assert error.source_changed
+    assert (error.peer, error.expert, error.slot) == (0, 0, -1)
+    assert (error.segment, error.offset) == ("big", 70_000)
+    assert (error.found, error.expected) == (good ^ 0x40, good)
+    assert "main weights of expert 0 changed while the call ran" in str(error)
+
+
+def test_main_weights_that_change_ahead_of_the_transfer_are_the_callers_fault() -> None:
+    groups = _groups(2)
+    weights = [make_weights(group) for group in groups]
+    plan = _plan([[4, -1], [0, -1]])
+    for group, own in zip(groups, weights, strict=True):
+        fill_weights(group, own, 1)
+    first = uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True, mode="direct")
+    _until(lambda: groups[1].health().peers[0].epoch == 1)  # type: ignore[index]
+    raw(weights[0]["w2"][0], MIXED["w2"])[33] += 1  # rank 1's slots are not open yet
+    second = uec.replicate_experts(weights[1], plan, group=groups[1], async_op=True, mode="direct")
+    assert first is not None
+    assert second is not None
+    found = [raised(first.wait), raised(second.wait)]
+    # Both find it; whoever is slower may be told by the other.
+    kinds = {type(error) for error in found}
+    assert errors.CorruptSlotError in kinds
+    assert kinds <= {errors.CorruptSlotError, errors.TransferAbortedError}
+    for error in found:
+        if isinstance(error, errors.CorruptSlotError):
+            assert error.source_changed
+            assert (error.segment, error.offset, error.peer) == ("w2", 33, 0)
+            assert "changed" in str(error)
+            assert "weights" in str(error)
+    for group in groups:
+        group.close()
+
+
+def test_synchronize_raises_it_and_the_group_ends() -> None:
+    scene = Scene()
+    scene.await_delivery()
+    _slot(scene.groups[1], "scale", 0)[1] += 1
+    scene.works.append(scene._submit(2))
+    with pytest.raises(errors.CorruptSlotError):
+        scene.works[1].synchronize()
+    assert isinstance(scene.works[1].exception(), errors.CorruptSlotError)
+    health = scene.groups[1].health()
+    assert health.state == "failed"
+    assert health.last_error is not None
+    assert health.last_error.startswith("CorruptSlotError: rank 1")
+    with pytest.raises(errors.GroupClosedError) as caught:
+        uec.replicate_experts(scene.weights[1], scene.plan, group=scene.groups[1])
+    assert isinstance(caught.value.__cause__, errors.CorruptSlotError)
+    for work in scene.works:
+        assert isinstance(raised(work.wait), errors.TransferError)
+    for group in scene.groups:
+        group.close()
+
+
+def test_without_check_nothing_is_compared() -> None:
+    groups = _groups(2, check=False)
+    weights = [make_weights(group) for group in groups]
+    plan = _plan([[4, -1], [0, -1]])
+    first = uec.replicate_experts(weights[0], plan, group=groups[0], async_op=True)
+    _slot(groups[0], "w13", 1)[0] += 1
+    uec.replicate_experts(weights[1], plan, group=groups[1])
+    assert first is not None
+    first.wait()
+    for group in groups:
+        group.close()
+
+
+def _soak(rank: int, process_group: Any) -> Any:
+    group = uec.new_group(
+        process_group, num_experts=E, slots_per_rank=S, expert=MIXED, check=True, num_sms=2
+    )
+    weights = group.empty_weights()
+    wrong = 0
+    for seed in range(12):
+        plan = random_plan(seed, 4, E, S) if seed % 4 else fan_out_plan(4, E, S)
+        fill_weights(group, weights, seed)
+        clear_slots(group)
+        names = None if seed % 3 else ["w13", "big"]
+        mode = ("auto", "push", "pull", "direct")[seed % 4]
+        uec.replicate_experts(weights, plan, group=group, mode=mode, segments=names)
+        wrong += wrong_bytes(group, plan, seed, names=names)
+        # Four calls under way, and nothing waits between them.
+        works = [
+            uec.replicate_experts(weights, random_plan(s, 4, E, S), group=group, async_op=True)
+            for s in range(seed, seed + 4)
+        ]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+    uec.gather_load(torch.zeros((4, 2), dtype=torch.int64), group=group)
+    health = group.health()
+    group.close()
+    return wrong, health.calls.replicate, health.last_error
+
+
+def test_a_clean_soak_has_no_false_alarm(ranks: RankPool) -> None:
+    assert ranks.run(4, _soak) == [(0, 60, None)] * 4
+
+
+def _reader_is_gone(rank: int, process_group: Any) -> Any:
+    group = uec.new_group(
+        process_group, num_experts=E, slots_per_rank=S, expert=MIXED, check=True, timeout=20.0
+    )
+    weights = make_weights(group)
+    error = None
+    if rank == 0:
+        error = raised(
+            lambda: uec.replicate_experts(weights, _plan([[-1, -1], [0, -1]]), group=group)
+        )
+    group.close()
+    return type(error).__name__
+
+
+def test_a_home_does_not_wait_for_a_reader_that_has_left(ranks: RankPool) -> None:
+    start = time.monotonic()
+    assert ranks.run(2, _reader_is_gone) == ["PeerGoneError", "NoneType"]
+    assert time.monotonic() - start < 15
+
+
+def _other_check(rank: int, process_group: Any) -> Any:
+    return raised(
+        lambda: uec.new_group(
+            process_group, num_experts=E, slots_per_rank=S, expert=MIXED, check=rank == 1
+        )
+    )
+
+
+def test_ranks_have_to_agree_on_it(ranks: RankPool) -> None:
+    for error in ranks.run(2, _other_check):
+        assert isinstance(error, errors.BootstrapError)
+        assert "check" in str(error)
+
+
+def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(**options: Any) -> bool:
+        (group,) = uec.new_loopback_groups(
+            1, num_experts=2, slots_per_rank=1, expert=MIXED, **options
+        )
+        with group:
+            return len(group.session.memory) == 2
+
+    assert not checked()
+    monkeypatch.setenv("ULTRAEP_CHECK", "1")
+    assert checked()
+    assert not checked(check=False)  # an argument wins
+    monkeypatch.setenv("ULTRAEP_CHECK", "0")
+    assert not checked()
+    monkeypatch.setenv("ULTRAEP_CHECK", "2")
+    with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_CHECK=2"):
+        checked()
+
+
+def test_a_cuda_group_has_no_check() -> None:
+    with pytest.raises(errors.UnsupportedError, match="engine='host'"):
+        _groups(2, engine="cuda")

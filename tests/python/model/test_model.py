@@ -1,0 +1,554 @@
+"""The model of transfers: never below the bound, every byte once, published direct times."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference.schedule_oracle import Problem, optimum
+from tiers import cases
+
+from ultraep_comm import Plan, plan_replicas
+from ultraep_comm.bench.commands.model.published import PUBLISHED_RUNS, PublishedRun, spread_plan
+from ultraep_comm.bench.loads import adversarial_loads, tuned_load
+from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
+from ultraep_comm.model import MACHINES, Machine, find_machine, predict
+from ultraep_comm.model.relay import CHUNK_TILES, MIN_RELAYED, predict_relay, relay_parents
+from ultraep_comm.model.timeline import SPAN, Span
+from ultraep_comm.plan import schedule
+
+W = 37_748_736
+MODES = ("push", "pull", "direct")
+NVL72 = MACHINES["nvl72"]
+IDEAL = dataclasses.replace(NVL72, name="ideal", deliver_us=0.0, flag_us=0.0, load_us=0.0)
+
+
+def make_plan(slots: list[list[int]], num_experts: int, **more: object) -> Plan:
+    return Plan.from_slots(torch.tensor(slots), num_experts=num_experts, **more)
+
+
+def planned(num_ranks: int, num_experts: int, slots_per_rank: int, load: np.ndarray) -> Plan:
+    return plan_replicas(
+        torch.from_numpy(load.copy()), slots_per_rank=slots_per_rank, num_ranks=num_ranks
+    )
+
+
+def skewed(num_ranks: int, num_experts: int, slots_per_rank: int, imbalance: float) -> Plan:
+    load = tuned_load(num_ranks, num_experts, imbalance, num_ranks * 32_768, 0)
+    return planned(num_ranks, num_experts, slots_per_rank, load)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    num_ranks, num_experts = draw(st.integers(1, 9)), draw(st.integers(1, 16))
+    slots_per_rank = draw(st.integers(0, 3))
+    homes = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts)
+    home = draw(homes)
+    few = draw(st.integers(1, num_experts))
+    rows = []
+    for rank in range(num_ranks):
+        drawn = draw(st.lists(st.integers(-1, few - 1), max_size=2 * slots_per_rank))
+        legal = [e for e in dict.fromkeys(drawn) if e < 0 or home[e] != rank][:slots_per_rank]
+        rows.append(legal + [-1] * (slots_per_rank - len(legal)))
+    slots = torch.tensor(rows, dtype=torch.int32).reshape(num_ranks, slots_per_rank)
+    return Plan.from_slots(slots, num_experts=num_experts, home=home)
+
+
+def crosses_domains(plan: Plan, machine: Machine) -> bool:
+    size = machine.domain_size or plan.slot_expert.shape[0]
+    return any(
+        expert >= 0 and rank // size != int(plan.home[expert]) // size
+        for rank, row in enumerate(plan.slot_expert.tolist())
+        for expert in row
+    )
+
+
+machines = st.builds(
+    Machine,
+    egress_gbps=st.sampled_from([50.0, 710.0]),
+    ingress_gbps=st.sampled_from([100.0, 710.0]),
+    deliver_us=st.sampled_from([0.0, 1.3, 20.0]),
+    flag_us=st.sampled_from([0.0, 0.7]),
+    load_us=st.sampled_from([0.0, 2.0]),
+    write_efficiency=st.sampled_from([0.5, 1.0]),
+    read_efficiency=st.sampled_from([0.5, 1.0]),
+    num_sms=st.sampled_from([1, 3, 32]),
+    tiles_in_flight=st.sampled_from([96, 192]),
+    tile_bytes=st.sampled_from([1 << 12, 1 << 15]),
+    fair_loads=st.booleans(),
+    domain_size=st.sampled_from([None, 2, 5]),
+    cross_gbps=st.sampled_from([10.0, 400.0]),
+    cross_us=st.sampled_from([0.0, 5.0]),
+)
+
+
+# ---- what is right on any machine ---------------------------------------------------------------
+
+
+@given(plans(), machines, st.lists(st.integers(1, 700_000), min_size=1, max_size=3))
+@settings(max_examples=cases(30, 150))
+def test_every_byte_once_and_never_below_the_bound(
+    plan: Plan, machine: Machine, segments: list[int]
+) -> None:
+    slots = plan.slot_expert.numpy()
+    crosses = crosses_domains(plan, machine)
+    for mode in (*MODES, "auto"):
+        if mode == "pull" and crosses:
+            with pytest.raises(UnsupportedError, match="cannot load from"):
+                predict(plan, segments, machine, mode)
+            continue
+        found = predict(plan, segments, machine, mode, may_pull=True)
+        assert mode in (found.mode, "auto")
+        assert found.mode != "pull" or not crosses
+        assert np.array_equal(found.received_bytes, np.where(slots >= 0, sum(segments), 0))
+        assert found.sent_bytes.sum() == found.received_bytes.sum()
+        assert found.time_us >= found.bound_us * (1 - 1e-9)
+        assert found.time_us == found.finish_us.max()
+        assert (found.egress_us <= found.time_us * 2 + 1e-9).all()  # near and far links
+        # Calls finish only after their hellos, if anybody is expected at all.
+        assert (found.time_us > 0) == bool((slots >= 0).any())
+
+
+@given(plans(), st.sampled_from([[600_000], [40_000, 300_001, 7]]))
+@settings(max_examples=cases(25, 100))
+def test_ranks_send_what_the_schedule_says(plan: Plan, segments: list[int]) -> None:
+    """Groups of the schedule, counted here: sent by the hub, and in push to the hub by its home."""
+    tile = NVL72.tile_bytes
+    for mode in MODES:
+        made = schedule.make_schedule(
+            plan.slot_expert, home=plan.home, segment_bytes=segments, tile_bytes=tile, mode=mode
+        )
+        tiles = [min(tile, size - at) for size in segments for at in range(0, size, tile)]
+        sent = np.zeros(plan.slot_expert.shape[0], np.int64)
+        for x, home in enumerate(made.home.tolist()):
+            ranks = dict(made.replicas(x))
+            groups = schedule.num_groups(len(ranks), segment_bytes=segments, tile_bytes=tile)
+            each = 2 if len(ranks) <= schedule.WIDE_FANOUT else 1
+            assert groups == -(-len(tiles) // each)
+            for i, (rank, begin, end) in enumerate(made.hubs(x)):
+                size = sum(tiles[begin * each : end * each])
+                sent[rank] += size * (len(ranks) if i == 0 else len(ranks) - 1)
+                sent[home] += size if i > 0 else 0
+        assert predict(plan, segments, "nvl72", mode).sent_bytes.tolist() == sent.tolist()
+
+
+@given(plans(), machines)
+@settings(max_examples=cases(10, 30))
+def test_the_same_again(plan: Plan, machine: Machine) -> None:
+    first, second = (predict(plan, 300_000, machine, "push", timeline=True) for _ in range(2))
+    assert first.time_us == second.time_us
+    assert first.timeline is not None
+    assert second.timeline is not None
+    assert np.array_equal(first.timeline.spans, second.timeline.spans)
+
+
+FINISHES = """
+import torch
+from ultraep_comm import Plan
+from ultraep_comm.model import predict
+slots = torch.tensor([[-1, -1], [0, 1], [0, 6], [0, 1], [2, 0]])
+plan = Plan.from_slots(slots, num_experts=10)
+found = [predict(plan, [900_000, 70_001], mode=m).finish_us.tolist() for m in ("push", "pull")]
+"""
+
+
+def test_another_process_predicts_the_same() -> None:
+    names: dict[str, list[list[float]]] = {}
+    exec(FINISHES, names)
+    other = subprocess.run(
+        [sys.executable, "-c", f"{FINISHES}print(found)"],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert other.strip() == repr(names["found"])
+    assert len(set(names["found"][0])) > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("imbalance", [1.5, 4.0])
+def test_more_bandwidth_takes_less_time(mode: str, imbalance: float) -> None:
+    plan = skewed(32, 128, 2, imbalance)
+    times = [
+        predict(
+            plan, W, dataclasses.replace(NVL72, egress_gbps=gbps, ingress_gbps=gbps), mode
+        ).time_us
+        for gbps in (100.0, 200.0, 355.0, 710.0, 1420.0)
+    ]
+    assert all(slow > fast for slow, fast in pairwise(times))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_twice_the_latency_takes_longer(mode: str) -> None:
+    plan = skewed(32, 128, 2, 2.0)
+    slow = dataclasses.replace(NVL72, deliver_us=2.6, flag_us=1.4, load_us=4.0)
+    added = predict(plan, W, slow, mode).time_us - predict(plan, W, NVL72, mode).time_us
+    once = NVL72.flag_us + NVL72.hop_us  # open, and the last store's way
+    if mode == "direct":
+        assert added == pytest.approx(once, abs=0.1)
+    else:  # and what a hub waits for, as far as nothing hides it
+        assert once - 0.1 < added < once + 2 * NVL72.hop_us
+
+
+def test_by_hand() -> None:
+    """One replica: its rank opens, the home sends 2 tiles, learns of their end and says so."""
+    plan = make_plan([[-1], [0]], 2)
+    machine = Machine(
+        egress_gbps=100.0, ingress_gbps=50.0, deliver_us=5.0, flag_us=3.0, tile_bytes=50_000
+    )
+    for mode in ("push", "direct"):
+        found = predict(plan, 100_000, machine, mode)
+        assert found.time_us == pytest.approx(3 + 2 + 5 + 3)
+        assert found.finish_us.tolist() == pytest.approx([10, 13])
+        assert found.egress_us.tolist() == pytest.approx([1, 0])
+        assert found.ingress_us.tolist() == pytest.approx([0, 2])
+        assert found.bound_us == pytest.approx(2)
+    # With one replica everything is left to the home, so pull pulls nothing.
+    assert predict(plan, 100_000, machine, "pull").time_us == pytest.approx(13)
+
+
+def test_a_remote_load_by_hand() -> None:
+    """Two replicas, a tile for each: asked for, read, kept, stored to the other, and told."""
+    plan = make_plan([[-1], [0], [0]], 1, home=[0])
+    machine = Machine(egress_gbps=100.0, ingress_gbps=100.0, tile_bytes=64 << 10)
+    each = (64 << 10) / 100e3
+    found = predict(plan, 128 << 10, machine, "pull")
+    assert found.time_us == pytest.approx(0.7 + 2.0 + 2 * each + each + 1.3 + 0.7)
+    assert found.sent_bytes.tolist() == [128 << 10, 64 << 10, 64 << 10]
+
+
+def test_without_latency_it_comes_close_to_the_bound() -> None:
+    for imbalance in (1.5, 3.0):
+        plan = skewed(32, 128, 2, imbalance)
+        assert predict(plan, W, IDEAL, "push").over_bound < 1.05
+        assert predict(plan, W, IDEAL, "pull").over_bound < 1.05
+
+
+def test_few_tiles_in_flight_starve_a_link() -> None:
+    """The window over the time that a tile keeps its stage is all the rate there can be."""
+    plan = make_plan([[-1], [0]], 1, home=[0])
+    machine = dataclasses.replace(NVL72, num_sms=4, tiles_in_flight=4, deliver_us=10.0)
+    window, tile = 4 * machine.tile_bytes, machine.tile_bytes / 710e3
+    assert predict(plan, W, machine).time_us == pytest.approx(
+        W / window * (4 * tile + 10), rel=0.03
+    )
+
+
+def test_unfair_loads_cost_time() -> None:
+    load = adversarial_loads(32, 64, 1 << 20)[0]
+    plan = planned(32, 64, 1, load)
+    unfair = dataclasses.replace(NVL72, fair_loads=False)
+    assert predict(plan, W, unfair, "pull").over_bound > 1.5
+    assert predict(plan, W, NVL72, "pull").over_bound < 1.25
+    assert predict(plan, W, unfair, "push").time_us == predict(plan, W, NVL72, "push").time_us
+
+
+def test_slower_links_between_domains() -> None:
+    near, far = make_plan([[-1], [0], [-1]], 3), make_plan([[-1], [-1], [0]], 3)
+    machine = dataclasses.replace(NVL72, domain_size=2, cross_gbps=71.0, cross_us=4.0)
+    assert predict(near, W, machine).time_us == predict(near, W, NVL72).time_us
+    found = predict(far, W, machine, "direct")
+    assert found.time_us == pytest.approx(W / 71e3 + 0.7 + 2.0 + 3 * 4.0, rel=1e-3)
+    assert found.bound_us == pytest.approx(W / 2 / 71e3)  # of the two ranks that may receive
+    with pytest.raises(UnsupportedError, match=r"rank 2 has a replica of expert 0 from rank 0"):
+        predict(far, W, dataclasses.replace(machine, cross_gbps=None))
+
+
+def test_the_schedule_of_auto() -> None:
+    wide = make_plan([[0] if r else [-1] for r in range(8)], 8)
+    assert predict(wide, W).mode == "push"
+    assert predict(wide, W, may_pull=True).mode == "pull"
+    assert predict(wide, 4096).mode == "direct"
+
+
+def test_auto_on_links_so_slow_that_costs_would_not_fit() -> None:
+    wide = make_plan([[0] if r else [-1] for r in range(8)], 8)
+    slow = Machine(egress_gbps=1e-3, ingress_gbps=1e-3)
+    assert predict(wide, 1_000_000_000, slow).mode == "push"
+
+
+def test_what_cannot_be_modelled_is_refused() -> None:
+    plan = make_plan([[-1], [0]], 2)
+    large = Machine(egress_gbps=1.0, ingress_gbps=1.0, tile_bytes=1 << 30)
+    slow = dataclasses.replace(large, egress_gbps=1e-3, write_efficiency=1e-3)
+    assert predict(plan, 1000, slow).time_us == pytest.approx(1e6, rel=1e-3)
+    for sizes, machine, message in [
+        (1 << 36, slow, "26 days"),
+        ([1 << 36] * 200, large, "a rank's slots"),
+        ([1 << 36] * 65, dataclasses.replace(large, tile_bytes=1 << 20), "at most 4194304 tiles"),
+        (W, dataclasses.replace(NVL72, num_sms=1024, tiles_in_flight=1 << 20), "tiles in flight"),
+        ([1] * 1025, NVL72, "1025 segments"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            predict(plan, sizes, machine)
+
+
+def test_empty_plans_take_no_time() -> None:
+    found = predict(make_plan([[-1], [-1]], 2), W)
+    assert (found.time_us, found.bound_us, found.over_bound) == (0, 0, 1)
+
+
+# ---- the bound ----------------------------------------------------------------------------------
+
+
+def chains() -> Iterator[Plan]:
+    rng = np.random.default_rng(3)
+    for _ in range(25):
+        slots = rng.integers(-1, 12, (6, 2))
+        home = np.repeat(np.arange(6), 2)
+        slots[slots // 2 == np.arange(6)[:, None]] = -1
+        slots[slots[:, 0] == slots[:, 1], 1] = -1
+        yield Plan.from_slots(torch.from_numpy(slots), num_experts=12, home=home)
+
+
+def test_the_bound_is_exact() -> None:
+    unlike = 0
+    for plan in chains():
+        best = optimum(Problem(slot_expert=plan.slot_expert.tolist(), home=plan.home.tolist()))
+        bound = predict(plan, W).bound_us
+        assert bound == pytest.approx(best * W / 710e3, rel=1e-7)
+        unlike += best > max(plan.max_exports, plan.max_imports) + 1e-6
+    assert unlike  # the program was needed
+
+
+def bound_by_sets(plan: Plan, egress: float, ingress: float) -> float:
+    """T* of an expert of 1000 bytes in microseconds: its definition, over all sets of ranks."""
+    slots, home = plan.slot_expert.tolist(), plan.home.tolist()
+    ranks = range(len(slots))
+    replicas = {e: {r for r in ranks if e in slots[r]} for e in range(len(home))}
+    replicas = {e: where for e, where in replicas.items() if where}
+    most = Fraction(0)
+    for bits in range(1, 1 << len(slots)):
+        chosen = {r for r in ranks if bits >> r & 1}
+        sends = sum(home[e] in chosen for e in replicas)
+        sends += sum(len(w) - 1 for e, w in replicas.items() if w | {home[e]} <= chosen)
+        most = max(most, Fraction(sends, len(chosen)))
+    fullest = max(sum(e >= 0 for e in row) for row in slots)
+    return max(float(most) / egress, fullest / ingress)
+
+
+def test_the_bound_is_that_over_all_sets_of_ranks() -> None:
+    rng = np.random.default_rng(5)
+    unlike = {True: 0, False: 0}
+    for i in range(60):
+        chained = bool(i % 2)
+        home = rng.integers(0, 6 if chained else 3, 10)
+        rows = []
+        for rank in range(6):
+            legal = [e for e in rng.permutation(10).tolist() if home[e] != rank][:4]
+            imports = chained or rank >= 4
+            row = [e if imports and rng.random() < 0.7 else -1 for e in legal]
+            rows.append(row + [-1] * (4 - len(row)))
+        plan = make_plan(rows, 10, home=home)
+        for egress, ingress in [(100.0, 100.0), (100.0, 400.0), (400.0, 100.0), (30.0, 7000.0)]:
+            machine = Machine(egress_gbps=egress, ingress_gbps=ingress)
+            expected = bound_by_sets(plan, egress, ingress)
+            assert predict(plan, 1000, machine).bound_us == pytest.approx(expected, rel=1e-7)
+            simple = max(plan.max_exports / egress, plan.max_imports / ingress)
+            unlike[chained] += expected > simple * (1 + 1e-9)
+    assert all(unlike.values())  # sets of several ranks decided, in both kinds
+
+
+def test_the_bound_of_few_bytes_is_as_exact() -> None:
+    for plan in chains():
+        assert predict(plan, 1).bound_us * W == pytest.approx(predict(plan, W).bound_us, rel=1e-9)
+
+
+def test_a_bound_of_unlike_links() -> None:
+    plan = make_plan([[-1, -1], [0, 1], [0, 1]], 6)
+    for egress, ingress, bound in [(100.0, 400.0, 2 / 100), (400.0, 100.0, 2 / 100)]:
+        machine = Machine(egress_gbps=egress, ingress_gbps=ingress)
+        assert predict(plan, 1_000_000, machine).bound_us == pytest.approx(bound * 1000)
+
+
+def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert predict(make_plan([[-1], [0]], 2), W).bound_us > 0
+    with pytest.raises(UnsupportedError, match=r"pip install 'ultraep_comm\[model\]'"):
+        predict(make_plan([[1], [0]], 2), W)
+    with pytest.raises(UnsupportedError, match="links out that are slower"):
+        predict(
+            make_plan([[-1, -1], [-1, -1], [0, 1]], 3, home=[0, 1, 2]),
+            W,
+            Machine(egress_gbps=100.0, ingress_gbps=101.0),
+        )
+
+
+# ---- timelines ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_timeline_tells_the_same(mode: str) -> None:
+    plan = skewed(16, 64, 2, 3.0)
+    found = predict(plan, 4 << 20, mode=mode, timeline=True)
+    assert found.timeline is not None
+    spans = found.timeline.spans
+    assert found.timeline.num_ranks == 16
+    assert spans.dtype == SPAN
+    assert (np.diff(spans["rank"]) >= 0).all()
+    assert (spans["end_us"] > spans["begin_us"]).all()
+    calls = spans[spans["kind"] == Span.CALL]
+    assert calls["end_us"].tolist() == found.finish_us[found.finish_us > 0].tolist()
+    stores, loads = (spans[spans["kind"] == kind] for kind in (Span.STORE, Span.LOAD))
+    sent = np.zeros(16, np.int64)
+    np.add.at(sent, stores["rank"], stores["bytes"])
+    np.add.at(sent, loads["peer"], loads["bytes"])
+    assert sent.tolist() == found.sent_bytes.tolist()
+    assert len(loads) > 0 if mode == "pull" else len(loads) == 0
+    for rank, waits in enumerate([spans[spans["kind"] == Span.WAIT]] * 16):
+        own = waits[waits["rank"] == rank]
+        assert (own["begin_us"][1:] >= own["end_us"][:-1]).all()
+        busy = stores[stores["rank"] == rank]
+        for wait in own:  # nothing leaves a rank that waits
+            assert not (
+                (busy["begin_us"] < wait["end_us"]) & (busy["end_us"] > wait["begin_us"])
+            ).any()
+    assert predict(plan, 4 << 20, mode=mode).timeline is None
+
+
+# ---- the published figures ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=lambda run: str(run.imbalance))
+def test_direct_times_are_the_published_ones(run: PublishedRun) -> None:
+    plan = run.make_plan()
+    fanout = plan.slot_expert[plan.slot_expert >= 0].bincount()
+    assert (plan.num_replicas, fanout.max()) == (run.num_replicas, run.max_replicas)
+    assert (plan.max_exports, plan.max_imports) == (1, 1)
+    assert predict(plan, W, mode="direct").time_us == pytest.approx(run.direct_us, rel=0.05)
+
+
+@pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=lambda run: str(run.imbalance))
+def test_the_published_relay_takes_longer_than_the_model_says(run: PublishedRun) -> None:
+    """Not reproduced, and said so: by how much belongs to docs/model.md."""
+    modelled = predict_relay(run.make_plan(), W).time_us
+    assert 0.8 < modelled / run.relay_us < 0.9
+
+
+@pytest.mark.parametrize("published", [220, 270, 370, 470, 520])
+def test_other_published_direct_times_are_whole_numbers_of_experts(published: int) -> None:
+    """Of these runs only times are known: some number of copies from the busiest home fits each."""
+    copies = round(published * 710e3 / W)
+    plan = spread_plan(copies + 20, copies)
+    assert predict(plan, W, mode="direct").time_us == pytest.approx(published, rel=0.05)
+
+
+def test_the_relay_as_published() -> None:
+    wide = make_plan([[-1]] + [[0]] * 9, 10)
+    parents = relay_parents(wide)
+    relays = sorted(set(parents) - {0})
+    assert len(relays) == math.isqrt(9)
+    assert [parents[r - 1] for r in relays] == [0, 0, 0]
+    assert sorted(parents.count(r) for r in relays) == [2, 2, 2]
+    narrow = make_plan([[-1]] + [[0]] * (MIN_RELAYED - 1), 4)
+    assert relay_parents(narrow) == [0] * (MIN_RELAYED - 1)
+    assert predict_relay(narrow, W).sent_bytes.tolist() == [3 * W, 0, 0, 0]
+
+    found = predict_relay(wide, W)
+    assert found.sent_bytes.tolist() == [
+        3 * W if r in (0,) else 2 * W * (r in relays) for r in range(10)
+    ]
+    assert found.received_bytes.tolist() == [[0]] + [[W]] * 9
+    # The last chunks of all workers arrive together.
+    chunks = NVL72.num_sms * CHUNK_TILES * NVL72.tile_bytes / 710e3
+    assert 3 * W / 710e3 < found.time_us < 3 * W / 710e3 + 2 * NVL72.hop_us + chunks
+
+
+@given(plans())
+@settings(max_examples=cases(15, 60))
+def test_relays_deliver_everything(plan: Plan) -> None:
+    found = predict_relay(plan, [400_000, 9])
+    filled = plan.slot_expert.numpy() >= 0
+    assert np.array_equal(found.received_bytes, np.where(filled, 400_009, 0))
+    assert found.time_us >= found.bound_us * (1 - 1e-9)
+
+
+def test_relays_are_chosen_by_what_they_send() -> None:
+    slots = [[-1, -1], [-1, -1]] + [[0, 1]] * 8
+    parents = relay_parents(make_plan(slots, 10))
+    assert not (set(parents[:8]) & set(parents[8:]))  # the second expert takes other relays
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"egress_gbps": 0.0},
+        {"egress_gbps": -1.0},
+        {"ingress_gbps": math.nan},
+        {"ingress_gbps": math.inf},
+        {"ingress_gbps": "710"},
+        {"deliver_us": -0.1},
+        {"flag_us": math.inf},
+        {"load_us": math.nan},
+        {"cross_us": -1.0},
+        {"cross_gbps": 0.0},
+        {"write_efficiency": 0.0},
+        {"read_efficiency": 1.01},
+        {"num_sms": 0},
+        {"num_sms": 3},  # 256 tiles are no multiple
+        {"tiles_in_flight": 1.0},
+        {"tiles_in_flight": True},
+        {"tile_bytes": 0},
+        {"domain_size": 0},
+        {"fair_loads": "no"},
+        {"name": None},
+    ],
+    ids=str,
+)
+def test_impossible_machines(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(
+        InvalidArgumentError, match="tiles_in_flight" if wrong == {"num_sms": 3} else name
+    ):
+        Machine(**{"egress_gbps": 710.0, "ingress_gbps": 710.0, **wrong})
+
+
+def test_unknown_names() -> None:
+    plan = make_plan([[-1], [0]], 2)
+    with pytest.raises(InvalidArgumentError, match=r"'nvl73'.*nvl72"):
+        predict(plan, W, "nvl73")
+    with pytest.raises(InvalidArgumentError, match=r"'relay'.*auto, push"):
+        predict(plan, W, mode="relay")
+    assert find_machine(NVL72) is NVL72
+    assert NVL72.hop_us == pytest.approx(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NVL72.egress_gbps = 1.0
+    with pytest.raises(TypeError):
+        Machine(710.0, 710.0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, [], [W, 0], 1.5, "w", [1 << 37], 1 << 60], ids=str)
+def test_impossible_sizes(wrong: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="expert_bytes"):
+        predict(make_plan([[-1], [0]], 2), wrong)
+
+
+def test_sizes_by_name() -> None:
+    plan = make_plan([[-1], [0]], 2)
+    found = predict(plan, {"w13": 70_000, "w2": 35_001})
+    assert found.received_bytes.tolist() == [[0], [105_001]]
+    assert found.time_us == predict(plan, [70_000, 35_001]).time_us
+
+
+def test_a_plan_that_is_none() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"plan is \[\[-1\], \[0\]\]; expected a Plan"):
+        predict([[-1], [0]], W)
+    plan = make_plan([[-1], [0]], 2)
+    plan.slot_expert[0, 0] = 0  # at home there
+    with pytest.raises(InvalidPlanError):
+        predict(plan, W)

@@ -1,0 +1,196 @@
+"""Predictions of the host engine: a calibration makes a machine, whose ranks copy with cores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_model import make_plan, plans
+from tiers import cases
+
+from ultraep_comm import Plan
+from ultraep_comm.calibration import MOST, MeasuredCosts
+from ultraep_comm.engines.options import HOST_TILE_BYTES
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.model import Machine, predict
+
+MODES = ("push", "pull", "direct")
+W = 1 << 20
+COSTS = MeasuredCosts(
+    device="a processor",
+    ranks=4,
+    store_gbps=10.0,
+    load_gbps=40.0,
+    flag_us=0.5,
+    hop_us=5.0,
+    parallel=2.0,
+    call_us=6.0,
+)
+HOST = Machine.from_calibration(COSTS)
+STORE, READ = W / 10e3, W / 40e3  # microseconds
+ONE = make_plan([[-1], [0]], 2)
+TWO_ALONE = make_plan([[-1, -1], [0, 1]], 4)  # 0 and 1 are at home on rank 0
+THREE = make_plan([[-1], [0], [0], [0]], 4)
+
+
+def host(**changes: float) -> Machine:
+    return Machine.from_calibration(replace(COSTS, **changes))
+
+
+def time_of(plan: Plan, machine: Machine = HOST, mode: str = "direct", size: int = W) -> float:
+    return predict(plan, size, machine, mode).time_us
+
+
+# ---- by hand ------------------------------------------------------------------------------------
+
+
+def test_what_a_calibration_says() -> None:
+    assert HOST.name == "calibrated: a processor"
+    assert HOST.tile_bytes == HOST_TILE_BYTES
+    assert (HOST.call_us, HOST.hop_us, HOST.group_us) == (6, 5, 0.5)
+    assert (HOST.egress_gbps, HOST.read_gbps, HOST.parallel) == (10, 40, 2)
+
+
+def test_the_shapes_that_are_calibrated() -> None:
+    """The predictions are the times that `make_costs` makes such figures of."""
+    assert time_of(make_plan([[-1], [-1]], 2)) == pytest.approx(6)
+    assert time_of(ONE, size=64) == pytest.approx(6 + 2 * 5, abs=0.01)
+    alone = 16 + STORE + READ
+    assert time_of(ONE) == pytest.approx(alone)
+    both = make_plan([[-1], [0], [0]], 3)
+    assert time_of(both) == pytest.approx(alone + STORE)
+    ring = make_plan([[3], [0], [1], [2]], 4)
+    assert time_of(ring) == pytest.approx(16 + 4 * (STORE + READ) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_one_way_and_both(mode: str) -> None:
+    copy = STORE + READ
+    assert time_of(TWO_ALONE, mode=mode) == pytest.approx(16 + 2 * copy)
+    each = make_plan([[1], [0]], 2)
+    assert time_of(each, mode=mode) == pytest.approx(16 + copy)
+    narrow = host(parallel=1.25)
+    assert time_of(each, narrow, mode) == pytest.approx(16 + 2 * copy / 1.25, rel=0.02)
+    assert time_of(ONE, narrow, mode) == pytest.approx(16 + copy)
+    # One way more than the other: what is left over goes alone, at the full rate.
+    uneven = make_plan([[4, -1, -1], [0, 1, 2]], 8)
+    assert time_of(uneven, host(parallel=1.0), mode) == pytest.approx(16 + 4 * copy, rel=0.02)
+    assert time_of(uneven, mode=mode) == pytest.approx(16 + 3 * copy)
+
+
+def test_a_hub_reads_again_and_hands_on() -> None:
+    """Push to two hubs: each reads a half of its own slot and hands it to the other."""
+    plan = make_plan([[-1], [0], [0]], 3)
+    free = host(parallel=3.0)  # never short of memory
+    groups = W // HOST_TILE_BYTES
+    found = predict(plan, W, free, "push")
+    # The home's core sends a copy in all; the last group has one hop more to go, from a hub.
+    assert found.egress_us[0] == pytest.approx(STORE + READ)
+    assert found.egress_us[1:].sum() == pytest.approx(STORE + READ + groups * 0.5)
+    assert found.sent_bytes.tolist() == [W, W // 2, W // 2]
+    assert found.time_us > 6 + 3 * 5 + STORE + READ
+
+
+def test_who_pulls_copies_with_its_own_core() -> None:
+    found = predict(THREE, W, host(parallel=4.0), "pull")
+    assert found.sent_bytes.sum() == 3 * W
+    assert found.received_bytes.ravel().tolist() == [0, W, W, W]
+    home, *hubs = found.egress_us
+    assert home == 0
+    # Each hub reads a third, in whole groups of 16, and stores it to its own slot and two others.
+    groups = [5, 6, 5]
+    assert hubs == pytest.approx([n / 16 * (3 * STORE + READ) for n in groups], rel=1e-6)
+
+
+def test_auto_goes_by_the_calibration() -> None:
+    assert predict(THREE, W, host(hop_us=1e5)).mode == "direct"
+    assert predict(THREE, W, host(hop_us=0.0, flag_us=0.0, parallel=4.0)).mode == "push"
+    assert predict(THREE, W, host(hop_us=0.0, parallel=4.0), may_pull=True).mode == "pull"
+
+
+# ---- whatever the figures -----------------------------------------------------------------------
+
+costs = st.builds(
+    MeasuredCosts,
+    device=st.just("any"),
+    ranks=st.integers(2, 8),
+    store_gbps=st.sampled_from([0.5, 10.0, 300.0]),
+    load_gbps=st.sampled_from([1.0, 40.0, MOST]),
+    flag_us=st.sampled_from([0.0, 0.5, 20.0]),
+    hop_us=st.sampled_from([0.0, 5.0, 300.0]),
+    parallel=st.sampled_from([1.0, 1.2, 2.0, 8.0]),
+    call_us=st.sampled_from([0.0, 6.0]),
+)
+
+
+@given(plans(), costs, st.lists(st.integers(1, 700_000), min_size=1, max_size=3))
+@settings(max_examples=cases(25, 100))
+def test_every_byte_once_and_never_below_the_bound(
+    plan: Plan, measured: MeasuredCosts, segments: list[int]
+) -> None:
+    machine = Machine.from_calibration(measured)
+    slots = plan.slot_expert.numpy()
+    for mode in (*MODES, "auto"):
+        found = predict(plan, segments, machine, mode, may_pull=True)
+        assert np.array_equal(found.received_bytes, np.where(slots >= 0, sum(segments), 0))
+        assert found.sent_bytes.sum() == found.received_bytes.sum()
+        assert found.time_us >= (found.bound_us + measured.call_us) * (1 - 1e-9)
+        assert (found.finish_us >= measured.call_us).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("plan", [ONE, TWO_ALONE, THREE, make_plan([[2, 3], [0, 1]], 4)])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("store_gbps", (40.0, 20.0, 10.0, 5.0)),
+        ("load_gbps", (MOST, 40.0, 20.0, 10.0)),
+        ("hop_us", (0.0, 1.0, 10.0, 100.0)),
+        ("parallel", (4.0, 2.0, 1.5, 1.0)),
+        ("call_us", (0.0, 1.0, 10.0)),
+        ("flag_us", (0.0, 1.0, 10.0)),
+    ],
+)
+def test_worse_figures_never_make_it_faster(
+    mode: str, plan: Plan, name: str, values: tuple[float, ...]
+) -> None:
+    times = [time_of(plan, host(**{name: value}), mode) for value in values]
+    assert all(slow >= fast * (1 - 0.01) for fast, slow in pairwise(times))
+    if name in ("store_gbps", "hop_us", "call_us"):
+        assert times[-1] > times[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_bytes_take_longer(mode: str) -> None:
+    times = [time_of(THREE, mode=mode, size=size) for size in (64, W // 4, W, 4 * W, 16 * W)]
+    assert all(large > small for small, large in pairwise(times))
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"parallel": 0.5},
+        {"parallel": math.nan},
+        {"parallel": "2"},
+        {"parallel": 2.0, "read_gbps": 0.0},
+        {"parallel": 2.0, "group_us": -1.0},
+        {"parallel": 2.0, "domain_size": 2},
+        {"call_us": -1.0},
+        {"call_us": math.inf},
+        {"read_gbps": 10.0},
+        {"group_us": 1.0},
+    ],
+    ids=str,
+)
+def test_impossible_hosts(wrong: dict[str, object]) -> None:
+    name = [*wrong][-1]
+    with pytest.raises(InvalidArgumentError, match=name):
+        Machine(**{"egress_gbps": 10.0, "ingress_gbps": 10.0, **wrong})

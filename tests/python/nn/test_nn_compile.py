@@ -1,0 +1,166 @@
+"""Training under torch.compile: what traces, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nn_model import H, Model, S
+from ranks import loopback
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ultraep_comm as uec
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
+)
+
+
+def dense_experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
+    """The same experts, each for all tokens: shapes do not depend on values."""
+    y, num_mains = x, len(mains["w1"])
+    for i in range(num_mains + len(slots["w1"])):
+        held, at = (mains, i) if i < num_mains else (slots, i - num_mains)
+        mine = (instance == i)[:, None]
+        hidden = torch.tanh((x * mine) @ held["w1"][at].T)
+        y = y + hidden @ torch.where(mine.any(), held["w2"][at].T, 0.0) * held["scale"][at]
+    return y
+
+
+def layers(modules: Any, x: torch.Tensor, plans: Any, instances: Any) -> torch.Tensor:
+    for module, plan, instance in zip(modules, plans, instances, strict=True):
+        x = module(x, plan, instance)
+    return x
+
+
+@pytest.fixture
+def _one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no graphs of earlier runs
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])],
+)
+def test_compiled_layers_have_the_gradients_of_eager_ones(
+    models: Callable[..., Model], backend: str
+) -> None:
+    """All layers of a group in one graph, and a backward pass before the next forward pass."""
+    model = models(11, num_ranks=2)
+    counter = CompileCounterWithBackend(backend)
+    for modules in model.modules:
+        for module in modules:
+            module.experts = dense_experts
+
+    def train(rank: int, run: Callable[..., Any]) -> list[torch.Tensor]:
+        found = []
+        for mb in range(2):
+            x = model.inputs[rank, mb].clone().requires_grad_()
+            plans = [model.plans[layer, mb] for layer in range(2)]
+            instances = [model.instances[rank, layer, mb] for layer in range(2)]
+            y = run(model.modules[rank], x, plans, instances)
+            model.loss(y).backward()
+            found += [y, x.grad]
+        for module in model.modules[rank]:
+            found += [module.weights[name].grad for name in ("w1", "w2")]
+            module.zero_grad()
+        model.groups[rank].assert_idle()
+        return found
+
+    eager = loopback(2, lambda rank: train(rank, layers))
+    compiled = [torch.compile(layers, fullgraph=True, backend=counter) for _ in range(2)]
+    got = loopback(2, lambda rank: train(rank, compiled[rank]))
+    assert counter.frame_count >= 2
+    for rank in range(2):
+        for a, b in zip(got[rank], eager[rank], strict=True):
+            assert torch.allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_weights_that_the_group_does_not_reduce_are_refused(models: Callable[..., Model]) -> None:
+    """Also by a trace: gradients without the replicas' would be incomplete."""
+    model = models(12, num_ranks=1, num_experts=2, num_layers=1)
+    (module,) = model.modules[0]
+    module.experts = dense_experts
+    arguments = (model.inputs[0, 0], model.plans[0, 0], model.instances[0, 0, 0])
+    module.weights["w2"].requires_grad_(False)
+    run = torch.compile(lambda: module(*arguments), fullgraph=True, backend="aot_eager")
+    for call in (lambda: module(*arguments), run):
+        with pytest.raises(Exception, match=r"main weights \['w1'\] need gradients; expected all"):
+            call()
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_compiled_microbatches_in_flight_are_refused(models: Callable[..., Model]) -> None:
+    """The slots that the first graph saved for its backward pass belong to the second by then."""
+    model = models(12, num_ranks=1, num_experts=2, num_layers=1)
+    (module,) = model.modules[0]
+    module.experts = dense_experts
+    run = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    losses = []
+    for mb in range(2):
+        x = model.inputs[0, mb].clone().requires_grad_()
+        plan, instance = model.plans[0, mb], model.instances[0, 0, mb]
+        losses.append(model.loss(run([module], x, [plan], [instance])))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+    losses[1].backward()
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_compiled_reductions(models: Callable[..., Model], async_op: bool) -> None:
+    model = models(13, num_ranks=2, num_layers=1)
+    plan = model.plans[0, 0]
+
+    def reduce(grads: Any, group: uec.Group) -> torch.Tensor:
+        before = group.slot_grads["w1"].sum()
+        work = uec.reduce_expert_grads(grads, plan, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+            work.synchronize()
+        return before + group.slot_grads["w1"].sum()
+
+    def check(rank: int, run: Callable[..., Any]) -> list[torch.Tensor]:
+        group, draw = model.groups[rank], torch.Generator().manual_seed(rank)
+        grads: dict[str, Any] = {
+            "w1": torch.randn(group.num_mains, H, H, generator=draw),
+            "w2": list(torch.randn(group.num_mains, H, H, generator=draw)),
+        }
+        for name in ("w1", "w2"):
+            slots = torch.randn(S, H, H, generator=draw)
+            group.slot_grads[name].copy_(slots * (plan.slot_expert[rank] >= 0)[:, None, None])
+        total = run(grads, group)
+        assert not group.slot_grads["w1"].any()
+        return [total, grads["w1"], *grads["w2"]]
+
+    eager = loopback(2, lambda rank: check(rank, reduce))
+    compiled = torch.compile(reduce, fullgraph=True, backend="aot_eager")
+    got = loopback(2, lambda rank: check(rank, compiled))
+    for a, b in zip(got, eager, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_handles_are_not_for_compiled_functions(models: Callable[..., Model]) -> None:
+    model = models(14, num_ranks=1, num_experts=2, num_layers=1)
+    group, weights = model.groups[0], dict(model.modules[0][0].weights.items())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def replicate(handle: uec.PlanHandle) -> None:
+        uec.replicate_experts(weights, handle, group=group)  # type: ignore[arg-type]
+
+    with group.save(model.plans[0, 0]) as handle, pytest.raises(Exception, match="PlanHandle in a"):
+        replicate(handle)

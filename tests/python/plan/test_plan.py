@@ -1,0 +1,215 @@
+"""Plan: what from_slots accepts, what it rejects, and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
+from ultraep_comm.plan import plan as plan_module
+
+# 3 ranks, 5 experts: home 0 0 1 1 2.
+SLOTS = [[2, -1], [0, 4], [0, -1]]
+LOAD = [[9, 1, 2, 0, 3], [0, 1, 2, 0, 3], [0, 1, 2, 0, 4]]
+SLOT_QUOTA = [[2, 0], [3, 5], [2, 0]]
+HOME_QUOTA = [4, 3, 4, 0, 5]
+
+
+def _plan(**changes: Any) -> uec.Plan:
+    arguments: dict[str, Any] = {
+        "slot_expert": torch.tensor(SLOTS),
+        "num_experts": 5,
+        "slot_quota": torch.tensor(SLOT_QUOTA),
+        "home_quota": torch.tensor(HOME_QUOTA),
+        "load": torch.tensor(LOAD),
+    }
+    return uec.Plan.from_slots(**{**arguments, **changes})
+
+
+def test_a_plan_by_hand() -> None:
+    plan = _plan()
+    assert plan.slot_expert.dtype == torch.int32
+    assert plan.home.tolist() == [0, 0, 1, 1, 2]
+    assert (plan.num_ranks, plan.slots_per_rank, plan.num_experts) == (3, 2, 5)
+    assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (4, 1, 2)
+    # Rank quotas 4+3+2, 4+0+3+5, 5+2 of 28 in all.
+    assert plan.imbalance == pytest.approx(12 * 3 / 28)
+    assert plan.imbalance_bound == pytest.approx(10 * 3 / 28)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.load = None  # type: ignore[misc]
+
+
+def test_any_integers_are_taken() -> None:
+    for slots in (SLOTS, np.array(SLOTS, np.int64), torch.tensor(SLOTS, dtype=torch.int16)):
+        assert torch.equal(_plan(slot_expert=slots).slot_expert, _plan().slot_expert)
+
+
+def test_without_quotas_there_is_no_imbalance() -> None:
+    plan = uec.Plan.from_slots(SLOTS, num_experts=5)
+    assert np.isnan(plan.imbalance)
+    assert np.isnan(plan.imbalance_bound)
+    assert plan.load is None
+
+
+def test_a_plan_keeps_its_own_numbers() -> None:
+    slots, load = torch.tensor(SLOTS, dtype=torch.int32), torch.tensor(LOAD, dtype=torch.int32)
+    by_hand = _plan(slot_expert=slots, load=load)
+    planned = uec.plan_replicas(load, slots_per_rank=2)
+    slots.fill_(-1)
+    load.fill_(0)
+    assert by_hand.slot_expert.tolist() == SLOTS
+    assert by_hand.load is not None
+    assert planned.load is not None
+    assert by_hand.load.tolist() == planned.load.tolist() == LOAD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slot_expert": [[2], [0]]},
+        {"slot_expert": torch.zeros(2, 1)},
+        {"slot_expert": torch.zeros((0, 1), dtype=torch.int32)},
+        {"home": torch.zeros(5, dtype=torch.int64)},
+        {"slot_quota": torch.zeros((3, 1), dtype=torch.int32)},
+        {"slot_quota": torch.zeros((3, 2), dtype=torch.int64)},
+        {"home_quota": torch.zeros(1, dtype=torch.int32)},
+        {"load": torch.zeros((5, 3), dtype=torch.int32).T},
+    ],
+)
+def test_a_plan_is_made_of_contiguous_int32(changes: dict[str, Any]) -> None:
+    good = _plan()
+    with pytest.raises(InvalidPlanError):
+        dataclasses.replace(good, **changes)
+
+
+def test_empty_plans() -> None:
+    plan = uec.Plan.from_slots(torch.full((3, 2), -1), num_experts=5)
+    assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (0, 0, 0)
+    none = uec.Plan.from_slots(torch.empty((3, 0), dtype=torch.int32), num_experts=5)
+    assert (none.num_replicas, none.max_imports) == (0, 0)
+
+
+def test_the_bound_knows_domains() -> None:
+    load = torch.tensor([[60, 20, 10, 10]])
+    plan = uec.plan_replicas(
+        load.sum(0), num_ranks=4, slots_per_rank=1, domains=[0, 0, 1, 1], target=1.0
+    )
+    # 80 of 100 tokens stay in the first domain's two ranks.
+    assert plan.imbalance_bound == pytest.approx(40 * 4 / 100)
+    assert plan.imbalance >= plan.imbalance_bound
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"slot_expert": [[5, -1], *SLOTS[1:]]}, r"slot_expert\[0, 0\] is 5"),
+        ({"slot_expert": [[-2, -1], *SLOTS[1:]]}, "-2"),
+        ({"slot_expert": [[1, -1], *SLOTS[1:]]}, "own home"),
+        ({"slot_expert": [[2, 2], *SLOTS[1:]]}, "twice on rank 0"),
+        ({"slot_expert": [1, 2, 3]}, "num_ranks, slots_per_rank"),
+        ({"slot_expert": [[0.5, 1]]}, "float"),
+        ({"slot_expert": None}, "no tensor"),
+        ({"slot_expert": [[1], [2, 3]]}, "no tensor"),
+        ({"slot_expert": torch.tensor([[2**40, -1], *SLOTS[1:]])}, "32-bit"),
+        ({"home": [0, 0, 1, 1]}, "home has shape"),
+        ({"home": [0, 0, 1, 1, 3]}, r"home\[4\] is 3"),
+        ({"domains": [0, 0, 1]}, "outside its home's domain"),
+        ({"slot_quota": None}, "only home_quota"),
+        ({"home_quota": None}, "only slot_quota"),
+        ({"slot_quota": [[2, 0], [3, 5], [1, 0]]}, "expert 0 sum to 8; expected its load, 9"),
+        ({"slot_quota": [[2, 1], [3, 5], [2, 0]]}, "empty"),
+        ({"slot_quota": [[-2, 0], [3, 5], [2, 0]]}, "at least 0"),
+        ({"home_quota": [-4, 3, 4, 0, 5]}, "home_quota"),
+        ({"load": torch.tensor(LOAD[:2])}, "load has shape"),
+    ],
+)
+def test_bad_plans_are_rejected(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(InvalidPlanError, match=part):
+        _plan(**changes)
+
+
+@pytest.mark.parametrize(
+    "load, arguments, error",
+    [
+        (torch.ones(2, 4), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.ones(2, 2, 4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[-1, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[-5, 0], [10, 1]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.tensor([[2**31, 2]]), {"slots_per_rank": 1}, InvalidLoadError),
+        (torch.ones(4, dtype=torch.int32), {"slots_per_rank": 1}, InvalidArgumentError),
+        (torch.ones(2, 4, dtype=torch.int32), {}, InvalidArgumentError),
+        (torch.ones(2, 4, dtype=torch.int32), {"slots_per_rank": -1}, InvalidArgumentError),
+        (
+            torch.ones(2, 4, dtype=torch.int32),
+            {"slots_per_rank": 1, "target": 0.5},
+            InvalidArgumentError,
+        ),
+        (
+            torch.ones(2, 4, dtype=torch.int32),
+            {"slots_per_rank": 1, "num_ranks": 3},
+            InvalidLoadError,
+        ),
+    ],
+)
+def test_bad_loads_are_rejected(
+    load: torch.Tensor, arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        uec.plan_replicas(load, **arguments)
+
+
+@pytest.mark.parametrize(
+    "load, part",
+    [
+        (torch.tensor([[3, 4], [5, -1]]), r"load\[1, 1\] is -1"),
+        (torch.tensor([[3, -(2**31)], [5, -1]]), r"load\[0, 1\] is -2147483648"),
+        (torch.tensor([3, 2**31]), r"load\[1\] is 2147483648"),
+        (torch.tensor([[0, 2**30], [0, 2**30]]), r"load\[1\] is 2147483648"),
+        (torch.full((513,), 2**31 - 1), "sum of load is 1101659110911"),
+        (torch.ones(2, 4), "torch.float32"),
+    ],
+)
+def test_a_bad_load_is_named_with_its_place(load: torch.Tensor, part: str) -> None:
+    with pytest.raises(InvalidLoadError, match=part):
+        uec.plan_replicas(load, slots_per_rank=1, num_ranks=2)
+
+
+def test_no_more_slots_than_experts() -> None:
+    with pytest.raises(InvalidArgumentError, match="slots_per_rank is 3, but there are 2 experts"):
+        uec.plan_replicas(torch.ones((2, 2), dtype=torch.int32), slots_per_rank=3)
+
+
+def test_nothing_to_balance_is_the_empty_plan() -> None:
+    plan = uec.plan_replicas(torch.zeros((4, 8), dtype=torch.int32), slots_per_rank=2)
+    assert plan.num_replicas == 0
+    assert plan.imbalance == plan.imbalance_bound == 1.0
+
+
+def test_a_plan_from_a_load_is_legal_and_balanced() -> None:
+    generator = torch.Generator().manual_seed(1)
+    load = (torch.rand((8, 32), generator=generator) ** 6 * 1000).to(torch.int32)
+    plan = uec.plan_replicas(load, slots_per_rank=2)
+    plan.validate()
+    assert plan.load is not None
+    assert plan.imbalance_bound <= plan.imbalance <= 1.02
+
+
+def test_all_tensors_of_a_plan_lie_where_its_slots_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are given a plan on a device read all of it there."""
+    # The only other device of a CPU build has no values to look at.
+    monkeypatch.setattr(plan_module, "_ints", lambda value, name: torch.as_tensor(value).int())
+    monkeypatch.setattr(uec.Plan, "validate", lambda plan, **_: None)
+    plan = uec.Plan.from_slots(
+        torch.zeros(2, 1, dtype=torch.int32, device="meta"),
+        num_experts=4,
+        slot_quota=[[1], [1]],
+        home_quota=[2, 2, 2, 2],
+        load=[[1, 1, 1, 1], [1, 1, 1, 1]],
+        domains=[0, 0],
+    )
+    assert {tensor.device.type for tensor in vars(plan).values()} == {"meta"}

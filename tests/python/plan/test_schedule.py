@@ -1,0 +1,505 @@
+"""Both definitions of the schedule against each other, what is right, and what is best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference.schedule_oracle import (
+    Problem,
+    Schedule,
+    densest,
+    exports,
+    gap,
+    imports,
+    optimum,
+    slowest_link,
+    violations,
+)
+from tiers import cases
+
+from ultraep_comm import _core
+from ultraep_comm.plan import schedule
+from ultraep_comm.plan.topology import contiguous_home
+
+NO_COST = [0, 0, 0, 0, 1]
+
+
+def contiguous(num_experts: int, num_ranks: int) -> list[int]:
+    return contiguous_home(num_experts, num_ranks).tolist()
+
+
+def in_core(
+    problem: Problem, mode: _core.Mode | None, *, may_pull: bool = False, cost: list[int] = NO_COST
+) -> dict[str, object]:
+    return _core.make_schedule(
+        slot_expert=[expert for row in problem.slot_expert for expert in row],
+        home=problem.home,
+        domain=[0] * problem.num_ranks,
+        slots_per_rank=len(problem.slot_expert[0]),
+        allow_cross_domain=False,
+        segment_bytes=problem.segment_bytes,
+        tile_bytes=problem.tile_bytes,
+        mode=mode,
+        may_pull=may_pull,
+        cost=cost,
+    )
+
+
+def in_numpy(problem: Problem, mode: str) -> schedule.Schedule:
+    return schedule.make_schedule(
+        problem.slot_expert,
+        home=problem.home,
+        segment_bytes=problem.segment_bytes,
+        tile_bytes=problem.tile_bytes,
+        mode=mode,
+    )
+
+
+def plain(found: schedule.Schedule) -> Schedule:
+    """The schedule as the oracle takes it."""
+    experts = list(enumerate(found.expert.tolist()))
+    return Schedule(
+        mode=found.mode,
+        replicas={expert: list(found.replicas(x)) for x, expert in experts},
+        pieces=[(expert, *piece) for x, expert in experts for piece in found.hubs(x)],
+        egress=found.egress.tolist(),
+    )
+
+
+def check(problem: Problem) -> Schedule:
+    """Make the schedule in every mode and both languages; return the one with hubs."""
+    by_mode = {}
+    for mode, number in schedule.MODES.items():
+        found, core = in_numpy(problem, mode), in_core(problem, number)
+        assert core["mode"] is number
+        for name in ("expert", "first", "replica_rank", "replica_slot", "boundary", "egress"):
+            array = getattr(found, name)
+            assert array.dtype == (np.int64 if name == "egress" else np.int32)
+            assert core[name] == array.tolist(), (mode, name)
+        by_mode[mode] = plain(found)
+        assert violations(problem, by_mode[mode]) == []
+        assert core["max_exports"] == max(exports(problem))
+        assert core["max_imports"] == max(imports(problem))
+        assert core["chained"] == chained(problem)
+    assert by_mode["push"] == replace(by_mode["pull"], mode="push")
+    return by_mode["push"]
+
+
+def chained(problem: Problem) -> bool:
+    return any(k and n for k, n in zip(exports(problem), imports(problem), strict=True))
+
+
+def placed(home: list[int], chosen: list[list[int]], slots_per_rank: int, **cut: object) -> Problem:
+    """A plan with the legal ones among the experts chosen for each rank, while slots last."""
+    rows = []
+    for rank, experts in enumerate(chosen):
+        legal = [e for e in dict.fromkeys(experts) if e < 0 or home[e] != rank][:slots_per_rank]
+        rows.append(legal + [-1] * (slots_per_rank - len(legal)))
+    return Problem(slot_expert=rows, home=home, **cut)
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_ranks: int = 10, max_experts: int = 24) -> Problem:
+    num_ranks, num_experts = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_experts))
+    slots_per_rank = draw(st.integers(0, 4))
+    anywhere = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts)
+    few = draw(st.integers(1, num_experts))  # replicate only so many: long rows of hubs
+    expert = st.integers(-1, few - 1)
+    rows = st.lists(expert, min_size=slots_per_rank, max_size=2 * slots_per_rank)
+    size = st.one_of(st.integers(0, 100), st.integers(0, 200_000), st.sampled_from([1 << 20]))
+    return placed(
+        draw(st.just(contiguous(num_experts, num_ranks)) | anywhere),
+        draw(st.lists(rows, min_size=num_ranks, max_size=num_ranks)),
+        slots_per_rank,
+        segment_bytes=draw(st.lists(size, min_size=1, max_size=4)),
+        tile_bytes=draw(st.sampled_from([1000, 1024, 4096, 32 << 10, 48_000, 64 << 10, 1 << 20])),
+    )
+
+
+@given(problems())
+@example(Problem(slot_expert=[[-1]], home=[0]))
+@example(Problem(slot_expert=[[], []], home=[0, 1]))
+@example(Problem(slot_expert=[[1], [0]], home=[0, 1]))
+@example(Problem(slot_expert=[[-1], [0], [0]], home=[0], segment_bytes=[0]))
+@example(Problem(slot_expert=[[-1], [0], [0]], home=[0], segment_bytes=[]))
+@settings(max_examples=cases(50, 300))
+def test_both_definitions_agree_and_obey_every_rule(problem: Problem) -> None:
+    check(problem)
+
+
+@given(problems(max_ranks=40, max_experts=4))
+@settings(max_examples=cases(15, 60))
+def test_long_rows_of_hubs_likewise(problem: Problem) -> None:
+    check(problem)
+
+
+def adversarial(name: str, num_ranks: int, num_experts: int, slots_per_rank: int) -> Problem:
+    home = contiguous(num_experts, num_ranks)
+    rng = np.random.default_rng(num_experts)
+    ranks = range(num_ranks)
+    match name:
+        case "nothing replicated":
+            chosen = [[] for _ in ranks]
+        case "one expert everywhere":
+            chosen = [[0] for _ in ranks]
+        case "the experts of one rank everywhere":
+            chosen = [list(range(slots_per_rank)) for _ in ranks]
+        case "a ring of chains":  # every rank exports to the next ones
+            chosen = [
+                [home.index((rank + i + 1) % num_ranks) for i in range(slots_per_rank)]
+                for rank in ranks
+            ]
+        case "two halves swap":  # every rank is the home of one expert and imports the others'
+            firsts = [home.index(rank) for rank in ranks]
+            chosen = [firsts[num_ranks // 2 :], firsts[: num_ranks // 2]]
+            chosen = [chosen[2 * rank // num_ranks] for rank in ranks]
+            chosen = [row[rank % len(row) :] + row for rank, row in enumerate(chosen) if row]
+            chosen = chosen or [[]]
+        case "slots filled from the back":
+            chosen = [[-1] * (rank % 2) + [rank % num_experts] for rank in ranks]
+        case "random":
+            chosen = rng.integers(-1, num_experts, (num_ranks, slots_per_rank)).tolist()
+        case "random, a few hot":
+            hot = rng.zipf(1.5, (num_ranks, slots_per_rank)) - 1
+            chosen = np.where(hot < num_experts, hot, -1).tolist()
+    return placed(home, chosen, slots_per_rank)
+
+
+ADVERSARIAL = [
+    "nothing replicated",
+    "one expert everywhere",
+    "the experts of one rank everywhere",
+    "a ring of chains",
+    "two halves swap",
+    "slots filled from the back",
+    "random",
+    "random, a few hot",
+]
+CUTS = {
+    "large": {},
+    "one group": {"segment_bytes": [5000]},
+    "several odd segments": {"segment_bytes": [3_000_001, 1, 70_000, 0, 12_345]},
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 2), (2, 2, 1), (8, 8, 1), (18, 18, 1), (64, 256, 2), (256, 1024, 2)]
+)
+@pytest.mark.parametrize("plan", ADVERSARIAL)
+def test_adversarial_plans(plan: str, shape: tuple[int, int, int], cut: str) -> None:
+    check(replace(adversarial(plan, *shape), **CUTS[cut]))
+
+
+def test_a_wide_expert_is_cut_finer() -> None:
+    """Beyond 16 replicas a flag group is one tile of 32 KiB, not two."""
+    for num_replicas, groups in [(16, 8), (17, 16)]:
+        chosen = [[]] + [[0]] * num_replicas
+        problem = placed([0], chosen, 1, segment_bytes=[512 << 10])
+        assert check(problem).pieces[-1][3] == groups
+
+
+def test_one_expert_is_shared_by_its_replicas() -> None:
+    """By hand: one copy leaves the home, and the three replicas make the other two evenly."""
+    found = check(placed([0], [[], [0], [0], [0]], 1, segment_bytes=[12 << 16]))
+    assert found.pieces == [(0, 0, 0, 0), (0, 1, 0, 4), (0, 2, 4, 8), (0, 3, 8, 12)]
+    assert found.egress == [65536, 43691, 43691, 43690]
+
+
+def test_a_busy_replica_is_spared() -> None:
+    """By hand: rank 1 already sends an expert of its own, so rank 2 makes the second copy of 0."""
+    problem = placed([0, 1], [[1], [0], [0], []], 1, segment_bytes=[12 << 16])
+    found = check(problem)
+    assert found.pieces == [
+        (0, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 2, 0, 12),
+        (1, 1, 0, 12),
+        (1, 0, 12, 12),
+    ]
+    assert (max(found.egress), bound(problem), optimum(problem)) == (65536, 1, 1)
+
+
+# ---- how close to the best ------------------------------------------------------------------
+
+
+def skewed_loads(num_experts: int, num_ranks: int) -> Iterator[list[int]]:
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        for load in (
+            rng.pareto(1.2, num_experts),
+            rng.lognormal(0, 1, num_experts),
+            rng.permutation(1 / np.arange(1, num_experts + 1)),
+            np.where(np.arange(num_experts) < 3 * num_experts // num_ranks, 6, 1)  # hot ranks
+            * rng.lognormal(0, 0.3, num_experts),
+        ):
+            yield (load / load.sum() * num_ranks * 32_768).astype(int).tolist()
+
+
+def planned(load: list[int], num_ranks: int, slots_per_rank: int) -> Problem:
+    home = contiguous_home(len(load), num_ranks)
+    slot_expert, _, _ = _core.plan_replicas(
+        np.array(load, np.int64),
+        home,
+        np.zeros(num_ranks, np.int32),
+        slots_per_rank,
+        False,
+        1_010_000,
+    )
+    return Problem(slot_expert=slot_expert.tolist(), home=home.tolist())
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 2), (64, 128, 1), (40, 160, 4)])
+def test_plans_of_the_planner_are_sent_at_the_bound(shape: tuple[int, int, int]) -> None:
+    """Egress and imports of 37.75 MB experts, counted in bytes, over the linear program's T*."""
+    num_ranks, num_experts, slots_per_rank = shape
+    ratios = []
+    for load in skewed_loads(num_experts, num_ranks):
+        problem = planned(load, num_ranks, slots_per_rank)
+        found, best = check(problem), optimum(problem)
+        assert best >= 1
+        assert bound(problem) == pytest.approx(best, rel=1e-7)
+        if not chained(problem):
+            assert best == pytest.approx(max(exports(problem) + imports(problem)), rel=1e-7)
+        ratios.append(float(slowest_link(problem, found)) / best)
+    print(f"{shape}: over T*, mean {np.mean(ratios):.4f}, worst {max(ratios):.4f}")
+    assert np.mean(ratios) < 1.005
+    assert max(ratios) < 1.03
+
+
+def random_plans(count: int) -> Iterator[Problem]:
+    rng = np.random.default_rng(8)
+    for _ in range(count):
+        num_ranks, slots_per_rank = int(rng.choice([4, 8, 16, 24])), int(rng.integers(1, 5))
+        num_experts = num_ranks * int(rng.choice([1, 2, 4]))
+        home = contiguous(num_experts, num_ranks)
+        if rng.random() < 0.5:
+            home = rng.integers(0, num_ranks, num_experts).tolist()
+        weight = 1 / np.arange(1, num_experts + 1) ** rng.choice([0, 0.6, 1.2])
+        rows = [
+            rng.choice(num_experts, num_experts, replace=False, p=weight / weight.sum()).tolist()
+            for _ in range(num_ranks)
+        ]
+        full = placed(home, rows, slots_per_rank)
+        kept = rng.random((num_ranks, slots_per_rank)) < rng.choice([0.3, 0.7, 1])
+        yield replace(full, slot_expert=np.where(kept, full.slot_expert, -1).tolist())
+
+
+def test_any_plan_is_sent_close_to_the_bound() -> None:
+    """Plans no planner made, nearly all with chains; the bounds are what is reached there."""
+    ratios, gaps, exact, unlike = [], [], [], 0
+    for problem in random_plans(300):
+        found, best = check(problem), optimum(problem)
+        if best == 0:
+            continue
+        ratios.append(max(*found.egress, max(imports(problem)) * 65536) / 65536 / best)
+        gaps.append(float(max(gap(problem, found, expert) for expert in problem.members())))
+        exact.append(bound(problem) / best)
+        unlike += best > max(exports(problem) + imports(problem)) + 1e-6
+    print(f"over T*: mean {np.mean(ratios):.4f}, worst {max(ratios):.4f}; gap {max(gaps):.3f}")
+    assert unlike >= 10  # where chains make the bound more than two maxima
+    assert np.mean(ratios) < 1.01
+    assert max(ratios) < 1.09
+    assert max(gaps) < 0.5
+    assert min(exact) > 0.999
+    assert np.mean(np.array(exact) > 1 - 1e-7) > 0.95
+
+
+def bound(problem: Problem) -> float:
+    return schedule.transfer_bound(problem.slot_expert, home=problem.home)
+
+
+@given(problems(max_ranks=6, max_experts=8))
+@settings(max_examples=cases(20, 80))
+def test_the_bound_is_one(problem: Problem) -> None:
+    """Three statements of T*: the densest set of ranks, the linear program, and the library's."""
+    best = densest(problem)
+    assert optimum(problem) == pytest.approx(float(best), abs=1e-7)
+    assert bound(problem) <= float(best) + 1e-12
+    if not chained(problem):
+        assert bound(problem) == best == max(exports(problem) + imports(problem))
+
+
+def test_an_even_split_would_not_do() -> None:
+    """The ratio can fail: experts split evenly over their instances overload a busy home."""
+    worst = 0.0
+    for load in skewed_loads(256, 64):
+        problem = planned(load, 64, 2)
+        pieces = []
+        for expert, ranks in problem.members().items():
+            cuts = np.linspace(0, len(problem.group_sizes(len(ranks) - 1)), len(ranks) + 1)
+            pieces += [
+                (expert, rank, *span)
+                for rank, span in zip(ranks, pairwise(cuts.astype(int).tolist()), strict=True)
+            ]
+        even = replace(plain(in_numpy(problem, "push")), pieces=pieces)
+        worst = max(worst, float(slowest_link(problem, even)) / optimum(problem))
+    assert worst > 1.2
+
+
+# ---- mode="auto" ----------------------------------------------------------------------------
+
+costs = st.tuples(
+    st.sampled_from([0, 1_100, 80_000]),
+    st.sampled_from([0, 200, 60_000]),
+    st.sampled_from([0, 50_000, 300_000]),
+    st.sampled_from([0, 1_000_000, 10_000_000]),
+    st.integers(1, 30_000),
+).map(list)
+
+
+@given(problems(), costs, st.booleans())
+@settings(max_examples=cases(50, 300))
+def test_auto_takes_a_cheapest_legal_mode(
+    problem: Problem, cost: list[int], may_pull: bool
+) -> None:
+    legal = [mode for mode in schedule.MODES if may_pull or mode != "pull"]
+    forced = {
+        schedule.MODES[mode]: in_core(problem, schedule.MODES[mode], may_pull=may_pull, cost=cost)
+        for mode in legal
+    }
+    chosen = in_core(problem, None, may_pull=may_pull, cost=cost)
+    assert chosen == in_core(problem, None, may_pull=may_pull, cost=cost)
+    assert chosen == forced[chosen["mode"]]  # also the hubs and the modelled time
+    assert chosen["modelled_ps"] == min(found["modelled_ps"] for found in forced.values())
+
+
+RACK = [1_100, 200, 50_000, 1_500_000, 6_400]
+
+
+@pytest.mark.parametrize(
+    ("fan_out", "num_bytes", "may_pull", "mode"),
+    [
+        (1, 37_748_736, True, "direct"),  # nothing to relay
+        (12, 37_748_736, False, "push"),
+        (12, 37_748_736, True, "pull"),
+        (2, 4096, True, "direct"),  # a second hop costs more than the bytes
+    ],
+)
+def test_auto_on_a_rack(fan_out: int, num_bytes: int, may_pull: bool, mode: str) -> None:
+    chosen = [[0] if 1 <= rank <= fan_out else [] for rank in range(64)]
+    problem = placed(contiguous(256, 64), chosen, 2, segment_bytes=[num_bytes])
+    found = in_core(problem, None, may_pull=may_pull, cost=RACK)
+    assert found["mode"] is schedule.MODES[mode]
+
+
+# ---- the oracle and the errors --------------------------------------------------------------
+
+
+def broken(problem: Problem, good: Schedule, rule: str) -> Schedule:
+    """A schedule that breaks one rule."""
+    pieces, egress = list(good.pieces), list(good.egress)
+    expert, hub, begin, end = pieces[1]
+    match rule:
+        case "the replicas are the plan's, by expert and rank":
+            at = {e: [(rank, 1 - slot) for rank, slot in r] for e, r in good.replicas.items()}
+            return replace(good, replicas=at)
+        case "a hub has an instance of its expert":
+            pieces[1] = (expert, 5, begin, end)
+        case "every group has exactly one hub":
+            pieces[1] = (expert, hub, begin, end - 1)
+        case "egress is what the ranges say, but for their rounding":
+            egress[0], egress[1] = egress[1], egress[0]
+        case "every replica is sent once":
+            egress[2] += 1
+        case "every replicated expert leaves its home":
+            egress[0], egress[2] = egress[0] - 32_768, egress[2] + 32_768
+        case "no hub is fuller than a rank that could take over from it":
+            # The first replica takes the whole range of the second: legal, but not level.
+            moved = egress[2] // 2
+            pieces[1] = (expert, hub, begin, end)
+            pieces[1:3] = [(expert, hub, begin, pieces[2][3]), (expert, pieces[2][1], end, end)]
+            egress[1], egress[2] = egress[1] + moved, egress[2] - moved
+        case "in direct mode the home is the only hub":
+            return replace(good, mode="direct")
+    return replace(good, pieces=pieces, egress=egress)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "the replicas are the plan's, by expert and rank",
+        "a hub has an instance of its expert",
+        "every group has exactly one hub",
+        "egress is what the ranges say, but for their rounding",
+        "every replica is sent once",
+        "every replicated expert leaves its home",
+        "no hub is fuller than a rank that could take over from it",
+        "in direct mode the home is the only hub",
+    ],
+)
+def test_the_oracle_notices(rule: str) -> None:
+    problem = placed([0, 0], [[], [0], [0], [0], [0], []], 2)
+    assert rule in violations(problem, broken(problem, check(problem), rule))
+
+
+def test_the_oracle_notices_a_home_that_does_all_the_work() -> None:
+    problem = placed([0, 0], [[], [0], [0], [0], [0], []], 2)
+    alone = replace(plain(in_numpy(problem, "direct")), mode="push")
+    assert violations(problem, alone) == [
+        "no hub is fuller than a rank that could take over from it"
+    ]
+
+
+@pytest.mark.parametrize("pieces", [[(0, 0, 0, 576)] * 2, [(0, 0, 0, 577)], [(0, 0, 576, 0)], []])
+def test_the_oracle_notices_overlap_excess_and_omission(
+    pieces: list[tuple[int, int, int, int]],
+) -> None:
+    problem = placed([0], [[], [0]], 1)
+    bad = replace(check(problem), pieces=pieces)
+    assert "every group has exactly one hub" in violations(problem, bad)
+
+
+@pytest.mark.parametrize("found", ["auto", "", "Push"])
+def test_unknown_modes_are_rejected(found: str) -> None:
+    with pytest.raises(ValueError, match="mode"):
+        in_numpy(Problem(slot_expert=[[-1]], home=[0]), found)
+
+
+def test_flat_plans_are_rejected() -> None:
+    with pytest.raises(ValueError, match="slot_expert"):
+        schedule.transfer_bound([-1, -1], home=[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot_expert": [0, -1]},  # on its own home
+        {"slot_expert": [-1, 2]},
+        {"slot_expert": [-1, -2]},
+        {"slot_expert": [-1]},
+        {"home": [0, 2]},
+        {"home": [-1, 1]},
+        {"slots_per_rank": -1},
+        {"segment_bytes": [-1]},
+        {"segment_bytes": [1 << 62, 1 << 62]},
+        {"tile_bytes": 0},
+        {"mode": 3},
+        {"mode": -1},
+        {"cost": [1, 1, 1, 1]},
+        {"cost": [1, 1, 1, 1, 0]},
+        {"cost": [-1, 1, 1, 1, 1]},
+    ],
+)
+def test_the_core_rejects_values_out_of_range(change: dict[str, object]) -> None:
+    right = {
+        "slot_expert": [1, 0],
+        "home": [0, 1],
+        "domain": [0, 0],
+        "slots_per_rank": 1,
+        "allow_cross_domain": False,
+        "segment_bytes": [4096],
+        "tile_bytes": 1024,
+        "mode": _core.Mode.PUSH,
+        "may_pull": False,
+        "cost": NO_COST,
+    }
+    _core.make_schedule(**right)
+    with pytest.raises(TypeError if "mode" in change else ValueError):
+        _core.make_schedule(**(right | change))

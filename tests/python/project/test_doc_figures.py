@@ -1,0 +1,183 @@
+"""Figures in the documents are those of committed result files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultraep_comm.model import MACHINES
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+import doc_blocks  # noqa: E402
+import update_docs  # noqa: E402
+
+DOCUMENTS = [path.relative_to(ROOT).as_posix() for path in update_docs.documents(ROOT)]
+_FIGURE = re.compile(r"\d[\d.,]*(?:,? (?:to|and|or) \d[\d.]*)*(?: (?:us|ms|GB/s|times)\b|%)")
+_CODE = re.compile(r"^```.*?^```\n|^\|[^\n]*\n|`[^`]*`", re.DOTALL | re.MULTILINE)
+
+
+def test_documents_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    status = update_docs.main(["--check"])
+    shown = capsys.readouterr()
+    assert status == 0, f"run tools/update_docs.py: {shown.out}{shown.err}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_figure_has_a_source(name: str) -> None:
+    """A paragraph with a figure and its unit says in a comment where it is from, or is worked."""
+    for paragraph in re.split(r"\n\s*\n", _CODE.sub("", (ROOT / name).read_text())):
+        said = "<!--" in paragraph or "Worked:" in paragraph
+        assert said or not _FIGURE.search(" ".join(paragraph.split())), paragraph
+
+
+def test_machines_are_those_of_the_model() -> None:
+    text = (ROOT / "docs" / "model.md").read_text()
+    for name in ("nvl72", "nvl72-racks", "hgx8"):
+        machine = MACHINES[name]
+        far = "none"
+        if machine.cross_gbps:
+            far = f"{machine.cross_gbps:g} GB/s, {machine.cross_us:g} us more"
+        assert (
+            f"| `{name}` | {machine.egress_gbps:g} GB/s | {machine.hop_us:g} us |"
+            f" {machine.domain_size} ranks | {far} |"
+        ) in text
+    assert f"{MACHINES['nvl72'].deliver_us:g} us until delivery" in text
+    assert f"{MACHINES['nvl72'].flag_us:g} us for a flag" in text
+
+
+def test_there_are_figures_of_all_kinds() -> None:
+    kinds = {
+        kind
+        for name in DOCUMENTS
+        for _, kind in update_docs._MARKER.findall((ROOT / name).read_text())
+    }
+    assert kinds == set(update_docs.BLOCKS)
+
+
+def test_every_folder_is_described() -> None:
+    """The tables of the architecture page have the folders of the drawings, and true places."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)` \| [^`]", text, re.MULTILINE)
+    python = [name for layer in doc_blocks.layers() for name in layer]
+    assert sorted(rows) == sorted([*python, *doc_blocks.BELOW])
+    functions = re.findall(r"^\| (`.*?) \| `((?:src|bindings)/.*)` \|$", text, re.MULTILINE)
+    assert len(functions) > 10
+    for names, file in functions:
+        for name in re.findall(r"`(?:\w+::)?(\w+)`", names):
+            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
+
+
+def test_result_files_are_listed() -> None:
+    text = (ROOT / "bench" / "results" / "README.md").read_text()
+    files = {path.name for path in (ROOT / "bench" / "results").glob("*.json")}
+    assert set(re.findall(r"^\| `(\w+\.json)`", text, re.MULTILINE)) == files
+
+
+def test_worked_numbers_are_worked_right() -> None:
+    """What stands on both sides of an equals sign is equal, to the last digit that is shown."""
+    text = " ".join((ROOT / "bench" / "METRICS.md").read_text().replace("10^6", "1e6").split())
+    number = r"[\d.]+(?:e\d+)?"
+    factor = rf"(?:{number}|\({number} \+ {number}\))"
+    equation = rf"({factor}(?: (?:B|us|GB/s))?(?: [*/] {factor}(?: (?:B|us|GB/s))?)+) = ({number})"
+    found = re.findall(equation, text)
+    assert len(found) >= 8
+    for left, right in found:
+        units = re.sub(" (?:B|us|GB/s)", "", left)
+        value = eval(units)  # digits, brackets, * and /, as the pattern says
+        value /= 1e3 if " B" in left else 1  # B / us in GB/s, and B / (GB/s) in us
+        places = len(right.partition(".")[2])
+        assert value == pytest.approx(float(right), abs=0.51 * 10**-places, rel=2e-3), left
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for path in [*update_docs.documents(ROOT), *(ROOT / "bench" / "results").glob("*.json")]:
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return tmp_path
+
+
+def change(tree: Path, name: str, old: str, new: str) -> None:
+    path = tree / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+def test_a_new_result_refreshes_blocks_and_sentences(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tree / "bench" / "results"
+    document = json.loads((results / "replicate_4ranks_16M.json").read_text())
+    document["header"][0] = "another run"
+    (results / "replicate_4ranks_16M.json").write_text(json.dumps(document))
+    document = json.loads((results / "empty_plan_4ranks.json").read_text())
+    document["records"][0]["time_us"]["p50"] = 98765.4
+    (results / "empty_plan_4ranks.json").write_text(json.dumps(document))
+    before = {name: (tree / name).read_text() for name in DOCUMENTS}
+    assert update_docs.main(["--check", "--root", str(tree)]) == 1
+    assert "+another run" in capsys.readouterr().out
+    assert {name: (tree / name).read_text() for name in DOCUMENTS} == before
+    assert update_docs.main(["--root", str(tree)]) == 0
+    changed = [name for name in DOCUMENTS if (tree / name).read_text() != before[name]]
+    assert changed == ["README.md", "docs/first-run.md"]
+    assert "98765<!--=" in (tree / "README.md").read_text()
+    assert "another run" in (tree / "docs" / "first-run.md").read_text()
+    assert update_docs.main(["--check", "--root", str(tree)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("README.md", " p2p  ", " p2p. "),
+        ("README.md", "6<!--= empty", "7<!--= empty"),
+        ("README.md", "| zipf1.4 | 9", "| zipf1.4 | 19"),
+        ("docs/model.md", "| 3.03 | 51 | 6 | 317 us | ", "| 3.03 | 51 | 6 | 317 us | 1"),
+        ("docs/model.md", "| 72/288/2 | ", "| 72/288/2 | 1"),
+        ("docs/model.md", "| tiles of 64 KiB | ", "| tiles of 64 KiB | 1"),
+        ("docs/model.md", "| push | 1.", "| push | 11."),
+        ("docs/model.md", "5.7%<!--=", "5.8%<!--="),
+        ("docs/first-run.md", "outputs differ at most by", "outputs differ at most by 1"),
+        ("docs/problem.md", "rank 0  2.9", "rank 0  3.9"),
+        ("docs/architecture.md", "calls --> group", "group --> calls"),
+        ("docs/architecture.md", "  host --> engine", "  engine --> host"),
+        ("docs/architecture.md", "Session.submit", "Group.submit"),
+    ],
+)
+def test_what_was_changed_by_hand_is_found_and_put_right(
+    tree: Path, name: str, old: str, new: str
+) -> None:
+    was = (tree / name).read_text()
+    change(tree, name, old, new)
+    assert update_docs.main(["--check", "--root", str(tree)]) == 1
+    assert update_docs.main(["--root", str(tree)]) == 0
+    assert (tree / name).read_text() == was
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("json: shown -->\n```\n", "json: shown -->\n\n", "no code block"),
+        ("json: shown -->", "json: drawn -->", "drawn"),
+        ("/replicate_4ranks_16M.json: sh", "/none.json: sh", "none.json"),
+        ("<!--= empty_plan_4ranks:", "<!--= none:", "none.json"),
+        (":records.0.time_us", ":records.9.time_us", "out of range"),
+    ],
+)
+def test_documents_that_cannot_be_updated(
+    tree: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, text: str
+) -> None:
+    change(tree, "README.md", old, new)
+    assert update_docs.main(["--root", str(tree)]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert "README.md" in error

@@ -1,0 +1,110 @@
+"""What the documents show works, and what they list exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import sampled
+
+import ultraep_comm as uec
+from ultraep_comm import env
+from ultraep_comm.viz.cli import main as draw
+
+ROOT = Path(__file__).resolve().parents[3]
+USAGE = (ROOT / "docs" / "usage.md").read_text()
+README = (ROOT / "README.md").read_text()
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [*sorted((ROOT / "bench").glob("*.md")), ROOT / "bench" / "results" / "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "ranks"),
+    sampled(
+        [("usage", "train", 2), ("usage", "health", 2), ("frameworks", "moe_layer", 4)],
+        lambda program: "train" in program,
+    ),
+)
+def test_programs_run(tmp_path: Path, page: str, name: str, ranks: int) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    shown = re.search(rf"```python\n(# {name}\.py: torchrun .*?)```", text, re.DOTALL)
+    assert shown is not None
+    script = tmp_path / f"{name}.py"
+    # What ranks print at a time may share a line.
+    script.write_text(shown[1] + 'import os\nopen(f"{__file__}.{os.environ[\'RANK\']}", "x")\n')
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob(f"{script.name}.?"))) == ranks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```\n", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+    folders = "docs|bench|tests|tools|examples|src|bindings|ultraep_comm"
+    for name in re.findall(rf"`((?:{folders})/[\w/.]+)", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_pictures_are_made_by_the_commands_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = set()
+    for line in re.findall(r"^python -m ultraep_comm\.viz (.*)$", README, re.MULTILINE):
+        *arguments, out, name = line.split()
+        assert out == "--out"
+        made.add(name)
+        again = tmp_path / Path(name).name
+        shown = [str(ROOT / a) if a.startswith("bench/") else a for a in arguments]
+        assert draw([*shown, "--out", str(again)]) == 0
+        committed = (ROOT / name).read_bytes()
+        assert len(committed) < 200_000
+        assert committed[:24] == again.read_bytes()[:24]  # a PNG of as many pixels
+    assert made == set(re.findall(r"!\[[^]]*\]\((docs/pictures/[^)]+)\)", README))
+    assert {ROOT / name for name in made} == set((ROOT / "docs" / "pictures").iterdir())
+
+
+def test_environment_variables_are_documented() -> None:
+    assert env.__doc__ is not None
+    for variable in re.findall(r"ULTRAEP_[A-Z_]+", inspect.getsource(env)):
+        assert variable in env.__doc__
+        assert variable in USAGE
+
+
+def test_every_error_is_documented() -> None:
+    for name, kind in vars(uec.errors).items():
+        if inspect.isclass(kind) and issubclass(kind, uec.errors.UltraEPError):
+            assert kind.__doc__
+            own = name == kind.__name__ and name not in ("UltraEPError", "TransferError")
+            assert not own or name in USAGE, name
+
+
+def test_public_names_are_documented() -> None:
+    for name in uec.__all__:
+        assert name in USAGE + README, name
+
+
+def test_new_group_of_the_docs_is_the_one_of_the_code() -> None:
+    parameters = inspect.signature(uec.new_group).parameters
+    shown = re.search(r"group = uec\.new_group\((.*?)\n\)", USAGE, re.DOTALL)
+    assert shown is not None
+    for name in re.findall(r"^    (\w+)=", shown[1], re.MULTILINE):
+        assert name in parameters, name

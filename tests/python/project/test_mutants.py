@@ -1,0 +1,147 @@
+"""Programs with one broken rule each: all of them have to be caught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from cpp_build import ROOT, CppBuild
+from tiers import sampled
+
+
+def families(folder: str) -> dict[str, str]:
+    """Return the heading of each mutant of a mutants.cmake."""
+    text = (ROOT / f"tests/{folder}/mutants.cmake").read_text()
+    heading, found = "", {}
+    for line in text.splitlines():
+        if section := re.match(r"# -{4} (.*?) -+$", line):
+            heading = f"{folder}: {section[1]}"
+        elif heading and (entry := re.match(r"\w*mutant\((\w+) ", line)):
+            found[entry[1]] = heading
+    return found
+
+
+SIMULATED = families("simulation")
+SANITIZED = families("core") | families("host") | families("cuda") | families("device")
+
+# One of each family, which is caught at once, and without a sanitizer.
+SAMPLE = re.findall(
+    r"\w+",
+    """
+    publish_when_reusable relaxed_publish missing_open epoch_reused ring_overrun done_not_awaited
+    no_abort sum_read_early parts_in_another_order cleared_early reducer_drain_ignores_stores
+
+    chosen_by_each arrival_not_shared finish_waits_for_each row_published_twice fit_of_each
+    packed_taker_of_each fetch_fault_unseen part_one_too_small replicas_in_one_place
+    sums_in_one_place gradients_of_32_bits
+
+    failed_before_workers_end readers_not_awaited sums_in_another_order sleep_without_last_look
+    stages_captured_wait_for_outside launcher_waits_outside_the_capture
+
+    device_publish_without_proxy_fence device_stage_reused_while_read device_epoch_not_advanced
+    device_cancelled_before_unseen device_far_puts_not_awaited device_replay_counted
+    reroute_run_before_left_out reduce_any_address_is_aligned load_epoch_not_advanced
+    device_steps_swapped
+""",
+)
+NEEDS_SANITIZER = {"host: flags and counters"}
+PLAIN = [name for name in SANITIZED if name in SAMPLE]
+
+
+def test_no_mutant_is_lost() -> None:
+    assert len(SIMULATED) >= 94
+    assert len(SANITIZED) >= 221
+
+
+def test_the_sample_has_one_of_each_family() -> None:
+    every = SIMULATED | SANITIZED
+    sampled = [every[name] for name in SAMPLE]
+    assert sorted(sampled) == sorted(set(every.values()) - NEEDS_SANITIZER)
+
+
+class Runs:
+    """The mutants that this session's tests ask for, built and run side by side."""
+
+    def __init__(self, cpp: CppBuild, items: list[pytest.Item]) -> None:
+        self._cpp = cpp
+        self._items = items
+        self._texts: dict[str, str] = {}
+
+    def line(self, request: pytest.FixtureRequest, preset: str, *targets: str) -> str:
+        """Return the line that says what became of the test's mutant, and have it printed."""
+        function, name = request.node.originalname, request.node.callspec.params["name"]
+        kind = "plain" if name in PLAIN and preset == "mutants" else "mutant"
+        if function not in self._texts:
+            self._cpp.build(preset, *targets)
+            tests = [item for item in self._items if isinstance(item, pytest.Function)]
+            names = [t.callspec.params["name"] for t in tests if t.originalname == function]
+            self._texts[function] = self._cpp.ctest(
+                preset,
+                *("--parallel", self._cpp.num_jobs, "--verbose"),
+                *("--tests-regex", f"^{kind}_({'|'.join(names)})$"),
+                check=False,  # each test looks for its own line
+            )
+        text = self._texts[function]
+        found = re.search(rf"mutant {name}: (?:caught|survived).*", text)
+        number = re.search(rf"Start +(\d+): {kind}_{name}$", text, re.M)
+        own = re.findall(rf"^{number[1]}: .*", text, re.M) if number else [text]
+        assert found, "\n".join(own)
+        say: Callable[[str], None] = request.getfixturevalue("say")
+        say(found.group())
+        return found.group()
+
+
+@pytest.fixture(scope="module")
+def runs(cpp: CppBuild, request: pytest.FixtureRequest) -> Runs:
+    return Runs(cpp, request.session.items)
+
+
+@pytest.mark.builds("mutants", "mutants")
+@pytest.mark.timeout(1800)  # the first builds and runs all
+@pytest.mark.parametrize("name", sampled(SIMULATED, SAMPLE.__contains__))
+def test_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest) -> None:
+    line = runs.line(request, "mutants", "mutants")
+    caught = re.match(rf"mutant {name}: caught: (.*?); (\d+) schedules; \"(.*?)\"", line)
+    assert caught, line
+    examples = {
+        "blocked_hub_item_first": "counter-example",
+        "blocked_home_item_first": "counter-example of sums",
+    }
+    if name in examples:
+        assert caught[3] == examples[name]
+        assert caught[1] == "deadlock or lost wake-up"
+
+
+PLAIN_TARGETS = tuple(f"mutant_{name}" for name in PLAIN)
+
+
+@pytest.mark.builds("mutants", *PLAIN_TARGETS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PLAIN)
+def test_sampled_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest) -> None:
+    assert "caught (by " in runs.line(request, "mutants", *PLAIN_TARGETS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.builds("tsan", "mutants")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SANITIZED)
+def test_sanitized_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest) -> None:
+    assert "caught (by " in runs.line(request, "tsan", "mutants")
+
+
+# Else what is caught above could be something that is wrong without any mutant.
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("preset", "number"),
+    [
+        pytest.param("mutants", 1, marks=pytest.mark.builds("mutants", "mutants")),
+        pytest.param("tsan", 25, marks=pytest.mark.builds("tsan", "mutants")),
+    ],
+)
+def test_nothing_is_caught_where_no_rule_is_broken(cpp: CppBuild, preset: str, number: int) -> None:
+    cpp.build(preset, "mutants")
+    text = cpp.ctest(preset, "--parallel", cpp.num_jobs, "--tests-regex", "^unmutated_")
+    assert f"tests passed, 0 tests failed out of {number}" in text

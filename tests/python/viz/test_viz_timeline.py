@@ -1,0 +1,507 @@
+"""Timelines: the bars that are drawn, and the trace file's events, are the spans."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.model.timeline import SPAN, Span, Timeline
+from ultraep_comm.plan.topology import Topology
+from ultraep_comm.recording.file import Recording, save_recording
+from ultraep_comm.recording.recorder import Recorder
+from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_timeline
+from ultraep_comm.viz.cli import main
+from ultraep_comm.viz.style import save_png, short
+from ultraep_comm.viz.timeline import LOOKS, draw_timeline, format_trace, trace_events
+
+G, E, S = 3, 6, 1
+KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
+
+
+def make_timeline(num_ranks: int, seed: int = 0) -> Timeline:
+    """Spans that overlap and touch, of every kind."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[Any, ...]] = []
+    for rank in range(num_ranks):
+        time = 1.5
+        for piece in range(5):
+            expert, wait = int(rng.integers(30)), float(rng.exponential(5))
+            rows.append((rank, Span.WAIT, -1, -1, piece, time, time + wait, 0))
+            kind = Span.STORE if piece % 2 else Span.LOAD
+            length = float(rng.exponential(20)) + 1
+            for peer in range(2):
+                begin = time + wait + peer
+                rows.append((rank, kind, peer, expert, piece, begin, begin + length, 1 << 20))
+            time += wait + length + 1
+        rows.append((rank, Span.CALL, -1, -1, -1, 0.0, time + 9, 0))
+    return Timeline(num_ranks=num_ranks, spans=np.array(rows, SPAN))
+
+
+@pytest.fixture
+def chart() -> Chart:
+    return chart_timeline(
+        make_timeline(G), title="A title", subtitle="of tests", marks={"bound, 10.0 us": 10.0}
+    )
+
+
+def busy(timeline: Timeline, rank: int, kind: Span) -> float:
+    """How long a rank was at each of its pieces of a kind, added up."""
+    spans = timeline.spans[(timeline.spans["rank"] == rank) & (timeline.spans["kind"] == kind)]
+    total = 0.0
+    for expert, piece in {(int(s["expert"]), int(s["piece"])) for s in spans}:
+        own = spans[(spans["expert"] == expert) & (spans["piece"] == piece)]
+        times = np.unique([own["begin_us"], own["end_us"]])
+        for begin, end in itertools.pairwise(times):
+            if ((own["begin_us"] <= begin) & (own["end_us"] >= end)).any():
+                total += float(end - begin)
+    return total
+
+
+# ---- charts ---------------------------------------------------------------------------------
+
+
+def test_charts_have_every_piece(chart: Chart) -> None:
+    timeline = make_timeline(G)
+    for rank in range(G):
+        for kind, name in KINDS.items():
+            bars = [b for b in chart.bars if (b.rank, b.kind) == (rank, name)]
+            total = sum(b.end_us - b.begin_us for b in bars)
+            assert total == pytest.approx(busy(timeline, rank, kind))
+            assert total > 0
+            spans = timeline.spans[timeline.spans["rank"] == rank]
+            moved = spans["bytes"][spans["kind"] == kind].sum()
+            assert sum(int(b.details.get("bytes", 0)) for b in bars) == moved
+    assert chart.end_us == timeline.spans["end_us"].max()
+    store = next(bar for bar in chart.bars if bar.kind == "store")
+    assert store.details["bytes"] == 2 << 20
+    assert store.details["peers"] == "0, 1"
+    assert store.label == f"e{store.details['expert']}\u21920,1"
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("more", [{}, {"gap_us": 5.0}, {"max_lanes": 1}])
+def test_bars_of_a_lane_do_not_overlap(seed: int, more: Any) -> None:
+    chart = chart_timeline(make_timeline(G, seed), title="", subtitle="", **more)
+    for rank in range(G):
+        for lane in range(CALL_LANE, chart.lanes_of(rank)):
+            bars = [bar for bar in chart.bars if (bar.rank, bar.lane) == (rank, lane)]
+            assert bars
+            assert {bar.kind == "call" for bar in bars} == {lane == CALL_LANE}
+            for one, two in itertools.pairwise(bars):
+                assert one.end_us <= two.begin_us
+
+
+def tiles(rows: list[tuple[int, int, float, float]]) -> Timeline:
+    """Stores of rank 0: expert, piece, begin, end."""
+    spans = [(0, Span.STORE, 1, e, p, begin, end, 10) for e, p, begin, end in rows]
+    return Timeline(num_ranks=2, spans=np.array(spans, SPAN))
+
+
+def test_tiles_of_a_piece_are_one_bar_where_they_overlap() -> None:
+    timeline = tiles([(7, 0, 0, 2), (7, 1, 0, 9), (7, 0, 1, 3), (7, 0, 3.5, 5), (7, 0, 8, 9)])
+
+    def bars(**more: Any) -> list[tuple[int, float, float, int | str]]:
+        chart = chart_timeline(timeline, title="", subtitle="", **more)
+        return [(b.lane, b.begin_us, b.end_us, b.details["bytes"]) for b in chart.bars]
+
+    piece_1 = (1, 0, 9, 10)
+    assert bars() == [(0, 0, 3, 20), (0, 3.5, 5, 10), (0, 8, 9, 10), piece_1]
+    assert bars(gap_us=1.0) == [(0, 0, 5, 30), (0, 8, 9, 10), piece_1]
+    assert bars(max_lanes=2) == bars()
+    assert bars(max_lanes=1) == [(0, 0, 9, 50)]
+
+
+# ---- recorded calls -------------------------------------------------------------------------
+
+
+def record(rank: int, begins: list[int], ends: list[int]) -> Recording:
+    """Transfers of a rank at such times in nanoseconds; an end of 0 is not known."""
+    known = dict(enumerate(ends, 1))
+    recorder = Recorder(
+        rank=rank,
+        topology=Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S),
+        capacity=16,
+        loads=True,
+        finished_at=lambda epoch: known[epoch],
+        on_stop=lambda: None,
+    )
+    plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
+    for epoch, begin in enumerate(begins, 1):
+        recorder.enter()
+        recorder._begin = begin
+        operation = "replicate_experts" if epoch % 2 else "reduce_expert_grads of layer 4"
+        recorder.add(epoch, operation, "pull", plan, (4 + 1) << 32 | epoch, 1000)
+    return replace(recorder.recording(), epoch_ns=5_000)
+
+
+def test_recorded_calls_are_bars() -> None:
+    runs = [
+        record(0, [10_000, 20_000, 60_000], [15_000, 50_000, 90_000]),
+        record(2, [12_000, 21_000, 30_000], [16_000, 41_000, 0]),
+    ]
+    chart = chart_calls(runs, source="run")
+    assert chart.num_ranks == G
+    assert chart.subtitle == "run: 2 ranks of 3, 6 calls; of 1 call only the begin is known"
+    found = [(b.rank, b.lane, b.kind, b.begin_us, b.end_us, b.label) for b in chart.bars]
+    assert found == [
+        (0, 0, "replicate_experts", 0.0, 5.0, "L4 m1"),
+        (0, 0, "reduce_expert_grads", 10.0, 40.0, "L4 m2"),
+        (0, 0, "replicate_experts", 50.0, 80.0, "L4 m3"),
+        (2, 0, "replicate_experts", 2.0, 6.0, "L4 m1"),
+        (2, 0, "reduce_expert_grads", 11.0, 31.0, "L4 m2"),
+        (2, 1, "replicate_experts", 20.0, 20.0, "L4 m3"),
+    ]
+    details = {"operation": "replicate_experts", "epoch": 1, "layer": 4, "microbatch": 1}
+    details |= {"mode": "pull", "bytes": 1000}
+    assert chart.bars[0].details == details
+    assert chart.bars[3].details == details | {"bytes": 0}  # no replica there
+    part = chart_calls(runs, source="run", epochs=range(2, 3))
+    assert [(b.rank, b.begin_us) for b in part.bars] == [(0, 0.0), (2, 1.0)]
+
+
+def test_ranks_of_several_machines_meet_by_the_wall_clock() -> None:
+    far = 3_600_000_000_000  # another machine, booted an hour later
+    runs = [
+        record(0, [far + 10_000], [far + 20_000]),
+        replace(record(1, [11_000], [21_000]), epoch_ns=5_000 + far, machine="another"),
+    ]
+    chart = chart_calls(runs, source="run")
+    assert [(b.begin_us, b.end_us) for b in chart.bars] == [(0.0, 10.0), (1.0, 11.0)]
+
+
+def test_ranks_of_one_machine_have_one_clock() -> None:
+    runs = [
+        record(0, [10_000], [20_000]),
+        replace(record(1, [11_000], [21_000]), epoch_ns=5_000 + 10**9),  # the wall clock was set
+    ]
+    chart = chart_calls(runs, source="run")
+    assert [(b.begin_us, b.end_us) for b in chart.bars] == [(0.0, 10.0), (1.0, 11.0)]
+
+
+def test_failed_calls_are_shown_as_such() -> None:
+    runs = [
+        replace(record(0, [10_000, 20_000, 30_000], [15_000, 0, 0]), failed_epoch=2),
+        replace(record(1, [10_000, 20_000, 30_000], [15_000, 25_000, 0]), failed_epoch=3),
+    ]
+    chart = chart_calls(runs, source="run")
+    found = [(b.rank, b.kind, b.begin_us, b.details["operation"]) for b in chart.bars]
+    assert found == [
+        (0, "replicate_experts", 0.0, "replicate_experts"),
+        (0, "failed", 10.0, "reduce_expert_grads"),
+        (0, "failed", 20.0, "replicate_experts"),
+        (1, "replicate_experts", 0.0, "replicate_experts"),
+        (1, "reduce_expert_grads", 10.0, "reduce_expert_grads"),
+        (1, "failed", 20.0, "replicate_experts"),
+    ]
+    assert chart.subtitle == "run: 2 ranks of 3, 6 calls; call 2 failed"
+    instants = [e for e in trace_events(chart)["traceEvents"] if e["ph"] == "i"]
+    assert [(e["cat"], e["ts"]) for e in instants] == [
+        ("failed", 10),
+        ("failed", 20),
+        ("failed", 20),
+    ]
+    pytest.importorskip("matplotlib")
+    (axis,) = draw_timeline(chart).axes
+    assert "failed call" in [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+# ---- PNG ------------------------------------------------------------------------------------
+
+
+def test_names_are_no_formulas_and_settings_of_users_do_not_matter(
+    chart: Chart, tmp_path: Path
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    name = r"$\frac$_x^{.npz"
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for path, settings in zip(paths, ({}, {"axes.facecolor": "red", "font.size": 30}), strict=True):
+        with matplotlib.rc_context(settings):
+            figure = draw_timeline(replace(chart, subtitle=name))
+            save_png(figure, path)
+    assert name in [text.get_text() for text in figure.texts]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_names_have_room(tmp_path: Path) -> None:
+    assert short("run") == "run"
+    assert short("a\nb\udcff\x1b") == "a?b??"
+    long = short("abc" * 100)
+    assert len(long) == 60
+    assert long.startswith("abcabc")
+    assert long.endswith("abcabc")
+
+
+def test_the_picture_has_every_bar(chart: Chart) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = make_timeline(G)
+    figure = draw_timeline(chart)
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    drawn = {c.get_gid(): c for c in axis.collections}
+    assert set(drawn) == set(KINDS.values())
+    for kind, name in KINDS.items():
+        corners = [path.vertices for path in drawn[name].get_paths()]
+        assert len(corners) == sum(bar.kind == name for bar in chart.bars)
+        total: Counter[int] = Counter()
+        for box in corners:
+            rank = int(np.floor(box[:, 1].mean()))
+            assert rank - 0.1 < box[:, 1].min() < box[:, 1].max() < rank + 1
+            total[rank] += box[:, 0].max() - box[:, 0].min()
+        for rank in range(G):
+            assert total[rank] == pytest.approx(busy(timeline, rank, kind))
+    texts = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert texts == [LOOKS[name][1] for name in KINDS.values()] + ["bound, 10.0 us"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == [str(r) for r in range(G)]
+    assert axis.get_xlabel() == "microseconds since the call's start"
+    labels = [text for text in axis.texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in labels]
+    assert boxes
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 72])
+def test_pictures_of_few_and_many_ranks(num_ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw_timeline(chart_timeline(make_timeline(num_ranks), title="a", subtitle="b"))
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    ticks = [text.get_window_extent() for text in axis.get_yticklabels()]
+    assert len(ticks) == num_ranks
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(ticks))
+
+
+def test_calls_without_an_end_are_ticks() -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw_timeline(chart_calls([record(0, [10_000, 20_000], [0, 0])], source="run"))
+    (axis,) = figure.axes
+    lines = [c for c in axis.collections if type(c).__name__ == "LineCollection"]
+    assert sorted(float(s[0][0]) for c in lines for s in c.get_segments()) == [0.0, 10.0]
+
+
+# ---- Perfetto -------------------------------------------------------------------------------
+
+
+def check_trace(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Check the format, as its readers do; return the spans."""
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    ends: dict[tuple[int, int], int] = {}
+    for event in document["traceEvents"]:
+        assert {"ph", "name", "pid", "tid"} <= set(event)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["pid"] >= 1  # readers take 0 for the idle task
+        assert event["tid"] >= 1
+        assert event["ph"] in ("X", "M", "i")
+        if event["ph"] == "M":
+            assert event["name"] in (
+                "process_name",
+                "process_sort_index",
+                "thread_name",
+                "thread_sort_index",
+            )
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "i":
+            assert event["s"] in ("t", "g")
+            continue
+        assert event["dur"] > 0
+        thread = event["pid"], event["tid"]  # spans of a thread must not cut each other
+        begin, length = event["ts"] * 1e3, event["dur"] * 1e3
+        for number in (begin, length):
+            assert abs(number - round(number)) < 1e-3  # whole nanoseconds
+        assert ends.get(thread, 0) <= round(begin)
+        ends[thread] = round(begin) + round(length)
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def test_the_trace_file_has_every_span(chart: Chart) -> None:
+    timeline = make_timeline(G)
+    document = json.loads(format_trace(chart))
+    assert document == trace_events(chart)
+    events = check_trace(document)
+    assert len(events) == len(chart.bars)
+    for rank in range(G):
+        for kind, name in KINDS.items():
+            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
+            assert sum(e["dur"] for e in own) == pytest.approx(busy(timeline, rank, kind), abs=0.1)
+    names = {
+        e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
+    }
+    assert names == {rank + 1: f"rank {rank}" for rank in range(G)}
+    marks = [e for e in document["traceEvents"] if e.get("s") == "g"]
+    assert [(e["name"], e["ts"]) for e in marks] == [("bound, 10.0 us", 10.0)]
+
+
+def test_calls_without_an_end_are_instants() -> None:
+    chart = chart_calls([record(0, [10_000, 20_000], [15_000, 0])], source="run")
+    document = trace_events(chart)
+    (span,) = check_trace(document)
+    assert (span["ts"], span["dur"]) == (0.0, 5.0)
+    instants = [event for event in document["traceEvents"] if event["ph"] == "i"]
+    assert [event["ts"] for event in instants] == [10.0]
+
+
+# ---- the command ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for rank in range(G):
+        recording = record(rank, [10_000, 20_000, 60_000], [15_000, 50_000, 90_000])
+        save_recording(recording, folder / f"{rank}.npz")
+    return folder
+
+
+def test_the_command_draws_calls(run: Path, tmp_path: Path) -> None:
+    outs = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for out in outs:
+        assert main(["timeline", str(run), "--calls", "2:3", "--out", out]) == 0
+    one, two = (Path(out).read_bytes() for out in outs)
+    assert one == two
+    assert len(check_trace(json.loads(one))) == 2 * G
+    pytest.importorskip("matplotlib")
+    assert main(["timeline", str(run), "--out", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_command_draws_predictions(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def predict(
+        plan: uec.Plan, expert_bytes: int, machine: str, mode: str, *, timeline: bool
+    ) -> Any:
+        asked.update(slots=plan.slot_expert, size=expert_bytes, machine=machine, mode=mode)
+        assert timeline
+        if machine == "unknown":
+            raise errors.InvalidArgumentError("there is no machine 'unknown'")
+        figures = {"time_us": 120.5, "bound_us": 100.0, "over_bound": 1.205, "mode": "push"}
+        return SimpleNamespace(timeline=make_timeline(G), **figures)
+
+    module: Any = ModuleType("ultraep_comm.model")
+    module.predict = predict
+    module.__spec__ = SimpleNamespace(name="ultraep_comm.model")
+    monkeypatch.setitem(sys.modules, "ultraep_comm.model", module)
+    out = tmp_path / "p.json"
+    command = ["timeline", str(run), "--predict", "2", "--out", str(out)]
+    assert main([*command, "--mode", "push"]) == 0
+    assert torch.equal(asked["slots"], torch.tensor([[5], [0], [-1]], dtype=torch.int32))
+    assert (asked["size"], asked["machine"], asked["mode"]) == (1000, "nvl72", "push")
+    document = json.loads(out.read_text())
+    assert len(check_trace(document)) > G
+    assert "mode push: 120.5 us, 1.205 of the bound" in document["otherData"]["subtitle"]
+    assert main([*command, "--expert-bytes", "36M"]) == 0
+    assert asked["size"] == 36 << 20
+    assert main([*command, "--machine", "unknown"]) == 2
+
+
+@pytest.mark.parametrize("mode", ["push", "pull", "direct"])
+def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
+    model: Any = pytest.importorskip("ultraep_comm.model", reason="there is no model")
+    size, out = 4 << 20, tmp_path / "p.json"
+    command = ["timeline", str(run), "--predict", "1", "--expert-bytes", "4M", "--mode", mode]
+    assert main([*command, "--out", str(out)]) == 0
+    document = json.loads(out.read_text())
+    events = check_trace(document)
+    plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
+    found = model.predict(plan, size, "nvl72", mode, timeline=True)
+    for rank in range(G):
+        for kind, name in KINDS.items():
+            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
+            assert sum(e["dur"] for e in own) == pytest.approx(
+                busy(found.timeline, rank, kind), abs=0.1
+            )
+    moved = sum(e["args"]["bytes"] for e in events if e["cat"] == "store")
+    assert moved == plan.num_replicas * size
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us, abs=1e-3)
+    subtitle = document["otherData"]["subtitle"]
+    assert f"mode {mode}: {found.time_us:,.1f} us, {found.over_bound:.3f} of the bound" in subtitle
+
+
+def test_without_the_model(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["timeline", str(run), "--predict", "1", "--out", str(tmp_path / "p.json")]) == 2
+    assert "has no ultraep_comm.model; draw recorded calls instead" in capsys.readouterr().err
+
+
+def test_a_generated_load_needs_no_recording(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["--imbalance", "2", "--ranks", "4", "--experts", "8", "--expert-bytes", "1M"]
+    sizes = {}
+    for width in (6, 12):
+        outs = [str(tmp_path / f"{width}.png"), str(tmp_path / f"{width}.json")]
+        shown = ["--mode", "push", "--width", str(width), "--out", *outs]
+        assert main(["timeline", *arguments, *shown]) == 0
+        sizes[width] = int.from_bytes((tmp_path / f"{width}.png").read_bytes()[16:20], "big")
+    assert sizes[12] == 2 * sizes[6] == 12 * 150
+    one, two = (json.loads((tmp_path / f"{width}.json").read_text()) for width in (6, 12))
+    assert one == two
+    assert "4 ranks, 8 experts of 1 MiB, imbalance 2" in one["otherData"]["subtitle"]
+    assert {e["pid"] for e in one["traceEvents"] if e["ph"] == "X"} == {1, 2, 3, 4}
+
+
+GENERATED_BAD = {
+    "one of the two": ["--imbalance", "2", "run"],
+    "files of a recording, or --imbalance": [],
+    "--predict and --imbalance are given": ["--imbalance", "2", "--predict", "3"],
+    "--calls and --imbalance are given": ["--imbalance", "2", "--calls", "1:2"],
+    "expected 1 to 8": ["--imbalance", "9"],
+    "gets no replicas in --slots 2": ["--imbalance", "1"],
+    "gets no replicas in --slots 0": ["--imbalance", "2", "--slots", "0"],
+}
+
+
+@pytest.mark.parametrize("text", GENERATED_BAD)
+def test_bad_generated_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    out = tmp_path / "o.png"
+    assert main(["timeline", *GENERATED_BAD[text], "--out", str(out)]) == 2
+    assert text in capsys.readouterr().err
+    assert not out.exists()
+
+
+BAD = {
+    "has none of these calls; it has calls 1 to 3": ["--calls", "7:9"],
+    "expected FIRST:LAST": ["--calls", "9"],
+    "has no plan of a call 8": ["--predict", "8"],
+    "is not a size": ["--predict", "1", "--expert-bytes", "many"],
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["timeline", str(run), *BAD[text], "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_files_of_two_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "again.npz").write_bytes((run / "0.npz").read_bytes())
+    assert main(["timeline", str(run), "--out", str(run / "o.json")]) == 2
+    assert "both of rank 0" in capsys.readouterr().err
+    assert issubclass(errors.RecordingError, ValueError)

@@ -1,0 +1,134 @@
+// All ranks' worklists together: every group of every filled slot is written exactly once, from
+// bytes that are there, and every flag that is waited for has exactly one publisher.
+#pragma once
+
+#include <map>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "core/schedule/worklist.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+#include "support/worklists.hpp"
+
+namespace worklist_checks {
+
+using uec::Expected;
+using uec::Mode;
+using uec::Source;
+
+using Flag = std::tuple<int32_t, int32_t, int32_t, int32_t>;  // kind, waiter, slot or main, sender
+using Slot = std::pair<int32_t, int32_t>;
+
+struct Sums {
+  std::map<Slot, std::vector<int32_t>> writes;   // per group
+  std::map<Slot, std::vector<int32_t>> ready;    // per group: flags set at a hub
+  std::map<Slot, std::vector<int32_t>> awaited;  // per group: flags that a hub waits for
+  std::set<Flag> published, expected;
+  std::set<std::pair<int32_t, int32_t>> touches;  // (owner of memory, who writes or reads it)
+  std::vector<bool> involved;
+};
+
+inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w,
+                     Sums& sums) {
+  const std::vector<int32_t> main_idx = c.main_idx();
+  const auto slot_expert = [&c](int32_t r, int32_t i) {
+    return c.slot_expert[r * c.slots_per_rank + i];
+  };
+  std::vector<int32_t> groups(w.num_tasks, 0);
+  std::vector<std::set<Slot>> written(w.num_tasks);
+  for (int32_t p = 0; p < w.num_pieces; ++p) {
+    const uec::Piece& piece = w.pieces[p];
+    CHECK(piece.task >= 0 && piece.task < w.num_tasks);
+    const uec::Task& task = w.tasks[piece.task];
+    CHECK(piece.begin < piece.end && piece.dst_count > 0);
+    CHECK(piece.dst_first >= 0 && piece.dst_first + piece.dst_count <= w.num_destinations);
+    groups[piece.task] += piece.end - piece.begin;
+    const int32_t home = c.home[task.expert];
+    CHECK_EQ(piece.source_rank, home);
+    if (piece.source == Source::kMain) CHECK_EQ(rank, home);
+    if (piece.source == Source::kSlot) {
+      CHECK(mode == Mode::kPush);
+      CHECK_EQ(slot_expert(rank, piece.source_idx), task.expert);
+      auto& awaited = sums.awaited[{rank, piece.source_idx}];
+      for (int32_t g = piece.begin; g < piece.end; ++g) ++awaited[g];
+    } else {
+      CHECK_EQ(piece.source_idx, main_idx[task.expert]);
+    }
+    if (piece.source == Source::kRemoteMain) {
+      CHECK(mode == Mode::kPull && rank != home);
+      sums.touches.insert({home, rank});
+    }
+    if (piece.sets_ready) CHECK(mode == Mode::kPush && piece.dst_count == 1 && rank == home);
+    for (int32_t i = 0; i < piece.dst_count; ++i) {
+      const auto [to, slot] = w.destinations[piece.dst_first + i];
+      CHECK_EQ(slot_expert(to, slot), task.expert);
+      for (int32_t g = piece.begin; g < piece.end; ++g) {
+        ++sums.writes[{to, slot}][g];
+        if (piece.sets_ready) ++sums.ready[{to, slot}][g];
+      }
+      if (to == rank) continue;
+      written[piece.task].insert({to, slot});
+      sums.touches.insert({to, rank});
+    }
+  }
+  for (int32_t i = 0; i < w.num_tasks; ++i) {
+    const uec::Task& task = w.tasks[i];
+    CHECK_EQ(task.num_groups, groups[i]);
+    const uec::Destination* done = w.destinations + task.done_first;
+    for (int32_t d = 0; d < task.done_count; ++d) {
+      CHECK(written[i].erase({done[d].rank, done[d].slot}) == 1);  // who was written to is told
+      CHECK(sums.published.insert({Expected::kDone, done[d].rank, done[d].slot, rank}).second);
+    }
+    CHECK(written[i].empty());
+    if (task.pulled_home < 0) continue;
+    CHECK_EQ(task.pulled_home, c.home[task.expert]);
+    CHECK(sums.published.insert({Expected::kPulled, task.pulled_home, task.pulled_main, rank})
+              .second);
+  }
+  for (int32_t i = 0; i < w.num_expected; ++i) {
+    const Expected& e = w.expected[i];
+    CHECK(sums.expected.insert({e.kind, rank, e.idx, e.peer}).second);
+    if (e.kind == Expected::kDone) CHECK_EQ(slot_expert(rank, e.idx), e.expert);
+    if (e.kind == Expected::kPulled) CHECK_EQ(main_idx[e.expert], e.idx);
+  }
+  for (int32_t r = 0; r < c.num_ranks; ++r) CHECK_EQ(w.involved[r], sums.involved[r]);
+}
+
+// Of a plan and its schedule: the worklists of all ranks.
+inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::Schedule& s) {
+  const Mode mode = s.mode;
+  Sums sums;
+  sums.involved.assign(c.num_ranks, false);
+  for (int32_t x = 0; x < s.num_experts; ++x) {
+    sums.involved[c.home[s.expert[x]]] = true;
+    const int64_t groups = tiles.num_groups(s.num_replicas(x));
+    for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
+      const Slot slot{s.replica_rank[i], s.replica_slot[i]};
+      sums.involved[slot.first] = true;
+      for (auto* counts : {&sums.writes, &sums.ready, &sums.awaited})
+        (*counts)[slot].resize(groups);
+    }
+  }
+  std::vector<std::vector<uint8_t>> opens, needs;
+  for (int32_t r = 0; r < c.num_ranks; ++r) {
+    const WorklistArrays w(c, tiles, s, r);
+    add_rank(c, mode, r, w.list, sums);
+    opens.push_back(w.opens);
+    needs.push_back(w.needs);
+  }
+  CHECK_EQ(sums.writes.size(), c.num_replicas());  // nothing but filled slots
+  for (const auto& [owner, toucher] : sums.touches) CHECK(owner != toucher);
+  for (const auto& [slot, counts] : sums.writes)
+    for (const int32_t count : counts) CHECK_EQ(count, 1);
+  CHECK(sums.ready == sums.awaited);
+  CHECK(sums.published == sums.expected);
+  for (int32_t r = 0; r < c.num_ranks; ++r)
+    for (int32_t peer = 0; peer < c.num_ranks; ++peer) {
+      CHECK_EQ(opens[r][peer], sums.touches.contains({r, peer}));
+      CHECK_EQ(needs[r][peer], sums.touches.contains({peer, r}));  // never ourselves
+    }
+}
+
+}  // namespace worklist_checks

@@ -1,0 +1,41 @@
+// One rank's worklist, shared by the C++ tests.
+#pragma once
+
+#include <vector>
+
+#include "core/schedule/worklist.hpp"
+#include "support/check.hpp"
+#include "support/plans.hpp"
+
+// A worklist with arrays of exactly the capacities that worklist.hpp states.
+struct WorklistArrays {
+  WorklistArrays(const PlanCase& c, const uec::TileMap& tiles, const uec::Schedule& s, int32_t rank)
+      : tasks(c.num_mains()[rank] + c.slots_per_rank),
+        pieces(c.num_mains()[rank] + c.num_replicas() + c.slots_per_rank),
+        destinations(c.num_replicas() + c.slots_per_rank * c.num_ranks),
+        expected(destinations.size()),
+        opens(c.num_ranks),
+        involved(c.num_ranks),
+        needs(c.num_ranks) {
+    list.tasks = tasks.data();
+    list.pieces = pieces.data();
+    list.destinations = destinations.data();
+    list.expected = expected.data();
+    list.opens = opens.data();
+    list.involved = involved.data();
+    list.needs = needs.data();
+    const std::vector<int32_t> main_idx = c.main_idx();
+    uec::build_worklist(uec::Alone{}, c.topology(), tiles, s, main_idx.data(), rank, list);
+    CHECK(list.num_tasks <= static_cast<int32_t>(tasks.size()));
+    CHECK(list.num_pieces <= static_cast<int32_t>(pieces.size()));
+    CHECK(list.num_destinations <= static_cast<int32_t>(destinations.size()));
+    CHECK(list.num_expected <= static_cast<int32_t>(expected.size()));
+  }
+
+  std::vector<uec::Task> tasks;
+  std::vector<uec::Piece> pieces;
+  std::vector<uec::Destination> destinations;
+  std::vector<uec::Expected> expected;
+  std::vector<uint8_t> opens, involved, needs;
+  uec::Worklist list;
+};

@@ -1,0 +1,38 @@
+from ultraep_comm import errors, ops
+from ultraep_comm.calls.gather import gather_and_plan, gather_load
+from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.calls.reduce import reduce_expert_grads
+from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.calls.reroute import reroute, reroute_map
+from ultraep_comm.group.create import new_group, new_loopback_groups
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.health import GroupHealth
+from ultraep_comm.group.saved_plans import PlanHandle
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.recording.recorder import Recorder
+from ultraep_comm.weights.segments import BoundWeights, Segment
+
+__version__: str
+__all__ = [
+    "BoundWeights",
+    "Group",
+    "GroupHealth",
+    "Plan",
+    "PlanCost",
+    "PlanHandle",
+    "Recorder",
+    "Segment",
+    "Work",
+    "errors",
+    "gather_and_plan",
+    "gather_load",
+    "new_group",
+    "new_loopback_groups",
+    "ops",
+    "plan_replicas",
+    "reduce_expert_grads",
+    "replicate_experts",
+    "reroute",
+    "reroute_map",
+]

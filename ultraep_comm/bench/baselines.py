@@ -1,0 +1,206 @@
+"""What the library is compared with: what a user would do, and what the machine can do."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.inside import allocate, main_segments
+from ultraep_comm.bench.payload import SENTINEL, Payload
+from ultraep_comm.bench.ranks import WeightRanks, main_index, replicas_of
+from ultraep_comm.plan.plan import Plan
+
+_PAGE = 4096
+Check = tuple[int, str, torch.Tensor]  # expert, segment, where it has to arrive
+
+
+class Arrivals:
+    """Memory of one's own that has to hold experts in the end."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._checks: list[Check] = []
+
+    def count_wrong(self, payload: Payload, epoch: int) -> int:
+        """Compare what arrived with the payload."""
+        return sum(
+            payload.count_wrong(data.cpu().numpy(), epoch=epoch, expert=expert, segment=name)
+            for expert, name, data in self._checks
+        )
+
+
+class PointToPoint(Arrivals):
+    """What a user would do today: `batch_isend_irecv` of every replica's segments from its home."""
+
+    def __init__(
+        self, ranks: WeightRanks, plan: Plan, name: str, process_group: dist.ProcessGroup | None
+    ) -> None:
+        """Make the operations and the private buffers to receive into. None: over gloo."""
+        super().__init__()
+        self.name = name
+        self._operations: list[dist.P2POp] = []
+        (group,), (weights,) = ranks.groups, ranks.weights
+        mains = main_index(group)
+        for expert, home, rank, _ in replicas_of(plan):
+            for segment, stacked in weights.items():
+                if home == group.rank:
+                    sent = stacked[mains[expert]]
+                    self._operations.append(dist.P2POp(dist.isend, sent, rank, process_group))
+                elif rank == group.rank:
+                    buffer = torch.full_like(group.slots[segment][0], SENTINEL)
+                    self._checks.append((expert, segment, buffer))
+                    self._operations.append(dist.P2POp(dist.irecv, buffer, home, process_group))
+
+    def run(self) -> None:
+        """Send and receive everything, and wait; on a GPU the current stream does."""
+        exchange(self._operations)
+
+
+def exchange(operations: list[dist.P2POp]) -> None:
+    """Send and receive, and wait."""
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def nccl_group() -> dist.ProcessGroup | None:
+    """Return a process group of all ranks over NCCL; None: it cannot be, on some rank."""
+    usable = dist.is_nccl_available() and torch.cuda.is_available()
+    mine = torch.zeros(16, dtype=torch.uint8)
+    if usable:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        text = str(getattr(properties, "uuid", torch.cuda.current_device())).replace("-", "")
+        mine = torch.frombuffer(bytearray(bytes.fromhex(text.rjust(32, "0"))), dtype=torch.uint8)
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, mine)
+    devices = {bytes(row.tolist()) for row in everybody}
+    # NCCL has a rank on a GPU at most.
+    if bytes(16) in devices or len(devices) < dist.get_world_size() or len(devices) < 2:
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="nccl")
+    return group
+
+
+class PlainCopy(Arrivals):
+    """The machine's copy rate: the plan's bytes, spread evenly over the ranks, with `memcpy`.
+
+    From the main weights into shared segments as large as the slots, allocated like them. Ranks of
+    one domain share the replicas of their domain: the concatenated bytes, cut into equal parts.
+    """
+
+    name = "memcpy"
+
+    def __init__(self, ranks: WeightRanks, plan: Plan) -> None:
+        """Allocate the segments to copy to, and find this rank's part. Collective."""
+        super().__init__()
+        (group,) = ranks.groups
+        expert_bytes = sum(segment.nbytes for segment in group.segments.values())
+        slots, domain = group.topology.slots_per_rank, group.topology.domain
+        # Collective. The pages are touched when they are mapped.
+        self._target = allocate(group, max(_PAGE, slots * expert_bytes))
+        pieces: list[tuple[int, int, int]] = []
+        for expert, home, rank, slot in replicas_of(plan):
+            if domain[rank] != domain[group.rank]:
+                continue
+            at = slot * expert_bytes
+            for name, source, size in main_segments(group, expert, home):
+                pieces.append((self._target.bases[rank] + at, source, size))
+                if rank == group.rank:
+                    self._checks.append((expert, name, self._target.local[at : at + size]))
+                at += size
+        here = np.flatnonzero(domain == domain[group.rank]).tolist()
+        self._pieces = take_share(pieces, here.index(group.rank), len(here))
+
+    def run(self) -> None:
+        """Copy this rank's part."""
+        for target, source, size in self._pieces:
+            ctypes.memmove(target, source, size)
+
+
+def take_share(
+    pieces: list[tuple[int, int, int]], index: int, count: int
+) -> list[tuple[int, int, int]]:
+    """Return part ``index`` of ``count`` of the pieces ``(target, source, bytes)`` in a line."""
+    share = []
+    for piece, low, high in cut_line([size for *_, size in pieces], index, count):
+        target, source, _ = pieces[piece]
+        share.append((target + low, source + low, high - low))
+    return share
+
+
+def cut_line(sizes: list[int], index: int, count: int) -> list[tuple[int, int, int]]:
+    """Return part ``index`` of ``count`` of pieces in a line, as ``(piece, begin, end)``.
+
+    Cuts lie on multiples of a page, so that no two ranks write to one.
+    """
+    total = sum(sizes)
+    first, last = (
+        total if i == count else total * i // count // _PAGE * _PAGE for i in (index, index + 1)
+    )
+    share, start = [], 0
+    for piece, size in enumerate(sizes):
+        low, high = max(first - start, 0), min(last - start, size)
+        if low < high:
+            share.append((piece, low, high))
+        start += size
+    return share
+
+
+# ---- on a device --------------------------------------------------------------------------------
+
+
+class DeviceCopy:
+    """One copy on the device of so many bytes, by `copy_`."""
+
+    def __init__(self, meter: Meter, name: str, num_bytes: int) -> None:
+        """Allocate source and target."""
+        self.name, self.num_bytes = name, num_bytes
+        self._source = torch.full((num_bytes,), 7, dtype=torch.uint8, device=meter.torch_device)
+        self._target = torch.zeros_like(self._source)
+
+    def run(self) -> None:
+        """Copy."""
+        self._target.copy_(self._source, non_blocking=True)
+
+    def count_wrong(self, payload: object, epoch: int) -> int:
+        """Compare target and source, and wipe the target."""
+        wrong = int((self._target != self._source).sum())
+        self._target.zero_()
+        return wrong
+
+
+class StreamCopies(Arrivals):
+    """A copy for every segment of every replica, from its home, on several streams."""
+
+    name = "copies"
+
+    def __init__(self, ranks: WeightRanks, plan: Plan) -> None:
+        """Find the sources and allocate private targets."""
+        super().__init__()
+        self._meter = ranks.meter
+        self._jobs: list[Callable[[], None]] = []
+        for group in ranks.groups:
+            for expert, home, rank, _ in replicas_of(plan):
+                if rank != group.rank:
+                    continue
+                for name, address, size in main_segments(group, expert, home):
+                    source = ranks.meter.view(address, size)
+                    target = torch.full_like(source, SENTINEL)
+                    self._checks.append((expert, name, target))
+                    self._jobs.append(_copier(target, source))
+
+    def run(self) -> None:
+        """Copy all."""
+        self._meter.spread(self._jobs)
+
+
+def _copier(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return copy

@@ -1,0 +1,1 @@
+"""A command each: what can be asked, and what is measured."""

@@ -1,0 +1,293 @@
+"""What ``calibrate`` measures: the cost model's constants. bench/METRICS.md has the rules."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from ultraep_comm.bench.clock import HostMeter, Meter, own_gpu
+from ultraep_comm.bench.commands.calibrate import TINY, CalibrateSettings
+from ultraep_comm.bench.launch import WRONG
+from ultraep_comm.bench.measure import slowest
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.ranks import (
+    TILE_BYTES,
+    TIMED_CALLS,
+    WeightRanks,
+    count_experts,
+    link_plan,
+    make_turns,
+)
+from ultraep_comm.bench.report import Report, write_output
+from ultraep_comm.calibration import MOST, MeasuredCosts, device_name, make_calibration
+from ultraep_comm.engines.options import HOST_TILE_BYTES
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import GROUP_BYTES, make_schedule
+
+MANY_GROUPS = 32
+# In a row.
+_TINY_CALLS, _SHORT_CALLS, _BIG_CALLS = 30, 10, 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transfer to time.
+
+    Attributes:
+        segments: of an expert, in bytes; all of TINY, or none.
+        links: over which an expert goes from its home to another rank.
+        mode: of the call.
+    """
+
+    segments: Mapping[str, int]
+    links: Sequence[tuple[int, int]]
+    mode: str
+
+    @property
+    def is_tiny(self) -> bool:
+        """Return whether it is all flags and no copies."""
+        return max(self.segments.values()) <= TINY
+
+
+def run(settings: CalibrateSettings, report: Report) -> int:
+    """Measure, print and write; return the exit status, 1: wrong bytes.
+
+    Raises:
+        UltraEPError: a group could not be made, a transfer failed, figures make no sense, or the
+            file could not be written.
+    """
+    torch.set_num_threads(1)
+    return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings, report)
+
+
+def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
+    """Measure with a clock: see :func:`run`."""
+    probe = Probe(meter, settings, report)
+    found = probe.measure()
+    report.header("calibrate")
+    report.show(format_costs(settings, found))
+    if report.speaks and probe.wrong_bytes == 0 and settings.output is not None:
+        costs = {**settings.kept, settings.section: found}
+        text = json.dumps(make_calibration(costs), indent=2) + "\n"
+        write_output("--output", settings.output, text)
+        report.show(f"# {settings.output}: ULTRAEP_CALIBRATION names it for rank 0")
+    return WRONG if probe.wrong_bytes else 0
+
+
+def format_costs(settings: CalibrateSettings, found: MeasuredCosts) -> str:
+    """Return the figures, and what the cost model makes of them."""
+    names = ("store_per_kib", "load_per_kib", "group", "hop", "parallel_percent")
+    constants = found.constants(found.ranks, scales=settings.section == "cuda")
+    figures = {k: v for k, v in asdict(found).items() if isinstance(v, float)}
+    lines = [f"  {name:<12} {value:.4g}" for name, value in figures.items()]
+    model = ", ".join(f"{n} {v}" for n, v in zip(names, constants, strict=True))
+    return "\n".join([f"# {settings.section}, on {found.device}", *lines, f"# cost model: {model}"])
+
+
+class Probe:
+    """The transfers that figures are made of."""
+
+    def __init__(self, meter: Meter, settings: CalibrateSettings, report: Report) -> None:
+        """Prepare to measure; nothing is allocated yet."""
+        self._meter, self._settings, self._report = meter, settings, report
+        self._tile_bytes = HOST_TILE_BYTES if settings.engine == "host" else TILE_BYTES
+        self._epoch = self.wrong_bytes = 0
+
+    def measure(self) -> MeasuredCosts:
+        """Time everything. Collective, but in loopback.
+
+        Raises:
+            UnsupportedError: the machine was too busy for its figures to make sense.
+        """
+        ranks = range(self._settings.num_ranks)
+        one, two = [(0, 1)], [(0, 1), (0, 2)]
+        ring = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
+        tiny, big = {"w": TINY}, {"w": self._settings.copy_bytes}
+        many = {f"s{i}": TINY for i in range(MANY_GROUPS * self._tiles_in_group())}
+        shapes = [
+            Shape(tiny, [], "direct"),
+            Shape({"w": self._settings.short_bytes}, one, "direct"),
+            Shape(big, one, "direct"),
+            Shape(big, two, "direct"),
+            Shape(big, ring, "direct"),
+            Shape(tiny, two, "push"),
+            Shape(many, two, "push"),
+        ]
+        empty, brief, alone, both, together, few_us, many_us = self._times(shapes)
+        groups = self._forwarded(many, two) - self._forwarded(tiny, two)
+        return make_costs(
+            device=device_name(self._settings.section) or str(self._meter.describe().get("gpu")),
+            ranks=len(ranks),
+            copy_bytes=self._settings.copy_bytes,
+            short_bytes=self._settings.short_bytes,
+            empty_us=empty,
+            short_us=brief,
+            alone_us=alone,
+            both_us=both,
+            together_us=together,
+            flag_us=(many_us - few_us) / groups,
+        )
+
+    def _tiles_in_group(self) -> int:
+        return max(1, GROUP_BYTES // self._tile_bytes)
+
+    def _forwarded(self, segments: Mapping[str, int], links: Sequence[tuple[int, int]]) -> int:
+        """Return the flag groups that hubs other than the home hand on."""
+        plan = link_plan(self._settings.num_ranks, links)
+        schedule = make_schedule(
+            plan.slot_expert,
+            home=plan.home,
+            segment_bytes=list(segments.values()),
+            tile_bytes=self._tile_bytes,
+            mode="push",
+        )
+        _home, *hubs = schedule.hubs(0)
+        return sum(end - begin for _, begin, end in hubs)
+
+    def _times(self, shapes: Sequence[Shape]) -> list[float]:
+        """Return the least time of each shape, over iterations, on the slowest rank."""
+        groups: dict[tuple[int, ...], WeightRanks] = {}
+        for shape in shapes:
+            key = tuple(shape.segments.values())
+            if key not in groups:
+                groups[key] = self._make_ranks(shape)
+        calls = []
+        for shape in shapes:
+            ranks = groups[tuple(shape.segments.values())]
+            plans = self._plans(shape)
+            self._check(ranks, plans[0], shape)
+            calls.append((ranks, itertools.cycle(plans), shape))
+        # In turns, so that a slow second of the machine falls to none of them alone.
+        times = np.zeros((self._settings.iters, len(shapes)))
+        for i in range(self._settings.iters):
+            self._report.progress(i, self._settings.iters, "rounds")
+            for s, (ranks, turns, shape) in enumerate(calls):
+                times[i, s] = self._time_us(ranks, turns, shape)
+        self._report.progress(1, 1)
+        for ranks in groups.values():
+            ranks.close()
+        return [float(least) for least in times.min(axis=0)]
+
+    def _make_ranks(self, shape: Shape) -> WeightRanks:
+        settings = self._settings
+        ranks = WeightRanks(
+            self._meter,
+            num_ranks=settings.num_ranks,
+            num_experts=settings.num_ranks * self._experts(shape),
+            fabric=settings.fabric,
+            slots=1,
+            segments=shape.segments,
+            tile_bytes=self._tile_bytes,
+            num_sms=self._num_sms(),
+        )
+        if not self._report.places:
+            described = None if settings.engine == "host" else self._meter.describe()
+            self._report.place(ranks.groups[0], described)
+        ranks.touch_weights()
+        return ranks
+
+    def _experts(self, shape: Shape) -> int:
+        """Return the experts of a rank; a GPU's cache is too small for a copy, or sees none."""
+        if self._settings.engine != "host" or shape.is_tiny:
+            return 1
+        return count_experts(sum(shape.segments.values()), 1)
+
+    def _plans(self, shape: Shape) -> list[Plan]:
+        ranks = range(self._settings.num_ranks)
+        filling = [[(a, 0) for a, b in shape.links if b == rank] for rank in ranks]
+        return make_turns(filling, slots=1, experts=self._experts(shape), in_a_turn=1)
+
+    def _calls(self, shape: Shape) -> int:
+        if self._settings.engine != "host":
+            return TIMED_CALLS
+        if shape.is_tiny:
+            return _TINY_CALLS
+        is_short = sum(shape.segments.values()) < self._settings.copy_bytes
+        return _SHORT_CALLS if is_short else _BIG_CALLS
+
+    def _num_sms(self) -> int | None:
+        given = self._settings.num_sms
+        if self._settings.engine == "host":
+            return given  # None: as a group would take it
+        return self._meter.num_sms(
+            given, self._settings.num_ranks if self._settings.loopback else 1
+        )
+
+    def _time_us(self, ranks: WeightRanks, plans: Iterator[Plan], shape: Shape) -> float:
+        took = ranks.clock(self._calls(shape)).time_us(lambda: ranks.call(next(plans), shape.mode))
+        return slowest(took, ranks.loopback)
+
+    def _check(self, ranks: WeightRanks, plan: Plan, shape: Shape) -> None:
+        """Transfer once, and compare what arrived."""
+        payload, clock = Payload(self._settings.seed, shape.segments), ranks.clock()
+        self._epoch += 1
+        ranks.mark_slots()
+        ranks.fill(plan, payload, self._epoch)
+        clock.settle()
+        ranks.call(plan, shape.mode)
+        clock.settle()
+        wrong = ranks.count_wrong(plan, payload, self._epoch)
+        self.wrong_bytes += int(slowest(wrong, ranks.loopback))
+
+
+def make_costs(
+    *,
+    device: str,
+    ranks: int,
+    copy_bytes: int,
+    short_bytes: int,
+    empty_us: float,
+    short_us: float,
+    alone_us: float,
+    both_us: float | None,
+    together_us: float,
+    flag_us: float,
+) -> MeasuredCosts:
+    """Return the figures that times give: the cost model, solved for its constants.
+
+    Args:
+        device: they were measured on.
+        ranks: G.
+        copy_bytes: of the large expert.
+        short_bytes: of the short one.
+        empty_us: of a call with an empty plan.
+        short_us: of a call that stores the short expert over one link.
+        alone_us: of one that stores the large expert over one link.
+        both_us: of one that stores it over two links of one rank, reading it once; None: there are
+            no two, so that a store's rate has the reading in it.
+        together_us: of one in which every rank stores one to the next.
+        flag_us: of one flag group more.
+
+    Raises:
+        UnsupportedError: two copies took no longer than one, or one no longer than a shorter one.
+    """
+    # A straight line through the short and the large expert: what is left without any bytes is the
+    # call and two hops.
+    copy_us = (alone_us - short_us) / (copy_bytes - short_bytes) * copy_bytes
+    store_us = copy_us if both_us is None else both_us - alone_us
+    if store_us <= 0 or copy_us <= 0 or short_us <= empty_us:
+        two = "" if both_us is None else f"two {both_us:.4g}, "
+        raise UnsupportedError(
+            f"one copy took {alone_us:.4g} us, {two}a short one {short_us:.4g} and none"
+            f" {empty_us:.4g}: the machine is too busy, or --bytes"
+            " too small, to be calibrated"
+        )
+    load_us = max(copy_us - store_us, 0.0)
+    hop_us = max(alone_us - copy_us - empty_us, 0.0) / 2
+    return MeasuredCosts(
+        device=device,
+        ranks=ranks,
+        store_gbps=copy_bytes / store_us / 1e3,
+        # A read that costs nothing has the largest rate that a file can hold.
+        load_gbps=min(copy_bytes / load_us / 1e3, MOST) if load_us else MOST,
+        flag_us=max(flag_us, 0.0),
+        hop_us=hop_us,
+        parallel=min(max(ranks * alone_us / together_us, 1.0), float(ranks)),
+        call_us=empty_us,
+    )

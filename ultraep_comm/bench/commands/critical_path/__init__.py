@@ -1,0 +1,205 @@
+"""``critical-path``: arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.options import (
+    ALL_MODES,
+    DEFAULT_EXPERT_BYTES,
+    DEFAULT_EXPERTS,
+    DEFAULT_RANKS,
+    Settings,
+    add_bound_limit,
+    add_outputs,
+    add_rounds,
+    check_ranks,
+    check_rate_known,
+    check_shared,
+    default_imbalance,
+    parse_expert_bytes,
+)
+from ultraep_comm.bench.sizes import parse_segments
+from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ultraep_comm.bench.traces import Trace
+
+_MINIMA = {
+    **{"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "topk": 1, "iters": 1, "warmup": 0},
+    **{"seed": 0, "num_sms": 1},
+}
+MAX_LOAD = 2**31  # of an expert, which may get everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSettings(Settings):
+    """Checked arguments of ``critical-path``.
+
+    Attributes:
+        num_experts: E.
+        slots: replicas that a rank can hold.
+        tokens: of each rank.
+        topk: ids of a token.
+        segments: bytes of one expert, by segment.
+        mode: of the transfer.
+        imbalance: that ids are drawn for; of no meaning with a trace.
+        trace: recorded routing; None: there is none.
+        trace_name: of its file.
+        step: of the trace, for the first iteration; each takes the next.
+        layer: of the trace.
+        num_sms: blocks of a rank; None: the engine's default.
+    """
+
+    num_experts: int
+    slots: int
+    tokens: int
+    topk: int
+    segments: dict[str, int]
+    mode: str
+    imbalance: float
+    trace: Trace | None = None
+    trace_name: str = ""
+    step: int = 0
+    layer: int = 0
+    num_sms: int | None = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return W."""
+        return sum(self.segments.values())
+
+    @property
+    def source(self) -> str:
+        """Return where ids come from."""
+        if self.trace is None:
+            return f"drawn for an imbalance of {self.imbalance:g}, seed {self.seed}"
+        return f"drawn from {self.trace_name}, layer {self.layer}, from step {self.step} on"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``critical-path``."""
+    add = parser.add_argument_group("the path").add_argument
+    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("--tokens", type=int, default=8192, help="of each rank (default 8192)")
+    add("--topk", type=int, default=8, help="ids of a token (default 8)")
+    add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
+    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
+    add("--imbalance", type=float, help="that ids are drawn for (default 3)")
+    add("--trace", type=Path, metavar="FILE.npz", help="draw ids as often as recorded routing has")
+    add("--step", type=int, default=0, help="of the trace, for the first iteration (default 0)")
+    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add(
+        "--fabric",
+        choices=["auto", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="loopback, all ranks on one GPU in this process, or nvshmem or torch, a process and a"
+        " GPU for each (default: nvshmem under torchrun or srun, else loopback)",
+    )
+    add("--mode", choices=ALL_MODES, default="auto", help="of the transfer (default auto)")
+    add("--num-sms", type=int, metavar="N", help="blocks of a rank (default: the engine's)")
+    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add(
+        "--link-gbps",
+        type=float,
+        metavar="GB/S",
+        help="what a GPU's link carries one way, for the bound over several GPUs",
+    )
+    add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
+    add = parser.add_argument_group("results and limits").add_argument
+    add_outputs(add)
+    add_bound_limit(add, "a whole path takes more than X times the transfer's bound")
+
+
+def make_settings(options: argparse.Namespace) -> PathSettings:
+    """Check the arguments of ``critical-path``, and read the trace.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        TraceError: the trace is no trace.
+        OSError: the trace cannot be read.
+    """
+    found = check_shared(options, _MINIMA) | check_ranks(options, engine="cuda")
+    check_rate_known(found["gate"], found["fabric"], options.link_gbps)
+    num_ranks = found["num_ranks"]
+    total = num_ranks * options.tokens * options.topk
+    if total >= MAX_LOAD:
+        raise InvalidArgumentError(
+            f"{num_ranks} ranks with --tokens {options.tokens} to --topk {options.topk} experts"
+            f" make a load of {total}; expected less than 2**31"
+        )
+    trace = None if options.trace is None else _open_trace(options, num_ranks)
+    num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
+    return PathSettings(
+        **found,
+        num_experts=num_experts if trace is None else trace.num_experts,
+        slots=options.slots,
+        tokens=options.tokens,
+        topk=options.topk,
+        segments=parse_segments(
+            options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
+        ),
+        mode=options.mode,
+        imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
+        trace=trace,
+        trace_name="" if trace is None else options.trace.name,
+        step=options.step,
+        layer=options.layer,
+        num_sms=options.num_sms,
+    )
+
+
+def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) -> float:
+    from ultraep_comm.bench.loads import generate_load
+
+    given = options.imbalance
+    imbalance = default_imbalance(num_ranks) if given is None else float(given)
+    # Says what is wrong with it.
+    generate_load(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        imbalance=imbalance,
+        num_tokens=1,
+        seed=options.seed,
+    )
+    return imbalance
+
+
+def _open_trace(options: argparse.Namespace, num_ranks: int) -> Trace:
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for ids without a trace; the trace has its own")
+    from ultraep_comm.bench.traces import open_trace
+
+    trace = open_trace(options.trace)
+    # Says what is wrong with step and layer.
+    trace.load(
+        num_ranks=num_ranks,
+        step=options.step,
+        layer=options.layer,
+        tokens_per_rank=options.tokens,
+    )
+    if options.experts not in (None, trace.num_experts):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
+            " out"
+        )
+    return trace
+
+
+COMMAND = Command(
+    name="critical-path",
+    help="time the way from topk_ids to filled slots, on GPUs",
+    description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
+    " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
+    " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
+    " a limit is not met, 2 after other errors.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.critical_path.run",
+)

@@ -1,0 +1,132 @@
+"""``layer``: arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.options import (
+    DEFAULT_EXPERTS,
+    DEFAULT_IMBALANCE,
+    Settings,
+    add_bound_limit,
+    add_outputs,
+    add_rounds,
+    check_ranks,
+    check_shared,
+    default_imbalance,
+)
+from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+DEFAULT_RANKS = 2
+_SHARES_TOKENS = 1 << 24  # of a generated load: enough for its shares to be smooth
+_MINIMA = {
+    **{"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "topk": 1, "hidden": 1, "inner": 1},
+    **{"iters": 1, "warmup": 0, "seed": 0},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(Settings):
+    """Checked arguments of ``layer``.
+
+    Attributes:
+        shares: float64 ``[E]``, how often each expert is taken; sums to 1.
+        imbalance: of these shares, over the ranks.
+        slots: replicas that a rank can hold.
+        tokens: of each rank.
+        topk: experts of a token.
+        hidden, inner: H and I.
+    """
+
+    shares: NDArray[np.float64]
+    imbalance: float
+    slots: int
+    tokens: int
+    topk: int
+    hidden: int
+    inner: int
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return len(self.shares)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes of one expert's tensors."""
+        return {"w13": (2 * self.inner, self.hidden), "w2": (self.hidden, self.inner)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``layer``."""
+    add = parser.add_argument_group("the layer").add_argument
+    add("--ranks", type=int, help=f"ranks to start, no more than cores (default {DEFAULT_RANKS})")
+    add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"(default {DEFAULT_EXPERTS})")
+    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
+    add("--topk", type=int, default=4, help="experts of a token (default 4)")
+    add("--hidden", type=int, default=256, help="width of a token (default 256)")
+    add("--inner", type=int, default=512, help="width inside an expert (default 512)")
+    add(
+        "--imbalance",
+        type=float,
+        help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
+    )
+    add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
+    add = parser.add_argument_group("results and limits").add_argument
+    add_outputs(add)
+    add_bound_limit(add, "a step with replicas takes more than X times a balanced one")
+
+
+def make_settings(options: argparse.Namespace) -> LayerSettings:
+    """Check the arguments of ``layer``.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+    """
+    from ultraep_comm.bench.loads import generate_load
+
+    found = check_shared(options, _MINIMA)
+    found |= check_ranks(options, engine="host", default=DEFAULT_RANKS)
+    num_ranks = found["num_ranks"]
+    if options.experts < num_ranks:
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}; expected at least one for each of {num_ranks} ranks"
+        )
+    imbalance = default_imbalance(num_ranks) if options.imbalance is None else options.imbalance
+    load = generate_load(
+        num_ranks=num_ranks,
+        num_experts=options.experts,
+        imbalance=imbalance,
+        num_tokens=_SHARES_TOKENS,
+        seed=options.seed,
+    ).sum(axis=0)
+    return LayerSettings(
+        **found,
+        shares=load / load.sum(),
+        imbalance=imbalance,
+        slots=options.slots,
+        tokens=options.tokens,
+        topk=options.topk,
+        hidden=options.hidden,
+        inner=options.inner,
+    )
+
+
+COMMAND = Command(
+    name="layer",
+    help="a whole MoE layer, forward and backward, with and without replicas",
+    description="Time a MoE layer, forward and backward, on the CPU: with skewed routing as it"
+    " is, with replicas, and with force-balanced routing, interleaved. The exit status is 1"
+    " if any value is wrong, 3 if a limit is not met, 2 after other errors.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.layer.run",
+)

@@ -1,0 +1,114 @@
+"""``links``: arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.options import (
+    DEFAULT_RANKS,
+    Settings,
+    add_bandwidth_limit,
+    add_outputs,
+    add_rounds,
+    check_memory,
+    check_ranks,
+    check_shared,
+)
+from ultraep_comm.bench.sizes import parse_size
+from ultraep_comm.errors import InvalidArgumentError
+
+DEFAULT_LINK_BYTES = 16 << 20
+STATISTICS = ("median", "min")
+_MINIMA = {"ranks": 2, "iters": 1, "warmup": 0, "seed": 0, "num_sms": 1, "slowest": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksSettings(Settings):
+    """Checked arguments of ``links``.
+
+    Attributes:
+        link_bytes: that a link carries in an iteration.
+        one_at_a_time: no two links at the same time.
+        statistic: bandwidth of the median iteration, or "min": of the slowest one.
+        slowest: how many of the slowest links are named.
+        num_sms: workers of a rank; None: the engine's default.
+    """
+
+    link_bytes: int = DEFAULT_LINK_BYTES
+    one_at_a_time: bool = False
+    statistic: str = "median"
+    slowest: int = 5
+    num_sms: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``links``."""
+    add = parser.add_argument_group("what is moved").add_argument
+    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add(
+        *("-b", "--bytes", "--expert-bytes", "--minbytes"),
+        dest="link_bytes",
+        metavar="SIZE",
+        default=str(DEFAULT_LINK_BYTES),
+        help="that a link carries in an iteration, e.g. 64M (default 16M)",
+    )
+    add("--one-at-a-time", action="store_true", help="no two links at the same time")
+    add(
+        "--statistic",
+        choices=STATISTICS,
+        default="median",
+        help="a link's bandwidth: that of the median iteration (default), or of the slowest one",
+    )
+    add("--slowest", type=int, default=5, metavar="N", help="links to name (default 5)")
+    add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
+    add(
+        "--fabric",
+        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="of the CUDA engine, as for replicate; loopback, on one GPU, has no links and serves"
+        " to try the command",
+    )
+    add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
+    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add_rounds(parser.add_argument_group("iterations").add_argument, "the payload")
+    add = parser.add_argument_group("results and limits").add_argument
+    add_outputs(add)
+    add_bandwidth_limit(add, "a link")
+
+
+def make_settings(options: argparse.Namespace) -> LinksSettings:
+    """Check the arguments of ``links``.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+    """
+    found = check_shared(options, _MINIMA) | check_ranks(options)
+    num_ranks = found["num_ranks"]
+    if num_ranks < 2:
+        raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a link")
+    link_bytes = parse_size(options.link_bytes, "--bytes")
+    check_memory(2 * num_ranks * link_bytes, found["engine"])
+    return LinksSettings(
+        **found,
+        link_bytes=link_bytes,
+        # Ranks in one process share its clock, so theirs cannot be told apart.
+        one_at_a_time=options.one_at_a_time or found["fabric"] == "loopback",
+        statistic=options.statistic,
+        slowest=options.slowest,
+        num_sms=options.num_sms,
+    )
+
+
+COMMAND = Command(
+    name="links",
+    help="bandwidth from every rank to every other",
+    description="Copy one expert from every rank to every other, check it, and print a matrix"
+    " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
+    " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
+    " met, 2 after other errors.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.links.run",
+)

@@ -1,0 +1,247 @@
+"""What ``links`` measures. bench/METRICS.md says what the figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.clock import Clock, HostClock, HostMeter, Meter, own_gpu
+from ultraep_comm.bench.commands.links import LinksSettings
+from ultraep_comm.bench.commands.links.report import Link, print_links, slow_ranks, slowest_links
+from ultraep_comm.bench.measure import add_up, figures_of, gather, interleave
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.ranks import TILE_BYTES, WeightRanks, link_plan
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.plan.plan import Plan
+
+_SEGMENT = "w"
+
+
+def run(settings: LinksSettings, report: Report) -> int:
+    """Measure every link; return the exit status. Collective, but in loopback.
+
+    Raises:
+        UltraEPError: the group could not be made, or a transfer failed.
+    """
+    if settings.engine == "host":
+        torch.set_num_threads(1)
+        return run_on(HostMeter(), settings, report)
+    return run_on(own_gpu(), settings, report)
+
+
+def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
+    """Measure with a meter's clock, or where its engine is told to be "host", with processes'."""
+    on_host = settings.engine == "host"
+    here = settings.num_ranks if settings.loopback else 1
+    ranks = WeightRanks(
+        meter,
+        num_ranks=settings.num_ranks,
+        num_experts=settings.num_ranks,  # rank r's is what it sends
+        fabric=settings.fabric,
+        slots=1,
+        segments={_SEGMENT: settings.link_bytes},
+        tile_bytes=settings.tile_bytes or (None if on_host else TILE_BYTES),
+        num_sms=settings.num_sms if on_host else meter.num_sms(settings.num_sms, here),
+    )
+    group = ranks.groups[0]
+    domains = group.topology.domain.tolist()
+    rounds = make_rounds(domains, one_at_a_time=settings.one_at_a_time)
+    if not rounds:
+        raise InvalidArgumentError(f"the ranks' domains are {domains}; expected two ranks of one")
+    report.place(group, None if on_host else meter.describe())
+    report.header("links", _describe(settings, len(rounds)))
+    clock = HostClock(group) if on_host else ranks.clock()
+    found = measure_links(settings, ranks, clock, rounds, report)
+    ranks.close()
+    records = [report.judge(record) for record in make_records(settings, found, report.places)]
+    described = settings.describe(
+        *("link_bytes", "one_at_a_time", "statistic", "num_sms", "tile_bytes", "fabric"),
+        *("iters", "warmup", "check", "seed"),
+    )
+    more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
+    if report.speaks:
+        print_links(report.document(records, described, **more))
+    return report.finish(records, described, wrong=int(found.wrong_bytes.sum()), **more)
+
+
+def _describe(settings: LinksSettings, num_rounds: int) -> list[str]:
+    order = "one at a time" if settings.one_at_a_time else "links of a round at the same time"
+    gate = settings.gate.min_gbps
+    return [
+        f"{format_size(settings.link_bytes)} over each link, {num_rounds} rounds, {order}",
+        *(["loopback: copies within one GPU's memory; no link is measured"] * settings.loopback),
+        f"{settings.iters} iterations after {settings.warmup}, each with the rounds in another"
+        f" order; checked: {'every one' if settings.check else 'the last one'}",
+        *([] if gate is None else [f"gate: every link at least {gate:g} GB/s"]),
+    ]
+
+
+def make_rounds(domains: Sequence[int], *, one_at_a_time: bool = False) -> list[list[Link]]:
+    """Return every link inside a domain once, in rounds.
+
+    No two links of a round share a rank: a round-robin tournament of the ranks, each pairing once
+    in each direction. In a round rank 0 of G (one more where G is odd, who stays away) meets one
+    of the others, who sit in a circle, and whoever sits at equal distances from that one meet.
+
+    Args:
+        domains: ``[G]``, equal for ranks that reach each other.
+        one_at_a_time: a round for each link.
+    """
+    num_ranks = len(domains)
+    size = num_ranks + num_ranks % 2
+    circle = size - 1
+    rounds = []
+    for turn in range(circle):
+        pairs = [(0, 1 + turn)]
+        for k in range(1, size // 2):
+            pairs.append((1 + (turn + k) % circle, 1 + (turn - k) % circle))
+        played = [(a, b) for a, b in pairs if max(a, b) < num_ranks and domains[a] == domains[b]]
+        rounds += [played, [(b, a) for a, b in played]]
+    if one_at_a_time:
+        return [[link] for link in sorted(link for links in rounds for link in links)]
+    return [links for links in rounds if links]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkTimes:
+    """What every link took.
+
+    Attributes:
+        times_us: ``[G, G, iters]`` from a rank to another; NaN where there is no link.
+        wrong_bytes: ``[G, G]``.
+    """
+
+    times_us: NDArray[np.float64]
+    wrong_bytes: NDArray[np.int64]
+
+    @classmethod
+    def make(
+        cls,
+        rounds: Sequence[Sequence[Link]],
+        spans_us: NDArray[np.float64],
+        wrong_bytes: NDArray[np.int64],
+        *,
+        one_clock: bool,
+    ) -> LinkTimes:
+        """Take the links' times out of their ranks'.
+
+        Args:
+            rounds: of links.
+            spans_us: ``[G, 2, rounds, iters]``, start and end of every rank in every round.
+            wrong_bytes: ``[rounds, G]``, that each rank received.
+            one_clock: starts and ends of two ranks can be compared; else a link takes as long as
+                the slower of its two ranks.
+        """
+        num_ranks, _, _, iters = spans_us.shape
+        times = np.full((num_ranks, num_ranks, iters), np.nan)
+        wrong = np.zeros((num_ranks, num_ranks), np.int64)
+        for r, links in enumerate(rounds):
+            for source, destination in links:
+                starts, ends = spans_us[[source, destination], :, r].swapaxes(0, 1)
+                whole = ends.max(axis=0) - starts.min(axis=0)
+                times[source, destination] = whole if one_clock else (ends - starts).max(axis=0)
+                wrong[source, destination] = wrong_bytes[r, destination]
+        return cls(times_us=times, wrong_bytes=wrong)
+
+    @property
+    def links(self) -> list[Link]:
+        """Return all links that were timed, by source and destination."""
+        found = np.argwhere(~np.isnan(self.times_us[:, :, 0]))
+        return [(int(source), int(destination)) for source, destination in found]
+
+    def gbps(self, link_bytes: int, statistic: str) -> NDArray[np.float64]:
+        """Return ``[G, G]`` 10^9 bytes a second, of the median or the slowest iteration."""
+        times = self.times_us.max(axis=2) if statistic == "min" else np.median(self.times_us, 2)
+        matrix: NDArray[np.float64] = link_bytes / times / 1e3
+        return matrix
+
+
+def measure_links(
+    settings: LinksSettings,
+    ranks: WeightRanks,
+    clock: Clock,
+    rounds: Sequence[Sequence[Link]],
+    report: Report,
+) -> LinkTimes:
+    """Time every round, in every iteration after all the others. Collective, but in loopback."""
+    payload = Payload(settings.seed, {_SEGMENT: settings.link_bytes})
+    plans = [link_plan(settings.num_ranks, links) for links in rounds]
+    spans = np.zeros((2, len(rounds), settings.iters))
+    wrong = np.zeros((len(rounds), settings.num_ranks), np.int64)
+    text = f"iterations of {len(rounds)} rounds"
+    for turn in interleave(settings, len(rounds), report.progress, text):
+        plan = plans[turn.item]
+        ranks.fill(plan, payload, turn.epoch)
+        span = clock.span(lambda plan=plan: ranks.call(plan, "direct"))  # type: ignore[misc]
+        if turn.checked:
+            wrong[turn.item] += count_wrong(ranks, plan, payload, turn.epoch)
+        if turn.i >= 0:
+            spans[:, turn.item, turn.i] = span
+    everybody = gather(spans, clock.loopback)
+    everybody = np.broadcast_to(everybody, (settings.num_ranks, *spans.shape))
+    wrong = add_up(wrong, clock.loopback)
+    return LinkTimes.make(rounds, everybody, wrong, one_clock=clock.one_clock)
+
+
+def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
+    """Return the wrong bytes that each rank received ``[G]``; 0 for ranks of other processes."""
+    wrong = np.zeros(plan.slot_expert.shape[0], np.int64)
+    for group in ranks.groups:
+        expert = int(plan.slot_expert[group.rank, 0])
+        if expert >= 0:
+            data = group.slots[_SEGMENT][0].cpu().numpy()
+            where = {"epoch": epoch, "expert": expert}
+            wrong[group.rank] = payload.count_wrong(data, **where, segment=_SEGMENT)
+    return wrong
+
+
+def make_records(
+    settings: LinksSettings, found: LinkTimes, places: Sequence[Record]
+) -> list[Record]:
+    """Return one JSON record for each link."""
+    matrix = found.gbps(settings.link_bytes, settings.statistic)
+    median = float(np.nanmedian(matrix))
+    return [
+        {
+            "op": "links",
+            "engine": settings.engine,
+            "fabric": settings.fabric,
+            "ranks": settings.num_ranks,
+            "source": source,
+            "destination": destination,
+            "source_host": places[source]["host"],
+            "destination_host": places[destination]["host"],
+            "link_bytes": settings.link_bytes,
+            "time_us": figures_of(
+                found.times_us[source, destination], "min", "p50", "p90", "p99", "max"
+            ),
+            "gbps": float(matrix[source, destination]),
+            "over_median": float(matrix[source, destination]) / median,
+            "wrong_bytes": int(found.wrong_bytes[source, destination]),
+        }
+        for source, destination in found.links
+    ]
+
+
+def describe_matrix(settings: LinksSettings, found: LinkTimes) -> dict[str, Any]:
+    """Return the matrix, and what stands out in it."""
+    matrix = found.gbps(settings.link_bytes, settings.statistic)
+    return {
+        "matrix_gbps": [[None if np.isnan(x) else float(x) for x in row] for row in matrix],
+        "median_gbps": float(np.nanmedian(matrix)),
+        "slowest": [
+            {"source": link[0], "destination": link[1], "over_median": over}
+            for link, over in slowest_links(matrix, settings.slowest)
+        ],
+        "slow_ranks": [
+            {"rank": rank, "out_over_median": out, "in_over_median": into}
+            for rank, out, into in slow_ranks(matrix)
+        ],
+    }

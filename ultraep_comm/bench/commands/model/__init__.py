@@ -1,0 +1,160 @@
+"""``model``: arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.commands.plan import PlanSize, check_load, parse_plan_sizes
+from ultraep_comm.bench.options import (
+    FAMILIES,
+    PUBLISHED,
+    Settings,
+    add_outputs,
+    check_shared,
+    parse_families,
+)
+from ultraep_comm.bench.sizes import parse_size
+from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ultraep_comm.model import Machine
+
+DEFAULT_SIZES = "64/256/2,64/128/2,64/128/1,40/160/4,72/288/2"
+DEFAULT_IMBALANCES = "1.5,2,3,4,6,8"
+DEFAULT_FAMILIES = "zipf0.6,zipf1.0,zipf1.4,lognormal,adversarial"
+MACHINES = ("hgx8", "nvl72", "nvl72-racks")  # of `ultraep_comm.model`
+DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: of Qwen3-235B, bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Checked arguments of ``model``.
+
+    Attributes:
+        sizes: ranks, experts and slots of the plans.
+        imbalances: of generated loads, without replicas.
+        families: further loads, of `bench.families`.
+        seeds: loads of each imbalance and family.
+        tokens: of each rank.
+        topk: experts of a token.
+        expert_bytes: W.
+        machine: whose times are predicted.
+    """
+
+    sizes: tuple[PlanSize, ...]
+    imbalances: tuple[float, ...]
+    families: tuple[str, ...]
+    seeds: int
+    tokens: int
+    topk: int
+    expert_bytes: int
+    machine: Machine
+
+    @property
+    def alone(self) -> bool:
+        """Return True: nothing is measured."""
+        return True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``model``."""
+    add = parser.add_argument
+    add(
+        "--sizes",
+        default=DEFAULT_SIZES,
+        metavar="G/E/S,...",
+        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
+    )
+    add(
+        "--imbalances",
+        default=DEFAULT_IMBALANCES,
+        metavar="X,...",
+        help=f"busiest rank over the mean (default {DEFAULT_IMBALANCES})",
+    )
+    add(
+        "--families",
+        default=DEFAULT_FAMILIES,
+        metavar="NAME,...",
+        help=f"of further loads (default {DEFAULT_FAMILIES})",
+    )
+    add("--seeds", type=int, default=3, help="loads of a kind (default 3)")
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--topk", type=int, default=8, help="experts of a token (default 8)")
+    add(
+        "--expert-bytes",
+        default=DEFAULT_EXPERT_BYTES,
+        metavar="SIZE",
+        help=f"of one expert (default {DEFAULT_EXPERT_BYTES})",
+    )
+    add(
+        "--machine",
+        default="nvl72",
+        choices=MACHINES,
+        help="whose times are predicted (default nvl72)",
+    )
+    add_outputs(add)
+
+
+def make_settings(options: argparse.Namespace) -> ModelSettings:
+    """Check the arguments of ``model``.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+    """
+    from ultraep_comm.model import find_machine
+
+    found = check_shared(options, {"seeds": 1, "tokens": 1, "topk": 1})
+    machine = find_machine(options.machine)
+    sizes = parse_plan_sizes(options.sizes, machine.domain_size)
+    for size in sizes:
+        check_load(size, options.tokens, options.topk)
+    imbalances, families = _parse_imbalances(options.imbalances), _parse_families(options.families)
+    if not imbalances and not families:
+        raise InvalidArgumentError("--imbalances and --families are both empty; expected a load")
+    return ModelSettings(
+        **found,
+        sizes=sizes,
+        imbalances=imbalances,
+        families=families,
+        seeds=options.seeds,
+        tokens=options.tokens,
+        topk=options.topk,
+        expert_bytes=parse_size(options.expert_bytes),
+        machine=machine,
+    )
+
+
+def _parse_imbalances(text: str) -> tuple[float, ...]:
+    values = []
+    for part in filter(None, text.split(",")):
+        try:
+            value = float(part)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 1):
+            raise InvalidArgumentError(
+                f"--imbalances {text!r}: {part!r} is no number above 1; expected for instance 1.5,2"
+            )
+        values.append(value)
+    return tuple(dict.fromkeys(values))
+
+
+def _parse_families(text: str) -> tuple[str, ...]:
+    possible = tuple(family for family in FAMILIES if family not in PUBLISHED)
+    given = ",".join(filter(None, (part.strip() for part in text.split(","))))
+    return parse_families(given, possible) if given else ()
+
+
+COMMAND = Command(
+    name="model",
+    help="predict transfer times of a machine that is not at hand",
+    description="Plan loads of many kinds, predict what push, pull, direct fan-out and a"
+    " published relay take on a described machine, and print their times over the bound.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.model.run",
+)

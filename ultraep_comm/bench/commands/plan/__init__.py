@@ -1,0 +1,286 @@
+"""``plan``: arguments and settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.options import (
+    FAMILIES,
+    Settings,
+    add_bound_limit,
+    add_outputs,
+    check_shared,
+    parse_families,
+)
+from ultraep_comm.bench.sizes import parse_count, parse_counts
+from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ultraep_comm.bench.traces import Trace
+
+TRACE = "trace"
+DEFAULT_SIZES = (
+    "8/128/2,8/32/1,32/32/1,32/32/2,40/160/4,64/128/1,64/128/2,64/256/2,72/288/2,256/512/2"
+)
+DEFAULT_SEEDS = 4
+DEFAULT_WARPS = "1,2,4,8,16"
+DEFAULT_DOMAIN = 64
+MAX_ONE_DOMAIN = 72  # ranks; the largest NVLink domain
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSize:
+    """Ranks, experts and slots of a plan.
+
+    Attributes:
+        num_ranks: G.
+        num_experts: E.
+        slots_per_rank: S.
+        domain_size: ranks of a domain; the last may be smaller.
+    """
+
+    num_ranks: int
+    num_experts: int
+    slots_per_rank: int
+    domain_size: int
+
+    def __str__(self) -> str:
+        text = f"{self.num_ranks}/{self.num_experts}/{self.slots_per_rank}"
+        return text if self.domain_size >= self.num_ranks else f"{text} by {self.domain_size}"
+
+    @property
+    def home(self) -> NDArray[np.int32]:
+        """Return the home map ``[E]``: contiguous."""
+        from ultraep_comm.plan.topology import contiguous_home
+
+        return contiguous_home(self.num_experts, self.num_ranks)
+
+    @property
+    def domain(self) -> NDArray[np.int32]:
+        """Return the domains ``[G]``."""
+        import numpy as np
+
+        return np.arange(self.num_ranks, dtype=np.int32) // self.domain_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Settings):
+    """Checked arguments of ``plan``.
+
+    Attributes:
+        sizes: a row for each of them and each family.
+        families: of `bench.families`, or "trace".
+        seeds: loads of a generated family.
+        tokens: of each rank.
+        topk: experts of a token.
+        target: imbalance that is good enough.
+        trace: recorded routing; None: there is none.
+        trace_name: of its file.
+        engine: "host" compares planners, "cuda" times kernels.
+        warps: of the plan kernel, one measurement for each.
+    """
+
+    sizes: tuple[PlanSize, ...]
+    families: tuple[str, ...]
+    seeds: int
+    tokens: int
+    topk: int
+    target: float
+    trace: Trace | None = None
+    trace_name: str = ""
+    warps: tuple[int, ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        """Return True: one process plans for all ranks."""
+        return True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``plan``."""
+    add = parser.add_argument
+    add(
+        "--sizes",
+        default=DEFAULT_SIZES,
+        metavar="G/E/S,...",
+        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
+    )
+    add(
+        "--families",
+        metavar="NAME,...",
+        help=f"of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
+    )
+    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
+    add(
+        "--seeds",
+        type=int,
+        default=DEFAULT_SEEDS,
+        help=f"loads of a generated family (default {DEFAULT_SEEDS})",
+    )
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
+    add("--target", type=float, default=1.01, help="imbalance that is good enough (default 1.01)")
+    add(
+        "--domain-size",
+        type=int,
+        metavar="N",
+        help=f"ranks of a domain (default: all up to {MAX_ONE_DOMAIN}, beyond {DEFAULT_DOMAIN})",
+    )
+    add(
+        "--engine",
+        choices=["host", "cuda"],
+        default="host",
+        help="cuda: time the kernels of plan, counts and reroute on a GPU, and check them against"
+        " the host's, instead of comparing planners (default host)",
+    )
+    add(
+        "--warps",
+        metavar="N,...",
+        help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
+    )
+    add_bound_limit(add, "a plan's imbalance is more than X times what no placement goes below")
+    add_outputs(add)
+
+
+def make_settings(options: argparse.Namespace) -> PlanSettings:
+    """Check the arguments of ``plan``, and read the trace.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        TraceError: the trace is no trace.
+        OSError: the trace cannot be read.
+    """
+    from ultraep_comm.plan.planner import target_to_ppm
+
+    found = check_shared(options, dict.fromkeys(("seeds", "tokens", "topk", "domain_size"), 1))
+    try:
+        target_to_ppm(options.target)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--target: {error}") from None
+    gate = found["gate"]
+    if gate and options.engine == "cuda":
+        raise InvalidArgumentError(
+            f"--max-over-bound is {gate.max_over_bound:g}, but --engine cuda compares kernels with"
+            " the host's plans; give one of the two"
+        )
+    warps = _parse_warps(options)
+    families = _parse_families(options.families, options.trace is not None)
+    sizes = parse_plan_sizes(options.sizes, options.domain_size)
+    if set(families) - {TRACE}:
+        for size in sizes:
+            check_load(size, options.tokens, options.topk)
+    trace = None
+    if TRACE in families:
+        from ultraep_comm.bench.traces import open_trace
+
+        trace = open_trace(options.trace)
+        if all(size.num_experts != trace.num_experts for size in sizes):
+            raise InvalidArgumentError(
+                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has as many"
+            )
+    return PlanSettings(
+        **found,
+        sizes=sizes,
+        families=families,
+        seeds=options.seeds,
+        tokens=options.tokens,
+        topk=options.topk,
+        target=options.target,
+        trace=trace,
+        trace_name="" if trace is None else options.trace.name,
+        engine=options.engine,
+        warps=warps,
+    )
+
+
+def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]:
+    """Return the sizes of ``"64/256/2,8/32/1"``.
+
+    Raises:
+        InvalidArgumentError: not three positive numbers each, or the same size twice.
+    """
+    from ultraep_comm.plan.topology import MAX_COUNT
+
+    sizes = []
+    for part in text.split(","):
+        numbers = [parse_count(number.strip()) for number in part.split("/")]
+        if len(numbers) != 3 or not all(0 < n <= MAX_COUNT for n in numbers):
+            raise InvalidArgumentError(
+                f"--sizes {text!r}: {part!r} is not ranks/experts/slots, each at least 1; expected"
+                " for instance 64/256/2,8/32/1"
+            )
+        ranks, experts, slots = numbers
+        default = ranks if ranks <= MAX_ONE_DOMAIN else DEFAULT_DOMAIN
+        size = PlanSize(
+            num_ranks=ranks,
+            num_experts=experts,
+            slots_per_rank=slots,
+            domain_size=min(domain_size or default, ranks),
+        )
+        if size in sizes:
+            raise InvalidArgumentError(f"--sizes {text!r} has {size} twice")
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
+    possible = (*FAMILIES, TRACE) if has_trace else FAMILIES
+    if text is None:
+        return possible
+    if has_trace and TRACE not in text:
+        raise InvalidArgumentError(f"--families {text}: --trace was given; expected {TRACE} too")
+    if TRACE in text and not has_trace:
+        raise InvalidArgumentError(f"--families {text}: {TRACE} needs --trace FILE.npz")
+    return parse_families(text, possible)
+
+
+def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.engine == "host":
+        if options.warps is not None:
+            raise InvalidArgumentError(f"--warps is {options.warps}; it is for --engine cuda")
+        return ()
+    from ultraep_comm import _core
+
+    warps = parse_counts(options.warps or DEFAULT_WARPS, "--warps")
+    if warps[-1] > _core.CUDA_MAX_PLAN_WARPS:
+        raise InvalidArgumentError(
+            f"--warps has {warps[-1]}; the plan kernel takes at most {_core.CUDA_MAX_PLAN_WARPS}"
+        )
+    return warps
+
+
+def check_load(size: PlanSize, tokens: int, topk: int) -> None:
+    """Check that a size can have a generated load.
+
+    Raises:
+        InvalidArgumentError: too few experts, or too many tokens.
+    """
+    if size.num_experts < topk:
+        raise InvalidArgumentError(
+            f"--sizes has {size}, with fewer experts than --topk {topk}; a token takes different"
+            " ones"
+        )
+    total = size.num_ranks * tokens * topk
+    if total >= 2**31:
+        raise InvalidArgumentError(
+            f"--sizes has {size}: {size.num_ranks} ranks with {tokens} tokens to {topk} experts"
+            f" each make a load of {total}; expected less than 2**31"
+        )
+
+
+COMMAND = Command(
+    name="plan",
+    help="compare the planner's plans with those of others",
+    description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
+    " bound and time, beside the published planner and, where it is installed, EPLB.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.plan.run",
+)

@@ -1,0 +1,106 @@
+"""The sizes and families of a run, their loads, and the library's plans of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm import _core
+from ultraep_comm.bench.commands.plan import TRACE, PlanSettings, PlanSize
+from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import target_to_ppm
+
+_REPEATS = 5  # the fastest counts: the others were disturbed
+Loads = Sequence[NDArray[np.int64]]
+
+
+def describe_loads(tokens: int, topk: int) -> str:
+    """Return how many tokens go where."""
+    return f"loads: {tokens} tokens of each rank to {topk} experts"
+
+
+def describe_settings(settings: PlanSettings) -> Record:
+    """Return what JSON says of the arguments."""
+    return {
+        "sizes": [str(size) for size in settings.sizes],
+        "families": list(settings.families),
+        **settings.describe("seeds", "tokens", "topk", "target"),
+        "trace": settings.trace_name or None,
+    }
+
+
+def each_cell(settings: PlanSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
+    """Yield every size and family with its loads, where there are some."""
+    cells = [(size, family) for size in settings.sizes for family in settings.families]
+    for i, (size, family) in enumerate(cells):
+        report.progress(i, len(cells), f"{size} {family}")
+        loads = make_plan_loads(settings, size, family)
+        if len(loads):
+            yield size, family, loads
+    report.progress(len(cells), len(cells))
+
+
+def make_plan_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:
+    """Return the loads ``[E]`` of one size and family."""
+    if family != TRACE:
+        return make_loads(
+            family,
+            num_ranks=size.num_ranks,
+            num_experts=size.num_experts,
+            num_tokens=size.num_ranks * settings.tokens,
+            topk=settings.topk,
+            seeds=settings.seeds,
+        )
+    trace = settings.trace
+    if trace is None or trace.num_experts != size.num_experts:
+        return []
+    window = {"num_ranks": size.num_ranks, "tokens_per_rank": settings.tokens}
+    return [
+        trace.load(step=step, layer=layer, **window).sum(axis=0, dtype=np.int64)
+        for step in range(trace.num_steps(**window))
+        for layer in range(trace.num_layers)
+    ]
+
+
+def plan_load(size: PlanSize, load: NDArray[Any], target: float = 1.01) -> Plan:
+    """Return the library's plan of a load ``[E]`` or ``[G, E]``."""
+    return plan_replicas(
+        torch.from_numpy(load.copy()),
+        slots_per_rank=size.slots_per_rank,
+        num_ranks=size.num_ranks,
+        home=size.home,
+        domains=size.domain,
+        target=target,
+    )
+
+
+def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> float:
+    """Return the core's time for one plan, arguments being ready."""
+    arguments = (load.copy(), size.home, size.domain, size.slots_per_rank, False)
+    target_ppm = target_to_ppm(target)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        start = time.perf_counter_ns()
+        _core.plan_replicas(*arguments, target_ppm)
+        best = min(best, time.perf_counter_ns() - start)
+    return best / 1e3
+
+
+def size_text(record: Any) -> str:
+    """Return the size of a record as it is given on the command line."""
+    return str(
+        PlanSize(
+            num_ranks=record["ranks"],
+            num_experts=record["experts"],
+            slots_per_rank=record["slots"],
+            domain_size=record["domain_size"],
+        )
+    )

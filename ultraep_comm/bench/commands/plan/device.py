@@ -1,0 +1,409 @@
+"""The planner on a GPU, and what stands beside it: counts and reroutes, checked by the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm import _core
+from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan.cells import (
+    Loads,
+    describe_loads,
+    describe_settings,
+    each_cell,
+    plan_load,
+    size_text,
+    time_core_us,
+)
+from ultraep_comm.bench.inside import device_stages, gather_and_plan_together, plans_at_once
+from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.calls.gather import gather_load
+from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.engines.cuda import device, kernels
+from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.errors import InvalidLoadError
+from ultraep_comm.group.create import new_loopback_groups
+from ultraep_comm.group.group import Group
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import target_to_ppm
+from ultraep_comm.plan.topology import Topology
+
+PLAN_CALLS = 20  # in a row
+_GATHER_CALLS = 3  # four can be under way without blocking the host
+FIELDS = ("slot_expert", "slot_quota", "home_quota")
+_EXPERT = {"w": ((16,), torch.uint8)}  # next to nothing to move
+_EMPTY = 255
+
+
+def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
+    """Measure on a device; return the exit status, 1: something is not the host's.
+
+    Raises:
+        UltraEPError: there is no device, or a load of the trace is none.
+    """
+    lines = [
+        f"{describe_loads(settings.tokens, settings.topk)}; target {settings.target:g}",
+        "times: medians over loads, in us; counts without exchange; counts + plan: one launch",
+        "schedule: how much longer a transfer takes that makes it; shares: a reroute of nothing",
+    ]
+    report.header("plan, engine cuda", lines, device=meter.describe())
+    records: list[Record] = []
+    try:
+        for size, family, loads in each_cell(settings, report):
+            records.append(measure_row(meter, settings, size, family, loads))
+    except BaseException:  # Ctrl-C too
+        if records:  # which took their time
+            _tell(settings, report, records)
+        raise
+    _tell(settings, report, records)
+    return 1 if any(record["wrong_values"] for record in records) else 0
+
+
+def _tell(settings: PlanSettings, report: Report, records: list[Record]) -> None:
+    report.show(format_records(_columns(settings.warps), records))
+    described = {**describe_settings(settings), "warps": list(settings.warps)}
+    report.write(report.document(records, described, gated=False))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sourced:
+    """A load by source, its plan by the host, and what rank 0 routes.
+
+    Attributes:
+        load: int32 ``[G, E]``.
+        ids: int64 ``[N, 1]``, which row 0 counts.
+        plan: of the load.
+        physical: where the ids go.
+        host_us: the core's time for the plan.
+    """
+
+    load: torch.Tensor
+    ids: torch.Tensor
+    plan: Plan
+    physical: torch.Tensor
+    host_us: float
+
+    @classmethod
+    def of(
+        cls, total: NDArray[np.int64], size: PlanSize, target: float, draw: np.random.Generator
+    ) -> Sourced:
+        """Deal a load's tokens out to sources that are alike."""
+        shares = np.full(size.num_ranks, 1 / size.num_ranks)
+        load = np.ascontiguousarray(draw.multinomial(total, shares).T, dtype=np.int32)
+        ids = draw.permutation(np.repeat(np.arange(size.num_experts), load[0]))[:, None]
+        plan = plan_load(size, load, target)
+        slots, slot_quota, home_quota = (getattr(plan, name) for name in FIELDS)
+        physical = np.empty_like(ids)
+        _core.reroute(ids, load, slots, slot_quota, home_quota, plan.home.numpy(), 0, physical)
+        return cls(
+            load=torch.from_numpy(load),
+            ids=torch.from_numpy(ids),
+            plan=plan,
+            physical=torch.from_numpy(physical),
+            host_us=time_core_us(size, total, target),
+        )
+
+
+def measure_row(
+    meter: Meter, settings: PlanSettings, size: PlanSize, family: str, totals: Loads
+) -> Record:
+    """Plan, count and reroute all loads of one size and family, and check all of it.
+
+    Returns:
+        The JSON record of the row.
+    """
+    draw = np.random.default_rng(0)
+    cases = [Sourced.of(total, size, settings.target, draw) for total in totals]
+    runs = []
+    for num_warps in settings.warps:
+        stages = _make_stages(size, num_warps)
+        if stages.plan_warps == num_warps:  # else as many do not fit
+            runs.append(_measure_plans(meter, settings, stages, cases))
+    (group,) = new_loopback_groups(
+        1,
+        num_experts=size.num_experts,
+        slots_per_rank=1,
+        expert=_EXPERT,
+        engine="cuda",
+        num_sms=1,
+    )
+    stages = _make_stages(size, None)
+    others = [_measure_others(meter, stages, group, case) for case in cases]
+    stages.raise_fault()
+    group.close()
+    counts_us, launch_us, shares_us, reroute_us, wrong = np.array(others).T
+    every = AllRanks.of(size)
+    ranks = []
+    if every is not None:
+        for case in cases:
+            given = (case.load, case.plan, ids_of(case.load), settings.target)
+            ranks.append(every.measure(meter, *given))
+        every.close()
+    device_us, host_us = ([getattr(t, name) for t in ranks] for name in ("device_us", "host_us"))
+    wrong_values = int(wrong.sum()) + sum(times.wrong_values for times in ranks)
+    return {
+        "op": "plan",
+        "engine": "cuda",
+        "ranks": size.num_ranks,
+        "experts": size.num_experts,
+        "slots": size.slots_per_rank,
+        "domain_size": size.domain_size,
+        "family": family,
+        "vectors": len(cases),
+        "host_us": _percentiles([case.host_us for case in cases]),
+        "warps": runs,
+        "ids": float(np.mean([len(case.ids) for case in cases])),
+        "counts_us": _percentiles(counts_us),
+        "launch_us": _percentiles(launch_us),
+        "at_once_us": _percentiles([t.at_once_us for t in ranks if t.at_once_us is not None]),
+        # How much longer a transfer is whose schedule its kernel has to make.
+        "schedule_us": _percentiles(np.subtract(device_us, host_us)),
+        "tiny_device_plan_us": _percentiles(device_us),
+        "tiny_host_plan_us": _percentiles(host_us),
+        "shares_us": _percentiles(shares_us),
+        "reroute_us": _percentiles(reroute_us),
+        "wrong_values": wrong_values + sum(one["wrong_values"] for one in runs),
+    }
+
+
+def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float] | None:
+    return figures_of(values, "p50", "p99") if len(values) else None
+
+
+def _columns(warps: Sequence[int]) -> list[Column]:
+    """Return the columns, one for each number of warps."""
+
+    def plan_us(num_warps: int) -> Callable[[Any], Any]:
+        return lambda record: next(
+            (one["time_us"]["p50"] for one in record["warps"] if one["warps"] == num_warps), None
+        )
+
+    return [
+        Column("size", "G/E/S", size_text),
+        Column("load", "", "family"),
+        Column("loads", "", "vectors"),
+        Column("host", "core", "host_us.p50", ".1f"),
+        *(Column("plan", f"{n} warps", plan_us(n), ".1f") for n in warps),
+        Column("counts", "", "counts_us.p50", ".1f"),
+        Column("counts", "+ plan", "at_once_us.p50", ".1f"),
+        Column("launch", "", "launch_us.p50", ".1f"),
+        Column("schedule", "", "schedule_us.p50", ".1f"),
+        Column("shares", "", "shares_us.p50", ".1f"),
+        Column("reroute", "", "reroute_us.p50", ".1f"),
+        Column("ids", "mean", "ids", ".0f"),
+        Column("#wrong", "", "wrong_values"),
+    ]
+
+
+def _make_stages(size: PlanSize, num_warps: int | None) -> CudaStages:
+    """Return rank 0 of so many: it plans by itself."""
+    topology = Topology.make(
+        num_ranks=size.num_ranks,
+        num_experts=size.num_experts,
+        slots_per_rank=size.slots_per_rank,
+        home=size.home,
+        domains=size.domain,
+    )
+    found = device.find_device()
+    return CudaStages(found, kernels.load_kernels(found, None), topology, 0, plan_warps=num_warps)
+
+
+def _measure_plans(
+    meter: Meter, settings: PlanSettings, stages: CudaStages, cases: Sequence[Sourced]
+) -> Record:
+    target_ppm = target_to_ppm(settings.target)
+    times, first, wrong = [], 0.0, 0
+    for i, case in enumerate(cases):
+        load = stages.put(case.load)
+        plans: list[Plan] = []
+        meter.settle()
+
+        def plan(load: torch.Tensor = load, plans: list[Plan] = plans) -> None:
+            plans[:] = [stages.plan(load, target_ppm, None)]
+
+        if i == 0:
+            first = meter.time_us(plan, 1, 1, line_up=lambda: None)
+        times.append(meter.time_us(plan, PLAN_CALLS, 1))
+        meter.settle()
+        wrong += sum(differ(getattr(plans[0], name), getattr(case.plan, name)) for name in FIELDS)
+    stages.raise_fault()
+    return {
+        "warps": stages.plan_warps,
+        "time_us": figures_of(times, "p50", "p99"),
+        "first_us": first,
+        "wrong_values": wrong,
+    }
+
+
+def _measure_others(
+    meter: Meter, stages: CudaStages, group: Group, case: Sourced
+) -> tuple[float, float, float, float, int]:
+    """Return the times of counts, nothing, a reroute of padding, and of all ids; what is wrong."""
+    ids, padding = stages.put(case.ids), stages.put(torch.full((1, 1), -1))
+    plan = stages.plan(stages.put(case.load), 1_000_000, None)
+    meter.settle()
+    for name in FIELDS:  # the host's, whatever the target
+        getattr(plan, name).copy_(getattr(case.plan, name))
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, call: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        return lambda: found.update({name: call()})
+
+    gather = keep("counts", lambda: gather_load(ids, group=group))
+    shares = keep("padding", lambda: stages.reroute(padding, plan))
+    reroute = keep("ids", lambda: stages.reroute(ids, plan))
+    gather_us = meter.time_us(gather, _GATHER_CALLS, 1)
+    launch_us = meter.time_us(lambda: stages.save([], None, 0, 0), PLAN_CALLS, 1)
+    shares_us = meter.time_us(shares, PLAN_CALLS, 1)
+    meter.settle()
+    with suppress(InvalidLoadError):  # padding is not what was counted, and the shares are the same
+        stages.raise_fault()
+    reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
+    meter.settle()
+    wrong = differ(found["counts"], case.load[:1]) + differ(found["ids"], case.physical)
+    return gather_us, launch_us, shares_us, reroute_us, wrong
+
+
+# ---- all ranks of a size on one GPU: what cannot be timed on a single one ------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksTimes:
+    """Of one load, in microseconds.
+
+    Attributes:
+        device_us: a transfer of tiny experts, its plan on the device.
+        host_us: the same with the plan on the CPU, and so its schedule from there.
+        at_once_us: of `gather_and_plan`, replayed; None: it is not one launch here.
+        wrong_values: of slots, loads and plans.
+    """
+
+    device_us: float
+    host_us: float
+    at_once_us: float | None
+    wrong_values: int
+
+
+class AllRanks:
+    """A loopback group of a size, with a block for each rank."""
+
+    def __init__(self, size: PlanSize) -> None:
+        """Make the group, and weights that tell experts apart."""
+        self.groups = new_loopback_groups(
+            size.num_ranks,
+            num_experts=size.num_experts,
+            slots_per_rank=size.slots_per_rank,
+            home=size.home,
+            domains=size.domain,
+            expert=_EXPERT,
+            engine="cuda",
+            num_sms=1,
+        )
+        self._bound = []
+        for group in self.groups:
+            weights = group.empty_weights()
+            mains = torch.from_numpy(group.topology.mains(group.rank) % _EMPTY).to(torch.uint8)
+            weights["w"].copy_(mains[:, None].expand(weights["w"].shape))
+            self._bound.append(group.bind(weights))
+
+    @classmethod
+    def of(cls, size: PlanSize) -> AllRanks | None:
+        """Return them; None: the device, or a launch, has no block for each."""
+        most = min(device.find_device().num_sms, _core.CUDA_MAX_LAUNCH_RANKS)
+        return cls(size) if size.num_ranks <= most else None
+
+    def measure(
+        self,
+        meter: Meter,
+        load: torch.Tensor,
+        plan: Plan,
+        ids: Sequence[torch.Tensor],
+        target: float,
+    ) -> RanksTimes:
+        """Time calls with the host's plan of a load for a target, and check what they leave.
+
+        ``ids`` are what each rank's row of the load counts, int64, on the CPU.
+        """
+        stages = device_stages(self.groups[0])
+        there = Plan(
+            slot_expert=stages.put(plan.slot_expert),
+            home=stages.home,
+            slot_quota=stages.put(plan.slot_quota),  # type: ignore[arg-type]
+            home_quota=stages.put(plan.home_quota),  # type: ignore[arg-type]
+        )
+        times, wrong = [], 0
+        for given in (there, plan):
+            for group in self.groups:
+                group.slots["w"].fill_(_EMPTY)
+            meter.settle()
+            run = self._replicating(given)
+            times.append(meter.time_us(run, _GATHER_CALLS, len(self.groups)))
+            meter.settle()
+            wrong += self._wrong_slots(plan)
+        at_once_us = None
+        if plans_at_once(self.groups[0]):
+            own = [stages.put(i) for i in ids]
+            made: list[Plan] = []
+            gather_and_plan_together(self.groups, own, target)  # a capture needs what it makes
+            meter.settle()
+            # As many events as ranks go with a call of all, if it is not captured.
+
+            def plan_all() -> None:
+                made[:] = gather_and_plan_together(self.groups, own, target)
+
+            replay = meter.capture(plan_all)
+            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(self.groups))
+            meter.settle()
+            for found in made:
+                assert found.load is not None
+                wrong += differ(found.load, load)
+                wrong += sum(differ(getattr(found, n), getattr(plan, n)) for n in FIELDS)
+        return RanksTimes(
+            device_us=times[0], host_us=times[1], at_once_us=at_once_us, wrong_values=wrong
+        )
+
+    def close(self) -> None:
+        """Close the group."""
+        for group in self.groups:
+            group.close()
+
+    def _replicating(self, plan: Plan) -> Callable[[], None]:
+        def run() -> None:
+            works = [
+                replicate_experts(bound, plan, group=group, async_op=True)
+                for group, bound in zip(self.groups, self._bound, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        return run
+
+    def _wrong_slots(self, plan: Plan) -> int:
+        table = plan.slot_expert
+        expected = torch.where(table < 0, _EMPTY, table % _EMPTY).to(torch.uint8)
+        return sum(
+            differ(group.slots["w"], expected[group.rank][:, None].expand(-1, 16))
+            for group in self.groups
+        )
+
+
+def ids_of(load: torch.Tensor) -> list[torch.Tensor]:
+    """Return int64 ``[N, 1]`` for each row of a load: what it counts, in the order of experts."""
+    experts = np.arange(load.shape[1])
+    return [torch.from_numpy(np.repeat(experts, row)[:, None]) for row in load.numpy()]
+
+
+def differ(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return how many values are different."""
+    return int((found.cpu() != expected).sum())

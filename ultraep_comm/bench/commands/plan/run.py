@@ -1,0 +1,176 @@
+"""What ``plan`` compares, or times on a device. bench/METRICS.md says what the figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.clock import Gpu
+from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan.cells import (
+    Loads,
+    describe_loads,
+    describe_settings,
+    each_cell,
+    plan_load,
+    size_text,
+    time_core_us,
+)
+from ultraep_comm.bench.commands.plan.device import run_device
+from ultraep_comm.bench.loads import rank_imbalance
+from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.planners import Rebalance, find_eplb, plan_eplb, plan_published
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import transfer_bound
+
+
+def run(settings: PlanSettings, report: Report) -> int:
+    """Plan everything in this process; return the exit status.
+
+    Raises:
+        UltraEPError: there is no device, or a load of the trace is none.
+    """
+    if settings.engine == "host":
+        return run_host(settings, report)
+    return run_device(Gpu(), settings, report)
+
+
+def run_host(settings: PlanSettings, report: Report) -> int:
+    """Compare planners."""
+    rebalance = find_eplb()
+    eplb = "eplb: with the exact load, every slot filled, mains moved"
+    seeds = f", {settings.seeds} of a family"
+    if settings.trace is not None:
+        seeds += f"; {settings.trace_name}, every step and layer"
+    report.header(
+        "plan",
+        [
+            f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}",
+            eplb if rebalance is not None else "eplb: not installed, so not compared with",
+        ],
+    )
+    records = [
+        report.judge(measure_row(size, family, loads, settings.target, rebalance))
+        for size, family, loads in each_cell(settings, report)
+    ]
+    has_eplb = any(record["eplb"] is not None for record in records)
+    columns = _COLUMNS + (_EPLB_COLUMNS if has_eplb else ())
+    report.show(format_records(columns, records))
+    return report.finish(records, describe_settings(settings))
+
+
+def measure_row(
+    size: PlanSize, family: str, loads: Loads, target: float, rebalance: Rebalance | None
+) -> Record:
+    """Plan all loads of one size and family with every planner, and time ours.
+
+    Returns:
+        The JSON record of the row.
+    """
+    ours = [plan_load(size, load, target) for load in loads]
+    published = [_plan_published(size, load, target) for load in loads]
+    times = [time_core_us(size, load, target) for load in loads]
+    before = [rank_imbalance(load, size.num_ranks) for load in loads]
+    bound = np.array([plan.imbalance_bound for plan in ours])
+    return {
+        "op": "plan",
+        "ranks": size.num_ranks,
+        "experts": size.num_experts,
+        "slots": size.slots_per_rank,
+        "domain_size": size.domain_size,
+        "family": family,
+        "vectors": len(loads),
+        "imbalance_before": float(np.mean(before)),
+        **_judge(ours),
+        "imbalance_bound": float(bound.max()),
+        "over_bound": float((np.array([plan.imbalance for plan in ours]) / bound).max()),
+        "time_us": figures_of(times, "p50", "p99"),
+        "published": _judge(published),
+        "transfer_over_published": _transfer_ratio(ours, published),
+        "eplb": None if rebalance is None else _run_eplb(rebalance, size, loads),
+    }
+
+
+def _plan_published(size: PlanSize, load: NDArray[np.int64], target: float) -> Plan:
+    slots, slot_quota, home_quota = plan_published(
+        load,
+        slots_per_rank=size.slots_per_rank,
+        home=size.home,
+        domain=size.domain,
+        target=target,
+    )
+    return Plan.from_slots(
+        torch.from_numpy(slots),
+        num_experts=size.num_experts,
+        home=size.home,
+        slot_quota=torch.from_numpy(slot_quota),
+        home_quota=torch.from_numpy(home_quota),
+        domains=size.domain,
+    )
+
+
+def _run_eplb(rebalance: Rebalance, size: PlanSize, loads: Loads) -> Record | None:
+    found = plan_eplb(
+        rebalance,
+        np.stack(loads),
+        num_ranks=size.num_ranks,
+        slots_per_rank=size.slots_per_rank,
+    )
+    if found is None:
+        return None
+    return {"imbalance": figures_of(found[0], "mean", "worst"), "replicas": found[1]}
+
+
+def _transfers(plans: Sequence[Plan]) -> NDArray[np.float64]:
+    """Return T of each plan, in experts over one link."""
+    return np.array([transfer_bound(plan.slot_expert, home=plan.home) for plan in plans])
+
+
+def _judge(plans: Sequence[Plan]) -> Record:
+    """Return the figures of one planner's plans."""
+    return {
+        "imbalance": figures_of([plan.imbalance for plan in plans], "mean", "worst"),
+        "replicas": float(np.mean([plan.num_replicas for plan in plans])),
+        "max_exports": float(np.mean([plan.max_exports for plan in plans])),
+        "max_imports": float(np.mean([plan.max_imports for plan in plans])),
+        "transfer_bound": float(_transfers(plans).mean()),
+    }
+
+
+def _transfer_ratio(ours: Sequence[Plan], published: Sequence[Plan]) -> float | None:
+    """Return the mean of our T over the published planner's, where both replicate."""
+    own, theirs = _transfers(ours), _transfers(published)
+    both = (own > 0) & (theirs > 0)
+    return float((own[both] / theirs[both]).mean()) if both.any() else None
+
+
+_COLUMNS = (
+    Column("size", "G/E/S", size_text),
+    Column("load", "", "family"),
+    Column("loads", "", "vectors"),
+    Column("before", "mean", "imbalance_before", ".2f"),
+    Column("imbal", "mean", "imbalance.mean", ".4f"),
+    Column("imbal", "worst", "imbalance.worst", ".4f"),
+    Column("bound", "worst", "imbalance_bound", ".4f"),
+    Column("replicas", "mean", "replicas", ".1f"),
+    Column("max k", "mean", "max_exports", ".2f"),
+    Column("max in", "mean", "max_imports", ".2f"),
+    Column("T", "mean", "transfer_bound", ".3f"),
+    Column("time", "p50 us", "time_us.p50", ".1f"),
+    Column("time", "p99 us", "time_us.p99", ".1f"),
+    Column("paper:", "mean", "published.imbalance.mean", ".4f"),
+    Column("imbal", "worst", "published.imbalance.worst", ".4f"),
+    Column("replicas", "mean", "published.replicas", ".1f"),
+    Column("T", "mean", "published.transfer_bound", ".3f"),
+    Column("T/T", "mean", "transfer_over_published", ".3f"),
+)
+_EPLB_COLUMNS = (
+    Column("eplb:", "mean", "eplb.imbalance.mean", ".4f"),
+    Column("imbal", "worst", "eplb.imbalance.worst", ".4f"),
+    Column("replicas", "", "eplb.replicas"),
+)

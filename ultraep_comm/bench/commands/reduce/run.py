@@ -1,0 +1,325 @@
+"""What ``reduce`` measures. bench/METRICS.md says what the figures mean."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ultraep_comm.bench.baselines import cut_line, exchange
+from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.commands.reduce import ReduceSettings
+from ultraep_comm.bench.commands.replicate.one_plan import run_one_plan
+from ultraep_comm.bench.inside import slot_grad_address
+from ultraep_comm.bench.measure import Transfer
+from ultraep_comm.bench.payload import (
+    MAIN,
+    SENTINEL,
+    GradPayload,
+    count_different,
+    count_disturbed,
+)
+from ultraep_comm.bench.ranks import TILE_BYTES, Ranks, main_index, replicas_of
+from ultraep_comm.bench.report import Report
+from ultraep_comm.bench.traffic import Traffic, count_reduction_traffic
+from ultraep_comm.calls.reduce import reduce_expert_grads
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+
+_BLOCK_BYTES = 256 << 10  # of gradients, added and cleared while they are in a cache
+
+
+def run(settings: ReduceSettings, report: Report) -> int:
+    """Measure; return the exit status."""
+    return run_one_plan(Reduction(), settings, report)
+
+
+class Reduction:
+    """`reduce_expert_grads`, as one of `one_plan.Collective`."""
+
+    # One call at a time: a second would add what is left in slots.
+    calls, lined_up, empty_mode = 1, True, "pull"
+
+    def make_ranks(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> GradRanks:
+        """Make groups, and main gradients. Collective, but in loopback."""
+        return GradRanks(meter, settings, num_sms)
+
+    def make_payload(self, settings: ReduceSettings) -> GradPayload:
+        """Return what all gradients are."""
+        return GradPayload(
+            settings.seed,
+            settings.elements,
+            settings.num_experts,
+            grad_dtype=getattr(torch, settings.grad_dtype),
+            main_dtype=getattr(torch, settings.main_dtype),
+        )
+
+    def host_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
+        """Return what a user would do, and what the machine can do."""
+        return [GlooReduction(ranks, plan), CopyAdd(ranks, plan)]
+
+    def device_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
+        """Return nothing: copies are all."""
+        return []
+
+    def busiest_rank(self, settings: ReduceSettings, plan: Plan, mode: str) -> float:
+        """Return what the rank that loads most from others loads in a mode, in experts.
+
+        In pull each of n replicas loads its share of the n - 1 others, and the home the sums; in
+        direct, and of one replica, the home loads all.
+        """
+        loads = np.zeros(settings.num_ranks)
+        slots = plan.slot_expert.numpy()
+        for expert in np.unique(slots[slots >= 0]):
+            ranks = (slots == expert).any(axis=1).nonzero()[0]
+            shared = mode == "pull" and len(ranks) > 1
+            loads[int(plan.home[expert])] += 1 if shared else len(ranks)
+            loads[ranks] += (len(ranks) - 1) / len(ranks) if shared else 0
+        return float(loads.max())
+
+    def traffic(self, settings: ReduceSettings, plan: Plan, mode: str) -> Traffic:
+        """Return what a call on a device moves."""
+        return count_reduction_traffic(
+            plan,
+            mode,
+            segment_bytes=list(settings.segments.values()),
+            tile_bytes=settings.tile_bytes or TILE_BYTES,
+            grad_bytes=settings.grad_bytes,
+            main_bytes=settings.main_bytes,
+            zero=settings.zero,
+        )
+
+    def tile_us(self, meter: Meter, settings: ReduceSettings, num_sms: int) -> float | None:
+        """Return None: there are no hubs but the replicas themselves."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """Memory that a baseline adds to in place of main gradients: a range of a main's elements."""
+
+    data: torch.Tensor
+    expert: int
+    segment: str
+    begin: int
+
+
+class GradRanks(Ranks):
+    """Ranks that call `reduce_expert_grads`.
+
+    Weights in slots, gradients in empty ones and main gradients of other experts are full of
+    SENTINEL, and stay so.
+
+    Attributes:
+        mains: main gradients of each rank here, ``{name: [M, elements]}``.
+        zero: whether slots are cleared.
+        own: more to fill with the values of main gradients.
+    """
+
+    def __init__(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> None:
+        """Allocate and bind main gradients where slots are. Collective, but in loopback."""
+        elements, dtype = settings.elements, getattr(torch, settings.main_dtype)
+        super().__init__(
+            meter,
+            num_ranks=settings.num_ranks,
+            num_experts=settings.num_experts,
+            slots=settings.slots,
+            fabric=settings.fabric,
+            # Weights are not moved, and as small as can be.
+            expert={name: ((count,), torch.uint8) for name, count in elements.items()},
+            grads=getattr(torch, settings.grad_dtype),
+            tile_bytes=settings.tile_bytes,
+            num_sms=num_sms,
+        )
+        self.mains = [
+            {
+                name: torch.empty((group.num_mains, n), dtype=dtype, device=group.device)
+                for name, n in elements.items()
+            }
+            for group in self.groups
+        ]
+        self._bound = [g.bind_grads(m) for g, m in zip(self.groups, self.mains, strict=True)]
+        self.zero, self.own = settings.zero, list[Own]()
+        for group, mains in zip(self.groups, self.mains, strict=True):
+            for tensor in (*group.slots.values(), *group.slot_grads.values(), *mains.values()):
+                tensor.view(torch.uint8).fill_(SENTINEL)
+
+    def _call_one(
+        self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
+    ) -> Work | None:
+        return reduce_expert_grads(
+            self._bound[i] if bound else self.mains[i],
+            plan,
+            group=self.groups[i],
+            mode=mode,
+            zero=self.zero,
+            async_op=async_op,
+        )
+
+    def fill(self, plan: Plan, payload: GradPayload, epoch: int) -> None:
+        """Give the gradients of replicated experts here, in all instances, a new epoch's values."""
+        replicas = list(replicas_of(plan))
+        replicated = {expert for expert, *_ in replicas}
+        for group, mains in zip(self.groups, self.mains, strict=True):
+            for expert, i in main_index(group).items():
+                for name, rows in mains.items() if expert in replicated else ():
+                    at = {"epoch": epoch, "expert": expert, "rank": MAIN}
+                    rows[i].copy_(payload.values(**at, segment=name))
+            for expert, _, rank, slot in replicas:
+                for name, rows in group.slot_grads.items() if rank == group.rank else ():
+                    at = {"epoch": epoch, "expert": expert, "rank": rank}
+                    rows[slot].copy_(payload.values(**at, segment=name))
+        for own in self.own:
+            main = payload.values(epoch=epoch, expert=own.expert, rank=MAIN, segment=own.segment)
+            own.data.copy_(main[own.begin : own.begin + own.data.numel()])
+
+    def count_wrong(self, plan: Plan, payload: GradPayload, epoch: int) -> int:
+        """Compare main gradients with the definition, those of other experts with before; slots."""
+        wrong = self.count_wrong_slots(plan)
+        for group, mains in zip(self.groups, self.mains, strict=True):
+            for expert, i in main_index(group).items():
+                ranks = [rank for e, _, rank, _ in replicas_of(plan) if e == expert]
+                for name, rows in mains.items():
+                    found = rows[i].cpu()
+                    if not ranks:
+                        wrong += count_disturbed(found.view(torch.uint8).numpy())
+                        continue
+                    at = {"epoch": epoch, "expert": expert}
+                    wanted = payload.reduced(**at, ranks=ranks, segment=name)
+                    wrong += count_different(found, wanted)
+        return wrong
+
+    def count_wrong_slots(self, plan: Plan) -> int:
+        """Return bytes that are not zero in slots that were cleared, or not as before in others."""
+        wrong = 0
+        for group in self.groups:
+            wrong += sum(count_disturbed(slots.cpu().numpy()) for slots in group.slots.values())
+            for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+                for rows in group.slot_grads.values():
+                    data = rows[slot].cpu().view(torch.uint8).numpy()
+                    if expert < 0:
+                        wrong += count_disturbed(data)
+                    elif self.zero:
+                        wrong += int(np.count_nonzero(data))
+        return wrong
+
+
+class GlooReduction:
+    """What a user would do today: every replica's gradients travel home by isend and irecv.
+
+    There they are added up as the library adds them, and slots are cleared.
+    """
+
+    name = "gloo"
+
+    def __init__(self, ranks: GradRanks, plan: Plan) -> None:
+        """Make the operations, and the private buffers to receive into."""
+        self._ranks, self._plan = ranks, plan
+        self._operations: list[dist.P2POp] = []
+        self._clears: list[torch.Tensor] = []
+        (group,), (mains,) = ranks.groups, ranks.mains
+        received: dict[tuple[int, str], list[torch.Tensor]] = {}
+        for expert, home, rank, slot in replicas_of(plan):
+            for name, rows in group.slot_grads.items():
+                if rank == group.rank:
+                    sent = rows[slot]
+                    self._clears.append(sent)
+                    self._operations.append(dist.P2POp(dist.isend, sent.view(torch.uint8), home))
+                elif home == group.rank:
+                    buffer = torch.zeros_like(rows[0])
+                    received.setdefault((expert, name), []).append(buffer)
+                    self._operations.append(dist.P2POp(dist.irecv, buffer.view(torch.uint8), rank))
+        index = main_index(group)
+        self._sums = [(mains[name][index[e]], buffers) for (e, name), buffers in received.items()]
+
+    def run(self) -> None:
+        """Send and receive everything, wait, add and clear."""
+        exchange(self._operations)
+        for main, buffers in self._sums:
+            total = buffers[0].float()  # itself, if it is fp32
+            for buffer in buffers[1:]:
+                total.add_(buffer)
+            if main.dtype == torch.float32:
+                main.add_(total)
+            else:
+                main.copy_(total.add_(main))
+        for sent in self._clears if self._ranks.zero else ():
+            sent.zero_()
+
+    def count_wrong(self, payload: GradPayload, epoch: int) -> int:
+        """Compare main gradients and slots."""
+        return self._ranks.count_wrong(self._plan, payload, epoch)
+
+
+class CopyAdd:
+    """The machine's rate of adding: as many additions, spread evenly over the ranks.
+
+    One for every replica's gradients, out of slots in shared memory and into memory of one's own,
+    and clearing them. The gradients of all replicas lie in a line, cut into equal parts.
+    """
+
+    name = "copy+add"
+
+    def __init__(self, ranks: GradRanks, plan: Plan) -> None:
+        """Find this rank's part, and allocate what it is added to."""
+        self._ranks, self._plan = ranks, plan
+        (group,), (mains,) = ranks.groups, ranks.mains
+        domain = group.topology.domain
+        here = np.flatnonzero(domain == domain[group.rank]).tolist()
+        pieces = [
+            (expert, rank, slot, segment)
+            for expert, _, rank, slot in replicas_of(plan)
+            if rank in here
+            for segment in range(len(group.slot_grads))
+        ]
+        names, rows = list(group.slot_grads), list(group.slot_grads.values())
+        sizes = [rows[segment][0].nbytes for *_, segment in pieces]
+        main_dtype, grad_dtype = next(iter(mains.values())).dtype, rows[0].dtype
+        self._checks: list[tuple[Own, int]] = []
+        self._blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast = torch.empty(_BLOCK_BYTES // grad_dtype.itemsize, dtype=torch.float32)
+        for piece, low, high in cut_line(sizes, here.index(group.rank), len(here)):
+            expert, rank, slot, segment = pieces[piece]
+            at = slot_grad_address(group, rank, slot, segment, sizes[piece]) + low
+            source = _view(at, high - low, grad_dtype)
+            own = Own(
+                data=torch.zeros(source.numel(), dtype=main_dtype),
+                expert=expert,
+                segment=names[segment],
+                begin=low // grad_dtype.itemsize,
+            )
+            ranks.own.append(own)
+            self._checks.append((own, rank))
+            step = self._cast.numel()
+            for begin in range(0, source.numel(), step):
+                part = slice(begin, begin + step)
+                self._blocks.append((own.data[part], source[part]))
+
+    def run(self) -> None:
+        """Add and clear this rank's part, block by block."""
+        zero = self._ranks.zero
+        for main, source in self._blocks:
+            if main.dtype == source.dtype:
+                main.add_(source)
+            else:
+                main.add_(self._cast[: source.numel()].copy_(source))
+            if zero:
+                source.zero_()
+
+    def count_wrong(self, payload: GradPayload, epoch: int) -> int:
+        """Compare what was added to, and slots."""
+        wrong = self._ranks.count_wrong_slots(self._plan)
+        for own, rank in self._checks:
+            at = {"epoch": epoch, "expert": own.expert}
+            wanted = payload.reduced(**at, ranks=[rank], segment=own.segment)
+            wrong += count_different(own.data, wanted[own.begin : own.begin + own.data.numel()])
+        return wrong
+
+
+def _view(address: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of this process as a tensor."""
+    data = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(data)).view(dtype)

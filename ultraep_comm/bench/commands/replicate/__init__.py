@@ -1,0 +1,254 @@
+"""``replicate``: arguments and settings, which a command like it shares."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from ultraep_comm.bench.command import Command
+from ultraep_comm.bench.options import (
+    ALL_MODES,
+    DEFAULT_EXPERT_BYTES,
+    DEFAULT_EXPERTS,
+    DEFAULT_IMBALANCE,
+    DEFAULT_RANKS,
+    DEFAULT_TIMES,
+    TIMES,
+    Settings,
+    add_bandwidth_limit,
+    add_bound_limit,
+    add_outputs,
+    add_rounds,
+    add_sweep,
+    check_memory,
+    check_ranks,
+    check_rate_known,
+    check_shared,
+    default_imbalance,
+    parse_times,
+    sweep_segments,
+)
+from ultraep_comm.bench.sizes import parse_counts
+from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GENERATED_TOPK = 8
+_MINIMA = {"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "iters": 1, "warmup": 0, "seed": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicateSettings(Settings):
+    """Checked arguments of ``replicate``.
+
+    Attributes:
+        load: int32 ``[G, E]``.
+        load_source: where it comes from, for the header.
+        slots: replicas that a rank can hold.
+        segments: bytes of one expert, by segment.
+        sweep: the same of further sizes, ascending; empty: there is one size.
+        modes: what is measured.
+        times: time columns of the table, of `options.TIMES`.
+        num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
+    """
+
+    op: ClassVar[str] = "replicate"
+
+    load: NDArray[np.int32]
+    load_source: str
+    slots: int
+    segments: dict[str, int]
+    sweep: tuple[dict[str, int], ...] = ()
+    modes: tuple[str, ...] = ALL_MODES
+    times: tuple[str, ...] = DEFAULT_TIMES
+    num_sms: tuple[int, ...] = ()
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return int(self.load.shape[1])
+
+    @property
+    def expert_bytes(self) -> int:
+        """Return W."""
+        return sum(self.segments.values())
+
+    @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """Return the segments of every size, ascending."""
+        return (self.segments, *self.sweep)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of all ranks' experts and slots at the largest size."""
+        instances = self.num_experts + self.num_ranks * self.slots
+        return instances * sum(self.sizes[-1].values())
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Return what a header and JSON say of this command alone."""
+        return {}
+
+
+Sized = TypeVar("Sized", bound=ReplicateSettings)
+
+
+def each_size(settings: Sized) -> Iterator[Sized]:
+    """Yield the settings of every size of a sweep, each for a run of its own."""
+    for segments in settings.sizes:
+        yield replace(settings, segments=segments, sweep=())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``replicate``."""
+    add_transfer_arguments(parser, modes=ALL_MODES, expert_bytes="bytes of one expert")
+
+
+def add_transfer_arguments(
+    parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
+) -> None:
+    """Add the arguments of a command that times one collective on one plan."""
+    add = parser.add_argument_group("what is moved").add_argument
+    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add_sweep(add, expert_bytes=expert_bytes, default="16M")
+    add(
+        "--segments",
+        default="2",
+        metavar="N|NAME=SIZE,...",
+        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: besides, a"
+        " scale of a 64th each), or names and sizes (default 2)",
+    )
+    add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
+    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead of generated load")
+    add("--step", type=int, default=0, help="of the trace (default 0)")
+    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add = parser.add_argument_group("what moves it").add_argument
+    add(
+        "--engine",
+        choices=["auto", "host", "cuda"],
+        default="host",
+        help='auto: cuda where there is a GPU and a kernel for it, else host (default "host")',
+    )
+    add(
+        "--fabric",
+        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem or"
+        " torch (its symmetric memory), a process and a GPU for each (default: nvshmem under"
+        " torchrun or srun, else loopback)",
+    )
+    add(
+        *("--num-sms", "--sms"),
+        metavar="N,...",
+        help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
+        " measured one by one (default: the engine's)",
+    )
+    add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
+    add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add_rounds(parser.add_argument_group("iterations").add_argument, "load and payload")
+    add = parser.add_argument_group("limits").add_argument
+    add_bandwidth_limit(add, "critbw")
+    add_bound_limit(add, "a time is more than X times its bound")
+    add(
+        "--link-gbps",
+        type=float,
+        metavar="GBPS",
+        help="of a rank's link, one way: the bound is then T* over it (default: the measured"
+        " copy rate, where all ranks share one memory)",
+    )
+    add = parser.add_argument_group("results").add_argument
+    add_outputs(add)
+    add(
+        "--times",
+        default=",".join(DEFAULT_TIMES),
+        metavar="NAME,...",
+        help=f"time columns of the table, of {', '.join(TIMES)} (default"
+        f" {','.join(DEFAULT_TIMES)}); rank-... are of the ranks' own means",
+    )
+
+
+def make_settings(options: argparse.Namespace) -> ReplicateSettings:
+    """Check the arguments of ``replicate`` and make or read the load.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        OSError: the trace cannot be read.
+    """
+    settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
+    check_memory(settings.needed_bytes, settings.engine)
+    return settings
+
+
+def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
+    """Check the arguments of :func:`add_transfer_arguments`; return what they set.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+        OSError: the trace cannot be read.
+    """
+    found = check_shared(options, _MINIMA)
+    sweep = sweep_segments(options, DEFAULT_EXPERT_BYTES)
+    found |= check_ranks(options)
+    check_rate_known(found["gate"], found["fabric"], options.link_gbps)
+    load, source = _make_load(options, found["num_ranks"])
+    return {
+        **found,
+        "load": load,
+        "load_source": source,
+        "slots": options.slots,
+        "segments": sweep[0],
+        "sweep": sweep[1:],
+        "modes": modes if options.mode == "all" else (options.mode,),
+        "times": parse_times(options.times),
+        "num_sms": () if options.num_sms is None else parse_counts(options.num_sms, "--num-sms"),
+    }
+
+
+def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
+    from ultraep_comm.bench.loads import generate_load
+    from ultraep_comm.bench.traces import load_trace
+
+    if options.trace is None:
+        imbalance, experts = options.imbalance, options.experts
+        load = generate_load(
+            num_ranks=num_ranks,
+            num_experts=max(DEFAULT_EXPERTS, num_ranks) if experts is None else experts,
+            imbalance=default_imbalance(num_ranks) if imbalance is None else imbalance,
+            num_tokens=num_ranks * options.tokens * GENERATED_TOPK,
+            seed=options.seed,
+        )
+        return load, f"generated, seed {options.seed}"
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
+    load = load_trace(
+        options.trace,
+        num_ranks=num_ranks,
+        step=options.step,
+        layer=options.layer,
+        tokens_per_rank=options.tokens,
+    )
+    if options.experts not in (None, load.shape[1]):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {load.shape[1]}; leave it out"
+        )
+    return load, f"{options.trace.name}, step {options.step}, layer {options.layer}"
+
+
+COMMAND = Command(
+    name="replicate",
+    help="copy the experts of a plan into slots",
+    description="Time replicate_experts against batch_isend_irecv and memcpy, on one plan, with"
+    " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
+    " byte is wrong, 3 if a limit is not met, 2 after other errors.",
+    add_arguments=add_arguments,
+    make_settings=make_settings,
+    module="ultraep_comm.bench.commands.replicate.run",
+)

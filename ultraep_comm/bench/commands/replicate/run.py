@@ -1,0 +1,115 @@
+"""What ``replicate`` measures. bench/METRICS.md says what the figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.baselines import PlainCopy, PointToPoint, StreamCopies, nccl_group
+from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.commands.replicate import ReplicateSettings
+from ultraep_comm.bench.commands.replicate.one_plan import median_us, run_one_plan
+from ultraep_comm.bench.inside import all_in_reach
+from ultraep_comm.bench.measure import Transfer
+from ultraep_comm.bench.payload import Payload
+from ultraep_comm.bench.ranks import TILE_BYTES, TIMED_CALLS, WeightRanks
+from ultraep_comm.bench.report import Report
+from ultraep_comm.bench.traffic import Traffic, count_traffic
+from ultraep_comm.engines.options import HOST_TILE_BYTES
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import Schedule, make_schedule
+
+
+def run(settings: ReplicateSettings, report: Report) -> int:
+    """Measure; return the exit status."""
+    return run_one_plan(Replication(), settings, report)
+
+
+class Replication:
+    """`replicate_experts`, as one of `one_plan.Collective`."""
+
+    calls, lined_up, empty_mode = TIMED_CALLS, False, "push"
+
+    def make_ranks(
+        self,
+        meter: Meter,
+        settings: ReplicateSettings,
+        num_sms: int | None,
+        segments: Mapping[str, int] | None = None,
+    ) -> WeightRanks:
+        """Make groups and weights that peers can address. Collective, but in loopback."""
+        return WeightRanks(
+            meter,
+            num_ranks=settings.num_ranks,
+            num_experts=settings.num_experts,
+            slots=settings.slots,
+            fabric=settings.fabric,
+            segments=segments or settings.segments,
+            tile_bytes=settings.tile_bytes,
+            num_sms=num_sms,
+        )
+
+    def make_payload(self, settings: ReplicateSettings) -> Payload:
+        """Return what all experts are."""
+        return Payload(settings.seed, settings.segments)
+
+    def host_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
+        """Return what a user would do, and what the machine can do."""
+        return [PointToPoint(ranks, plan, "p2p", None), PlainCopy(ranks, plan)]
+
+    def device_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
+        """Return what else moves these bytes."""
+        made: list[Transfer] = []
+        if all_in_reach(ranks.groups[0]):  # else some ranks are beyond load/store access
+            made.append(StreamCopies(ranks, plan))
+        nccl = None if ranks.loopback else nccl_group()
+        if nccl is not None:
+            made.append(PointToPoint(ranks, plan, "nccl", nccl))
+        return made
+
+    def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
+        """Return what the rank that moves most takes over its link in a mode, in experts."""
+        return _schedule(settings, plan, mode, HOST_TILE_BYTES).max_egress
+
+    def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
+        """Return what a call on a device moves."""
+        return count_traffic(
+            _schedule(settings, plan, mode, TILE_BYTES),
+            num_ranks=settings.num_ranks,
+            segment_bytes=list(settings.segments.values()),
+            tile_bytes=settings.tile_bytes or TILE_BYTES,
+        )
+
+    def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
+        """Return the time of one tile that goes through a hub; None: too few ranks."""
+        plan = hub_plan(settings.load, settings.slots)
+        if plan is None:
+            return None
+        segments = {"w": settings.tile_bytes or TILE_BYTES}
+        ranks = self.make_ranks(meter, settings, num_sms, segments)
+        took = median_us(settings, ranks, ranks.clock(), plan, "push")
+        ranks.close()
+        return took
+
+
+def _schedule(settings: ReplicateSettings, plan: Plan, mode: str, tile_bytes: int) -> Schedule:
+    return make_schedule(
+        plan.slot_expert,
+        home=plan.home,
+        segment_bytes=list(settings.segments.values()),
+        tile_bytes=settings.tile_bytes or tile_bytes,
+        mode=mode,
+    )
+
+
+def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
+    """Return a plan of one expert with two replicas, one of which is a hub; None: too few ranks."""
+    num_ranks, num_experts = load.shape
+    if num_ranks < 3 or slots < 1:
+        return None
+    table = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+    table[1, 0] = table[2, 0] = 0  # expert 0 is at home on rank 0
+    return Plan.from_slots(table, num_experts=num_experts)

@@ -1,0 +1,273 @@
+"""Timing several ways of doing the same, interleaved. bench/METRICS.md has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.clock import Clock
+from ultraep_comm.bench.report import Report
+from ultraep_comm.errors import InvalidArgumentError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import transfer_bound
+
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+_OF_RANKS: dict[str, Callable[[NDArray[np.float64]], np.floating[Any]]] = {
+    "rank-min": np.min,
+    "rank-avg": np.mean,
+    "rank-max": np.max,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Times:
+    """Microseconds of one row.
+
+    Attributes:
+        iterations: ``[iters]``, of the whole call.
+        ranks: ``[ranks]``, the mean over iterations of each rank's own time in the call.
+    """
+
+    iterations: NDArray[np.float64]
+    ranks: NDArray[np.float64]
+
+    def get(self, name: str) -> float:
+        """Return one of `options.TIMES`."""
+        if name in _PERCENTILES:
+            return float(np.percentile(self.iterations, _PERCENTILES[name]))
+        return float(_OF_RANKS[name](self.ranks))
+
+    def record(self) -> dict[str, dict[str, float]]:
+        """Return what JSON says of them."""
+        return {
+            "time_us": {name: self.get(name) for name in _PERCENTILES},
+            "rank_time_us": {name.removeprefix("rank-"): self.get(name) for name in _OF_RANKS},
+        }
+
+
+def time_path(name: str) -> str:
+    """Return where a record of `Times.record` has one of `options.TIMES`."""
+    of_ranks = name.startswith("rank-")
+    return f"rank_time_us.{name.removeprefix('rank-')}" if of_ranks else f"time_us.{name}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What one transfer came to, over all ranks.
+
+    Attributes:
+        mode: as asked for, or a baseline's name.
+        chosen: what the library made of it; of a baseline "".
+        times: of its iterations and ranks.
+        wrong: bytes, or values, over all ranks and all checked iterations.
+    """
+
+    mode: str
+    chosen: str
+    times: Times
+    wrong: int
+
+    @property
+    def p50(self) -> float:
+        """Return the median in microseconds."""
+        return self.times.get("p50")
+
+
+class Transfer(Protocol):
+    """Something that delivers what a plan asks for, or moves as many bytes."""
+
+    name: str
+
+    def run(self) -> None:
+        """Do it, for the ranks of this process; a device's is only enqueued."""
+
+    def count_wrong(self, payload: Any, epoch: int) -> int:
+        """Return the wrong bytes that these ranks see after :meth:`run`."""
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """A transfer in a mode that the library may choose."""
+
+    def choose(self) -> str:
+        """Return the mode that the library takes. Collective: makes a call."""
+
+
+class Rounds(Protocol):
+    """Settings that say how often, and what is checked: `options.Settings`."""
+
+    @property
+    def warmup(self) -> int:
+        """Return the iterations that do not count."""
+
+    @property
+    def iters(self) -> int:
+        """Return those that do."""
+
+    @property
+    def check(self) -> bool:
+        """Return whether every iteration is checked, instead of the last one."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the order."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One thing in one iteration.
+
+    Attributes:
+        i: the iteration; below 0 it does not count.
+        item: which of the things.
+        epoch: from 1 up, other bytes in each.
+        checked: what arrives has to be compared.
+    """
+
+    i: int
+    item: int
+    epoch: int
+    checked: bool
+
+
+def interleave(
+    settings: Rounds, items: int, progress: Callable[[int, int, str], None], text: str
+) -> Iterator[Turn]:
+    """Yield the turns of some things, iteration by iteration.
+
+    Shuffled, alike on all ranks: what one leaves in caches falls to no fixed other.
+    """
+    shuffle = np.random.default_rng(settings.seed)
+    total, epoch = settings.warmup + settings.iters, 0
+    for turn in range(total):
+        progress(turn, total, text)
+        i = turn - settings.warmup
+        checked = settings.check or i == settings.iters - 1
+        for item in shuffle.permutation(items).tolist():
+            epoch += 1
+            yield Turn(i, item, epoch, checked)
+    progress(total, total, "")
+
+
+def measure(
+    settings: Rounds,
+    clock: Clock,
+    transfers: Sequence[Transfer],
+    payload: object,
+    *,
+    fill: Callable[[Any, int], None],
+    report: Report | None = None,
+    label: str = "",
+) -> list[Measured]:
+    """Time transfers of one plan, interleaved iteration by iteration. Collective, but in loopback.
+
+    Args:
+        settings: how often, and what is checked.
+        clock: times a call.
+        transfers: what to time.
+        payload: what they are checked against.
+        fill: writes the payload's bytes of an epoch.
+        report: shows how far it has come.
+        label: what is measured, for the terminal.
+    """
+    chosen = [t.choose() if isinstance(t, Chooser) else "" for t in transfers]
+    spans = np.zeros((2, len(transfers), settings.iters))
+    wrong = np.zeros(len(transfers), np.int64)
+    progress = report.progress if report is not None else lambda *_: None
+    for turn in interleave(settings, len(transfers), progress, f"iterations{label}"):
+        fill(payload, turn.epoch)
+        span = clock.span(transfers[turn.item].run)
+        if turn.checked:
+            wrong[turn.item] += transfers[turn.item].count_wrong(payload, turn.epoch)
+        if turn.i >= 0:
+            spans[:, turn.item, turn.i] = span
+    wrong = add_up(wrong, clock.loopback)
+    times = times_of(gather(spans, clock.loopback), one_clock=clock.one_clock)
+    return [
+        Measured(mode=x.name, chosen=chosen[t], times=times[t], wrong=int(wrong[t]))
+        for t, x in enumerate(transfers)
+    ]
+
+
+def times_of(spans: NDArray[np.float64], *, one_clock: bool) -> list[Times]:
+    """Return times out of the ranks' starts and ends ``[ranks, 2, transfers, iters]``.
+
+    With one clock an iteration takes from the first start to the last end, else as long as the
+    slowest rank.
+    """
+    starts, ends = spans.swapaxes(0, 1)  # [ranks, transfers, iters]
+    own = ends - starts
+    whole = ends.max(axis=0) - starts.min(axis=0) if one_clock else own.max(axis=0)
+    return [Times(iterations=t, ranks=r) for t, r in zip(whole, own.mean(axis=2).T, strict=True)]
+
+
+# ---- what ranks make of their figures -----------------------------------------------------------
+
+
+def gather(mine: NDArray[Any], loopback: bool) -> NDArray[Any]:
+    """Return what every rank has, one behind the other. Collective, but in loopback: one entry."""
+    if loopback:
+        return mine[None]
+    own = torch.from_numpy(np.ascontiguousarray(mine))
+    everybody = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, own)
+    found: NDArray[Any] = torch.stack(everybody).numpy()
+    return found
+
+
+def add_up(mine: NDArray[np.int64], loopback: bool) -> NDArray[np.int64]:
+    """Return the sums over all ranks. Collective, but in loopback."""
+    total: NDArray[np.int64] = gather(mine, loopback).sum(axis=0)
+    return total
+
+
+def slowest(value: float, loopback: bool) -> float:
+    """Return the largest of the ranks' values. Collective, but in loopback."""
+    return float(gather(np.array([value], np.float64), loopback).max())
+
+
+# ---- rates and bounds ---------------------------------------------------------------------------
+
+
+def rate(num_bytes: float, time_us: float) -> float:
+    """Return 10^9 bytes a second; 0 without time."""
+    return num_bytes / time_us / 1e3 if time_us else 0.0
+
+
+def critical_bytes(plan: Plan, expert_bytes: int) -> int:
+    """Return what the busiest link carries at least."""
+    return max(plan.max_exports, plan.max_imports) * expert_bytes
+
+
+def link_bound_us(plan: Plan, expert_bytes: int, link_gbps: float) -> float:
+    """Return T* of a plan over links of so many 10^9 bytes a second, one way."""
+    return transfer_bound(plan.slot_expert, home=plan.home) * expert_bytes / link_gbps / 1e3
+
+
+def paired_ratio(ours: Measured, other: Measured) -> float:
+    """Return the median over iterations of the other's time over ours."""
+    return float(np.median(other.times.iterations / np.maximum(ours.times.iterations, 1e-3)))
+
+
+def figures_of(values: NDArray[np.float64] | Sequence[float], *names: str) -> dict[str, float]:
+    """Return some of "min", "p50", "p90", "p99", "max", "mean" and "worst" of values."""
+    at = {"min": 0, **_PERCENTILES, "worst": 100}
+    return {
+        name: float(np.mean(values) if name == "mean" else np.percentile(values, at[name]))
+        for name in names
+    }
+
+
+def check_gated(plan: Plan, gated: bool) -> None:
+    """Raise InvalidArgumentError if a gate would look at transfers of nothing."""
+    if gated and plan.num_replicas == 0:
+        raise InvalidArgumentError(
+            "the plan has no replicas, so nothing is moved that could meet a gate; give a larger"
+            " --imbalance or --slots, or leave the gate out"
+        )

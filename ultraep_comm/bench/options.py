@@ -1,0 +1,444 @@
+"""Options that commands share: arguments, the settings that they make, and their checks.
+
+What parsers are built from loads neither torch nor numpy, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ultraep_comm.bench.gate import Gate
+from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size
+from ultraep_comm.errors import InvalidArgumentError
+
+Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group in it
+
+DEFAULT_RANKS = 4
+MAX_RANKS = 1024
+DEFAULT_EXPERTS = 32
+DEFAULT_EXPERT_BYTES = 16 << 20
+DEFAULT_IMBALANCE = 3.0
+ALL_MODES = ("push", "pull", "direct", "auto")
+# Time columns: percentiles over iterations, and what the ranks' own means come to.
+TIMES = ("p50", "p90", "p99", "max", "rank-min", "rank-avg", "rank-max")
+DEFAULT_TIMES = ("p50", "max")
+# Families of generated loads; `loads` makes them.
+ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
+PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
+FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
+_FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
+_SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checked arguments. Equal on every rank.
+
+    Attributes:
+        num_ranks: G.
+        engine: "host" or "cuda".
+        fabric: "shm", "nvshmem", "torch" or "loopback".
+        tile_bytes: None: the engine's default.
+        iters: measured iterations.
+        warmup: iterations before them.
+        check: verify every iteration instead of the last one.
+        seed: of everything random.
+        link_gbps: of a rank's link, one way, for bounds; None: not known.
+        gate: what records have to reach.
+        json: where records go; None: nowhere.
+        csv: where they go flat; None: nowhere.
+    """
+
+    num_ranks: int = 1
+    engine: str = "host"
+    fabric: str = "shm"
+    tile_bytes: int | None = None
+    iters: int = 20
+    warmup: int = 3
+    check: bool = False
+    seed: int = 1
+    link_gbps: float | None = None
+    gate: Gate = field(default_factory=Gate)
+    json: Path | None = None
+    csv: Path | None = None
+
+    @property
+    def loopback(self) -> bool:
+        """Return whether all ranks are in this process, on one GPU."""
+        return self.fabric == "loopback"
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the command needs no rank processes."""
+        return self.loopback
+
+    def describe(self, *names: str) -> dict[str, Any]:
+        """Return what JSON says of some of them."""
+        return {name: getattr(self, name) for name in names}
+
+
+def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict[str, Any]:
+    """Check the arguments of `add_rounds`, `add_outputs` and gates, as far as there are such.
+
+    Args:
+        options: of the command line.
+        minima: the least value of each number that has one.
+
+    Returns:
+        Fields of `Settings`.
+
+    Raises:
+        InvalidArgumentError: as its text says.
+    """
+    check_minima(options, minima)
+    _check_outputs(options)
+    given = {**vars(options), "gate": make_gate(options)}
+    found = {name: given[name] for name in _SWITCH if name in given}
+    if "check" in given:
+        found["check"] = bool(given["check"])
+    if given.get("tile_bytes") is not None:
+        found["tile_bytes"] = parse_size(given["tile_bytes"], "--tile-bytes")
+    return found
+
+
+def check_ranks(
+    options: argparse.Namespace, *, engine: str | None = None, default: int = DEFAULT_RANKS
+) -> dict[str, Any]:
+    """Check what runs where; return the fields of `Settings` that say it.
+
+    Args:
+        options: of the command line.
+        engine: of a command that has only one; None: ``--engine``'s.
+        default: ranks that are started if neither ``--ranks`` nor a launcher says.
+
+    Raises:
+        InvalidArgumentError: engine, fabric, ranks and launcher do not go together.
+    """
+    fabric = getattr(options, "fabric", "auto")
+    engine, fabric = choose_engine(engine or options.engine, fabric, launched_ranks())
+    return {"engine": engine, "fabric": fabric, "num_ranks": count_ranks(options, default)}
+
+
+def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
+    """Return engine and fabric of a run, neither of them "auto".
+
+    Raises:
+        InvalidArgumentError: they do not go together, or not with a launcher.
+    """
+    if engine == "auto":
+        if fabric == "auto":
+            from ultraep_comm.bench.clock import gpu_is_usable
+
+            engine = "cuda" if gpu_is_usable() else "host"
+        else:
+            engine = "host" if fabric == "shm" else "cuda"
+    fabrics = ("shm",) if engine == "host" else ("loopback", "torch", "nvshmem")
+    if fabric == "auto":
+        fabric = fabrics[0] if launched is None else fabrics[-1]
+    if fabric not in fabrics:
+        raise InvalidArgumentError(
+            f"--engine {engine} does not run over --fabric {fabric}; expected {', '.join(fabrics)}"
+        )
+    if fabric == "loopback" and launched is not None:
+        raise InvalidArgumentError(
+            f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
+            " without the launcher, or use --fabric nvshmem or torch"
+        )
+    return engine, fabric
+
+
+def count_ranks(options: argparse.Namespace, default: int = DEFAULT_RANKS) -> int:
+    """Return G: the launcher's, else ``--ranks``.
+
+    Raises:
+        InvalidArgumentError: they are not the same, or far too many.
+    """
+    launched = launched_ranks()
+    if options.ranks is not None and options.ranks > MAX_RANKS:
+        raise InvalidArgumentError(f"--ranks is {options.ranks}; expected at most {MAX_RANKS}")
+    if launched is None:
+        return default if options.ranks is None else int(options.ranks)
+    if options.ranks not in (None, launched):
+        raise InvalidArgumentError(
+            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
+        )
+    return launched
+
+
+def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None:
+    """Raise InvalidArgumentError if an option that was given is below its least value."""
+    for name, least in minima.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag} is {value}; expected at least {least}")
+
+
+def default_imbalance(num_ranks: int) -> float:
+    """Return the imbalance of a generated load: 3, or three quarters of fewer ranks."""
+    return max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))
+
+
+def check_memory(num_bytes: int, engine: str) -> None:
+    """Raise InvalidArgumentError if the largest size of a run on the CPU cannot fit into memory.
+
+    A sweep would find out after hours, by a rank that the system kills, and keep no record.
+    """
+    from ultraep_comm.fabrics.shm import available_bytes
+
+    available = available_bytes()
+    if engine == "host" and num_bytes > available:
+        raise InvalidArgumentError(
+            f"experts and slots of all ranks take {format_size(num_bytes)}, but this machine has"
+            f" {format_size(available)} of memory available; give smaller sizes, or fewer experts,"
+            " slots or ranks"
+        )
+
+
+# ---- iterations ---------------------------------------------------------------------------------
+
+
+def add_rounds(add: Add, seed_of: str) -> None:
+    """Add how often is measured, and what is checked, as nccl-tests writes it; and the seed."""
+    add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
+    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add(
+        *("-c", "--check"),
+        type=int,
+        choices=[0, 1],
+        nargs="?",
+        const=1,
+        default=0,
+        help="1, or nothing behind it: check every iteration; 0, the default: the last one",
+    )
+    add("--seed", type=int, default=1, help=f"of {seed_of} (default 1)")
+
+
+def parse_times(text: str) -> tuple[str, ...]:
+    """Return the names in ``"p50,max"``.
+
+    Raises:
+        InvalidArgumentError: a name is unknown or there twice.
+    """
+    names = tuple(part.strip() for part in text.split(","))
+    if not set(names) <= set(TIMES) or len(set(names)) < len(names):
+        raise InvalidArgumentError(
+            f"--times is {text!r}; expected any of {', '.join(TIMES)}, each once"
+        )
+    return names
+
+
+def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in ``"zipf1.0,lognormal"``, each once.
+
+    Raises:
+        InvalidArgumentError: one is not possible.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in possible:
+            raise InvalidArgumentError(
+                f"--families has {name!r}; expected any of {', '.join(possible)}"
+            )
+    return names
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def parse_expert_bytes(options: argparse.Namespace) -> int | None:
+    """Return the bytes of ``--expert-bytes``; None: it was not given."""
+    given = options.expert_bytes
+    return None if given is None else parse_size(given, "--expert-bytes")
+
+
+def add_sweep(add: Add, *, expert_bytes: str, default: str) -> None:
+    """Add ``-b``, ``-e``, ``-f`` and ``-i``, as nccl-tests has them."""
+    add(
+        *("-b", "--expert-bytes", "--minbytes"),
+        dest="expert_bytes",
+        metavar="SIZE",
+        help=f"{expert_bytes}, e.g. 64K; with -e the first of several (default {default})",
+    )
+    add(
+        *("-e", "--maxbytes"),
+        dest="max_bytes",
+        metavar="SIZE",
+        help="the last of several sizes, one row for each (default: only that of -b)",
+    )
+    add(
+        *("-f", "--stepfactor"),
+        dest="step_factor",
+        type=int,
+        metavar="N",
+        help=f"from each size to the next, with -e (default {_FACTOR})",
+    )
+    add(
+        *("-i", "--stepbytes"),
+        dest="step_bytes",
+        metavar="SIZE",
+        help="added to each size for the next, with -e, in place of -f",
+    )
+
+
+def parse_sweep(options: argparse.Namespace, default_bytes: int) -> tuple[int, ...] | None:
+    """Return the ascending sizes of ``-b``, ``-e``, ``-f`` and ``-i``; None: there is no ``-e``.
+
+    Raises:
+        InvalidArgumentError: they make no sweep, or one of more than a thousand sizes.
+    """
+    factor, step = options.step_factor, options.step_bytes
+    if options.max_bytes is None:
+        for flag, value in (("--stepfactor", factor), ("--stepbytes", step)):
+            if value is not None:
+                raise InvalidArgumentError(f"{flag} is {value}, but there is no --maxbytes")
+        return None
+    first = parse_expert_bytes(options) or default_bytes
+    last = parse_size(options.max_bytes, "--maxbytes")
+    if last < first:
+        raise InvalidArgumentError(
+            f"--maxbytes is {last}, below the first size, {first}; give --minbytes a smaller one"
+        )
+    if factor is not None and step is not None:
+        raise InvalidArgumentError(
+            f"--stepfactor is {factor} and --stepbytes is {step}; expected one of them"
+        )
+    if factor is not None and factor < 2:
+        raise InvalidArgumentError(f"--stepfactor is {factor}; expected at least 2")
+    added = 0 if step is None else parse_size(step, "--stepbytes")
+    sizes = [first]
+    while True:
+        size = sizes[-1] + added if added else sizes[-1] * (factor or _FACTOR)
+        if size > last:
+            return tuple(sizes)
+        if len(sizes) == _MAX_SIZES:
+            raise InvalidArgumentError(
+                f"from {first} to {last} there are more than {_MAX_SIZES} sizes; expected larger"
+                " steps"
+            )
+        sizes.append(size)
+
+
+def sweep_segments(options: argparse.Namespace, default_bytes: int) -> tuple[dict[str, int], ...]:
+    """Return the segments of an expert of each size, at least one size.
+
+    Raises:
+        InvalidArgumentError: sizes or segments are wrong, or named segments meet several sizes.
+    """
+    sizes = parse_sweep(options, default_bytes)
+    if sizes is None:
+        given = parse_expert_bytes(options)
+        return (parse_segments(options.segments, given, default_bytes),)
+    if not options.segments.isdecimal():
+        raise InvalidArgumentError(
+            f"--segments {options.segments!r} has one size, but --maxbytes asks for several;"
+            " expected a number of segments"
+        )
+    return tuple(parse_segments(options.segments, size, default_bytes) for size in sizes)
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+def add_bandwidth_limit(add: Add, of: str) -> None:
+    """Add ``--min-bandwidth``."""
+    add(
+        "--min-bandwidth",
+        type=float,
+        metavar="GBPS",
+        help=f"fail, with exit status 3, if {of} is lower",
+    )
+
+
+def add_bound_limit(add: Add, missed: str) -> None:
+    """Add ``--max-over-bound``; ``missed`` says what it does not let pass."""
+    add(
+        "--max-over-bound",
+        type=float,
+        metavar="X",
+        help=f"fail, with exit status 3, if {missed}",
+    )
+
+
+def make_gate(options: argparse.Namespace) -> Gate:
+    """Check the limits.
+
+    Raises:
+        InvalidArgumentError: one is not a positive number.
+    """
+    for name in ("min_bandwidth", "max_over_bound", "link_gbps"):
+        value = getattr(options, name, None)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            flag = name.replace("_", "-")
+            raise InvalidArgumentError(f"--{flag} is {value}; expected a finite number above 0")
+    return Gate(
+        min_gbps=getattr(options, "min_bandwidth", None),
+        max_over_bound=getattr(options, "max_over_bound", None),
+    )
+
+
+def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
+    """Raise InvalidArgumentError if times are held against a bound that nobody knows."""
+    if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
+        raise InvalidArgumentError(
+            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
+            f" {fabric} carries; give --link-gbps"
+        )
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def add_outputs(add: Add) -> None:
+    """Add ``--json`` and ``--csv``."""
+    add("-J", "--json", type=Path, metavar="FILE", help="write records, machine and settings there")
+    add("--csv", type=Path, metavar="FILE", help="write the same records there, flat")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise InvalidArgumentError if records have nowhere to go, before anything runs."""
+    given = {name: getattr(options, name, None) for name in ("json", "csv")}
+    for name, path in given.items():
+        if path is not None:
+            check_writable(path, f"--{name}")
+    if given["json"] is not None and given["csv"] is not None:
+        one, other = (path.resolve() for path in given.values() if path is not None)
+        if one == other and not is_stream(given["json"]):
+            raise InvalidArgumentError(f"--json and --csv are both {one}; expected two files")
+
+
+def check_writable(path: Path, name: str) -> None:
+    """Raise InvalidArgumentError if ``path`` cannot be written. Leaves nothing behind."""
+    if path.is_dir():
+        raise InvalidArgumentError(f"{name} {path} is a folder; expected a file")
+    if is_stream(path):
+        return
+    try:
+        target = path.resolve()
+    except RuntimeError:  # before Python 3.13
+        raise InvalidArgumentError(f"{name} {path} is a link that leads to itself") from None
+    if not target.parent.is_dir():
+        raise InvalidArgumentError(f"{name} {path}: there is no such folder")
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name} {path}: the folder cannot be written to ({error.strerror}); choose another"
+        ) from None
+
+
+def is_stream(path: Path) -> bool:
+    """Return whether there is something to write into, such as a pipe, and not to replace.
+
+    Standard output is one even where it goes to a file.
+    """
+    streams = str(path) in ("/dev/stdout", "/dev/stderr") or path.is_relative_to("/dev/fd")
+    return streams or (path.exists() and not path.is_file())

@@ -1,0 +1,153 @@
+"""Planners to compare with: the one of the UltraEP paper (arXiv 2606.04101), and DeepSeek's EPLB.
+
+The paper says: binary search on the threshold tau from 1.01 times the mean upward; for each tau a
+greedy over quota, which takes overloaded ranks by excess and gives quota to the rank with the most
+slack; no replica with less than 1,024 tokens; replicas only, inside the domain.
+
+It leaves open what follows; of the readings tried, these serve it best:
+
+- Experts of a rank go by descending load, and give quota until the rank is at tau.
+- A replica that would get fewer tokens than the least gets the least, and the rank that it helps
+  ends below tau. Where the expert has fewer tokens left, or the rank with the most slack has less,
+  the expert gives no more.
+- tau is feasible if every rank gets to it or below; at the highest nothing is replicated.
+- Ties go to the lower id.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm.plan.planner import PPM, target_to_ppm
+
+MIN_QUOTA = 1024
+
+Ints = NDArray[np.int64]
+Placement = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+Replicas = list[tuple[int, int, int]]
+"""(expert, rank, quota)"""
+
+
+def plan_published(
+    load: Ints,
+    *,
+    slots_per_rank: int,
+    home: NDArray[np.int32],
+    domain: NDArray[np.int32],
+    target: float = 1.01,
+    min_quota: int = MIN_QUOTA,
+) -> Placement:
+    """Return ``(slot_expert [G, S], slot_quota [G, S], home_quota [E])`` for global sums ``[E]``.
+
+    Args:
+        load: tokens of each expert.
+        slots_per_rank: S.
+        home: ``[E]``, the rank of each expert's main instance.
+        domain: ``[G]``; replicas stay among ranks with equal values.
+        target: where the search begins, times the mean.
+        min_quota: tokens that a replica gets at least, from 1 up.
+    """
+    num_ranks = len(domain)
+    rank_load = np.zeros(num_ranks, np.int64)
+    np.add.at(rank_load, home, load)
+    low = -(-int(load.sum()) * target_to_ppm(target) // (num_ranks * PPM))
+    high = int(rank_load.max())
+    best: Replicas = []
+    tau = low
+    while low < high:
+        replicas = _probe(load, rank_load, home, domain, slots_per_rank, tau, min_quota)
+        if replicas is None:
+            low = tau + 1
+        else:
+            high, best = tau, replicas
+        tau = (low + high) // 2
+
+    slot_expert = np.full((num_ranks, slots_per_rank), -1, np.int32)
+    slot_quota = np.zeros((num_ranks, slots_per_rank), np.int32)
+    home_quota = load.astype(np.int32)
+    for expert, rank, quota in best:
+        slot = int((slot_expert[rank] >= 0).sum())
+        slot_expert[rank, slot], slot_quota[rank, slot] = expert, quota
+        home_quota[expert] -= quota
+    return slot_expert, slot_quota, home_quota
+
+
+def _probe(
+    load: Ints,
+    rank_load: Ints,
+    home: NDArray[np.int32],
+    domain: NDArray[np.int32],
+    slots_per_rank: int,
+    tau: int,
+    min_quota: int,
+) -> Replicas | None:
+    """Return replicas that bring every rank to tau, or None where the greedy finds no room."""
+    slack = np.maximum(tau - rank_load, 0)
+    free = np.full(len(rank_load), slots_per_rank)
+    replicas: Replicas = []
+    for rank in np.argsort(-rank_load, kind="stable"):
+        excess = int(rank_load[rank]) - tau
+        if excess <= 0:
+            break
+        mains = np.flatnonzero(home == rank)
+        for expert in mains[np.argsort(-load[mains], kind="stable")]:
+            left = int(load[expert])
+            legal = domain == domain[rank]
+            while excess > 0 and left > 0:
+                room = np.where(legal & (free > 0), slack, 0)
+                to = int(room.argmax())
+                quota = min(max(excess, min_quota), left, int(room[to]))
+                if quota < min_quota:
+                    break
+                replicas.append((int(expert), to, quota))
+                legal[to] = False  # it has the expert now
+                slack[to] -= quota
+                free[to] -= 1
+                left -= quota
+                excess -= quota
+        if excess > 0:
+            return None
+    return replicas
+
+
+# ---- EPLB ---------------------------------------------------------------------------------------
+
+Rebalance = Callable[..., Any]
+
+
+def find_eplb() -> Rebalance | None:
+    """Return ``eplb.rebalance_experts``; None: there is no such package."""
+    try:
+        found = getattr(importlib.import_module("eplb"), "rebalance_experts", None)
+    except ImportError:
+        return None
+    return found if callable(found) else None
+
+
+def plan_eplb(
+    rebalance: Rebalance, loads: NDArray[np.int64], *, num_ranks: int, slots_per_rank: int
+) -> tuple[NDArray[np.float64], int] | None:
+    """Return the imbalance of each load ``[n, E]``, and the number of replicas.
+
+    EPLB fills every slot, moves mains as it likes, and cuts an expert's load evenly over its
+    instances. It gets the exact load, as if the past told the future. None: E is no multiple of G,
+    which it demands.
+    """
+    num_experts = loads.shape[1]
+    if num_experts % num_ranks:
+        return None
+    num_instances = num_experts + num_ranks * slots_per_rank
+    weight = torch.from_numpy(loads).float()
+    instances, _, counts = rebalance(weight, num_instances, 1, 1, num_ranks)
+    expert, count = np.asarray(instances), np.asarray(counts)
+    quota = np.take_along_axis(loads / np.maximum(count, 1), expert, axis=1)
+    ranks = quota.reshape(len(loads), num_ranks, -1).sum(axis=2)
+    means = np.maximum(loads.sum(axis=1), 1) / num_ranks
+    imbalance: NDArray[np.float64] = np.where(loads.any(axis=1), ranks.max(axis=1) / means, 1.0)
+    return imbalance, num_instances - num_experts

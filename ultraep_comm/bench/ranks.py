@@ -1,0 +1,265 @@
+"""The ranks of this process, as the benchmark calls them: all of a loopback group, or one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultraep_comm.bench.clock import DeviceClock, Meter
+from ultraep_comm.bench.inside import put
+from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
+from ultraep_comm.calls.gather import gather_load
+from ultraep_comm.calls.replicate import replicate_experts
+from ultraep_comm.group.create import new_group, new_loopback_groups
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+
+TIMED_CALLS = 3  # one more lines up the ranks; four can be under way without blocking the host
+TILE_BYTES = 32 << 10  # of the device, where nothing else is said
+_HOST_CALLS = 30
+
+
+class Ranks:
+    """Groups, and one collective that all of them call.
+
+    Attributes:
+        meter: of their device.
+        loopback: all ranks are here.
+        groups: of these ranks.
+        nothing: a plan without replicas.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        *,
+        num_ranks: int,
+        num_experts: int,
+        slots: int,
+        fabric: str,
+        **more: Any,
+    ) -> None:
+        """Make the groups. Collective, but in loopback; ``more`` is for ``new_group``."""
+        options = {
+            **{"num_experts": num_experts, "slots_per_rank": slots, "engine": meter.engine},
+            **more,
+        }
+        self.meter, self.loopback = meter, fabric == "loopback"
+        self.groups: list[Group] = (
+            new_loopback_groups(num_ranks, **options)
+            if self.loopback
+            else [new_group(fabric=fabric if meter.engine == "cuda" else "auto", **options)]
+        )
+        nothing = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+        self.nothing = Plan.from_slots(nothing, num_experts=num_experts)
+        self._padding = put(self.groups[0], torch.full((1, 1), -1))
+
+    def _call_one(
+        self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
+    ) -> Work | None:
+        """Call for one of the groups, with what was bound before or in the call."""
+        raise NotImplementedError
+
+    def start(self, plan: Plan, mode: str, *, bound: bool = True) -> list[Work]:
+        """Start one call of every rank here."""
+        return self.start_each([plan] * len(self.groups), mode, bound=bound)
+
+    def start_each(self, plans: Sequence[Plan], mode: str, *, bound: bool = True) -> list[Work]:
+        """Start one call of every rank here, each with its own copy of a plan."""
+        works = [
+            self._call_one(i, plan, mode, bound=bound, async_op=True)
+            for i, plan in enumerate(plans)
+        ]
+        return [work for work in works if work is not None]
+
+    def call(self, plan: Plan, mode: str) -> None:
+        """Make one call of every rank here; a device's, between what its current stream holds."""
+        if not self.loopback:
+            self._call_one(0, plan, mode, bound=True, async_op=False)
+            return
+        for work in self.start(plan, mode):
+            work.wait()
+
+    def choose(self, plan: Plan, mode: str) -> str:
+        """Return the mode that the library takes. Collective: makes a call."""
+        works = self.start(plan, mode)
+        for work in works:
+            work.synchronize()
+        return works[0].mode
+
+    def host_us(self, plan: Plan, mode: str, *, bound: bool = True) -> float:
+        """Return the median time that a call keeps the host, for one rank."""
+        times = []
+        for _ in range(_HOST_CALLS):
+            self.meter.settle()
+            start = time.perf_counter_ns()
+            works = self.start(plan, mode, bound=bound)
+            times.append((time.perf_counter_ns() - start) / 1e3 / len(self.groups))
+            for work in works:
+                work.synchronize()
+        return float(np.median(times))
+
+    def line_up(self) -> None:
+        """Enqueue what no rank leaves before all have come to it; of one GPU, an empty call.
+
+        Of several it is counting padding. (A call with an empty plan lines up nobody: a rank with
+        nothing to move waits for no other.)
+        """
+        if self.loopback:
+            self.call(self.nothing, "auto")
+        else:
+            gather_load(self._padding, group=self.groups[0])
+
+    def clock(self, calls: int = TIMED_CALLS, *, lined_up: bool = False) -> DeviceClock:
+        """Return a clock of so many calls in a row, behind `line_up` or one call more."""
+        line_up = self.line_up if lined_up else None
+        here = len(self.groups)
+        return DeviceClock(self.meter, here, calls, loopback=self.loopback, line_up=line_up)
+
+    def close(self) -> None:
+        """Close the groups."""
+        for group in self.groups:
+            group.close()
+
+
+class WeightRanks(Ranks):
+    """Ranks that call `replicate_experts`, with slots full of SENTINEL.
+
+    Attributes:
+        weights: of each rank here, from `Group.empty_weights`: its group's only region.
+        bound: the same, bound once.
+    """
+
+    def __init__(self, meter: Meter, *, segments: Mapping[str, int], **more: Any) -> None:
+        """Make groups for experts of such segments, ``{name: bytes}``. See `Ranks`."""
+        expert = {name: ((size,), torch.uint8) for name, size in segments.items()}
+        super().__init__(meter, expert=expert, **more)
+        self.weights = [group.empty_weights() for group in self.groups]
+        self.bound = [g.bind(w) for g, w in zip(self.groups, self.weights, strict=True)]
+        self.mark_slots()
+
+    def _call_one(
+        self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
+    ) -> Work | None:
+        given = self.bound[i] if bound else self.weights[i]
+        return replicate_experts(given, plan, group=self.groups[i], mode=mode, async_op=async_op)
+
+    def mark_slots(self) -> None:
+        """Give all slots the bytes of emptiness."""
+        for slots in (slots for group in self.groups for slots in group.slots.values()):
+            slots.fill_(SENTINEL)
+
+    def touch_weights(self) -> None:
+        """Write to all weights, so that there is memory behind them."""
+        for stacked in (stacked for own in self.weights for stacked in own.values()):
+            stacked.fill_(1)
+
+    def fill(self, plan: Plan, payload: Payload, epoch: int) -> None:
+        """Give the replicated experts at home here the bytes of a new epoch."""
+        replicated = set(plan.slot_expert[plan.slot_expert >= 0].tolist())
+        for group, own in zip(self.groups, self.weights, strict=True):
+            for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
+                for name, stacked in own.items() if expert in replicated else ():
+                    where = {"epoch": epoch, "expert": expert, "segment": name}
+                    if stacked.device.type == "cpu":
+                        payload.fill(stacked[i].numpy(), **where)
+                    else:
+                        data = np.empty(stacked[i].numel(), np.uint8)
+                        payload.fill(data, **where)
+                        stacked[i].copy_(torch.from_numpy(data))
+
+    def count_wrong(self, plan: Plan, payload: Payload, epoch: int) -> int:
+        """Compare filled slots with the payload, and empty ones with their mark."""
+        wrong = 0
+        for group in self.groups:
+            for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
+                for name, slots in group.slots.items():
+                    data = slots[slot].cpu().numpy()
+                    if expert < 0:
+                        wrong += count_disturbed(data)
+                    else:
+                        wrong += payload.count_wrong(data, epoch=epoch, expert=expert, segment=name)
+        return wrong
+
+
+class Mode:
+    """The library's collective in one mode, with what it needs bound once."""
+
+    def __init__(self, ranks: Any, plan: Plan, mode: str) -> None:
+        """Call ``ranks``, which know what is right, with a plan."""
+        self.name, self._ranks, self._plan = mode, ranks, plan
+
+    def run(self) -> None:
+        """Make the call."""
+        self._ranks.call(self._plan, self.name)
+
+    def choose(self) -> str:
+        """Return the mode that the library takes for this plan. Collective: makes a call."""
+        return str(self._ranks.choose(self._plan, self.name))
+
+    def count_wrong(self, payload: Any, epoch: int) -> int:
+        """Compare all that the call has written, and what it must not touch."""
+        return int(self._ranks.count_wrong(self._plan, payload, epoch))
+
+
+def replicas_of(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
+    """Yield ``(expert, home, rank, slot)`` of a plan, by ascending rank and slot."""
+    home = plan.home.tolist()
+    for rank, row in enumerate(plan.slot_expert.tolist()):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                yield expert, home[expert], rank, slot
+
+
+def main_index(group: Group) -> dict[int, int]:
+    """Return where a rank's own experts are among its mains."""
+    return {expert: i for i, expert in enumerate(group.topology.mains(group.rank).tolist())}
+
+
+# ---- plans of one shape -------------------------------------------------------------------------
+# They take turns, so that no cache holds what is copied. Weights of a layer have left the caches
+# when they are copied again: the other layers lie between. Calls in a row that copied the same
+# experts would read them from a cache.
+
+COLD_BYTES = 64 << 20  # more than the caches of a core hold
+_MAX_EXPERTS = 256  # of a rank
+
+# Of each rank: what its slots hold, as (home rank, number among that rank's); fewer than slots are.
+Filling = Sequence[Sequence[tuple[int, int]]]
+
+
+def count_experts(expert_bytes: int, in_a_turn: int) -> int:
+    """Return the experts that a rank needs, a multiple of ``in_a_turn``, for its turns."""
+    wanted = min(-(-COLD_BYTES // expert_bytes), _MAX_EXPERTS)
+    return max(1, -(-wanted // in_a_turn)) * in_a_turn
+
+
+def make_turns(filling: Filling, *, slots: int, experts: int, in_a_turn: int) -> list[Plan]:
+    """Return plans that fill the same slots with other experts of the same homes.
+
+    Args:
+        filling: of the first plan, with numbers below ``in_a_turn``.
+        slots: S.
+        experts: of each rank, a multiple of ``in_a_turn``.
+        in_a_turn: how far numbers move from a plan to the next.
+    """
+    num_ranks = len(filling)
+    plans = []
+    for first in range(0, experts, in_a_turn):
+        table = torch.full((num_ranks, slots), -1, dtype=torch.int32)
+        for rank, row in enumerate(filling):
+            for slot, (home, number) in enumerate(row):
+                table[rank, slot] = home * experts + first + number
+        plans.append(Plan.from_slots(table, num_experts=num_ranks * experts))
+    return plans
+
+
+def link_plan(num_ranks: int, links: Sequence[tuple[int, int]]) -> Plan:
+    """Return the plan that copies the expert of every link's source to its destination."""
+    filling = [[(a, 0) for a, b in links if b == rank] for rank in range(num_ranks)]
+    return make_turns(filling, slots=1, experts=1, in_a_turn=1)[0]

@@ -1,0 +1,145 @@
+"""The local stage from a load to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ultraep_comm.calls import traced
+from ultraep_comm.engines.host import HostStages
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError
+from ultraep_comm.group.group import Group
+from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.plan.planner import Costs, target_to_ppm
+from ultraep_comm.plan.topology import IntsLike, Topology
+
+
+def plan_replicas(
+    load: torch.Tensor,
+    *,
+    group: Group | None = None,
+    target: float = 1.01,
+    slots_per_rank: int | None = None,
+    num_ranks: int | None = None,
+    home: IntsLike | None = None,
+    domains: IntsLike | None = None,
+    allow_cross_domain: bool = False,
+    cost: PlanCost | None = None,
+) -> Plan:
+    """Decide which experts to copy where. Local and pure: equal loads give equal plans.
+
+    A load on the device of a CUDA group is planned there, by one launch on the current stream: the
+    plan's tensors are on the device, the host sees nothing of it and does not wait, and the call
+    can be captured into a CUDA graph. What is wrong with the values of such a load is raised by a
+    later call on the group, or by ``group.close()``; until then its plan is empty, with no tokens.
+
+    Finds, in this order: the least imbalance, down to the target; the least transfer, which is the
+    most experts that any rank exports or imports; the fewest replicas. With ``cost``: the plan with
+    the least time in all, of a set of plans between none and the best balanced.
+
+    Args:
+        load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns them; or
+            ``[E]``, global sums: a plan that cannot be rerouted. On the CPU, or on the device of a
+            CUDA group.
+        group: takes the place of the arguments from ``slots_per_rank`` on.
+        target: good enough is a largest rank quota of this many times the mean, from 1.0 up.
+        slots_per_rank: S.
+        num_ranks: G; None: the rows of ``load``.
+        home: integers ``[E]``; None: contiguous, as even as possible.
+        domains: integers ``[G]``; None: a single domain.
+        allow_cross_domain: replicas may lie outside their home's domain.
+        cost: takes the place of the target.
+
+    Raises:
+        InvalidLoadError: wrong shape, dtype or device, a negative load, an expert with 2**31 or
+            more tokens, or 2**40 or more in all.
+        InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
+        UnsupportedError: the load is on the device, and the group too large to be planned there.
+        DeviceError: the CUDA driver refused the launch.
+    """
+    constants = (slots_per_rank, num_ranks, home, domains)
+    if group is not None and (
+        allow_cross_domain or any(constant is not None for constant in constants)
+    ):
+        raise InvalidArgumentError(
+            "plan_replicas was given a group and its constants too; expected one of them"
+        )
+    if group is not None and torch.compiler.is_dynamo_compiling():
+        return traced.plan_replicas(load, group, target, cost)
+    if group is not None:
+        return _plan(load, group, target, cost)
+    _check_load(load, ["cpu"])
+    if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
+        raise InvalidArgumentError(
+            "plan_replicas needs group=, or slots_per_rank= (and num_ranks= for an [E] load)"
+        )
+    topology = Topology.make(
+        num_ranks=load.shape[0] if num_ranks is None else num_ranks,
+        num_experts=load.shape[-1],
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domains=domains,
+        allow_cross_domain=allow_cross_domain,
+    )
+    _check_shape(load, topology)
+    return HostStages(topology, 0).plan(load, *plan_objective(target, cost, None))
+
+
+def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
+    """Do what :func:`plan_replicas` does, but no two tensors of the plan share memory.
+
+    Nor does one with the group. ``load`` of the plan may be the caller's.
+    """
+    return _plan(load, group, target, cost, apart=True)
+
+
+def _plan(
+    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, *, apart: bool = False
+) -> Plan:
+    local = group.session.local
+    local.raise_fault()
+    _check_load(load, list(dict.fromkeys(["cpu", str(group.device)])), on_device=local.holds(load))
+    _check_shape(load, group.topology)
+    return local.plan(load, *plan_objective(target, cost, group), apart=apart)
+
+
+def plan_objective(
+    target: float, cost: PlanCost | None, group: Group | None
+) -> tuple[int, Costs | None]:
+    """Return what a plan is to minimise, in the core's integers; InvalidArgumentError: nothing."""
+    try:
+        nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
+        costs = None if cost is None else cost.in_integers(nbytes)
+        return target_to_ppm(target), costs
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+def _check_load(load: torch.Tensor, devices: Sequence[str], *, on_device: bool = False) -> None:
+    """Raise InvalidLoadError for what the host can see, of values only on the CPU."""
+    if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
+        found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
+        raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")
+    integral = load.dtype in (torch.int32, torch.int64)
+    if not integral or not (on_device or load.device.type == "cpu"):
+        raise InvalidLoadError(
+            f"load is {load.dtype} on {load.device}; expected int32 or int64 on"
+            f" {' or '.join(devices)}"
+        )
+    if load.numel() and not on_device:
+        low, high = (int(bound) for bound in load.aminmax())
+        if low < 0 or high >= 2**31:
+            at = tuple(((load < 0) | (load >= 2**31)).nonzero()[0].tolist())
+            raise InvalidLoadError(
+                f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
+            )
+
+
+def _check_shape(load: torch.Tensor, topology: Topology) -> None:
+    expected = (topology.num_ranks, topology.num_experts)
+    if tuple(load.shape) not in (expected, expected[1:]):
+        raise InvalidLoadError(
+            f"load has shape {tuple(load.shape)}; expected {expected}, or {expected[1:]} for global"
+            " sums"
+        )

@@ -1,0 +1,97 @@
+"""Bringing the gradients of replicas home."""
+
+from __future__ import annotations
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.calls import traced
+from ultraep_comm.calls.transfer import Call, address, find_mode, plan_of
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.saved_plans import PlanHandle
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import Weights
+
+REDUCE_MODES = ("pull", "direct")
+_REDUCE = _core.Operation.REDUCE
+
+
+def reduce_expert_grads(
+    grads: Weights | BoundGrads,
+    plan: Plan | PlanHandle,
+    *,
+    group: Group,
+    async_op: bool = False,
+    mode: str = "auto",
+    zero: bool = True,
+) -> Work | None:
+    """Add the gradients of a plan's replicas to the main gradients. Collective.
+
+    Each main gradient of a replicated expert becomes ``main + (r1 + r2 + ... + rn)``: the replicas'
+    slot gradients in ascending rank order, added in fp32, and rounded once to the main gradient's
+    dtype. These bits depend neither on the mode nor on tiles, threads or ranks.
+
+    When it has finished, this rank's main gradients are complete, nobody reads its slot gradients
+    any more, and those of filled slots are zero (with ``zero=False`` undefined: sums are made in
+    their place). Gradients of empty slots and of experts without replicas are untouched.
+
+    On the CUDA engine the call belongs to a stream, its plan may stay on the device, and it can be
+    captured into a CUDA graph, as :func:`replicate_experts` says; its gradients are bound before,
+    with ``group.bind_grads``.
+
+    Args:
+        grads: this rank's main gradients, ``{name: tensor [M, *shape] or sequence of M tensors}``
+            for the segments of ``group.slot_grads``, float32 or bfloat16 each, in any memory of the
+            group's device; or what ``group.bind_grads`` returned. Not to be used before the call
+            has finished.
+        plan: the one that the slots were filled by, the same on every rank; or its handle, which
+            this call ends; in a CUDA graph, in memory that every replay reads.
+        group: made with ``grads=``.
+        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
+        mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
+            (the home loads every replica), or "auto".
+        zero: clear the slot gradients that were used, for the next microbatch. False: whoever
+            uses those slots next overwrites their gradients.
+
+    Raises:
+        InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
+            peers fail at once, and the group takes no more calls.
+        PlanHandleError: the handle has ended (backward twice?), or is another group's; peers fail
+            likewise.
+        GroupClosedError: the group is closed or failed earlier.
+        DeviceError: the CUDA driver refused the call.
+        UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
+            the addresses of the gradients are on the CPU, or the handle's save was not captured.
+        TransferError: the call failed. Slot gradients and the main gradients of replicated experts
+            are undefined then.
+    """
+    session = group.session
+    if torch.compiler.is_dynamo_compiling():
+        plan = plan_of(plan, "reduce_expert_grads", session)
+        grads = grads.grads if isinstance(grads, BoundGrads) else grads
+        return traced.reduce_expert_grads(grads, plan, group, async_op, mode, zero)
+
+    call = Call(session, plan, "reduce_expert_grads")
+    try:
+        bound = session.grads.bind(grads)
+        reduction = _core.TransferCall(
+            operation=_REDUCE,
+            plan=call.view,
+            mains=bound.addresses.buffer_info()[0],
+            num_segments=len(bound.types),
+            mode=find_mode(mode, REDUCE_MODES, session.rank),
+            background=async_op,
+            tag=call.tag,
+            main_types=bound.types.buffer_info()[0],
+            zero=zero,
+            on_device=call.on_device,
+            own_home=call.plan.home is session.local.home,
+            table=address(bound.table),
+            in_use=plan.saved.in_use if isinstance(plan, PlanHandle) else 0,
+        )
+    except Exception as error:
+        call.reject(error)
+        raise
+    return call.submit(reduction, bound, session.grads.expert_bytes, async_op, spends=True)

@@ -1,0 +1,108 @@
+"""Copying experts into the slots of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.calls import traced
+from ultraep_comm.calls.transfer import Call, address, find_mode, plan_of
+from ultraep_comm.errors import InvalidWeightsError
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.saved_plans import PlanHandle
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import MODES
+from ultraep_comm.weights.segments import BoundWeights, Weights
+
+_REPLICATE = _core.Operation.REPLICATE
+
+
+def replicate_experts(
+    weights: Weights | BoundWeights | torch.Tensor,
+    plan: Plan | PlanHandle,
+    *,
+    group: Group,
+    async_op: bool = False,
+    mode: str = "auto",
+    segments: Sequence[str] | None = None,
+) -> Work | None:
+    """Copy the experts of a plan into the slots that it names. Collective.
+
+    When it has finished, this rank's filled slots are complete, bit for bit; empty slots are
+    untouched; nobody reads this rank's main weights any more; its own sends are delivered.
+
+    On the CUDA engine the call belongs to a stream, as any CUDA operation: it comes after what the
+    current stream holds, and what the current stream gets after ``wait()`` comes after it. Without
+    ``async_op`` it runs on the current stream itself; the host does not wait. With four calls
+    under way it waits for the first.
+
+    A plan on the device of a CUDA group stays there: the kernel checks it, chooses the mode and
+    makes the schedule. What is wrong with it is raised where the call is waited for with
+    ``synchronize()``, or by the next call. Such a call can be captured into a CUDA graph, with
+    weights that were bound before or with ``group.weight_table``. (In groups of more than 32
+    segments it is copied to the CPU, which synchronises.)
+
+    Args:
+        weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
+            or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
+            call has finished.
+        plan: the same on every rank, or the handle that ``group.save`` returned for it; in a CUDA
+            graph, in memory that every replay reads.
+        group: the group.
+        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
+        mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
+        segments: names of the segments to transfer; None: all.
+
+    Raises:
+        InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
+            peers fail at once, and the group takes no more calls.
+        PlanHandleError: the handle has ended, or is another group's; peers fail likewise.
+        GroupClosedError: the group is closed or failed earlier.
+        DeviceError: the CUDA driver refused the call.
+        UnsupportedError: the current stream is being captured into a CUDA graph, and the plan or
+            the addresses of the weights are on the CPU, or the handle's save was not captured.
+        TransferError: the call failed.
+    """
+    session = group.session
+    if torch.compiler.is_dynamo_compiling():
+        plan = plan_of(plan, "replicate_experts", session)
+        return traced.replicate_experts(weights, plan, group, async_op, mode, segments)
+
+    call = Call(session, plan, "replicate_experts")
+    try:
+        selection = session.selections.find(segments)
+        bound = session.weights.bind(weights)
+        session.selections.require(bound, selection)
+        if not (call.on_device or bound.addresses or session.num_mains == 0):
+            raise InvalidWeightsError(
+                f"rank {session.rank}: group.weight_table goes with a plan on the device, and this"
+                " one is on the CPU; pass the weights"
+            )
+        if mode == "pull" and bound.region < 0:
+            raise InvalidWeightsError(
+                f"rank {session.rank}: mode='pull' needs weights that peers can address; fill the"
+                " tensors of group.empty_weights() and pass those, or use 'push'"
+            )
+        transfer = _core.TransferCall(
+            operation=_REPLICATE,
+            plan=call.view,
+            mains=bound.addresses.buffer_info()[0],
+            num_segments=selection.count,
+            mode=find_mode(mode, MODES, session.rank),
+            background=async_op,
+            tag=call.tag,
+            segments=selection.address,
+            region=bound.region,
+            on_device=call.on_device,
+            own_home=call.plan.home is session.local.home,
+            table=address(bound.table),
+        )
+    except Exception as error:
+        call.reject(error)
+        raise
+    work = call.submit(transfer, bound, selection.nbytes, async_op)
+    session.filled_by = plan  # an engine that has refused the call has filled nothing
+    return work

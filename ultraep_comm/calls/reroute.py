@@ -1,0 +1,160 @@
+"""The local stage from routed experts to physical instances, as ids or as a map."""
+
+from __future__ import annotations
+
+import torch
+
+from ultraep_comm.calls import traced
+from ultraep_comm.calls.transfer import plan_of
+from ultraep_comm.errors import InvalidLoadError
+from ultraep_comm.group.checks import check_ids, check_rerouted
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.saved_plans import PlanHandle
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.plan import Plan
+
+
+def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) -> torch.Tensor:
+    """Map routed experts to physical instances, so that each receives its quota. Local.
+
+    Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
+    share of this rank's tokens exceeds j.
+
+    With ids and plan on the device of a CUDA group it is launched on the current stream: the host
+    sees nothing of it and does not wait, and the call can be captured into a CUDA graph. What is
+    wrong with the values of such ids or plans is raised by a later call on the group, or by
+    ``group.close()``; the ids that it concerns are padding until then.
+
+    Args:
+        topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
+            padding and stays -1. On the CPU, or on the device of a CUDA group.
+        plan: or the handle of a saved one; with quotas and ``[G, E]`` load, on the CPU or on the
+            device. Where one of plan and ids is on the CPU, the other is copied there and the
+            result to where the ids are, which synchronises.
+        group: the group; its rank is the source.
+
+    Returns:
+        The same shape, dtype and device: ``rank * P + index``, with P the largest number of mains
+        on a rank plus S, mains first in expert order, then slots. Every id stays in its place, so
+        that weights ``[T, k]`` keep belonging to it.
+
+    Raises:
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
+            counted in ``plan.load``.
+        UnsupportedError: a stream is being captured, and something has to be copied, or the working
+            memory has to grow: the text says which call to make once before the capture; or the
+            handle's save was not captured.
+        PlanHandleError: the handle has ended, or is another group's.
+        DeviceError: the CUDA driver refused a launch.
+    """
+    plan = plan_of(plan, "reroute", group.session)
+    if torch.compiler.is_dynamo_compiling():
+        return traced.reroute(topk_ids, plan, group)
+    session = group.session
+    check_ids(topk_ids, session)
+    local, plan = session.local, _beside(topk_ids, plan, session)
+    ids = topk_ids if local.holds(plan) else local.on_host(topk_ids, "topk_ids")
+    return local.beside(local.reroute(ids, plan), topk_ids)
+
+
+def reroute_map(
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    plan: Plan | PlanHandle,
+    *,
+    group: Group,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do what :func:`reroute` does, for a routing map and its probabilities. Local.
+
+    Every token gets the instances that :func:`reroute` gives it for the list of the map's experts,
+    token by token and in ascending order within a token.
+
+    Args:
+        routing_map: bool ``[T, E]``, True where a token goes to an expert: as many per expert as
+            were counted for ``plan.load``. On the CPU, or on the device of a CUDA group.
+        probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
+        plan: a plan or a handle, with quotas and ``[G, E]`` load: what :func:`reroute` says of
+            that, and of what is launched, captured and found wrong later, holds here too.
+        group: the group; its rank is the source.
+
+    Returns:
+        ``(routing_map, probs)``, both ``[T, G * P]``, by the ids that :func:`reroute` returns;
+        columns without an instance are False and 0. Probabilities of routed tokens are moved bit
+        for bit, the others dropped. ``probs`` has the dtype of the input, and gradients flow back
+        through it, unless it is an 8-bit float; None if there were none.
+
+    Raises:
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
+            ``plan.load``.
+        PlanHandleError, UnsupportedError, DeviceError: as :func:`reroute`.
+    """
+    plan = plan_of(plan, "reroute_map", group.session)
+    if torch.compiler.is_dynamo_compiling():
+        return traced.reroute_map(routing_map, probs, plan, group)
+    session = group.session
+    _check_map(routing_map, session)
+    if probs is not None:
+        _check_probs(probs, routing_map, session.rank)
+    return session.local.reroute_map(routing_map, probs, _beside(routing_map, plan, session))
+
+
+def reroute_gradient(
+    grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, *, group: Group
+) -> torch.Tensor:
+    """Return the gradient ``[T, E]`` of probabilities from that of the rerouted, ``[T, G * P]``."""
+    session = group.session
+    return session.local.reroute_gradient(grad, routing_map, _beside(routing_map, plan, session))
+
+
+def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
+    """Return a checked plan: on the device if both are there, else on the CPU.
+
+    Raises what launches before have found.
+    """
+    local = session.local
+    local.raise_fault()
+    on_device = local.holds(routing) and local.holds(plan)
+    if not on_device:
+        plan = local.plan_on_host(plan)
+    check_rerouted(plan, on_device, session)
+    return plan
+
+
+def _check_map(routing_map: torch.Tensor, session: Session) -> None:
+    if not isinstance(routing_map, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {session.rank}: routing_map is a {type(routing_map).__name__}; expected a bool"
+            " tensor [T, E]"
+        )
+    num_experts = session.topology.num_experts
+    if routing_map.dim() != 2 or routing_map.shape[1] != num_experts:
+        raise InvalidLoadError(
+            f"rank {session.rank}: routing_map has shape {tuple(routing_map.shape)}; expected"
+            f" [T, {num_experts}]"
+        )
+    devices = (torch.device("cpu"), session.device)
+    if routing_map.dtype != torch.bool or routing_map.device not in devices:
+        expected = " or ".join(dict.fromkeys(map(str, devices)))
+        raise InvalidLoadError(
+            f"rank {session.rank}: routing_map is {routing_map.dtype} on {routing_map.device};"
+            f" expected torch.bool on {expected}"
+        )
+
+
+def _check_probs(probs: torch.Tensor, routing_map: torch.Tensor, rank: int) -> None:
+    if not isinstance(probs, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {rank}: probs is a {type(probs).__name__}; expected a tensor [T, E] or None"
+        )
+    if probs.shape != routing_map.shape:
+        raise InvalidLoadError(
+            f"rank {rank}: probs has shape {tuple(probs.shape)}; expected that of routing_map,"
+            f" {tuple(routing_map.shape)}"
+        )
+    if not probs.is_floating_point() or probs.device != routing_map.device:
+        raise InvalidLoadError(
+            f"rank {rank}: probs is {probs.dtype} on {probs.device}; expected a floating dtype on"
+            f" {routing_map.device}, like routing_map"
+        )

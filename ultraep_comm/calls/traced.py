@@ -1,0 +1,204 @@
+"""What the calls on a group become while torch.compile traces them: operators of ``ops``.
+
+All of them write to one tensor, in name only: so a compiler keeps each of them, once, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ultraep_comm.errors import UltraEPError
+from ultraep_comm.group.names import find_group
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.weights.segments import BoundWeights, Weights
+
+if TYPE_CHECKING:
+    from ultraep_comm.group.group import Group
+    from ultraep_comm.plan.plan import PlanCost
+
+
+# Ranks issue calls in one order across groups too, so all groups share it. An effect token of torch
+# would say the same, but not of operators that write to their arguments, as these do to slots.
+ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
+TABLE = "group.weight_table"  # stands among the names of segments for the table
+
+
+def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
+    """Trace :func:`ultraep_comm.gather_load`."""
+    t = group.topology
+    load: torch.Tensor = torch.ops.ultraep_comm.gather_load(
+        topk_ids, t.num_ranks, t.num_experts, ORDER, group.name
+    )
+    return load
+
+
+def replicate_experts(
+    weights: Weights | BoundWeights | torch.Tensor,
+    plan: Plan,
+    group: Group,
+    async_op: bool,
+    mode: str,
+    segments: Sequence[str] | None,
+    order: torch.Tensor = ORDER,
+) -> Work | None:
+    """Trace :func:`ultraep_comm.replicate_experts`."""
+    given: Weights
+    if isinstance(weights, torch.Tensor):  # group.weight_table
+        given = {TABLE: weights}
+    else:
+        given = weights.weights if isinstance(weights, BoundWeights) else weights
+    counts: list[int] = []  # -1: stacked; else so many tensors
+    tensors: list[torch.Tensor] = []
+    for value in given.values():
+        listed = [value] if isinstance(value, torch.Tensor) else list(value)
+        counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
+        tensors += [tensor.detach() for tensor in listed]  # a transfer has no gradient
+    names = list(group.slots) if segments is None else list(segments)
+    slots = [group.slots[name] for name in names if name in group.slots]
+    plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
+    arguments: tuple[Any, ...] = (
+        *(tensors, counts, list(given), *plan_fields),
+        *(slots, names, order, mode, group.name),
+    )
+    if not async_op:
+        torch.ops.ultraep_comm.replicate_experts(*arguments)
+        return None
+    token = torch.ops.ultraep_comm.start_replicate_experts(*arguments)
+    held = [*tensors, *(field for field in plan_fields if field is not None)]
+    return TracedWork(token, held, plan.slot_expert, slots, names, mode, group.name)
+
+
+def reduce_expert_grads(
+    grads: Weights,
+    plan: Plan,
+    group: Group,
+    async_op: bool,
+    mode: str,
+    zero: bool,
+    order: torch.Tensor = ORDER,
+) -> Work | None:
+    """Trace :func:`ultraep_comm.reduce_expert_grads`; it has finished where it stands."""
+    counts: list[int] = []  # -1: stacked; else so many tensors
+    tensors: list[torch.Tensor] = []
+    for value in grads.values():
+        listed = [value] if isinstance(value, torch.Tensor) else list(value)
+        counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
+        tensors += listed
+    torch.ops.ultraep_comm.reduce_expert_grads(
+        tensors,
+        counts,
+        list(grads),
+        *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota),
+        list(group.slot_grads.values()),
+        order,
+        mode,
+        zero,
+        group.name,
+    )
+    return FinishedWork() if async_op else None
+
+
+class FinishedWork(Work):
+    """A call that has finished in a compiled function, though it was asked for as ``async_op``."""
+
+    def __init__(self) -> None:
+        self.mode = ""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> UltraEPError | None:
+        """Return None."""
+        return None
+
+
+class TracedWork(Work):
+    """A call under way in a compiled function. ``mode`` is the one that was asked for."""
+
+    def __init__(
+        self,
+        token: torch.Tensor,
+        held: list[torch.Tensor],
+        slot_expert: torch.Tensor,
+        slots: list[torch.Tensor],
+        names: list[str],
+        mode: str,
+        group_name: str,
+    ) -> None:
+        self.mode = mode
+        # What the transfer reads is an argument of the wait too, or a compiler might reuse its
+        # memory before.
+        self._arguments = (token, held, slot_expert, slots, names, ORDER, group_name)
+
+    def wait(self) -> None:
+        """Do what :meth:`Work.wait` does."""
+        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False)
+
+    def synchronize(self) -> None:
+        """Do what :meth:`Work.synchronize` does."""
+        torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, True)
+
+    def is_completed(self) -> bool:
+        """Do what :meth:`Work.is_completed` does, outside the compiled function."""
+        return self._started().is_completed()
+
+    def exception(self) -> UltraEPError | None:
+        """Do what :meth:`Work.exception` does, outside the compiled function."""
+        return self._started().exception()
+
+    def _started(self) -> Work:
+        token, *_, group_name = self._arguments
+        return Work(find_group(group_name).session, int(token), "replicate_experts", self.mode)
+
+
+def plan_replicas(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
+    """Trace :func:`ultraep_comm.plan_replicas` with a group."""
+    t = group.topology
+    costs: list[float] = []
+    if cost is not None:
+        costs = [cost.token, cost.expert_byte, cost.replica]
+        if cost.expert_bytes is not None:
+            costs.append(cost.expert_bytes)
+    slot_expert, slot_quota, home_quota, home, domains = torch.ops.ultraep_comm.plan_replicas(
+        load, t.num_ranks, t.num_experts, t.slots_per_rank, target, costs, group.name
+    )
+    return Plan(
+        slot_expert=slot_expert,
+        home=home,
+        slot_quota=slot_quota,
+        home_quota=home_quota,
+        load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
+        domains=domains,
+    )
+
+
+def reroute(topk_ids: torch.Tensor, plan: Plan, group: Group) -> torch.Tensor:
+    """Trace :func:`ultraep_comm.reroute`."""
+    result: torch.Tensor = torch.ops.ultraep_comm.reroute(topk_ids, *_fields(plan), group.name)
+    return result
+
+
+def reroute_map(
+    routing_map: torch.Tensor, probs: torch.Tensor | None, plan: Plan, group: Group
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Trace :func:`ultraep_comm.reroute_map`."""
+    t = group.topology
+    physical, physical_map = torch.ops.ultraep_comm.reroute_map(
+        routing_map, probs, *_fields(plan), t.num_ranks * t.instances_per_rank, group.name
+    )
+    return physical_map, None if probs is None else physical
+
+
+def _fields(plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """Return what a reroute reads of a plan, in the order in which its operators take it."""
+    return plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load

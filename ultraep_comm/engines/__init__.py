@@ -1,0 +1,1 @@
+"""Engines: what executes a schedule, and how a group is made on one."""

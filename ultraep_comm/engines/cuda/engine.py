@@ -1,0 +1,267 @@
+"""The CUDA engine of one rank, with the methods of the host engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.cuda.device import Device
+from ultraep_comm.engines.cuda.kernels import GroupKernels
+from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.errors import DeviceError, UnsupportedError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import Costs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """How a rank reaches those that it has no load/store access to.
+
+    Attributes:
+        pes: NVSHMEM's numbers of the ranks; empty: NVSHMEM is not used.
+        far: 1 for ranks reached by puts and signals; empty: there are none.
+        staging: symmetric memory for puts; None: nobody is far.
+    """
+
+    pes: Sequence[int] = ()
+    far: Sequence[int] = ()
+    staging: torch.Tensor | None = None
+
+
+class SharedLauncher:
+    """A launcher and its memory: of one rank, or of all ranks of a loopback group."""
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: GroupKernels,
+        config: _core.EngineConfig,
+        *,
+        first_rank: int,
+        num_ranks: int,
+        num_sms: int,
+    ) -> None:
+        stream, stream_owner = device.new_stream()
+        captured_stream, captured_owner = device.new_stream()
+        launcher_config = _core.CudaLauncherConfig(
+            driver=device.driver,
+            context=device.context,
+            stream=stream,
+            captured_stream=captured_stream,
+            kernel=kernels.replicate,
+            reduce=kernels.reduce,
+            notice=kernels.notice,
+            load=kernels.load,
+            load_plan=kernels.load_plan,
+            plan_warps=kernels.plan_warps,
+            reduce_warps=kernels.reduce_warps,
+            warp_size=device.warp_size,
+            first_rank=first_rank,
+            num_ranks=num_ranks,
+            num_sms=num_sms,
+            config=config,
+        )
+        self.device = device
+        self.plans = kernels.plan_warps > 0
+        memory = device.allocate(launcher_config.device_bytes)
+        pinned = device.pinned(launcher_config.pinned_bytes)
+        self.launcher = _translated(
+            _core.CudaLauncher,
+            launcher_config,
+            memory.data_ptr(),
+            pinned.data_ptr(),
+            (device, stream_owner, captured_owner, memory, pinned),
+        )
+
+
+class CudaEngine:
+    """One rank. Calls go to the current stream, or to the group's own behind it."""
+
+    def __init__(
+        self,
+        config: _core.EngineConfig,
+        stages: CudaStages,
+        shared: SharedLauncher,
+        peers: Peers | None = None,
+    ) -> None:
+        peers = peers or Peers()
+        self._stages = stages
+        self._shared = shared
+        self.plans_at_once = shared.plans
+        self._device = shared.device
+        self._current_stream = shared.device.current_stream
+        self._peers = peers
+        self._tables: list[torch.Tensor] = []  # of regions
+        self._engine = _translated(
+            _core.CudaEngine,
+            config,
+            shared.launcher,
+            far=list(peers.far),
+            pes=list(peers.pes),
+            staging=0 if peers.staging is None else peers.staging.data_ptr(),
+        )
+        self.check = self._engine.check
+        self.accepts = self._engine.accepts
+        self.fits = self._engine.fits
+        self.failed_epoch = self._engine.failed_epoch
+        self.report = self._engine.report
+        self.bad_id = self._engine.bad_id
+
+    def add_region(self, bases: list[int]) -> int:
+        """Remember where ranks have main weights that peers can address."""
+        table = self._device.allocate(8 * len(bases))
+        self._tables.append(table)
+        return _translated(self._engine.add_region, bases, table.data_ptr())
+
+    def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
+        """Submit a transfer or a reduction on the current stream, or behind it.
+
+        Returns:
+            Its epoch, with the bit ``CUDA_CAPTURED`` on a stream that is being captured; and its
+            mode, or the one that was asked for if the plan is on the device.
+        """
+        try:
+            return self._engine.transfer(call, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def gather(self, counted: torch.Tensor, load: torch.Tensor) -> int:
+        """Count dense ids on the device and exchange the counts; return the call's epoch."""
+        try:
+            return self._engine.gather(
+                counted.data_ptr(),
+                counted.numel(),
+                counted.element_size(),
+                load.data_ptr(),
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def gather_and_plan(
+        self, counted: torch.Tensor, load: torch.Tensor, target_ppm: int, costs: Costs | None
+    ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
+        """Do the same and plan the load, in one launch."""
+        memory, plan = self._stages.plan_memory(load)
+        try:
+            epoch = self._engine.gather_and_plan(
+                counted.data_ptr(),
+                counted.numel(),
+                counted.element_size(),
+                load.data_ptr(),
+                memory.data_ptr(),
+                self._stages.core,
+                target_ppm,
+                costs,
+                self._current_stream(),
+            )
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+        return epoch, plan, (counted, load, memory)
+
+    def wait(self, epoch: int) -> bool:
+        """Make the current stream wait for a call; False if the call is known to have failed."""
+        try:
+            return self._engine.wait(epoch, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def synchronize(self, epoch: int) -> bool:
+        """Block until a call has finished; return whether it succeeded."""
+        return _translated(self._engine.synchronize, epoch)
+
+    def is_completed(self, epoch: int) -> bool:
+        """Return whether a call has finished or failed."""
+        try:
+            return self._engine.is_completed(epoch)
+        except _core.DriverError as error:
+            _raise_typed(error)
+
+    def finished_at(self, epoch: int) -> int:
+        """Return 0: when a call finished only its stream knows."""
+        return 0
+
+    def damage(self) -> NoReturn:
+        """Refuse: transfers on a device are not checked."""
+        raise UnsupportedError("the CUDA engine checks no transfers")
+
+    def last_words(self) -> None:
+        """Return None: it is in the device's memory, and the device may be busy for ever."""
+
+    completed = None  # a device would have to be asked
+    waits = None  # kernels wait
+
+    def reject(self) -> None:
+        """Tell the peers that this rank's input was bad."""
+        _translated(self._engine.reject)
+
+    def abort(self) -> None:
+        """End what is under way."""
+        _translated(self._engine.abort)
+
+    def close(self) -> int:
+        """Say goodbye; return a rank that is seen to have made another last call, else -1."""
+        return _translated(self._engine.close)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of submitted calls."""
+        return self._engine.epoch
+
+    @property
+    def calls(self) -> tuple[int, int, int, int]:
+        """Return how many calls took an epoch; those that were captured are not among them."""
+        return self._engine.calls
+
+    @property
+    def launch_counts(self) -> tuple[int, int]:
+        """Return kernels and copies to the device, of calls of all ranks that share launches."""
+        return self._shared.launcher.counts
+
+    @property
+    def bytes_stored(self) -> int:
+        """Return the bytes that finished calls have stored; synchronises with the device."""
+        return _translated(lambda: self._engine.bytes_stored)
+
+
+def launch_peers(
+    device: Device, kernel: int, own: int, pes: torch.Tensor, num_ranks: int
+) -> list[int]:
+    """Return the addresses ``[num_ranks]`` at which the device reaches peers; 0: it does not."""
+    bases = device.allocate(8 * num_ranks)
+    _translated(
+        _core.cuda_launch_peers,
+        device.driver,
+        device.context,
+        kernel,
+        device.current_stream(),
+        bases.data_ptr(),
+        own,
+        pes.data_ptr(),
+        num_ranks,
+    )
+    device.settle()
+    return [int(base) for base in bases.view(torch.int64).tolist()]
+
+
+def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        return function(*args, **kwargs)
+    except _core.DriverError as error:
+        _raise_typed(error)
+
+
+def _raise_typed(error: Exception) -> NoReturn:
+    if isinstance(error, _core.CaptureError):
+        raise UnsupportedError(str(error)) from error
+    raise DeviceError(
+        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
+        " restart the process"
+    ) from error

@@ -1,0 +1,315 @@
+"""The device kernels as files: which cubin fits a device, and whether it fits this installation.
+
+A cubin is named ``ultraep_comm-sm_90.cubin`` and says in its symbol ``ultraep_cubin_info`` what it
+was built with. Reading that needs no GPU, no driver and no NVSHMEM.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ultraep_comm import _core, env
+from ultraep_comm.engines.cuda.device import Device, Kernels
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+INFO_SYMBOL = "ultraep_cubin_info"
+INFO_MAGIC = 0x55455031
+# Magic, CUDA major and minor, NVSHMEM major and minor, architecture, number of layout entries.
+INFO_HEADER = struct.Struct("<7i")
+BUILD_HINT = (
+    "build them with ULTRAEP_CUDA=ON pip install, for other devices with"
+    ' -C cmake.define.ULTRAEP_CUDA_ARCHS="90;100"; docs/building.md, "CUDA", says what it needs'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CubinInfo:
+    """What a cubin was built with.
+
+    Attributes:
+        path: the file.
+        cuda_major: major version of the CUDA tool chain.
+        cuda_minor: its minor version.
+        nvshmem: (major, minor) of NVSHMEM's device library.
+        arch: compute capability without the dot, as in sm_90.
+        layout: sizes and offsets, in bytes, of the structs that kernels take as arguments.
+    """
+
+    path: Path
+    cuda_major: int
+    cuda_minor: int
+    nvshmem: tuple[int, int]
+    arch: int
+    layout: tuple[int, ...]
+
+
+def cubin_folder() -> Path:
+    """Folder of the cubins: ``ULTRAEP_CUBINS``, else beside the compiled module.
+
+    In an editable installation that is not where the Python sources are.
+    """
+    from ultraep_comm import _core
+
+    return env.cubins() or Path(_core.__file__).parent / "cubins"
+
+
+def find_cubin(compute_capability: tuple[int, int]) -> Path:
+    """Return the cubin for a device.
+
+    Args:
+        compute_capability: of the device, for example (9, 0). A cubin runs on devices of its own
+            major version, from its own minor version on; the highest that fits is taken.
+
+    Raises:
+        UnsupportedError: there is none for this device; says which there are.
+    """
+    folder = cubin_folder()
+    cubins = {}
+    for path in folder.glob("ultraep_comm-sm_*.cubin"):
+        named = re.fullmatch(r"ultraep_comm-sm_(\d+)\.cubin", path.name)
+        if named is not None:
+            cubins[int(named[1])] = path
+    major, minor = compute_capability
+    fitting = [arch for arch in cubins if arch // 10 == major and arch % 10 <= minor]
+    if fitting:
+        return cubins[max(fitting)]
+    found = ", ".join(f"sm_{arch}" for arch in sorted(cubins)) or "none"
+    raise UnsupportedError(
+        f"no device kernels for compute capability {major}.{minor} in {folder}, which has {found};"
+        f" {BUILD_HINT}"
+    )
+
+
+def read_info(path: Path) -> CubinInfo:
+    """Read what a cubin was built with.
+
+    Raises:
+        UnsupportedError: the file is no cubin of this library, or pyelftools is missing.
+    """
+    try:
+        from elftools.common.exceptions import ELFError
+        from elftools.elf.elffile import ELFFile
+        from elftools.elf.sections import SymbolTableSection
+    except ImportError:
+        raise UnsupportedError(
+            "reading device kernels needs pyelftools; install the extra cuda12 or cuda13,"
+            " as in pip install 'ultraep_comm[cuda13]'"
+        ) from None
+
+    wrong = f"{path} is not a cubin of ultraep_comm"
+    try:
+        with path.open("rb") as file:
+            elf = ELFFile(file)
+            table = elf.get_section_by_name(".symtab")
+            symbols = (
+                table.get_symbol_by_name(INFO_SYMBOL)
+                if isinstance(table, SymbolTableSection)
+                else None
+            )
+            if not symbols:
+                raise UnsupportedError(f"{wrong}: it has no {INFO_SYMBOL}; {BUILD_HINT}")
+            begin, size = symbols[0]["st_value"], symbols[0]["st_size"]
+            data = elf.get_section(symbols[0]["st_shndx"]).data()[begin : begin + size]
+    except ELFError as error:
+        raise UnsupportedError(f"{wrong}: {error}; {BUILD_HINT}") from error
+    if len(data) < INFO_HEADER.size:
+        raise UnsupportedError(f"{wrong}: {INFO_SYMBOL} has {len(data)} bytes; {BUILD_HINT}")
+    header = INFO_HEADER.unpack_from(data)
+    magic, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, num_layout = header
+    expected_bytes = INFO_HEADER.size + 4 * num_layout
+    if magic != INFO_MAGIC or len(data) != expected_bytes:
+        raise UnsupportedError(
+            f"{wrong} of this version: {INFO_SYMBOL} begins with {magic:#x} and has {len(data)}"
+            f" bytes, expected {INFO_MAGIC:#x} and {expected_bytes} bytes; {BUILD_HINT}"
+        )
+    return CubinInfo(
+        path=path,
+        cuda_major=cuda_major,
+        cuda_minor=cuda_minor,
+        nvshmem=(nvshmem_major, nvshmem_minor),
+        arch=arch,
+        layout=struct.unpack_from(f"<{num_layout}i", data, INFO_HEADER.size),
+    )
+
+
+def check_info(
+    info: CubinInfo,
+    *,
+    cuda_major: int,
+    layout: Sequence[int],
+    nvshmem: tuple[int, int] | None = None,
+) -> None:
+    """Check that a cubin fits what it is about to be loaded with.
+
+    Args:
+        info: of the cubin.
+        cuda_major: CUDA major version of the installed bindings and NVSHMEM.
+        layout: sizes and offsets, in bytes, of the argument structs as the caller fills them in.
+        nvshmem: (major, minor) of NVSHMEM's host library; None: the cubin is used without NVSHMEM.
+
+    Raises:
+        UnsupportedError: one of them does not fit; names both sides and what to install or build.
+    """
+    if info.cuda_major != cuda_major:
+        raise UnsupportedError(
+            f"{info.path} was built with CUDA {info.cuda_major}.{info.cuda_minor}, this"
+            f" installation has CUDA {cuda_major}; install the extra cuda{info.cuda_major}, or"
+            f" build the kernels with CUDA {cuda_major} (docs/building.md)"
+        )
+    if tuple(layout) != info.layout:
+        raise UnsupportedError(
+            f"{info.path} takes arguments laid out as {info.layout}, this version of ultraep_comm"
+            f" passes {tuple(layout)}: the two are of different versions; {BUILD_HINT}"
+        )
+    if nvshmem is not None and (nvshmem[0] != info.nvshmem[0] or nvshmem < info.nvshmem):
+        has, needs = (f"{version[0]}.{version[1]}" for version in (nvshmem, info.nvshmem))
+        raise UnsupportedError(
+            f"{info.path} was built with NVSHMEM {needs}, the library here is {has}; expected"
+            f" {needs} or a later {info.nvshmem[0]}.x: install nvidia-nvshmem-cu{info.cuda_major}"
+        )
+
+
+# With 4 stages each they keep 256 tiles in flight. Modelled (docs/model.md): with half as many,
+# tiles for a rank that imports two experts hold up those that its senders have for others.
+DEFAULT_NUM_SMS = 64
+PLAN_WARPS = 16  # at most: each makes probes of its own, so that two rounds do. To be measured
+NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
+REDUCE = "ultraep_reduce"
+
+
+def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
+    """Load the cubin for a device, if it fits this installation.
+
+    Args:
+        device: where to.
+        nvshmem: (major, minor) of NVSHMEM's host library; None: it is not used.
+
+    Raises:
+        UnsupportedError: there is none, or it does not fit.
+    """
+    cubin = find_cubin(device.compute_capability)
+    check_info(
+        read_info(cubin),
+        cuda_major=device.cuda_major,
+        layout=_core.cuda_layout(),
+        nvshmem=nvshmem,
+    )
+    return device.load(cubin)
+
+
+@dataclass(frozen=True)
+class GroupKernels:
+    """Handles of the kernels of one group."""
+
+    replicate: int
+    notice: int
+    load: int
+    load_plan: int  # 0: the group is too large for it, or has far peers
+    plan_warps: int
+    reduce: int = 0  # 0: slots hold no gradients
+    reduce_warps: int = 0
+
+    @classmethod
+    def of(
+        cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool, adds: bool
+    ) -> GroupKernels:
+        """Look them up; with ``far``, those that reach peers by puts and signals.
+
+        Raises:
+            UnsupportedError: the group is too large for the kernel that adds gradients.
+        """
+        num_ranks, num_experts = config.num_ranks, config.num_experts
+
+        def plan_bytes(warps: int) -> int:
+            slots = config.slots_per_rank
+            return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
+
+        def reduce_bytes(warps: int) -> int:
+            return _core.cuda_reduce_shared_bytes(config, warps)
+
+        reduce_warps = choose_reduce_warps(reduce_bytes, device) if adds else 0
+        plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
+        suffix = "_far" if far else ""
+        name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
+        return cls(
+            replicate=kernels.handle(name, _core.cuda_shared_bytes(config)),
+            notice=kernels.handle(NOTICE, 0),
+            load=kernels.handle(
+                f"ultraep_load{suffix}",
+                _core.cuda_load_shared_bytes(num_ranks, num_experts),
+            ),
+            load_plan=kernels.handle("ultraep_load_plan", plan_bytes(plan_warps))
+            if plan_warps
+            else 0,
+            plan_warps=plan_warps,
+            reduce=kernels.handle(REDUCE, reduce_bytes(reduce_warps)) if adds else 0,
+            reduce_warps=reduce_warps,
+        )
+
+
+def choose_plan_warps(
+    shared_bytes: Callable[[int], int], device: Device, most: int | None = None
+) -> int:
+    """Return the warps of a block that plans: as many as fit in shared memory; 0: none does."""
+    most = PLAN_WARPS if most is None else most
+    return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
+
+
+def choose_reduce_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
+    """Return the warps of a block that adds gradients: as many as fit in shared memory.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    warps = choose_plan_warps(shared_bytes, device, _core.CUDA_REDUCE_WARPS)
+    if warps == 0:
+        raise UnsupportedError(
+            f"a block that adds gradients needs {shared_bytes(1)} bytes of shared memory, this"
+            f" device has {device.max_shared_bytes}; use a group of fewer ranks and slots_per_rank"
+        )
+    return warps
+
+
+def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:
+    """Return the tile size: the one asked for, else the largest that fits.
+
+    Raises:
+        InvalidArgumentError: the kernels are not compiled for the size asked for.
+        UnsupportedError: the group's tables leave no room for tiles in shared memory.
+    """
+    sizes = sorted(_core.cuda_tile_sizes(), reverse=True)
+    if given is not None and given not in sizes:
+        raise InvalidArgumentError(
+            f"tile_bytes is {given}; the CUDA engine's kernels are compiled for {sorted(sizes)}"
+        )
+    needed = 0
+    for size in sizes if given is None else [given]:
+        config.tile_bytes = size
+        needed = _core.cuda_shared_bytes(config)
+        if needed <= device.max_shared_bytes:
+            return size
+    raise UnsupportedError(
+        f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, this"
+        f" device has {device.max_shared_bytes}; use smaller tiles, of {min(sizes)} bytes, or a"
+        " group of fewer ranks and slots_per_rank"
+    )
+
+
+def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
+    """Return the blocks of a rank. All blocks of a launch have to run at the same time.
+
+    Raises:
+        InvalidArgumentError: the device has too few multiprocessors.
+    """
+    most = device.num_sms // ranks_here
+    wanted = min(DEFAULT_NUM_SMS, max(most, 1)) if given is None else given
+    if wanted > most:
+        raise InvalidArgumentError(
+            f"num_sms is {wanted} for each of {ranks_here} ranks on this device, which has"
+            f" {device.num_sms} multiprocessors; expected at most {most}, or fewer ranks"
+        )
+    return wanted

@@ -1,0 +1,347 @@
+"""Making groups of the CUDA engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import LoadExchange, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
+from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher, launch_peers
+from ultraep_comm.engines.cuda.kernels import (
+    PEERS,
+    GroupKernels,
+    choose_num_sms,
+    choose_tile_bytes,
+    load_kernels,
+)
+from ultraep_comm.engines.cuda.stages import CudaStages
+from ultraep_comm.engines.options import Options
+from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.fabrics import Fabric
+from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
+from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.nvshmem import NvshmemFabric, OtherPesError, Runtime, find_runtime, join
+from ultraep_comm.fabrics.shm import machine_id
+from ultraep_comm.fabrics.torch_memory import SymmetricMemory, TorchFabric, find_memory
+from ultraep_comm.plan.topology import Topology, check_domains, find_domains
+
+PROBE_BYTES = 128
+AUTO_FABRICS = ("nvshmem", "torch")  # in the order in which they are tried
+
+
+def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
+    """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
+
+    A link of 710 GB/s, memory of 3.3 TB/s, and 2 us from a publish to the peer's next store: those
+    of a 72-GPU NVLink rack as published, not measured here.
+    """
+    return (1_440, 310, 200_000, 2_000_000, 100 * num_ranks)
+
+
+def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
+    """Return what an NVSHMEM group needs; NVSHMEM is not touched before there is a device.
+
+    Raises:
+        UnsupportedError: something is missing or too old; says what to install.
+    """
+    device = find_device()
+    runtime = find_runtime()
+    return device, runtime, load_kernels(device, runtime.version())
+
+
+def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
+    """Return what a group over torch's symmetric memory needs.
+
+    Raises:
+        UnsupportedError: something is missing or too old; says what to install.
+    """
+    device = find_device()
+    memory = find_memory()
+    memory.prepare(device.torch_device)
+    # The kernels for ranks within reach never call NVSHMEM, so nobody has to initialise it.
+    return device, memory, load_kernels(device, None)
+
+
+def make_group_parts(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+) -> Parts | None:
+    """Make one rank's parts over the first fabric that all ranks have. Collective.
+
+    Returns:
+        None on every rank if there is no such fabric, and neither it nor the engine was asked for.
+
+    Raises:
+        InvalidArgumentError: this rank's device does not do what was asked.
+        UnsupportedError: what was asked for cannot be used here; says why.
+        BootstrapError: ranks disagree, or another one failed.
+        OutOfSharedMemoryError: there is no room for slots and flags.
+    """
+    own: list[Exception] = []
+    foreign: OtherPesError | None = None  # why the fabric before was passed over
+    reasons: dict[str, list[str]] = {}  # the fabrics that each keeps from being used
+    for name in AUTO_FABRICS if options.fabric == "auto" else (options.fabric,):
+        found: Any = None
+        missing: Exception | None = None
+        try:
+            found = find_nvshmem_device() if name == "nvshmem" else find_torch_device()
+        except Exception as nothing:  # whatever it is, the peers must not wait for this rank
+            missing = nothing
+            own.append(missing)
+        text = "" if missing is None else str(missing) or "nothing was found"
+        answers = meeting.exchange(Hello(error=text))
+        lacking = [rank for rank, answer in enumerate(answers) if answer.error]
+        if not lacking:
+            options.refuse_check()  # on all ranks alike
+            make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
+            try:
+                return make(meeting, options, topology, given_domains, found)
+            except OtherPesError as error:  # on all ranks alike, and nothing has been made
+                if options.fabric != "auto":
+                    raise
+                foreign = error
+                own.append(error)
+                reasons.setdefault(str(error), []).append(name)
+                continue
+            except UnsupportedError as error:
+                if foreign is None:
+                    raise
+                raise error from foreign
+        why = text or answers[lacking[0]].error
+        reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
+    # Where NVSHMEM is in use there are GPUs, whose users would not expect the host engine.
+    if options.engine == "auto" and options.fabric == "auto" and foreign is None:
+        return None
+    raise _why_none(meeting.rank, reasons, own)
+
+
+def _why_none(
+    rank: int, reasons: Mapping[str, Sequence[str]], own: Sequence[Exception]
+) -> Exception:
+    """Return why no fabric is on all ranks: this rank's own error if that says it all."""
+    if len(reasons) == 1 and own:
+        return own[-1]
+    found = "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
+    text = f"rank {rank}: no group was made, because not every rank has what it needs. {found}"
+    return UnsupportedError(text) if own else BootstrapError(text)
+
+
+def make_nvshmem_parts(
+    meeting: Meeting,
+    options: Options,
+    topology: Topology,
+    given_domains: bool,
+    found: tuple[Device, Runtime, Kernels],
+) -> Parts:
+    """Make one rank's parts over NVSHMEM. Collective; arguments have been checked on every rank.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: this rank's device does not do what was asked.
+        BootstrapError: ranks disagree, or another one failed.
+        OutOfSharedMemoryError: the symmetric heap is too small.
+    """
+    device, runtime, kernels = found
+    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
+    pes = join(meeting, runtime, device.torch_device.index or 0)
+    fabric = _make_fabric(meeting, runtime, kernels, device, pes)
+    try:
+        probe = fabric.allocate(PROBE_BYTES)
+        reaches = meeting.gather_ints(*(int(base != 0) for base in probe.bases), most=1)
+        if given_domains:
+            check_domains(topology.domain, reaches)
+        else:
+            topology = topology.with_domains(find_domains(reaches))
+        crosses = topology.allow_cross_domain and not all(map(all, reaches))
+        if crosses and options.grads:
+            raise UnsupportedError(
+                f"rank {meeting.rank}: allow_cross_domain=True with grads=, and some ranks of this"
+                " group reach each other by puts only: the gradients of replicas are loaded by"
+                " their peers. Keep replicas inside domains, or make the group without grads="
+            )
+        far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
+        fabric.can_pull = not crosses
+        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+        staging = None
+        if crosses:  # symmetric memory is as large on all ranks, whatever blocks their devices have
+            most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
+            staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
+        peers = Peers(pes=pes, far=far, staging=staging)
+        # Kernels exchange loads with ranks that they reach, and puts are for groups that cross.
+        apart = not topology.allow_cross_domain and not all(map(all, reaches))
+        loads = ProcessGroupLoads(meeting) if apart else None
+        return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers, loads)
+    except BaseException:
+        fabric.close()
+        raise
+
+
+def make_torch_parts(
+    meeting: Meeting,
+    options: Options,
+    topology: Topology,
+    given_domains: bool,
+    found: tuple[Device, SymmetricMemory, Kernels],
+) -> Parts:
+    """Make one rank's parts over torch's symmetric memory: as :func:`make_nvshmem_parts`.
+
+    Raises:
+        UnsupportedError: also where a rank has no load/store access to another.
+    """
+    device, memory, _ = found
+    num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
+    machines = [hello.machine for hello in hellos]
+    fabric = TorchFabric(meeting, memory, device.torch_device, device.settle, machines)
+    if not given_domains:  # the fabric has no groups but of ranks that all reach each other
+        topology = topology.with_domains(np.zeros(meeting.num_ranks, np.int32))
+    config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+    return _make_one(meeting, options, topology, config, fabric, found, num_sms, Peers())
+
+
+def _agree_on_arguments(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
+) -> tuple[int, list[Hello]]:
+    """Return the blocks of this rank, and everybody's record, once all devices can do it."""
+    built_in = cost_constants(meeting.num_ranks)
+    cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
+    num_sms, machine, error = 0, b"", None
+    try:
+        machine = machine_id()
+        config = options.config(topology, meeting.rank, meeting.timeout, cost)
+        options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
+        num_sms = choose_num_sms(options.num_sms, device, 1)
+    except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+        error = bad_argument
+    meeting.agree(error)
+    digest = options.digest(topology, given_domains)
+    hellos = meeting.exchange(Hello(digest=digest, machine=machine, cost=cost))
+    check_same_arguments(hellos)
+    return num_sms, hellos
+
+
+def _make_one(
+    meeting: Meeting,
+    options: Options,
+    topology: Topology,
+    config: _core.EngineConfig,
+    fabric: Fabric,
+    found: tuple[Device, object, Kernels],
+    num_sms: int,
+    peers: Peers,
+    loads: LoadExchange | None = None,
+) -> Parts:
+    """Make this rank's parts, or raise on every rank."""
+    device, _, kernels = found
+
+    def make_engine(config: _core.EngineConfig, stages: CudaStages) -> CudaEngine:
+        adds = bool(options.grads)
+        shared = SharedLauncher(
+            device,
+            GroupKernels.of(device, kernels, config, far=bool(peers.far), adds=adds),
+            config,
+            first_rank=meeting.rank,
+            num_ranks=1,
+            num_sms=num_sms,
+        )
+        return CudaEngine(config, stages, shared, peers)
+
+    stages = _stages(device, kernels, topology, meeting.rank, options)
+    parts, error = None, None
+    try:
+        parts = make_parts(
+            meeting.rank, topology, options, config, fabric, stages, make_engine, loads=loads
+        )
+    except Exception as refused:
+        error = refused
+    # Also: every rank's flags are in place before anyone calls.
+    try:
+        meeting.agree(error, last=True)
+    except BaseException:
+        if parts is not None:
+            parts.engine.close()
+            fabric.close()
+        raise
+    assert parts is not None
+    return parts
+
+
+def _stages(
+    device: Device, kernels: Kernels, topology: Topology, rank: int, options: Options
+) -> Callable[[], CudaStages]:
+    count = len(options.segments)
+    return partial(CudaStages, device, kernels, topology, rank, num_segments=count)
+
+
+def _make_fabric(
+    meeting: Meeting, runtime: Runtime, kernels: Kernels, device: Device, pes: Sequence[int]
+) -> NvshmemFabric:
+    kernel, error = 0, None
+    try:
+        kernel = kernels.handle(PEERS, 0)
+        runtime.register(kernels.code)
+    except Exception as refused:
+        error = refused
+    meeting.agree(error)
+    numbers = torch.tensor(list(pes), dtype=torch.int32, device=device.torch_device)
+
+    def view(address: int, num_bytes: int) -> torch.Tensor:
+        memory = device.view(address, num_bytes)
+        memory.zero_()
+        device.settle()
+        return memory
+
+    fabric = NvshmemFabric(
+        meeting,
+        runtime.heap,
+        view,
+        lambda own: launch_peers(device, kernel, own, numbers, meeting.num_ranks),
+    )
+    fabric.on_close = lambda: runtime.unregister(kernels.code)
+    return fabric
+
+
+def make_loopback_parts(
+    options: Options, topology: Topology, device: Device, kernels: Kernels
+) -> list[Parts]:
+    """Make the parts of all ranks in this process, on one device.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: the device does not do what was asked.
+    """
+    num_ranks = topology.num_ranks
+    if num_ranks > _core.CUDA_MAX_LAUNCH_RANKS:
+        raise UnsupportedError(
+            f"{num_ranks} ranks of the CUDA engine in one process; expected at most"
+            f" {_core.CUDA_MAX_LAUNCH_RANKS}, which share a launch"
+        )
+    # One memory for all: more ranks move no more bytes at a time.
+    cost = options.calibration.constants("loopback", num_ranks, cost_constants(1))
+    configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
+    tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)
+    for config in configs:
+        config.tile_bytes = tile_bytes
+    shared = SharedLauncher(
+        device,
+        GroupKernels.of(device, kernels, configs[0], far=False, adds=bool(options.grads)),
+        configs[0],
+        first_rank=0,
+        num_ranks=num_ranks,
+        num_sms=choose_num_sms(options.num_sms, device, num_ranks),
+    )
+    memory = LoopbackMemory(num_ranks, device.allocate)
+    return [
+        make_parts(
+            rank,
+            topology,
+            options,
+            config,
+            LoopbackFabric(memory, rank),
+            _stages(device, kernels, topology, rank, options),
+            lambda config, stages: CudaEngine(config, stages, shared),
+        )
+        for rank, config in enumerate(configs)
+    ]

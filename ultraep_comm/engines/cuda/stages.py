@@ -1,0 +1,567 @@
+"""The local stages of one rank on its device: plans and reroutes that no host sees or waits for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.cuda.device import Device, Kernels
+from ultraep_comm.engines.cuda.kernels import choose_plan_warps
+from ultraep_comm.engines.cuda.tables import WeightTables
+from ultraep_comm.engines.host import HostStages
+from ultraep_comm.engines.reports import raise_fault
+from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
+from ultraep_comm.plan.topology import Topology
+
+MIN_RUNS = 64  # that there is working memory for: 65536 ids, or 4096 tokens of a map
+ALIGNMENT = 16  # bytes, of what compilers take for tensors of their own
+Tensor = torch.Tensor
+
+
+class CudaStages(HostStages):
+    """Launches on the current stream, one behind the other; see src/cuda/stages.hpp.
+
+    What is on the CPU is planned and rerouted there, as on the host. Every launch raises
+    DeviceError if the driver refuses it; in a capture UnsupportedError.
+
+    Attributes:
+        home: int32 ``[E]`` on the device, of every plan that is made here.
+        domains: int32 ``[G]``, likewise.
+        plan_warps: of the plan kernel: as many as asked for, or as fit; 0: not even one.
+    """
+
+    lends_entries = True
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        topology: Topology,
+        rank: int,
+        *,
+        num_segments: int = 1,
+        plan_warps: int | None = None,
+    ) -> None:
+        super().__init__(topology, rank)
+        self._device = device
+        self._num_segments = num_segments
+        shape = _core.CudaStageShape(
+            rank=rank,
+            slots_per_rank=topology.slots_per_rank,
+            home=topology.home.tolist(),
+            domain=topology.domain.tolist(),
+            allow_cross_domain=topology.allow_cross_domain,
+            warp_size=device.warp_size,
+        )
+        self._shape = shape
+
+        def handle(name: str, shared_bytes: int) -> int:
+            fits = shared_bytes <= device.max_shared_bytes
+            return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
+
+        self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
+        runs_bytes = shape.reroute_shared_bytes
+        self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
+        constants = device.allocate(shape.constants_bytes)
+        faults = device.pinned(_core.cuda_stage_faults_bytes())
+        self._memory = [constants, faults]  # and the states, also those that graphs may still use
+        with _refusals_typed():
+            self._stages = _core.CudaStages(
+                driver=device.driver,
+                context=device.context,
+                shape=shape,
+                plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
+                shares=handle("reroute_shares", shape.shares_shared_bytes),
+                reroute_int32=handle("reroute_int32", runs_bytes),
+                reroute_int64=handle("reroute_int64", runs_bytes),
+                reroute_map=handle("reroute_map", runs_bytes),
+                save_plan=handle("save_plan", 0),
+                plan_warps=self.plan_warps,
+                constants=constants.data_ptr(),
+                faults=faults.data_ptr(),
+                keep=(device, self._memory),
+            )
+        maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
+        self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
+        self._reserve(MIN_RUNS, "")
+
+    @property
+    def launch_counts(self) -> tuple[int, int]:
+        """Return how many kernels calls have launched so far, and copies enqueued to the device."""
+        return self._stages.counts
+
+    # ---- what is where --------------------------------------------------------------------
+
+    def holds(self, value: object) -> bool:
+        """Return whether a tensor, or a plan, is on the device."""
+        tensor = value.slot_expert if isinstance(value, Plan) else value
+        return isinstance(tensor, Tensor) and self._device.holds(tensor)
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured."""
+        with self._launching():
+            return self._stages.is_capturing(self._device.current_stream())
+
+    def _prepare_copy(self, what: str) -> None:
+        """Wait for the launches so far, because the host is about to read what they write."""
+        if self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {what} has to be copied between the CPU and the device, which"
+                " cannot be captured into a CUDA graph; give all tensors of the call on the device"
+            )
+        self.finish()
+
+    def on_host(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a tensor on the CPU; UnsupportedError: the current stream is being captured."""
+        if self.holds(tensor):
+            self._prepare_copy(name)
+        return tensor.cpu()
+
+    def plan_on_host(self, plan: Plan) -> Plan:
+        """Return a plan with its tensors on the CPU, which synchronises.
+
+        Raises:
+            UnsupportedError: the plan is on the device, and the current stream is being captured.
+        """
+        if self.holds(plan):
+            self._prepare_copy("the plan")
+        elif not isinstance(plan, Plan) or plan.slot_expert.is_cpu:
+            return plan
+        return plan.cpu()
+
+    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+        """Return a plan where the engine reads it, and whether that is on the device.
+
+        Raises:
+            UnsupportedError: it has to be copied, and the current stream is being captured.
+        """
+        if not self.holds(plan):
+            return self.plan_on_host(plan), False
+        most = _core.CUDA_MAX_DEVICE_SEGMENTS
+        if self._topology.slots_per_rank == 0:  # no slots have no address
+            why = "has no slots: there is nothing to capture, leave the call out"
+        elif self._num_segments > most:
+            why = (
+                f"has {self._num_segments} segments, and at most {most} can be captured: make it"
+                " with fewer, larger ones"
+            )
+        else:
+            return plan, True
+        if self._device.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {operation} in a capture into a CUDA graph, on a group that"
+                f" {why}"
+            )
+        return self.plan_on_host(plan), False
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor on the device."""
+        return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def beside(self, result: Tensor, given: Tensor) -> Tensor:
+        """Return a result where ``given`` is: what is on the CPU goes to the device."""
+        return self.put(result) if self.holds(given) and not self.holds(result) else result
+
+    # ---- stages ---------------------------------------------------------------------------
+
+    def count(self, topk_ids: Tensor) -> Tensor:
+        """Return dense ids on the device, whose kernel counts them."""
+        ids = topk_ids.contiguous()
+        if self.holds(ids):
+            return ids
+        if self._device.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: topk_ids is on the CPU, and the current stream is being"
+                " captured into a CUDA graph; give ids on the device"
+            )
+        uploaded = self._device.empty(topk_ids.shape, topk_ids.dtype)
+        self._device.upload(uploaded, ids)
+        return uploaded
+
+    def empty_load(self) -> Tensor:
+        """Return int32 ``[G, E]`` on the device."""
+        shape = (self._topology.num_ranks, self._topology.num_experts)
+        return self._device.empty(shape, torch.int32)
+
+    def plan(
+        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+    ) -> Plan:
+        """Launch the plan of a load of right shape and dtype; see `plan_replicas`.
+
+        Its tensors lie in one piece of memory, but for constants, which all plans share. With
+        ``apart`` each has memory of its own, and ``load`` is the one that was given.
+
+        Raises:
+            UnsupportedError: the group is too large for the kernel.
+        """
+        if not self.holds(load):
+            return super().plan(load, target_ppm, costs, apart=apart)
+        if self.plan_warps == 0:
+            needed = self._shape.plan_shared_bytes(1)
+            raise UnsupportedError(
+                f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
+                f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, this"
+                f" device has {self._device.max_shared_bytes}; plan on the CPU:"
+                " plan_replicas(load.cpu(), group=group)"
+            )
+        t = self._topology
+        given = self._as_counts(load)
+        slots = (t.num_ranks, t.slots_per_rank)
+        shapes: list[tuple[int, ...]] = [slots, slots, (t.num_experts,)]
+        if given is load and load.dim() == 2 and not apart:  # the caller may change its own
+            shapes.append((t.num_ranks, t.num_experts))
+        slot_expert, slot_quota, home_quota, *kept = (
+            [self._device.empty(shape, torch.int32) for shape in shapes]
+            if apart
+            else self._tensors(shapes)
+        )
+        with self._launching():
+            self._stages.plan(
+                given.data_ptr(),
+                kept[0].data_ptr() if kept else 0,
+                slot_expert.data_ptr(),
+                slot_quota.data_ptr(),
+                home_quota.data_ptr(),
+                t.num_ranks if load.dim() == 2 else 1,
+                target_ppm,
+                costs,
+                self._device.current_stream(),
+            )
+        self._device.keep([given])
+        return Plan(
+            slot_expert=slot_expert,
+            home=self.put(self.home) if apart else self.home,
+            slot_quota=slot_quota,
+            home_quota=home_quota,
+            load=None if load.dim() == 1 else kept[0] if kept else given,
+            domains=self.put(self.domains) if apart else self.domains,
+        )
+
+    def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
+        """Return memory for a plan of ``load`` that another kernel is to make, and the plan."""
+        t = self._topology
+        *starts, num_bytes = _core.cuda_plan_offsets(t.num_ranks, t.slots_per_rank, t.num_experts)
+        memory = self._device.empty((num_bytes // 4,), torch.int32)
+        slots = (t.num_ranks, t.slots_per_rank)
+        slot_expert, slot_quota, home_quota = (
+            memory[at // 4 : at // 4 + math.prod(shape)].view(shape)
+            for at, shape in zip(starts, (slots, slots, (t.num_experts,)), strict=True)
+        )
+        plan = Plan(
+            slot_expert=slot_expert,
+            home=self.home,
+            slot_quota=slot_quota,
+            home_quota=home_quota,
+            load=load,
+            domains=self.domains,
+        )
+        return memory, plan
+
+    @property
+    def core(self) -> _core.CudaStages:
+        """Return what launches."""
+        return self._stages
+
+    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+        """Launch the reroute of ids; see `uec.reroute`. The plan has load and quotas.
+
+        Raises:
+            UnsupportedError: there is too little working memory, and a capture in progress; or the
+                group is too large for the kernel.
+        """
+        if not (self.holds(topk_ids) and self.holds(plan)):
+            return super().reroute(topk_ids, plan)
+        ids = self._dense(topk_ids)
+        self._reserve(
+            self._shape.runs_of_ids(ids.numel()),
+            f"reroute(topk_ids, plan, group=group) with {ids.numel()} ids",
+        )
+        out = self._device.empty(ids.shape, ids.dtype)
+        with self._launching():
+            self._stages.reroute(
+                *self._addresses(plan),
+                ids.data_ptr(),
+                out.data_ptr(),
+                ids.numel(),
+                ids.element_size(),
+                self._device.current_stream(),
+            )
+        self._device.keep([ids, *self._read_of(plan)])
+        return out
+
+    def reroute_map(
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        """Launch the reroute of a map; see `uec.reroute_map`. The plan has load and quotas.
+
+        Raises:
+            UnsupportedError: as :meth:`reroute`.
+        """
+        if not (self.holds(routing_map) and self.holds(plan)):
+            return super().reroute_map(routing_map, probs, plan)
+        differentiable = probs is not None and probs.requires_grad and probs.element_size() > 1
+        if differentiable and torch.is_grad_enabled():
+            physical_map, physical = _MoveProbs.apply(probs, routing_map, plan, self)  # type: ignore[no-untyped-call]
+            return physical_map, physical
+        physical_map, physical, _ = self.move(routing_map, probs, plan, with_instances=False)
+        return physical_map, physical
+
+    def move(
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan, *, with_instances: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Do what :meth:`reroute_map` does, without gradients.
+
+        Returns:
+            The map and probabilities ``[T, G * P]``; with ``with_instances`` also int32 ``[T, E]``,
+            the column that each routed token went to, -1 where it is not routed.
+        """
+        given, t = self._dense(routing_map), self._topology
+        num_tokens = given.shape[0]
+        self._reserve(
+            self._shape.runs_of_map(num_tokens),
+            f"reroute_map(routing_map, probs, plan, group=group) with {num_tokens} tokens",
+        )
+        shape = (num_tokens, t.num_ranks * t.instances_per_rank)
+        physical_map = self._device.empty(shape, torch.bool)
+        moved = physical = instances = None
+        if probs is not None:
+            moved = self._dense(probs.detach())
+            physical = self._device.empty(shape, probs.dtype)
+        if with_instances:
+            instances = self._device.empty(given.shape, torch.int32)
+        with self._launching():
+            self._stages.reroute_map(
+                *self._addresses(plan),
+                given.data_ptr(),
+                physical_map.data_ptr(),
+                num_tokens,
+                0 if moved is None else moved.data_ptr(),
+                0 if physical is None else physical.data_ptr(),
+                1 if moved is None else moved.element_size(),
+                0 if instances is None else instances.data_ptr(),
+                self._device.current_stream(),
+            )
+        self._device.keep([given, *self._read_of(plan), *([] if moved is None else [moved])])
+        return physical_map, physical, instances
+
+    def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        if not (self.holds(routing_map) and self.holds(plan)):
+            return super().reroute_gradient(grad, routing_map, plan)
+        *_, instances = self.move(routing_map, None, plan, with_instances=True)
+        assert instances is not None
+        return gather_gradient(grad, instances)
+
+    # ---- saved plans ----------------------------------------------------------------------
+
+    def save(
+        self,
+        fields: Iterable[tuple[Tensor, Tensor]],
+        in_use: Tensor | None,
+        mark: int,
+        tag: int,
+    ) -> None:
+        """Launch the copy of a plan's tensors: pairs of where to and from, int32, dense.
+
+        ``in_use`` (int64, one word) says for entries of captured saves whose plan is there; while
+        it is this save's own, the copy is not made, and a fault has the tag. A ``mark`` of 0 clears
+        it.
+        """
+        fields = list(fields)
+        with self._launching():
+            self._stages.save_plan(
+                [(to.data_ptr(), source.data_ptr(), to.numel()) for to, source in fields],
+                0 if in_use is None else in_use.data_ptr(),
+                mark,
+                tag,
+                self._device.current_stream(),
+            )
+        self._device.keep(itertools.chain.from_iterable(fields))
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return device memory, uint8, zeroed."""
+        return self._device.allocate(num_bytes)
+
+    def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
+        """Return tables of addresses on the device."""
+        return WeightTables(self._device, num_segments, num_mains)
+
+    # ---- faults ---------------------------------------------------------------------------
+
+    def raise_fault(self) -> None:
+        """Raise what a launch has found wrong with its input since this was last asked.
+
+        Raises:
+            InvalidLoadError, InvalidPlanError, PlanHandleError: once for each fault; of several,
+                what may explain the others.
+        """
+        found = self._stages.take_faults()
+        if found is None:
+            return
+        kinds, expert = _core.LoadFault, found.expert
+        texts = {
+            kinds.NEGATIVE: f"an entry for expert {expert} that is not in 0 to {MAX_LOAD}",
+            kinds.TOO_MANY: f"more than {MAX_LOAD} tokens for expert {expert}",
+            kinds.TOO_MANY_IN_ALL: f"more than {MAX_TOTAL_LOAD} tokens in all",
+        }
+        if found.load is not kinds.NONE:
+            raise InvalidLoadError(
+                f"rank {self._rank}: an earlier plan_replicas on the device was given a load with"
+                f" {texts[found.load]}; its plan is empty, with no tokens"
+            )
+        if found.saved_tag:
+            layer, microbatch = (found.saved_tag >> 32) - 1, found.saved_tag & 0xFFFFFFFF
+            generation = found.saved_generation
+            raise PlanHandleError(
+                f"rank {self._rank}: a CUDA graph was replayed whose save, of layer {layer},"
+                f" microbatch {microbatch} (generation {generation}), still had a plan in use:"
+                " nobody had reduced or released it. That plan has been kept; what the replay has"
+                " computed by another one is wrong. Replay the graph that reduces before this one,"
+                " or capture one graph for each microbatch in flight",
+                rank=self._rank,
+                layer=layer,
+                microbatch=microbatch,
+                generation=generation,
+            )
+        routing = "routing_map" if found.of_map else "topk_ids"
+        raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)
+
+    def finish(self) -> None:
+        """Wait for the launches outside captures."""
+        with _refusals_typed():
+            self._stages.await_idle()
+
+    def finish_replays(self) -> None:
+        """Wait for these and, if there can be any, for replays: for all that the device has got."""
+        self.finish()
+        if self._stages.has_captured:
+            self._device.settle()
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Raise our errors. In a capture nothing has run: the group is as it was."""
+        try:
+            yield
+        except _core.CaptureError as error:
+            raise UnsupportedError(f"rank {self._rank}: {error}") from error
+        except _core.DriverError as error:
+            if self._device.is_capturing():
+                raise UnsupportedError(
+                    f"rank {self._rank}: the capture into a CUDA graph failed: {error}"
+                ) from error
+            _raise_typed(error)
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def _reserve(self, num_runs: int, call: str) -> None:
+        """Have working memory for so many blocks. What there was stays, for graphs that use it."""
+        if not self._can_reroute:
+            if not call:
+                return
+            raise UnsupportedError(
+                f"rank {self._rank}: rerouting {self._topology.num_experts} experts needs"
+                f" {self._shape.reroute_shared_bytes} bytes of shared memory, this device has"
+                f" {self._device.max_shared_bytes}; reroute on the CPU: give ids or map, and"
+                " plan.cpu()"
+            )
+        if num_runs <= self._stages.max_runs:
+            return
+        if call and self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {call} needs more working memory than this group has, and none"
+                f" can be had while a CUDA graph is being captured; call {call} once before the"
+                " capture"
+            )
+        num_runs = 1 << (num_runs - 1).bit_length()
+        state = self._device.allocate(self._shape.state_bytes(num_runs))
+        self._memory.append(state)
+        with _refusals_typed():
+            self._stages.lend_state(state.data_ptr(), num_runs)
+
+    def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return int32 tensors in one piece of memory."""
+        step = ALIGNMENT // 4
+        sizes = [math.prod(shape) for shape in shapes]
+        rooms = [-(-size // step) * step for size in sizes]
+        memory = self._device.empty((sum(rooms),), torch.int32)
+        starts = [0, *itertools.accumulate(rooms)]
+        return [
+            memory[start : start + size].view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=False)
+        ]
+
+    def _as_counts(self, load: Tensor) -> Tensor:
+        """Return a load as dense int32; what does not fit becomes -1, which no plan takes."""
+        if load.dtype == torch.int32:
+            return self._dense(load)
+        narrow = load.to(torch.int32)
+        out = self._device.empty(load.shape, torch.int32)
+        return torch.where(narrow == load, narrow, narrow.new_full((), -1), out=out)
+
+    def _read_of(self, plan: Plan) -> list[Tensor]:
+        """Return the tensors of a plan that a reroute reads; ``home`` only if it is not our own."""
+        tensors = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota)
+        read = [tensor for tensor in tensors if tensor is not None]
+        return read if plan.home is self.home else [*read, plan.home]
+
+    def _addresses(self, plan: Plan) -> tuple[int, int, int, int, int]:
+        load, slot_expert, slot_quota, home_quota, *other = self._read_of(plan)
+        return (
+            load.data_ptr(),
+            slot_expert.data_ptr(),
+            slot_quota.data_ptr(),
+            home_quota.data_ptr(),
+            other[0].data_ptr() if other else 0,  # compared with our own
+        )
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_contiguous() else self.put(tensor)
+
+
+class _MoveProbs(torch.autograd.Function):
+    """Probabilities on their way to their instances, and gradients on theirs back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, routing_map: Tensor, plan: Plan, stages: CudaStages
+    ) -> tuple[Tensor, Tensor | None]:
+        physical_map, physical, instances = stages.move(
+            routing_map, probs, plan, with_instances=True
+        )
+        ctx.save_for_backward(instances)
+        ctx.mark_non_differentiable(physical_map)
+        return physical_map, physical
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (instances,) = ctx.saved_tensors
+        return gather_gradient(grads[1], instances), None, None, None
+
+
+def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
+    """Return ``[T, E]``: of each routed token, ``grad [T, G * P]`` at its column; else 0."""
+    columns = instances.clamp(min=0).long()
+    return grad.gather(1, columns).masked_fill(instances < 0, 0)
+
+
+@contextmanager
+def _refusals_typed() -> Iterator[None]:
+    try:
+        yield
+    except _core.DriverError as error:
+        _raise_typed(error)
+
+
+def _raise_typed(error: Exception) -> NoReturn:
+    raise DeviceError(
+        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
+        " restart the process"
+    ) from error

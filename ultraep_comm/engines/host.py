@@ -1,0 +1,356 @@
+"""The host engine: threads over shared memory, and the local stages on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import LocalStages, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.options import Options
+from ultraep_comm.engines.reports import bad_id_error, raise_fault
+from ultraep_comm.errors import BootstrapError, InvalidLoadError, UnsupportedError
+from ultraep_comm.fabrics import Fabric
+from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
+from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.shm import ShmFabric, machine_id
+from ultraep_comm.fabrics.sockets import Listener
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.topology import IntArray, Topology
+from ultraep_comm.weights.binding import AddressTables
+
+Tensor = torch.Tensor
+PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
+
+
+class HostEngine(_core.Engine):
+    """One rank of the host engine: the core's, with tensors where the protocol has them."""
+
+    plans_at_once = False
+
+    def gather(self, counted: Tensor, load: Tensor) -> int:
+        """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
+        return self.exchange(counted.data_ptr(), load.data_ptr())
+
+    def gather_and_plan(
+        self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
+    ) -> tuple[int, Plan, tuple[Tensor, ...]]:
+        """Refuse: it takes two calls here, as ``plans_at_once`` says."""
+        raise UnsupportedError("the host engine gathers and plans in two calls")
+
+    def bad_id(self) -> None:
+        """Return None: ids and plans are checked before the engine sees them."""
+
+
+class HostStages:
+    """Count, plan and reroute on the CPU; see :class:`LocalStages`."""
+
+    lends_entries = False
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self._topology = topology
+        self._rank = rank
+        self.home = torch.tensor(topology.home, device="cpu")
+        self.domains = torch.tensor(topology.domain, device="cpu")
+
+    # ---- what is where --------------------------------------------------------------------
+
+    def holds(self, value: object) -> bool:
+        """Return False: there is no device."""
+        return False
+
+    def is_capturing(self) -> bool:
+        """Return False."""
+        return False
+
+    def raise_fault(self) -> None:
+        """Return: what is wrong is raised where it is found."""
+
+    def on_host(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a tensor on the CPU."""
+        return tensor.cpu()
+
+    def plan_on_host(self, plan: Plan) -> Plan:
+        """Return the plan as it is: one on a device is somebody else's, and refused."""
+        return plan
+
+    def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
+        """Return the plan as it is, and False."""
+        return plan, False
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return a copy."""
+        return tensor.clone()
+
+    def beside(self, result: Tensor, given: Tensor) -> Tensor:
+        """Return the result."""
+        return result
+
+    # ---- stages ---------------------------------------------------------------------------
+
+    def count_on_host(self, topk_ids: Tensor) -> Tensor:
+        """Return int32 ``[E]``: tokens of this rank for each expert."""
+        counts = torch.empty(self._topology.num_experts, dtype=torch.int32, device="cpu")
+        ids = topk_ids.contiguous()
+        bad = _core.count_experts(
+            ids.data_ptr(), ids.numel(), ids.dtype == torch.int64, counts.numel(), counts.data_ptr()
+        )
+        if bad >= 0:
+            raise bad_id_error(self._rank, bad, int(topk_ids.reshape(-1)[bad]), counts.numel())
+        return counts
+
+    def count(self, topk_ids: Tensor) -> Tensor:
+        """Return the same: the engine exchanges counts."""
+        return self.count_on_host(topk_ids)
+
+    def empty_load(self) -> Tensor:
+        """Return int32 ``[G, E]``."""
+        shape = (self._topology.num_ranks, self._topology.num_experts)
+        return torch.empty(shape, dtype=torch.int32, device="cpu")
+
+    def plan(
+        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+    ) -> Plan:
+        """Plan a load ``[G, E]`` or ``[E]`` on the CPU.
+
+        Raises:
+            InvalidLoadError: an expert has 2**31 or more tokens, or all have 2**40 or more.
+        """
+        t = self._topology
+        by_source = load.dim() == 2
+        tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
+        total = tokens.contiguous().numpy()
+        try:
+            slot_expert, slot_quota, home_quota = _core.plan_replicas(
+                total, t.home, t.domain, t.slots_per_rank, t.allow_cross_domain, target_ppm, costs
+            )
+        except ValueError as error:
+            raise InvalidLoadError(str(error)) from None
+        return Plan(
+            slot_expert=torch.from_numpy(slot_expert),
+            home=torch.tensor(t.home, device="cpu"),
+            slot_quota=torch.from_numpy(slot_quota),
+            home_quota=torch.from_numpy(home_quota),
+            load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
+            domains=torch.tensor(t.domain, device="cpu"),
+        )
+
+    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+        """Return physical ids of ids on the CPU."""
+        ids = topk_ids.contiguous().numpy()
+        out = np.empty_like(ids)
+        status = _core.reroute(ids, *_arrays(plan), self._rank, out)
+        raise_fault(status, "topk_ids", self._rank, self._topology.num_experts)
+        return torch.from_numpy(out)
+
+    def reroute_map(
+        self, routing_map: Tensor, probs: Tensor | None, plan: Plan
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the physical map and probabilities; gradients flow through these."""
+        before, after = self._find_moves(routing_map, plan)
+        shape = (routing_map.shape[0], self._topology.num_ranks * self._topology.instances_per_rank)
+        physical_map = routing_map.new_zeros(shape)
+        physical_map.view(-1).index_fill_(0, after, True)
+        if probs is None:
+            return physical_map, None
+        # index_copy: as differentiable as scatter, and for bfloat16 seven times as fast. torch has
+        # it for the bits of 8-bit floats only.
+        values = probs.view(torch.uint8) if probs.element_size() == 1 else probs
+        moved = values.reshape(-1).index_select(0, before)
+        physical = values.new_zeros(shape[0] * shape[1]).index_copy_(0, after, moved).view(shape)
+        return physical_map, physical if values is probs else physical.view(probs.dtype)
+
+    def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
+        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        before, after = self._find_moves(routing_map, plan)
+        moved = grad.reshape(-1).index_select(0, after)
+        found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
+        return found.view(routing_map.shape)
+
+    def _find_moves(self, routing_map: Tensor, plan: Plan) -> Tensor:
+        """Return ``[2, N]``, beside the map: flat positions of what is routed, before and after."""
+        given = self.on_host(routing_map, "routing_map").contiguous().numpy()
+        status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), self._rank)
+        raise_fault(status, "routing_map", self._rank, self._topology.num_experts)
+        return torch.from_numpy(moves).to(routing_map.device)
+
+    # ---- saved plans ----------------------------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return zeroed memory, uint8."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def save(
+        self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
+    ) -> None:
+        """Copy a plan's tensors: pairs of where to and from."""
+        for to, source in fields:
+            to.copy_(source)
+
+    def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
+        """Return None: the engine reads addresses where they are."""
+        return None
+
+    def finish_replays(self) -> None:
+        """Return: there are none."""
+
+
+def _arrays(plan: Plan) -> PlanArrays:
+    """Return load, slot_expert, slot_quota, home_quota and home.
+
+    As NumPy arrays, which the core takes in a fraction of the 4 us for a tensor.
+    """
+    assert plan.load is not None
+    assert plan.slot_quota is not None
+    assert plan.home_quota is not None
+    return (
+        plan.load.numpy(),
+        plan.slot_expert.numpy(),
+        plan.slot_quota.numpy(),
+        plan.home_quota.numpy(),
+        plan.home.numpy(),
+    )
+
+
+def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
+    """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
+
+    One core streams about 20 GB/s; reading costs half of storing; two cores together move about
+    1.2 times what one does, because memory is shared.
+    """
+    return (40_000, 20_000, 300_000, 10_000_000, max(100, 60 * num_cores))
+
+
+def make_shm_parts(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+) -> Parts:
+    """Make one rank's parts. Collective; arguments have been checked on every rank.
+
+    Raises:
+        BootstrapError: ranks disagree, or one left or cannot take part.
+        OutOfSharedMemoryError: this rank's slots do not fit into memory.
+        UnsupportedError: the domains need another engine.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    listener, error, hello = None, None, Hello()
+    try:
+        listener = Listener(meeting.rank)
+        hello = Hello(
+            digest=options.digest(topology, given_domains),
+            machine=machine_id(),
+            token=listener.token,
+            address=listener.address,
+            cost=options.calibration.constants(
+                "host", topology.num_ranks, cost_constants(num_cores)
+            ),
+        )
+    except OSError as refused:
+        error = BootstrapError(
+            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if open"
+            " files are too many, raise the limit with ulimit -n, or close some",
+            failed_rank=meeting.rank,
+        )
+        error.__cause__ = refused
+    try:
+        hellos = meeting.exchange(hello, error)
+        assert listener is not None
+        topology = place(topology, hellos, given_domains)
+        fabric = ShmFabric(meeting, listener, hellos)
+    finally:
+        if listener is not None:
+            listener.close()
+
+    ranks_here = sum(h.machine == hellos[meeting.rank].machine for h in hellos)
+    parts = None
+    try:
+        config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
+        config.num_workers = options.num_sms or max(1, min(8, num_cores // ranks_here))
+        # The fabric reaches one machine; the process group reaches all.
+        loads = None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting)
+        try:
+            parts = _make_parts(meeting.rank, topology, options, config, fabric, loads)
+        except NoThreadError as no_thread:  # everything else is known to all
+            error = no_thread
+        meeting.agree(error, last=True)
+    except BaseException:
+        if parts is not None:
+            parts.engine.abort()
+            parts.engine.close()
+        fabric.close()
+        raise
+    assert parts is not None
+    return parts
+
+
+def _make_parts(
+    rank: int,
+    topology: Topology,
+    options: Options,
+    config: _core.EngineConfig,
+    fabric: Fabric,
+    loads: ProcessGroupLoads | None = None,
+) -> Parts:
+    return make_parts(
+        rank,
+        topology,
+        options,
+        config,
+        fabric,
+        partial(HostStages, topology, rank),
+        partial(_start_engine, rank),
+        loads=loads,
+    )
+
+
+class NoThreadError(BootstrapError):
+    """The engine's threads could not be started."""
+
+
+def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) -> HostEngine:
+    try:
+        return HostEngine(config)
+    except RuntimeError as error:
+        raise NoThreadError(
+            f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
+            " limit of processes with ulimit -u, or make the group with a smaller num_sms",
+            failed_rank=rank,
+        ) from error
+
+
+def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
+    """Check that ranks agree, and find the domains. The same result or error on every rank."""
+    check_same_arguments(hellos)
+    machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
+    machine = np.array([machines[h.machine] for h in hellos], np.int32)
+    if topology.allow_cross_domain and len(machines) > 1:
+        raise UnsupportedError(
+            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches one"
+            " machine's memory only"
+        )
+    if not given_domains:
+        return topology.with_domains(machine)
+    for domain in np.unique(topology.domain):
+        if len(np.unique(machine[topology.domain == domain])) > 1:
+            raise UnsupportedError(
+                f"domain {domain} spans several machines; the host engine reaches one machine's"
+                " memory only. Leave domains=None to have them found"
+            )
+    return topology
+
+
+def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
+    """Make the parts of all ranks in this process."""
+    memory = LoopbackMemory(topology.num_ranks)
+    built_in = cost_constants(len(os.sched_getaffinity(0)))
+    cost = options.calibration.constants("host", topology.num_ranks, built_in)
+    made = []
+    for rank in range(topology.num_ranks):
+        config = options.config(topology, rank, DEFAULT_TIMEOUT, cost)
+        config.num_workers = options.num_sms or 1
+        made.append(_make_parts(rank, topology, options, config, LoopbackFabric(memory, rank)))
+    return made

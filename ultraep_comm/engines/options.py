@@ -1,0 +1,137 @@
+"""Arguments that all ways of making a group share, checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ultraep_comm import _core, env
+from ultraep_comm.calibration import Calibration
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.plan.topology import Topology, as_int
+from ultraep_comm.recording.recorder import CAPACITY, MAX_CAPACITY
+from ultraep_comm.weights.binding import GRAD_TYPES, GradSpec, make_grads
+from ultraep_comm.weights.segments import Segment, make_segments
+
+# The host engine's unit: a flag group is then one tile, and a copy is long enough to stream.
+HOST_TILE_BYTES = 64 << 10
+WAIT_TIMEOUT = 30.0
+ENGINES = ("auto", "host", "cuda")
+FABRICS = ("auto", "shm", "nvshmem", "torch", "loopback")
+ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
+
+
+class Options:
+    """Checked arguments that all ways of making a group share."""
+
+    def __init__(
+        self,
+        *,
+        expert: ExpertSpec,
+        engine: str,
+        fabric: str,
+        timeout: float | None,
+        num_sms: int | None,
+        tile_bytes: int | None,
+        grads: GradSpec = None,
+        calibration: Calibration | None = None,
+        check: bool | None = None,
+    ) -> None:
+        for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
+            if value not in known:
+                raise InvalidArgumentError(f"{name} is {value!r}; expected one of {list(known)}")
+        self.calibration = calibration or Calibration()
+        self.engine = engine
+        self.fabric = fabric
+        if (engine, fabric) in (("host", "nvshmem"), ("host", "torch"), ("cuda", "shm")):
+            raise UnsupportedError(
+                f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
+                " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
+            )
+        self.check = bool(env.check() if check is None else check)
+        if engine == "cuda":
+            self.refuse_check()
+        self.segments = make_segments(expert)
+        self.grads = make_grads(grads, self.segments)
+        self.timeout = env.timeout() if timeout is None else timeout
+        if self.timeout is not None and not (
+            isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
+        ):
+            raise InvalidArgumentError(f"timeout is {timeout!r}; expected seconds, 0: no limit")
+        self.num_sms = env.num_sms() if num_sms is None else as_int(num_sms, "num_sms")
+        if self.num_sms is not None and not 1 <= self.num_sms <= 256:
+            raise InvalidArgumentError(f"num_sms is {self.num_sms}; expected 1 to 256")
+        tile = env.tile_bytes() if tile_bytes is None else as_int(tile_bytes, "tile_bytes")
+        self.given_tile_bytes = tile
+        self.tile_bytes = HOST_TILE_BYTES if tile is None else tile
+        if self.tile_bytes & (self.tile_bytes - 1) or not 1024 <= self.tile_bytes <= 1 << 24:
+            raise InvalidArgumentError(
+                f"tile_bytes is {self.tile_bytes}; expected a power of two from 1 KiB to 16 MiB"
+            )
+
+        self.record_folder = env.record_folder()
+        calls = env.record_calls()
+        self.record_calls = CAPACITY if calls is None else calls
+        if not 1 <= self.record_calls <= MAX_CAPACITY:
+            raise InvalidArgumentError(
+                f"ULTRAEP_RECORD_CALLS is {calls}; expected 1 to {MAX_CAPACITY} calls"
+            )
+
+    def refuse_check(self) -> None:
+        """Raise UnsupportedError if transfers are to be checked: for makers of CUDA groups."""
+        if self.check:
+            raise UnsupportedError(
+                "check=True, or ULTRAEP_CHECK=1, is for the host engine, and this would be a CUDA"
+                " group; pass engine='host', or check=False"
+            )
+
+    def digest(self, topology: Topology, given_domains: bool) -> int:
+        """Return 64 bits over what must be equal on all ranks."""
+        t = topology
+        segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
+        text = repr(
+            (
+                t.num_ranks,
+                t.num_experts,
+                t.slots_per_rank,
+                t.home.tolist(),
+                t.domain.tolist() if given_domains else None,
+                t.allow_cross_domain,
+                segments,
+                [(n, str(s.dtype)) for n, s in self.grads.items()],
+                self.tile_bytes,
+                self.check,
+                self.engine,
+                self.fabric,
+            )
+        )
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def config(
+        self, topology: Topology, rank: int, patience: float, cost: Sequence[int]
+    ) -> _core.EngineConfig:
+        """Return the engine's configuration, without addresses.
+
+        Args:
+            topology: of the group.
+            rank: this one.
+            patience: seconds until every rank of a plan has called, where timeout is None.
+            cost: the cost model's constants.
+        """
+        return _core.EngineConfig(
+            rank=rank,
+            num_experts=topology.num_experts,
+            slots_per_rank=topology.slots_per_rank,
+            home=topology.home.tolist(),
+            domain=topology.domain.tolist(),
+            allow_cross_domain=topology.allow_cross_domain,
+            segment_bytes=[s.nbytes for s in self.segments.values()],
+            grad_bytes=[s.nbytes for s in self.grads.values()],
+            grad_type=[GRAD_TYPES[s.dtype] for s in self.grads.values()],
+            tile_bytes=self.tile_bytes,
+            cost=cost,
+            call_timeout=patience if self.timeout is None else self.timeout,
+            wait_timeout=WAIT_TIMEOUT if self.timeout is None else self.timeout,
+        )

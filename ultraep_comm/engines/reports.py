@@ -1,0 +1,317 @@
+"""From an engine's report of a failed call to a typed error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import Engine
+from ultraep_comm.errors import (
+    CorruptSlotError,
+    GroupClosedError,
+    InvalidLoadError,
+    InvalidPlanError,
+    InvalidWeightsError,
+    PeerGoneError,
+    PeerRejectedError,
+    PlanMismatchError,
+    RankState,
+    TransferAbortedError,
+    TransferError,
+    TransferTimeoutError,
+    UltraEPError,
+    describe_states,
+    read_states,
+    unread_states,
+)
+from ultraep_comm.plan.topology import Topology
+
+Fault, PlanFault, DamageKind = _core.Fault, _core.PlanFault, _core.DamageKind
+
+
+class _Places(TypedDict):
+    rank: int
+    peer: int
+    root: int
+    epoch: int
+    states: tuple[RankState, ...]
+
+
+def error_from(
+    report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
+) -> TransferError:
+    """Return the error that ``operation`` on ``rank`` raises; ``states`` of all ranks by then."""
+    root = report.root
+    peer = report.aborter if report.aborter >= 0 else report.peer
+    prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
+    undefined = "Filled slots are"
+    if operation.startswith("reduce_expert_grads"):
+        undefined = "Slot gradients and the main gradients of replicated experts are"
+    suffix = f". {undefined} undefined; close the group and make a new one"
+    tail = f"{suffix}. Last known states:\n{describe_states(states)}" if states else suffix
+    places = _Places(rank=rank, peer=peer, root=root, epoch=report.epoch, states=states)
+    waited = f"`{report.flag.name.lower()}` from rank {report.peer}"
+    if report.expert >= 0:
+        waited += f" for expert {report.expert}"
+    if report.piece >= 0:
+        waited += f", piece {report.piece}"
+    waited += f" (saw epoch {report.seen}, expected {report.expected})"
+    match report.fault:
+        case Fault.MISMATCH:
+            return PlanMismatchError(
+                f"{prefix}disagrees with rank {peer}, which made another call at this point:"
+                " another operation, layer, microbatch, plan, mode, segment selection or order of"
+                f" calls. Make the same calls with the same plan on every rank{suffix}",
+                **places,
+            )
+        case Fault.REJECTED:
+            return PeerRejectedError(
+                f"{prefix}ended because rank {root} rejected its own input; its error says why"
+                f"{suffix}",
+                **_Places(rank=rank, peer=root, root=root, epoch=report.epoch, states=states),
+            )
+        case Fault.CLOSED:
+            return PeerGoneError(
+                f"{prefix}needed {waited}, but that rank has closed its group. Close groups only"
+                f" after the same number of calls on every rank{tail}",
+                **places,
+            )
+        case Fault.GONE:
+            return PeerGoneError(
+                f"{prefix}needed {waited}, but that rank's process has ended; see its log{tail}",
+                **places,
+            )
+        case Fault.ABORTED:
+            first = peer if root < 0 else root
+            if first in (rank, -1):
+                return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
+            via = "" if peer in (first, -1) else f", as rank {peer} told this one"
+            return TransferAbortedError(
+                f"{prefix}ended because rank {first} failed first{via}; its error says why{tail}",
+                **places,
+            )
+        case Fault.TIMEOUT:
+            others = (
+                "every rank of the plan had called"
+                if report.all_called
+                else "not every rank of the plan had called: is one stuck or on another code path"
+            )
+            chain = f"The chain of waits ends at rank {root}. " if root not in (peer, -1) else ""
+            return TransferTimeoutError(
+                f"{prefix}waited {report.seconds:.1f} s for {waited}; {others}. {chain}Look at rank"
+                f" {root if root >= 0 else peer} first, or raise timeout= in new_group{tail}",
+                **places,
+            )
+        case _:
+            return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
+
+
+# Kind, home, expert, slot, segment, offset, value found, value expected, source changed.
+Damage = tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]
+
+
+def damage_error(
+    damage: Damage,
+    epoch: int,
+    rank: int,
+    operation: str,
+    names: Sequence[str],
+    states: tuple[RankState, ...],
+) -> CorruptSlotError:
+    """Return what ``operation`` on ``rank`` raises; ``names`` of the group's segments."""
+    kind, home, expert, slot, segment, offset, found, expected, source_changed = damage
+    byte = f"byte {offset} of segment {names[segment]!r}"
+    values = f"is 0x{found:02x}, expected 0x{expected:02x}"
+    prefix = f"rank {rank}: {operation} (call {epoch} on this group), checked: "
+    suffix = ". Filled slots are undefined; close the group and make a new one"
+    if kind is DamageKind.SOURCE:
+        text = (
+            f"this rank's main weights of expert {expert} changed while the call ran, from {byte}"
+            f" on ({values} as before the call). Change weights only after wait()"
+        )
+    elif kind is DamageKind.UNTOUCHED:
+        held = f"slot {slot}, which the plan leaves empty" if expert < 0 else f"slot {slot}"
+        text = (
+            f"{byte} of {held} {values}: the call does not transfer it, and it was written to. Has"
+            " other code written to the slot while the call ran?"
+        )
+    elif source_changed:
+        text = (
+            f"{byte} of expert {expert} in slot {slot} {values}, because rank {home}, its home,"
+            " changed its main weights while the call ran. Change weights only after wait()"
+        )
+    else:
+        text = (
+            f"{byte} of expert {expert} in slot {slot} {values} from its home, rank {home}. Has"
+            " other code written to the slot while the call ran? If not, please report it"
+        )
+    return CorruptSlotError(
+        prefix + text + suffix,
+        rank=rank,
+        peer=rank if kind is DamageKind.SOURCE else home,
+        epoch=epoch,
+        states=states,
+        expert=expert,
+        slot=slot,
+        segment=names[segment],
+        offset=offset,
+        found=found,
+        expected=expected,
+        source_changed=source_changed,
+    )
+
+
+_PLAN_FAULTS = {
+    PlanFault.OUT_OF_RANGE: "expected an expert in [0, {num_experts}) or -1 for an empty slot",
+    PlanFault.ON_HOME: "which is at home on that rank; expected a rank other than its home",
+    PlanFault.DUPLICATE: "which that rank already holds; expected at most one instance on a rank",
+    PlanFault.OUT_OF_DOMAIN: "which is at home in another domain; place it inside, or"
+    " allow_cross_domain=True",
+}
+
+
+def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> InvalidLoadError:
+    """Return what ``rank`` says of an id that is none, at a flat position of its ``topk_ids``."""
+    return InvalidLoadError(
+        f"rank {rank}: topk_ids has the id {value} at position {position}; expected"
+        f" [0, {num_experts}), or -1 for padding"
+    )
+
+
+def name_call(error: Exception, operation: str) -> None:
+    """Add to an error's text which call it is of."""
+    if isinstance(error, UltraEPError) and error.args:
+        error.args = (f"{error.args[0]} (in {operation})", *error.args[1:])
+
+
+def placement_error(
+    rank: int, fault: _core.PlanFault, place: tuple[int, int], expert: int, num_experts: int
+) -> InvalidPlanError:
+    """Return what ``rank`` says of an illegal replica in ``place``: a rank and its slot."""
+    text = _PLAN_FAULTS[fault].format(num_experts=num_experts)
+    return InvalidPlanError(
+        f"rank {rank}: slot {place[1]} of rank {place[0]} holds expert {expert}: {text}"
+    )
+
+
+def refusal_error(
+    report: _core.Report,
+    bad_id: tuple[int, int],
+    rank: int,
+    topology: Topology,
+    names: Sequence[str],
+) -> UltraEPError | None:
+    """Return why this rank's own device refused its call; None: it did not.
+
+    Args:
+        report: of the call that failed.
+        bad_id: position and value, or -1, as `DeviceEngine.bad_id` returns them.
+        rank: this rank.
+        topology: of its group.
+        names: of the group's segments.
+    """
+    reason = report.seen
+    if report.fault is not Fault.REJECTED or report.root != rank:
+        return None
+    if bad_id[0] >= 0:
+        return bad_id_error(rank, *bad_id, topology.num_experts)
+    if reason == 0:
+        return None
+    if reason == _core.Refusal.HOME.value:
+        return InvalidPlanError(
+            f"rank {rank}: the plan's home map is not the group's, from expert {report.expert} on;"
+            " pass home= to both"
+        )
+    if reason == _core.Refusal.WEIGHTS.value:
+        return InvalidWeightsError(
+            f"rank {rank}: group.weight_table has no address of segment {names[report.piece]!r} of"
+            f" expert {report.expert}, which the plan copies; call group.update_weight_table first"
+        )
+    place = divmod(report.piece, topology.slots_per_rank)
+    return placement_error(rank, PlanFault(reason), place, report.expert, topology.num_experts)
+
+
+def other_home(rank: int) -> InvalidPlanError:
+    """Return the error for a plan that was made for another home map."""
+    return InvalidPlanError(
+        f"rank {rank}: the plan's home map is not the group's; pass home= to both"
+    )
+
+
+def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_experts: int) -> None:
+    """Raise what the core found wrong with the plan, or with the argument named ``routing``."""
+    faults = _core.RerouteFault
+    if status.fault is faults.NONE:
+        return
+    if status.fault is faults.ID_OUT_OF_RANGE:
+        raise InvalidLoadError(
+            f"rank {rank}: {routing} has the id {status.value} at position {status.position};"
+            f" expected [0, {num_experts}), or -1 for padding"
+        )
+    if status.fault is faults.COUNT_MISMATCH:
+        raise InvalidLoadError(
+            f"rank {rank}: {routing} has expert {status.expert} {status.counted} times, but the"
+            f" plan was made for {status.expected}; reroute what gather_load counted"
+        )
+    if status.fault is faults.QUOTA_MISMATCH:
+        raise InvalidPlanError(
+            f"rank {rank}: the quotas of expert {status.expert} sum to {status.counted}; expected"
+            f" its load, {status.expected}"
+        )
+    if status.fault is faults.OTHER_HOME:
+        raise other_home(rank)
+    if status.fault is faults.BAD_SLOT:
+        raise InvalidPlanError(
+            f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"
+            " expected -1 or an expert that its rank does not hold yet"
+        )
+    raise InvalidPlanError(
+        f"rank {rank}: a load or quota of expert {status.expert} is {status.value}; expected at"
+        " least 0 and sums below 2**31"
+    )
+
+
+def failure_of(
+    engine: Engine,
+    epoch: int,
+    operation: str,
+    rank: int,
+    topology: Topology,
+    names: Sequence[str],
+) -> UltraEPError:
+    """Return the error of call ``epoch`` on an engine that has failed in it or before it.
+
+    Args:
+        engine: of the group.
+        epoch: of the call.
+        operation: begins with its name.
+        rank: this rank.
+        topology: of the group.
+        names: of its segments.
+    """
+    failed = engine.failed_epoch()
+    if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
+        return GroupClosedError(
+            f"rank {rank}: {operation} (call {epoch} on this group) did not run, because"
+            f" call {failed} failed; make a new group"
+        )
+    report = engine.report()
+    bad_id = engine.bad_id()
+    refused = None if bad_id is None else refusal_error(report, bad_id, rank, topology, names)
+    if refused is not None:
+        name_call(refused, operation)
+        return refused
+    words = engine.last_words()
+    if words is not None:
+        states = read_states(words, report.epoch)
+    else:
+        known = {rank: f"failed in call {report.epoch}"}
+        if report.aborter >= 0 and report.aborter != rank:
+            known[report.aborter] = "failed, and told this rank"
+        elif report.peer >= 0 and report.peer != rank:
+            known[report.peer] = f"waited for by rank {rank}"
+        states = unread_states(topology.num_ranks, known)
+    if report.fault is Fault.DAMAGED:
+        return damage_error(engine.damage(), report.epoch, rank, operation, names, states)
+    return error_from(report, rank, operation, states)

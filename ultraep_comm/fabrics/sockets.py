@@ -1,0 +1,455 @@
+"""Connections between the ranks of one machine: sockets, whose they are, and what passes them.
+
+A listener's name in the abstract namespace can be seen and called by every process of the machine,
+so nothing is believed of a caller but what the kernel says of it (its user, its process) and the
+token that its rank got over the process group. Both ends prove their tokens. Whoever cannot is cut
+off, and the making of the group goes on without noticing.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import hmac
+import os
+import resource
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from ultraep_comm.errors import BootstrapError
+from ultraep_comm.fabrics.meeting import Hello
+from ultraep_comm.system import pid_namespace, watch_forks
+
+MAGIC = b"UEPSOCK2"
+_PROOF = struct.Struct("<8sii16s")  # magic, rank that sends, rank it is for, the sender's token
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_MEMORY = b"M"
+STRANGER_SECONDS = 5.0  # in which a caller has to prove who it is
+MAX_STRANGERS = 16  # callers that have not done so, at a time
+_SLICE = 0.05  # seconds between two looks at whether the peers still live
+_PAUSE = 0.001  # seconds, at first, before one tries again to pass a descriptor
+SPARE_DESCRIPTORS = MAX_STRANGERS + 4  # for callers, this rank's memory, and one that arrives
+
+
+def reserve_descriptors(rank: int, num_peers: int) -> None:
+    """Raise unless this process can still open what connections to so many peers take.
+
+    Raises:
+        BootstrapError: says how many are missing.
+    """
+    needed = 2 * num_peers + SPARE_DESCRIPTORS
+    opened: list[int] = []
+    try:
+        first = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        opened.append(first)
+        while len(opened) < needed:
+            opened.append(os.dup(first))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise BootstrapError(
+            f"rank {rank}: a group with {num_peers} peers on this machine needs {needed} file"
+            f" descriptors, and only {len(opened)} are left of the process's {limit}"
+            f" ({error.strerror}); raise the limit with ulimit -n, or close files",
+            failed_rank=rank,
+        ) from error
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+class Listener:
+    """This rank's listening socket, under a random name, and its secret token.
+
+    Raises:
+        OSError: there is no descriptor left for it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.address = secrets.token_bytes(16)
+        self.token = secrets.token_bytes(16)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self.socket.bind(_name(self.address))
+            self.socket.listen(1024)
+        except BaseException:
+            self.socket.close()
+            raise
+        watch_forks(self)
+
+    def leave_to_parent(self) -> None:
+        """Close this process's copy."""
+        self.close()
+
+    def close(self) -> None:
+        """Take no more callers."""
+        self.socket.close()
+
+
+def _name(address: bytes) -> bytes:
+    return b"\0ultraep_comm-" + address.hex().encode()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return process and user of the other end, as the kernel knows them; 0: not visible."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+class _Caller:
+    """A connection that has not proved its rank yet."""
+
+    def __init__(self, connection: socket.socket, peer: int, end: float) -> None:
+        self.socket = connection
+        self.peer = peer  # whom this rank has called; -1: somebody called this rank
+        self.end = end
+        self.data = b""
+
+
+class Connections:
+    """Connections of one rank to ``peers``, made by :meth:`connect`; owner of their descriptors.
+
+    Args:
+        listener: this rank's; the caller closes it.
+        hellos: ``[G]`` records of all ranks.
+        peers: the other ranks on this machine.
+        timeout: seconds for each wait.
+        check: raises if a rank is known to have failed; called now and then while this one waits.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        hellos: Sequence[Hello],
+        peers: Sequence[int],
+        timeout: float,
+        check: Callable[[], None],
+    ) -> None:
+        self._rank = listener.rank
+        self._listener = listener
+        self._hellos = hellos
+        self._peers = frozenset(peers)
+        self._timeout = timeout
+        self._check = check
+        self._sockets: dict[int, socket.socket] = {}
+        self._processes: dict[int, int] = {}
+        self._callers: list[_Caller] = []
+        self._checked = 0.0
+        watch_forks(self)
+
+    @property
+    def sockets(self) -> list[int]:
+        """Descriptors of the connections, by rank; -1: there is none."""
+        found = self._sockets
+        return [found[r].fileno() if r in found else -1 for r in range(len(self._hellos))]
+
+    @property
+    def processes(self) -> list[int]:
+        """Descriptors of the peers' processes, by rank, readable once they have ended; or -1."""
+        return [self._processes.get(r, -1) for r in range(len(self._hellos))]
+
+    # ---- meeting --------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect to all peers: lower ranks are called, higher ranks call.
+
+        Raises:
+            BootstrapError: a peer failed or died, is somebody else, or did not come in time.
+            OSError: this process cannot connect at all.
+        """
+        end = time.monotonic() + self._timeout
+        try:
+            uncalled = {peer for peer in self._peers if peer < self._rank}
+            while len(self._sockets) < len(self._peers):
+                uncalled -= {peer for peer in sorted(uncalled) if self._call(peer, end)}
+                self._wait(_SLICE)
+                if time.monotonic() > end:
+                    missing = sorted(self._peers - set(self._sockets))
+                    raise BootstrapError(
+                        f"rank {self._rank}: no connection to ranks {missing} within"
+                        f" {self._timeout:g} s",
+                        failed_rank=missing[0],
+                    )
+        finally:
+            for caller in self._callers:
+                caller.socket.close()
+            self._callers.clear()
+
+    def _call(self, peer: int, end: float) -> bool:
+        """Call a peer and prove this rank to it. False: its queue of callers is full."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        caller = _Caller(connection, peer, end)
+        self._callers.append(caller)  # so that it is closed, whatever happens
+        try:
+            connection.connect(_name(self._hellos[peer].address))
+        except BlockingIOError:
+            self._drop(caller)
+            return False
+        except ConnectionRefusedError:
+            self._check()
+            raise BootstrapError(
+                f"rank {self._rank}: rank {peer} listens no more; it failed, or its process ended",
+                failed_rank=peer,
+            ) from None
+        self._require_process(connection, peer)
+        self._prove(connection, peer)
+        return True
+
+    def _require_process(self, connection: socket.socket, peer: int) -> None:
+        """Raise BootstrapError unless the kernel knows the other end as the peer's process."""
+        pid, uid = _credentials(connection)
+        hello = self._hellos[peer]
+        if uid != os.geteuid():
+            raise BootstrapError(
+                f"rank {self._rank}: rank {peer} runs as user {uid}; expected {os.geteuid()}",
+                failed_rank=peer,
+            )
+        if pid > 0 and hello.pid_namespace == pid_namespace() != 0 and pid != hello.pid:
+            raise BootstrapError(
+                f"rank {self._rank}: the connection to rank {peer} leads to process {pid}; expected"
+                f" {hello.pid}",
+                failed_rank=peer,
+            )
+
+    def _prove(self, connection: socket.socket, peer: int) -> None:
+        token = self._hellos[self._rank].token
+        with self._talking_to(peer):
+            connection.sendall(_PROOF.pack(MAGIC, self._rank, peer, token))
+
+    @contextlib.contextmanager
+    def _talking_to(self, peer: int) -> Iterator[None]:
+        """Turn the end of a connection into a BootstrapError that names the peer."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise BootstrapError(
+                f"rank {self._rank}: rank {peer} closed the connection ({error.strerror})",
+                failed_rank=peer,
+            ) from error
+
+    def _wait(self, seconds: float) -> None:
+        """Take callers and read their proofs for so long, or until one has something."""
+        poll = select.poll()
+        poll.register(self._listener.socket, select.POLLIN)
+        for caller in self._callers:
+            poll.register(caller.socket, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(1000 * seconds)}
+        now = time.monotonic()
+        if now - self._checked >= _SLICE:  # by the clock: strangers may call all the time
+            self._checked = now
+            self._check()
+        for caller in list(self._callers):
+            if caller.socket.fileno() in ready:
+                self._read(caller)
+            elif caller.end < now:
+                self._drop(caller)
+        if self._listener.socket.fileno() in ready:
+            self._take(now)
+
+    def _take(self, now: float) -> None:
+        try:
+            connection, _ = self._listener.socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        caller = _Caller(connection, -1, now + STRANGER_SECONDS)
+        self._callers.append(caller)
+        connection.setblocking(False)
+        if _credentials(connection)[1] != os.geteuid():
+            self._drop(caller)  # another user's: not a byte of it is read
+            return
+        strangers = [caller for caller in self._callers if caller.peer < 0]
+        if len(strangers) > MAX_STRANGERS:
+            self._drop(strangers[0])
+
+    def _drop(self, caller: _Caller) -> None:
+        caller.socket.close()
+        self._callers.remove(caller)
+
+    def _read(self, caller: _Caller) -> None:
+        """Read what a caller sends; keep it once it has proved its rank, drop it if it cannot."""
+        try:
+            data = caller.socket.recv(_PROOF.size - len(caller.data))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.data += data
+        if data and len(caller.data) < _PROOF.size:
+            return
+        peer = self._proved(caller)
+        if peer >= 0:
+            self._callers.remove(caller)
+            self._keep(peer, caller.socket, answer=caller.peer < 0)
+            return
+        self._drop(caller)
+        if caller.peer >= 0:  # the rank itself, by its process: it has failed, or is of elsewhere
+            self._check()
+            raise BootstrapError(
+                f"rank {self._rank}: rank {caller.peer} "
+                + ("did not prove to be in this group" if data else "closed the connection"),
+                failed_rank=caller.peer,
+            )
+
+    def _proved(self, caller: _Caller) -> int:
+        """Return the rank that a caller has proved to be; -1: none."""
+        if len(caller.data) != _PROOF.size:
+            return -1
+        magic, peer, other, token = _PROOF.unpack(caller.data)
+        if magic != MAGIC or other != self._rank or peer not in self._peers:
+            return -1
+        expected = peer > self._rank if caller.peer < 0 else peer == caller.peer
+        if not expected or peer in self._sockets:
+            return -1
+        if not hmac.compare_digest(token, self._hellos[peer].token):
+            return -1
+        try:
+            self._require_process(caller.socket, peer)
+        except BootstrapError:
+            return -1
+        return int(peer)
+
+    def _keep(self, peer: int, connection: socket.socket, *, answer: bool) -> None:
+        self._sockets[peer] = connection
+        if answer:
+            self._prove(connection, peer)
+        pid, _ = _credentials(connection)
+        if pid > 0 and hasattr(os, "pidfd_open"):
+            try:
+                self._processes[peer] = os.pidfd_open(pid)
+            except OSError as error:
+                # Not in every sandbox; and of a process that has ended the socket says so.
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise
+
+    # ---- passing memory -------------------------------------------------------------------
+
+    def pass_memory(self, fd: int, take: Callable[[int, int], None]) -> None:
+        """Pass a descriptor to every peer, and take theirs.
+
+        The kernel bounds how many descriptors of a user are on their way. So each rank begins with
+        the next one, and has received as many as it has sent before it sends one more.
+
+        Args:
+            fd: this rank's.
+            take: called with a peer and its descriptor, which it owns.
+
+        Raises:
+            BootstrapError: a peer failed, or passed something else, or nothing in time.
+            OSError: a connection failed, or too many descriptors were on their way all the time.
+        """
+        end, pause = time.monotonic() + self._timeout, _PAUSE
+        unsent = deque(sorted(self._peers, key=lambda peer: (peer < self._rank, peer)))
+        awaited = set(self._peers)
+        while unsent or awaited:
+            may_send = bool(unsent) and len(unsent) >= len(awaited)
+            sent = may_send and self.send_memory(unsent[0], fd)
+            if sent:
+                unsent.popleft()
+            ready = self._speaking(awaited, 0 if sent else pause if may_send else _SLICE)
+            for peer in ready:
+                take(peer, self.receive_memory(peer))
+                awaited.remove(peer)
+            if sent or ready:
+                end, pause = time.monotonic() + self._timeout, _PAUSE
+                continue
+            self._check()
+            pause = min(2 * pause, _SLICE)
+            if time.monotonic() > end:
+                self._raise_stuck(may_send, awaited)
+
+    def _speaking(self, peers: set[int], seconds: float) -> list[int]:
+        """Wait until peers have sent something, no longer than that, and return who has."""
+        poll = select.poll()
+        by_socket = {self._sockets[peer].fileno(): peer for peer in peers}
+        for fd in by_socket:
+            poll.register(fd, select.POLLIN)
+        return [by_socket[fd] for fd, _ in poll.poll(1000 * seconds)]
+
+    def _raise_stuck(self, may_send: bool, awaited: set[int]) -> NoReturn:
+        if may_send:
+            raise OSError(
+                errno.ETOOMANYREFS,
+                f"for {self._timeout:g} s too many descriptors were on their way between processes"
+                " of this user; raise the limit with ulimit -n",
+            )
+        peer = min(awaited)
+        raise BootstrapError(
+            f"rank {self._rank}: rank {peer} passed no memory within {self._timeout:g} s",
+            failed_rank=peer,
+        )
+
+    def send_memory(self, peer: int, fd: int) -> bool:
+        """Pass a descriptor to a peer. False: too many are on their way; try again.
+
+        Raises:
+            BootstrapError: the peer is gone.
+        """
+        try:
+            with self._talking_to(peer):
+                socket.send_fds(self._sockets[peer], [_MEMORY], [fd])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return False
+        return True
+
+    def receive_memory(self, peer: int) -> int:
+        """Return the one descriptor that a peer has passed; the caller owns it.
+
+        Raises:
+            BootstrapError: the peer failed, or passed something else.
+            OSError: the connection failed.
+        """
+        size = array.array("i").itemsize
+        with self._talking_to(peer):
+            data, parts, flags, _ = self._sockets[peer].recvmsg(
+                len(_MEMORY), socket.CMSG_SPACE(8 * size), socket.MSG_CMSG_CLOEXEC
+            )
+        passed = array.array("i")
+        for level, kind, part in parts:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                passed.frombytes(part[: len(part) - len(part) % size])
+        fds: list[int] = passed.tolist()
+        if data == _MEMORY and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
+            return fds[0]
+        for fd in fds:
+            os.close(fd)
+        if not data:
+            self._check()
+            what = "ended"
+        else:
+            what = f"passed {len(fds)} descriptors, expected one,"
+        raise BootstrapError(
+            f"rank {self._rank}: rank {peer} {what} while memory was exchanged", failed_rank=peer
+        )
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def shut_down(self) -> None:
+        """End the connections but keep their descriptors, which the engine looks at."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def leave_to_parent(self) -> None:
+        """Close this process's copies of the descriptors, which would hide the parent's end."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections: peers see that this rank is gone."""
+        for connection in [c.socket for c in self._callers] + list(self._sockets.values()):
+            connection.close()  # which does nothing the second time
+        while self._processes:
+            # Taken out first: Ctrl-C or a fork here must not have a number closed twice, which may
+            # be another file's by then.
+            os.close(self._processes.popitem()[1])
+        self._callers.clear()
+        self._sockets.clear()

@@ -1,0 +1,1 @@
+"""Groups: ranks that replicate experts among each other, and their life."""

@@ -1,0 +1,125 @@
+"""Does an argument fit this group? What its values say on a device, the kernels check."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.reports import other_home, placement_error
+from ultraep_comm.errors import (
+    InvalidLoadError,
+    InvalidPlanError,
+)
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.plan import Plan
+
+
+def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
+    """Check a plan for a call, and return where it is; on a device, only what the CPU knows of it.
+
+    Raises:
+        InvalidPlanError: wrong shape, home map, expert, or placement.
+    """
+    if on_device:
+        check_device_plan(plan, session)
+        return view_of(plan)
+    if isinstance(plan, Plan):
+        view = view_of(plan)
+        if session.engine.accepts(view):
+            return view  # the rest says what is wrong
+    check_plan_fits(plan, session)
+    view = view_of(plan)
+    fault, rank, slot, expert = session.engine.check(view)
+    if fault is not _core.PlanFault.NONE:
+        raise placement_error(session.rank, fault, (rank, slot), expert, plan.num_experts)
+    return view
+
+
+def view_of(plan: Plan) -> _core.PlanView:
+    """Return where a plan's tensors are, and their shape."""
+    slots, home = plan.slot_expert, plan.home
+    slot_quota, home_quota = plan.slot_quota, plan.home_quota
+    num_ranks, slots_per_rank = slots.shape
+    return _core.PlanView(
+        slots.data_ptr(),
+        0 if slot_quota is None else slot_quota.data_ptr(),
+        0 if home_quota is None else home_quota.data_ptr(),
+        home.data_ptr(),
+        num_ranks,
+        slots_per_rank,
+        home.shape[0],
+        slots.is_cpu and home.is_cpu,
+    )
+
+
+def check_ids(topk_ids: torch.Tensor, session: Session) -> None:
+    """Raise InvalidLoadError unless ``topk_ids`` is an integer tensor where a group takes it."""
+    rank, devices = session.rank, (torch.device("cpu"), session.device)
+    if not isinstance(topk_ids, torch.Tensor):
+        raise InvalidLoadError(
+            f"rank {rank}: topk_ids is a {type(topk_ids).__name__}; expected a tensor [T, k]"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64) or topk_ids.device not in devices:
+        expected = " or ".join(dict.fromkeys(map(str, devices)))
+        raise InvalidLoadError(
+            f"rank {rank}: topk_ids is {topk_ids.dtype} on {topk_ids.device}; expected int32 or"
+            f" int64 on {expected}"
+        )
+
+
+def check_device_plan(plan: Plan, session: Session) -> None:
+    """Raise InvalidPlanError unless all of a device plan is there, in the group's shape.
+
+    What its tensors hold the kernels check.
+    """
+    _check_numbers(plan, session)
+    device = plan.slot_expert.device
+    for name, tensor in vars(plan).items():
+        if tensor is not None and tensor.device != device:
+            raise InvalidPlanError(
+                f"rank {session.rank}: the plan's {name} is on {tensor.device}; expected {device},"
+                " like its slot_expert"
+            )
+
+
+def check_plan_fits(plan: Plan, session: Session) -> None:
+    """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
+    if isinstance(plan, Plan) and session.engine.fits(view_of(plan)):
+        return  # the rest says what is wrong
+    if not isinstance(plan, Plan):
+        raise InvalidPlanError(
+            f"rank {session.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
+            " from Plan.from_slots"
+        )
+    _check_numbers(plan, session)
+    if plan.slot_expert.device.type != "cpu":
+        raise InvalidPlanError(
+            f"rank {session.rank}: the plan is on {plan.slot_expert.device}; expected cpu"
+        )
+    if not np.array_equal(plan.home.numpy(), session.topology.home):
+        raise other_home(session.rank)
+
+
+def _check_numbers(plan: Plan, session: Session) -> None:
+    t = session.topology
+    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
+    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
+    if found != expected:
+        raise InvalidPlanError(
+            f"rank {session.rank}: the plan is for {found[0]} ranks, {found[1]} slots and"
+            f" {found[2]} experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
+        )
+
+
+def check_rerouted(plan: Plan, on_device: bool, session: Session) -> None:
+    """Raise InvalidPlanError unless the plan fits the group and says where tokens go."""
+    if on_device:
+        check_device_plan(plan, session)
+    else:
+        check_plan_fits(plan, session)
+    if plan.slot_quota is None or plan.home_quota is None or plan.load is None:
+        raise InvalidPlanError(
+            f"rank {session.rank}: a plan without quotas or [G, E] load cannot be rerouted; plan"
+            " from gather_load's result, or give Plan.from_slots its quotas and load"
+        )

@@ -1,0 +1,215 @@
+"""Making groups: arguments are checked, ranks agree on an engine, and its own module goes on."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ultraep_comm.calibration import from_environment
+from ultraep_comm.engines import host
+from ultraep_comm.engines.base import Parts
+from ultraep_comm.engines.options import ExpertSpec, Options
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.fabrics.meeting import Hello, Meeting, check_same_arguments
+from ultraep_comm.group.group import Group
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.topology import IntsLike, Topology
+from ultraep_comm.recording.recorder import dump_at_end, name_run, new_run, prepare_folder
+from ultraep_comm.weights.binding import GradSpec
+
+
+def new_group(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    num_experts: int,
+    slots_per_rank: int,
+    expert: ExpertSpec,
+    home: IntsLike | None = None,
+    domains: IntsLike | None = None,
+    allow_cross_domain: bool = False,
+    grads: GradSpec = None,
+    engine: str = "auto",
+    fabric: str = "auto",
+    timeout: float | None = None,
+    num_sms: int | None = None,
+    tile_bytes: int | None = None,
+    check: bool | None = None,
+) -> Group:
+    """Make a group over a process group. Collective; several may live at once.
+
+    After Ctrl-C in it (KeyboardInterrupt) the process group can be used again only if no other
+    rank was interrupted in it too.
+
+    Args:
+        process_group: None: WORLD. Any backend that moves byte tensors.
+        num_experts: E.
+        slots_per_rank: S, replicas that a rank can hold at a time.
+        expert: ``{name: (shape, dtype) or Segment}``: the tensors of one expert.
+        home: integers ``[E]``; None: contiguous, as even as possible.
+        domains: integers ``[G]``; None: ranks with load/store access to each other.
+        allow_cross_domain: replicas may lie outside their home's domain.
+        grads: dtype of the slots' gradients, torch.float32 or torch.bfloat16; ``{name: dtype}`` if
+            not all segments have gradients. None: slots hold none.
+        engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
+            torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
+        fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
+            symmetric memory, for ranks that all reach each other by load and store); or "auto":
+            "nvshmem" where every rank has it over these ranks, else "torch".
+        timeout: seconds for every wait, 0: no limit. None: the process group's timeout until every
+            rank of a plan has called, then 30 s.
+        num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or
+            blocks on the GPU (None: 64, or all multiprocessors where there are fewer).
+        tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
+        check: compare every slot with its home after each transfer, on the host engine; None:
+            ULTRAEP_CHECK, else False. The same on every rank.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong on this rank.
+        BootstrapError: ranks disagree, a rank left or cannot take part.
+        OutOfSharedMemoryError: this rank's slots do not fit into memory.
+        UnsupportedError: the engine or fabric cannot be used here; says what is missing.
+        CalibrationError: rank 0's file of measured costs is not one of this machine.
+    """
+    meeting = Meeting(process_group)
+    # Memory that lasts is used outside of an inference mode too.
+    with torch.inference_mode(False), meeting.making():
+        error: Exception | None = None
+        options = topology = None
+        try:
+            options = Options(
+                expert=expert,
+                engine=engine,
+                fabric=fabric,
+                timeout=timeout,
+                num_sms=num_sms,
+                tile_bytes=tile_bytes,
+                grads=grads,
+                check=check,
+                calibration=from_environment(engine) if meeting.rank == 0 else None,
+            )
+            if fabric == "loopback":
+                raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
+            topology = Topology.make(
+                num_ranks=meeting.num_ranks,
+                num_experts=num_experts,
+                slots_per_rank=slots_per_rank,
+                home=home,
+                domains=domains,
+                allow_cross_domain=allow_cross_domain,
+            )
+            _prepare_recording(options, topology)
+        except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+            error = bad_argument
+        meeting.agree(error)
+        assert options is not None
+        assert topology is not None
+
+        # Before ranks go different ways: what follows is not the same for all engines.
+        hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
+        hellos = meeting.exchange(hello)
+        check_same_arguments(hellos)
+        parts = None
+        if engine != "host" and fabric != "shm":
+            from ultraep_comm.engines.cuda import make
+
+            parts = make.make_group_parts(meeting, options, topology, domains is not None)
+        parts = parts or host.make_shm_parts(meeting, options, topology, domains is not None)
+        return _groups([parts], options, hellos[0].token)[0]
+
+
+def new_loopback_groups(
+    num_ranks: int,
+    *,
+    num_experts: int,
+    slots_per_rank: int,
+    expert: ExpertSpec,
+    home: IntsLike | None = None,
+    domains: IntsLike | None = None,
+    allow_cross_domain: bool = False,
+    grads: GradSpec = None,
+    engine: str = "host",
+    timeout: float | None = None,
+    num_sms: int | None = None,
+    tile_bytes: int | None = None,
+    check: bool | None = None,
+) -> list[Group]:
+    """Make a group of several ranks inside this process: the same engines, all on one machine.
+
+    With ``engine="host"`` (the default) ranks are threads. With ``engine="cuda"`` they share
+    torch's current device, and each call of theirs is one launch, made by the last rank to call.
+    A collective waits for its peers, so either call it from one thread per rank, or with
+    ``async_op=True`` on every rank before the first wait. Other arguments are those of
+    :func:`new_group`; ``num_sms`` is for each rank, and all ranks' blocks have to fit on the
+    device at a time.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+        UnsupportedError: the engine cannot be used here; says what is missing.
+    """
+    options = Options(
+        expert=expert,
+        engine=engine,
+        fabric="loopback",
+        timeout=timeout,
+        num_sms=num_sms,
+        tile_bytes=tile_bytes,
+        grads=grads,
+        check=check,
+        calibration=from_environment(engine),
+    )
+    topology = Topology.make(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        slots_per_rank=slots_per_rank,
+        home=home,
+        domains=domains,
+        allow_cross_domain=allow_cross_domain,
+    )
+    _prepare_recording(options, topology)
+    run = new_run()
+    with torch.inference_mode(False):  # as in new_group
+        return _groups(_make_loopback_parts(options, topology), options, run)
+
+
+def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
+    if options.engine == "host":
+        return host.make_loopback_parts(options, topology)
+    from ultraep_comm.engines.cuda import make
+    from ultraep_comm.engines.cuda.device import find_device
+    from ultraep_comm.engines.cuda.kernels import load_kernels
+
+    try:
+        device = find_device()
+        kernels = load_kernels(device, None)
+    except UnsupportedError:
+        if options.engine == "cuda":
+            raise
+        return host.make_loopback_parts(options, topology)
+    options.refuse_check()
+    return make.make_loopback_parts(options, topology, device, kernels)
+
+
+def _prepare_recording(options: Options, topology: Topology) -> None:
+    if options.record_folder is not None:
+        prepare_folder(options.record_folder, options.record_calls, topology)
+
+
+def _groups(made: list[Parts], options: Options, run: bytes) -> list[Group]:
+    """Return the groups of one making, named by it; recorded if an environment variable says so.
+
+    Recordings go to a folder when the groups are closed; of those that nobody closes, when they are
+    collected, or the process ends.
+    """
+    groups = []
+    for parts in made:
+        session = Session(parts)
+        session.run = name_run(run)
+        if options.record_folder is not None:
+            path = options.record_folder.absolute() / f"{session.run}-rank{session.rank}.npz"
+            recorder = session.start_recording(options.record_calls, loads=True)
+            session.on_close = weakref.finalize(session, dump_at_end, recorder, path, os.getpid())
+        groups.append(Group(session, parts.grads))
+    return groups

@@ -1,0 +1,332 @@
+"""Groups: ranks that replicate experts among each other, their slots, and their life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+
+from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.group.checks import check_device_plan, check_plan_fits
+from ultraep_comm.group.health import GroupHealth, health_of
+from ultraep_comm.group.names import register_group
+from ultraep_comm.group.saved_plans import PlanHandle
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.recording.recorder import CAPACITY, Recorder
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import BoundWeights, Segment, Weights, with_own_storage
+
+
+class Group:
+    """One rank's part of a group. Made by :func:`new_group` or :func:`new_loopback_groups`.
+
+    Attributes:
+        rank: this rank in the group.
+        topology: the group's constants.
+        device: where weights and slots are.
+        segments: the tensors of an expert, by name.
+        slots: ``{name: [S, *shape]}``, views of this rank's slots, stable for the group's life.
+        slot_grads: the same for their gradients, zero at first; of the segments that have any.
+        name: what operators find the group by, in this process.
+        num_mains: M, of this rank.
+        session: what calls work with: for the package's own modules.
+    """
+
+    def __init__(self, session: Session, grads: Mapping[str, Segment]) -> None:
+        self.session = session
+        self.rank = session.rank
+        self.topology = session.topology
+        self.device = session.device
+        self.segments = session.segments
+        self.num_mains = session.num_mains
+        self.name = session.name
+        memory, layout = session.memory[0].local, session.layout
+        count = session.topology.slots_per_rank
+        slots = _views(memory, layout.slot_offset, count, session.segments)
+        slot_grads = _views(memory, layout.grad_offset, count, grads)
+        self.slots = {name: with_own_storage(view) for name, view in slots.items()}
+        self.slot_grads = {name: with_own_storage(view) for name, view in slot_grads.items()}
+        register_group(self)
+        _ = (
+            self.topology.instances_per_rank
+        )  # kept there: torch.compile cannot trace how it is found
+
+    @property
+    def num_ranks(self) -> int:
+        """Return G."""
+        return self.topology.num_ranks
+
+    @property
+    def bytes_stored(self) -> int:
+        """Return the bytes that this rank's engine has stored into slots since the group exists.
+
+        Raises:
+            UnsupportedError: the current stream is being captured.
+        """
+        self.session.refuse_capture("bytes_stored")
+        return self.session.engine.bytes_stored
+
+    # ---- weights --------------------------------------------------------------------------
+
+    def bind(self, weights: Weights | BoundWeights) -> BoundWeights:
+        """Check main weights and take their addresses, once for repeated calls.
+
+        On a CUDA group the addresses go to the device too, and the host waits for that; what was
+        bound before a capture into a CUDA graph can be used in it.
+
+        Args:
+            weights: ``{name: tensor [M, *shape] or sequence of M tensors}``; may leave segments
+                out that later calls do not transfer.
+
+        Raises:
+            InvalidWeightsError: as the text says.
+        """
+        return self.session.weights.bind_for_good(weights)
+
+    def bind_grads(self, grads: Weights | BoundGrads) -> BoundGrads:
+        """Check main gradients and take their addresses, once for repeated reductions.
+
+        On a CUDA group the addresses go to the device too, and the host waits for that; what was
+        bound before a capture into a CUDA graph can be used in it.
+
+        Args:
+            grads: as for :func:`reduce_expert_grads`.
+
+        Raises:
+            InvalidGradientsError: as the text says.
+        """
+        return self.session.grads.bind_for_good(grads)
+
+    @property
+    def weight_table(self) -> torch.Tensor:
+        """Return this rank's table of addresses, to pass in place of weights that move.
+
+        int64 ``[num_segments, M]`` on the device of a CUDA group, zero at first and stable for the
+        group's life. A call with it and a plan on the device reads it when its kernel runs, so that
+        replays of a graph follow :meth:`update_weight_table`.
+
+        Raises:
+            UnsupportedError: a group of the host engine; or the first use is during a capture.
+        """
+        return self.session.weights.table
+
+    def update_weight_table(self, weights: Weights | BoundWeights) -> None:
+        """Write the addresses of weights to :attr:`weight_table`, in the current stream's order.
+
+        Args:
+            weights: as for :meth:`bind`. They have to stay where they are until the calls that use
+                them have finished. Addresses of segments that are left out become 0.
+
+        Raises:
+            InvalidWeightsError: as :meth:`bind`.
+            UnsupportedError: as :attr:`weight_table`, and during a capture.
+        """
+        self.session.weights.update_table(weights)
+
+    def empty_weights(self) -> dict[str, torch.Tensor]:
+        """Allocate main weights that peers can address, as ``pull`` needs. Collective.
+
+        Returns:
+            ``{name: tensor [M, *shape]}``, zeroed.
+
+        Raises:
+            OutOfSharedMemoryError: there is not enough memory on some rank.
+            UnsupportedError: some ranks have no load/store access to each other, so none can pull;
+                or the current stream is being captured.
+        """
+        session = self.session
+        session.refuse_capture("empty_weights()")
+        session.enter("empty_weights")
+        if not session.fabric.can_pull:
+            raise UnsupportedError(
+                f"rank {self.rank}: empty_weights() is for mode='pull', and some ranks of this"
+                " group reach each other by puts only; use ordinary tensors and mode='push'"
+            )
+        layout = session.layout
+        try:
+            with torch.inference_mode(False):
+                region = session.fabric.allocate(layout.region_bytes)
+        except BaseException as error:  # Ctrl-C too
+            if isinstance(error, Exception):
+                session.first_error = error
+            session.abort()  # ranks may no longer agree on their regions
+            raise
+        index = session.engine.add_region(region.bases)
+        session.memory.append(region)
+        session.weights.add_region(region.bases[self.rank], index)
+        with torch.inference_mode(False):  # as in new_group
+            return _views(region.local, layout.region_offset, self.num_mains, self.segments)
+
+    def expert_pointers(self, weights: Weights | BoundWeights) -> dict[str, torch.Tensor]:
+        """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, mains first, then slots.
+
+        Raises:
+            InvalidWeightsError: as :meth:`bind`.
+            UnsupportedError: the current stream is being captured.
+        """
+        session = self.session
+        session.refuse_capture("expert_pointers()")
+        bound, mains = session.weights.addresses_of(weights), self.num_mains
+        result = {}
+        for i, (name, segment) in enumerate(self.segments.items()):
+            if name not in bound.names:
+                continue
+            base = session.memory[0].bases[self.rank] + session.layout.slot_offset[i]
+            slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
+            own = bound.addresses[i * mains : (i + 1) * mains]
+            result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
+        return result
+
+    # ---- saved plans ----------------------------------------------------------------------
+
+    def save(self, plan: Plan, *, layer: int = 0, microbatch: int | None = None) -> PlanHandle:
+        """Keep a plan for the calls of a layer and microbatch that are still to come. Local.
+
+        The group copies it, in the current stream's order: whoever made the plan may write to its
+        memory. On the device of a CUDA group a save can be captured into a CUDA graph; its memory
+        belongs to the graph, and every replay saves the plan that is there by then, unless the one
+        of the replay before is still in use, because its reduction, or a captured release, has not
+        run: that one stays, and the next call on the group raises PlanHandleError.
+
+        Args:
+            plan: of this group's shape, on the CPU or on the device of a CUDA group.
+            layer: a number from 0 up.
+            microbatch: likewise; None: how many plans of the layer this group has saved before.
+
+        Raises:
+            InvalidPlanError: the plan is for another group.
+            InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
+            GroupClosedError: the group is closed or failed earlier.
+            PlanHandleError, InvalidLoadError: what an earlier launch on the device has found wrong.
+            UnsupportedError: the current stream is being captured, and no entry is free:
+                :meth:`reserve_plans`.
+            DeviceError: the CUDA driver refused the launch.
+        """
+        session = self.session
+        session.require_open("save")
+        session.local.raise_fault()
+        if session.local.holds(plan):
+            check_device_plan(plan, session)
+        else:
+            check_plan_fits(plan, session)
+        return session.plans.save(plan, layer, microbatch)
+
+    def reserve_plans(self, count: int) -> None:
+        """Preallocate count entries for saved plans: for a capture, all that it saves. Local.
+
+        Outside of captures :meth:`save` does so by itself, and takes none of these. The host engine
+        needs none.
+
+        Raises:
+            UnsupportedError: the current stream is being captured.
+            OutOfSharedMemoryError: there is not enough memory on the device.
+        """
+        self.session.require_open("reserve_plans")
+        self.session.plans.reserve(count)
+
+    def assert_idle(self) -> None:
+        """Raise unless every saved plan was reduced or released, and every call has finished.
+
+        For the end of a training step. It waits for nothing: on a CUDA group, synchronize the
+        device before.
+
+        Raises:
+            GroupBusyError: as the text says.
+            GroupClosedError: the group is closed or failed earlier.
+            PlanHandleError, InvalidLoadError, InvalidPlanError: what an earlier launch on the
+                device, also of a replay, has found wrong.
+        """
+        self.session.require_open("assert_idle")
+        self.session.local.raise_fault()
+        self.session.plans.assert_idle()
+
+    # ---- recording ------------------------------------------------------------------------
+
+    def start_recording(self, capacity: int = CAPACITY, *, loads: bool = True) -> Recorder:
+        """Keep the times and plans of this rank's calls from now on. Local.
+
+        Args:
+            capacity: of so many calls; later ones take the place of the first.
+            loads: keep the load ``[G, E]`` of plans too, which is most of the memory.
+
+        Returns:
+            The recorder; ``with group.start_recording() as recorder:`` stops it at the end.
+
+        Raises:
+            InvalidArgumentError: the capacity is out of range, or the group is being recorded.
+            GroupClosedError: the group is closed or failed earlier.
+        """
+        self.session.require_open("start_recording")
+        return self.session.start_recording(capacity, loads)
+
+    # ---- health ---------------------------------------------------------------------------
+
+    def health(self) -> GroupHealth:
+        """Return what this rank has done and waited for, and what it knows of its peers. Local.
+
+        From any thread and at any time, also while a call is under way, after a failure and after
+        a close; it waits for no call, and changes nothing.
+        """
+        return health_of(self.session)
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Fail the calls that are under way, here and, through the peers' waits, everywhere.
+
+        The group takes no more calls; close it.
+        """
+        self.session.abort()
+
+    def close(self) -> None:
+        """Finish submitted calls, say goodbye to the peers, and free threads and connections.
+
+        Slot tensors stay valid as long as they are referenced. Closing twice is harmless, and so is
+        closing in a process that was forked from the group's: there it frees nothing but memory.
+
+        Raises:
+            TransferError: a submitted call failed, and nobody has waited for it.
+            PlanMismatchError: a peer is seen to have made another last call than this rank.
+            InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
+                bad values, and no call since then has said so.
+            PlanHandleError: likewise, a replay saved a plan before the one there was reduced.
+            GroupBusyError: plans were saved that nobody has reduced or released. The group is
+                closed all the same.
+            UnsupportedError: the current stream is being captured; the group stays open.
+        """
+        self.session.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Group cannot be copied or pickled: it owns memory and threads of a rank")
+
+    def __repr__(self) -> str:
+        t = self.topology
+        return (
+            f"Group(rank={self.rank}, num_ranks={t.num_ranks}, num_experts={t.num_experts},"
+            f" slots_per_rank={t.slots_per_rank}, {self.session.state})"
+        )
+
+
+def _views(
+    storage: torch.Tensor, offsets: Sequence[int], count: int, segments: Mapping[str, Segment]
+) -> dict[str, torch.Tensor]:
+    views = {}
+    for (name, segment), offset in zip(segments.items(), offsets, strict=True):
+        views[name] = segment.view(storage.narrow(0, offset, count * segment.nbytes), count)
+    return views

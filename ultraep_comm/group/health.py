@@ -1,0 +1,203 @@
+"""How a group is doing: calls, bytes, waits, peers, the last error."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ultraep_comm import _core
+from ultraep_comm.errors import RankState, describe_states, name_ranks, read_states
+from ultraep_comm.group.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallCounts:
+    """Calls that took an epoch, by operation.
+
+    Attributes:
+        replicate: transfers.
+        reduce: reductions of gradients.
+        gather: exchanges of loads, but for those that the process group makes.
+        rejected: calls that this rank refused for its own bad input: at most one.
+    """
+
+    replicate: int
+    reduce: int
+    gather: int
+    rejected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestWait:
+    """The longest wait so far, which may be going on.
+
+    Attributes:
+        seconds: how long it took, so far.
+        peer: the rank that was waited for; -1: none in particular.
+        flag: what was waited for: "call", "open", "ready", "done", "pulled", "gathered", "summed",
+            "consumed", "checked".
+        expert: of which expert; -1: of none.
+        epoch: in which call.
+    """
+
+    seconds: float
+    peer: int
+    flag: str
+    expert: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitHealth:
+    """Waits of this rank's workers, as far as they slept; what ended while they spun is none.
+
+    Attributes:
+        seconds: spent in them, by all workers together.
+        over_1ms: how many waits took longer; one that goes on counts as what it is by now.
+        over_10ms: likewise.
+        over_100ms: likewise.
+        over_1s: likewise.
+        longest: the longest of them; None: there was none.
+    """
+
+    seconds: float
+    over_1ms: int
+    over_10ms: int
+    over_100ms: int
+    over_1s: int
+    longest: LongestWait | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupHealth:
+    """A group on one rank, at one moment. ``str()`` is for people, :meth:`as_dict` for logs.
+
+    Attributes:
+        rank: this rank.
+        name: the group's name in this process.
+        state: "open", "failed" (it takes no more calls), "closed", or "inherited" (by a forked
+            child of the group's process).
+        epoch: calls submitted so far, which is the number of the last one.
+        completed: calls finished; None on a CUDA group, whose device would have to be asked.
+        failed_epoch: the first call that failed; 0: none is known.
+        calls: calls by operation.
+        bytes_stored: bytes that finished calls have stored; None on a CUDA group, likewise.
+        waits: how long this rank has waited; None on a CUDA group, where kernels wait, and in a
+            forked child.
+        peers_gone: ranks whose processes are known to have ended, or to have closed the group after
+            a failure.
+        peers: what is known of every rank ``[G]``, this one too; by the time of the failure, or by
+            now if there was none. None on a CUDA group, and in a forked child.
+        last_error: type and text of the error that ended the group, "Type: text"; None: none.
+        saved_plans: plans in the group's store that nobody has reduced or released.
+    """
+
+    rank: int
+    name: str
+    state: str
+    epoch: int
+    completed: int | None
+    failed_epoch: int
+    calls: CallCounts
+    bytes_stored: int | None
+    waits: WaitHealth | None
+    peers_gone: tuple[int, ...]
+    peers: tuple[RankState, ...] | None
+    last_error: str | None
+    saved_plans: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as dictionaries, lists, strings and numbers, which JSON can hold."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        finished = "" if self.completed is None else f", {self.completed} finished"
+        stored = "" if self.bytes_stored is None else f", {self.bytes_stored} bytes stored"
+        state = self.state
+        if self.failed_epoch:
+            where = f"failed in call {self.failed_epoch}"
+            state = where if state == "failed" else f"{state} ({where})"
+        c = self.calls
+        lines = [
+            f"rank {self.rank}, group {self.name}: {state}, {self.epoch} calls{finished}"
+            f" ({c.replicate} replicate, {c.reduce} reduce, {c.gather} gather, {c.rejected}"
+            f" rejected){stored}, {self.saved_plans} saved plans"
+        ]
+        if self.waits is not None:
+            w = self.waits
+            lines.append(
+                f"  waited {w.seconds:.3f} s; longer than 1 ms: {w.over_1ms}, 10 ms: {w.over_10ms},"
+                f" 100 ms: {w.over_100ms}, 1 s: {w.over_1s}{_longest(w.longest)}"
+            )
+        if self.peers_gone:
+            lines.append(f"  gone: {name_ranks(self.peers_gone)}")
+        if self.peers is not None:
+            lines.append(describe_states(self.peers))
+        if self.last_error is not None:
+            lines.append(f"  last error: {self.last_error.splitlines()[0]}")
+        return "\n".join(lines)
+
+
+def _longest(wait: LongestWait | None) -> str:
+    if wait is None:
+        return ""
+    of = "" if wait.expert < 0 else f", expert {wait.expert}"
+    return (
+        f"; the longest {wait.seconds:.3f} s for `{wait.flag}` of rank {wait.peer}{of} in call"
+        f" {wait.epoch}"
+    )
+
+
+def health_of(session: Session) -> GroupHealth:
+    """Return how a group is doing; ``Group.health`` has the words."""
+    engine = session.engine
+    failed = engine.failed_epoch()
+    error, words, waits = session.first_error, None, None
+    # In a forked child, locks are as they were at the fork, and may be held for ever.
+    if session.process == os.getpid():
+        if error is None and failed:
+            error = session.explain(failed, "a call")
+        words, waits = engine.last_words(), engine.waits
+    peers = None if words is None else read_states(words, engine.report().epoch or None)
+    completed = engine.completed
+    replicate, reduce, gather, rejected = engine.calls
+    return GroupHealth(
+        rank=session.rank,
+        name=session.name,
+        state="failed" if session.state == "open" and failed else session.state,
+        epoch=engine.epoch,
+        completed=completed,
+        failed_epoch=failed,
+        calls=CallCounts(replicate=replicate, reduce=reduce, gather=gather, rejected=rejected),
+        bytes_stored=None if completed is None else engine.bytes_stored,
+        waits=None if waits is None else _waits(*waits),
+        peers_gone=() if peers is None else tuple(p.rank for p in peers if p.gone),
+        peers=peers,
+        last_error=None if error is None else f"{type(error).__name__}: {error}",
+        saved_plans=session.plans.num_live,
+    )
+
+
+def _waits(
+    seconds: float,
+    longer: list[int],
+    longest: float,
+    flag: _core.FlagKind,
+    peer: int,
+    expert: int,
+    epoch: int,
+) -> WaitHealth:
+    return WaitHealth(
+        seconds=seconds,
+        over_1ms=longer[0],
+        over_10ms=longer[1],
+        over_100ms=longer[2],
+        over_1s=longer[3],
+        longest=LongestWait(
+            seconds=longest, peer=peer, flag=flag.name.lower(), expert=expert, epoch=epoch
+        )
+        if longest > 0
+        else None,
+    )

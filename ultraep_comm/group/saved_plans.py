@@ -1,0 +1,470 @@
+"""Saved plans: several microbatches in flight, each with the plan that its forward pass ran by."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ultraep_comm.engines.base import Engine, LocalStages
+from ultraep_comm.errors import (
+    GroupBusyError,
+    InvalidArgumentError,
+    PlanHandleError,
+    UnsupportedError,
+)
+from ultraep_comm.group.names import find_group
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import Topology, as_int
+
+if TYPE_CHECKING:
+    import ultraep_comm as uec
+
+
+ALIGNMENT = 4  # int32, of an entry's fields: 16 bytes, as compilers expect it of tensors
+LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # that a tag can tell apart
+NAMED = 4  # live handles that an error lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """Why a handle can be used no more."""
+
+    what: str
+    todo: str
+
+
+_SPENT = _End(
+    what="was reduced already: backward twice on one handle",
+    todo="save the plan once for each backward pass",
+)
+_RELEASED = _End(
+    what="was released", todo="release a handle after its last use, or save the plan again"
+)
+_CLOSED = _End(
+    what="belongs to a group that is closed", todo="make a new group, and save plans in that"
+)
+
+
+class PlanHandle:
+    """A saved plan, for the calls of one layer and microbatch. Made by ``group.save``.
+
+    It stands where those calls take a plan. ``reduce_expert_grads`` is its last use; without one,
+    :meth:`release` ends it, or leaving it as a context manager does. Ranks have to use handles in
+    the same order: calls with handles of different layers or microbatches do not match.
+
+    One that was saved in a capture into a CUDA graph has the plan of the latest replay, and the
+    replays of its reduction, or of its release, end that use.
+
+    Attributes:
+        layer: as given to ``save``.
+        microbatch: as given, or the number of plans of this layer that were saved before.
+        generation: counts the plans that the group has saved; never twice the same.
+        saved: what the group's store has of it.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        self.layer = saved.layer
+        self.microbatch = saved.microbatch
+        self.generation = saved.generation
+        self.saved = saved
+
+    @property
+    def group(self) -> uec.Group:
+        """Return the group that saved the plan; GroupClosedError: it lives no more."""
+        return find_group(self.saved.store.name)
+
+    @property
+    def plan(self) -> Plan:
+        """Return the saved plan, in the store's memory: not to be written to, nor kept for longer.
+
+        Raises:
+            PlanHandleError: the handle has ended, or its group is closed.
+        """
+        return self.saved.store.plan_of(self, "PlanHandle.plan")
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the handle can be used."""
+        return self.saved.end is None and not self.saved.store.closed
+
+    def release(self) -> None:
+        """End the handle without a reduction. Harmless if it has ended.
+
+        A handle that was saved in a capture into a CUDA graph keeps its entry for the graph's
+        replays. Released in a capture it ends in each replay, where the current stream is by then.
+        Release it, once more if it has ended, outside of captures when the graph is gone.
+        """
+        self.saved.store.release(self.saved)
+
+    def __enter__(self) -> PlanHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PlanHandle cannot be copied or pickled: its group counts its uses")
+
+    def __repr__(self) -> str:
+        saved = self.saved
+        state = "closed" if saved.store.closed else "live"
+        if saved.end is not None:
+            state = "reduced" if saved.end is _SPENT else "released"
+        return (
+            f"PlanHandle(layer={self.layer}, microbatch={self.microbatch},"
+            f" generation={self.generation}, group={saved.store.name!r}, {state})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Memory on the device for one plan.
+
+    Attributes:
+        fields: ``{field: tensor}``.
+        in_use: int64 ``[1]``, for captured saves: the generation of the one whose plan waits for
+            its reduction or release; 0: none. An earlier generation than that of the handle that
+            owns the entry is an earlier owner's, and means nothing.
+    """
+
+    fields: Mapping[str, torch.Tensor]
+    in_use: torch.Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class Saved:
+    """A saved plan, as its store has it.
+
+    Attributes:
+        store: of its group.
+        plan: in the store's memory.
+        entry: that memory, if it is lent; None: the plan has its own.
+        captured: a graph saves it, in each replay.
+        layer, microbatch, generation: as :class:`PlanHandle`.
+        end: why it can be used no more; None: it can.
+    """
+
+    store: PlanStore
+    plan: Plan
+    entry: Entry | None
+    captured: bool
+    layer: int
+    microbatch: int
+    generation: int
+    end: _End | None = None
+
+    @property
+    def in_use(self) -> int:
+        """Return the address of the mark that replays of a captured save set; 0: there is none."""
+        if self.entry is None or not self.captured:
+            return 0
+        return self.entry.in_use.data_ptr()
+
+    @property
+    def tag(self) -> int:
+        """Return what ranks compare: never 0, which stands for calls without a handle."""
+        return (self.layer + 1) << 32 | self.microbatch
+
+    def let_go(self) -> None:
+        """Release a plan that nobody has a handle of, unless a graph may: its replays save it."""
+        if not self.captured:
+            self.store.release(self)
+
+
+class PlanStore:
+    """The plans that a group keeps, and their handles.
+
+    A plan on the CPU is copied. One on the device goes to an entry of device memory that was there
+    before, in the order of the current stream, so that a save can be captured. An entry is used
+    again when its handle has ended and the calls on the group until then have finished; one that a
+    capture has saved to belongs to the graph. The host does not see replays, so the device keeps
+    account of those: the save's kernel marks the entry, the kernel of its reduction clears the mark
+    behind all that the rank has read, and a save that finds it leaves the plan there and reports.
+
+    Args:
+        rank: for errors.
+        name: the group's.
+        topology: of its plans.
+        local: copies plans, and has the tensors that plans share and nobody writes to.
+        engine: says which calls have finished.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        name: str,
+        topology: Topology,
+        local: LocalStages,
+        engine: Engine,
+    ) -> None:
+        self.name = name
+        self.closed = False
+        self._rank = rank
+        self._topology = topology
+        self._local = local
+        self._engine = engine
+        self._generation = 0
+        self._saved: Counter[int] = Counter()  # plans of a layer so far
+        self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
+        self._free: list[Entry] = []
+        self._reserved: list[Entry] = []  # for captured saves alone
+        self._ended: deque[tuple[int, Entry]] = deque()  # free behind that call
+        self._captured_saves = 0  # since the last that was not captured
+
+    # ---- saving ---------------------------------------------------------------------------
+
+    def save(self, plan: Plan, layer: int, microbatch: int | None) -> PlanHandle:
+        """Keep a plan that has been checked; see ``Group.save``."""
+        layer = self._number(layer, "layer", LAYERS)
+        if microbatch is None:
+            microbatch = self._saved[layer]
+        microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
+        shared = (self._local.home, self._local.domains)
+        fields = {
+            name: tensor
+            for name, tensor in vars(plan).items()
+            if tensor is not None and not any(tensor is constant for constant in shared)
+        }
+        entry, captured = None, False
+        if not self._local.holds(plan):
+            copies = {name: tensor.clone() for name, tensor in fields.items()}
+        else:
+            captured = self._local.is_capturing()
+            entry = self._take_entry(captured)
+            copies = {name: entry.fields[name] for name in fields}
+        saved = Saved(
+            store=self,
+            plan=replace(plan, **copies),
+            entry=entry,
+            captured=captured,
+            layer=layer,
+            microbatch=microbatch,
+            generation=self._generation + 1,
+        )
+        if entry is not None:
+            try:
+                self._local.save(
+                    [(copies[name], fields[name]) for name in fields],
+                    entry.in_use if captured else None,
+                    saved.generation if captured else 0,
+                    saved.tag,
+                )
+            except BaseException:
+                self._take_back(entry, captured)
+                raise
+        self._generation += 1
+        self._saved[layer] += 1
+        self._live[self._generation] = (layer, microbatch)
+        return PlanHandle(saved)
+
+    def _number(self, value: int, name: str, limit: int) -> int:
+        number = as_int(value, name)
+        if not 0 <= number < limit:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: save was given {name}={number}; expected [0, {limit})"
+            )
+        return number
+
+    def _take_entry(self, captured: bool) -> Entry:
+        if not captured:
+            self._captured_saves = 0
+            self._collect()
+            return self._free.pop() if self._free else self._make_entry()
+        held = self._reserved or self._free
+        if not held:
+            needed = self._captured_saves + 1
+            raise UnsupportedError(
+                f"rank {self._rank}: save needs an entry of the plan store, and none is free after"
+                f" {self._captured_saves} captured saves; none can be had while a CUDA graph is"
+                f" being captured. Call group.reserve_plans({needed}), or more, before the capture:"
+                " one for each plan that it saves"
+            )
+        self._captured_saves += 1
+        return held.pop()
+
+    def _take_back(self, entry: Entry, captured: bool) -> None:
+        """Return the entry of a refused save to the free list."""
+        if captured:
+            self._captured_saves -= 1
+            self._reserved.append(entry)
+        else:
+            self._free.append(entry)
+
+    def _collect(self) -> None:
+        """Free the entries whose calls have finished. Not in a capture, which forbids to ask."""
+        while self._ended and self._engine.is_completed(self._ended[0][0]):
+            self._free.append(self._ended.popleft()[1])
+
+    def _make_entry(self) -> Entry:
+        t = self._topology
+        slots, experts = (t.num_ranks, t.slots_per_rank), (t.num_experts,)
+        shapes = {
+            "slot_expert": slots,
+            "home": experts,
+            "slot_quota": slots,
+            "home_quota": experts,
+            "load": (t.num_ranks, t.num_experts),
+            "domains": (t.num_ranks,),
+        }
+        begins, total = {}, ALIGNMENT  # the mark is in front
+        for name, shape in shapes.items():
+            begins[name] = total
+            total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        with torch.inference_mode(False):  # autograd may save them
+            memory = self._local.allocate(4 * total).view(torch.int32)
+            return Entry(
+                {
+                    name: memory[begins[name] :][: math.prod(shape)].view(shape)
+                    for name, shape in shapes.items()
+                },
+                memory[:2].view(torch.int64),
+            )
+
+    def reserve(self, count: int) -> None:
+        """Preallocate ``count`` entries for captured saves; see ``Group.reserve_plans``."""
+        count = as_int(count, "count")
+        if not self._local.lends_entries:
+            return
+        if self._local.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: reserve_plans({count}) in a capture into a CUDA graph; call it"
+                " before"
+            )
+        self._captured_saves = 0
+        self._collect()
+        while len(self._reserved) < count:
+            self._reserved.append(self._free.pop() if self._free else self._make_entry())
+
+    # ---- using ----------------------------------------------------------------------------
+
+    def plan_of(self, handle: PlanHandle, operation: str) -> Plan:
+        """Return the plan of a handle that can be used here.
+
+        Raises:
+            PlanHandleError: it cannot.
+            UnsupportedError: a capture is in progress that the handle was not saved in: the graph
+                would read the entry when it belongs to whoever saves next.
+        """
+        saved = handle.saved
+        if saved.store is not self:
+            raise self._error(
+                saved,
+                operation,
+                _End(
+                    what=f"belongs to group {saved.store.name!r}, not to group {self.name!r}",
+                    todo="use a handle with the group that saved the plan",
+                ),
+            )
+        end = saved.end or (_CLOSED if self.closed else None)
+        if end is not None:
+            raise self._error(saved, operation, end)
+        is_lent = saved.entry is not None and not saved.captured
+        if is_lent and self._local.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
+                f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
+                " outside of captures: replays would read whatever plan is in its memory by then;"
+                " save the plan in the capture, or give the plan itself"
+            )
+        return saved.plan
+
+    def _error(self, saved: Saved, operation: str, end: _End) -> PlanHandleError:
+        return PlanHandleError(
+            f"rank {self._rank}: {operation} was given the handle of layer {saved.layer},"
+            f" microbatch {saved.microbatch} (generation {saved.generation} of group"
+            f" {saved.store.name!r}), which {end.what}; {end.todo}",
+            rank=self._rank,
+            layer=saved.layer,
+            microbatch=saved.microbatch,
+            generation=saved.generation,
+        )
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def release(self, saved: Saved) -> None:
+        """End a plan without a reduction; see ``PlanHandle.release``."""
+        self._end(saved, _RELEASED)
+
+    def spend(self, saved: Saved, *, on_device: bool) -> None:
+        """End a plan: its reduction has been submitted, on the device with the mark to clear."""
+        self._end(saved, _SPENT)
+        if not on_device:
+            self._clear(saved)
+
+    def _end(self, saved: Saved, end: _End) -> None:
+        """End a plan, if it has not ended, and return its entry to the free list if that may be."""
+        was_live = saved.end is None
+        if was_live:
+            saved.end = end
+            self._live.pop(saved.generation, None)
+        elif not saved.captured:
+            return
+        entry = saved.entry
+        if entry is None:
+            return
+        if saved.captured and (end is _SPENT or self._local.is_capturing()):  # it is the graph's
+            if was_live and end is _RELEASED:
+                self._clear(saved)  # else a reduction does, which may be under way
+            return
+        saved.entry = None
+        # Also calls that other handles were used in: what matters is that none of ours is left out.
+        self._ended.append((self._engine.epoch, entry))
+
+    def _clear(self, saved: Saved) -> None:
+        """Let replays save to an entry again, from where the current stream is."""
+        if saved.entry is not None and saved.captured:
+            self._local.save([], saved.entry.in_use, 0, 0)
+
+    def assert_idle(self) -> None:
+        """Raise GroupBusyError if handles are live or calls have not finished."""
+        error = self.busy_error("assert_idle")
+        if error is not None:
+            raise error
+        epoch = self._engine.epoch
+        if not self._engine.is_completed(epoch):
+            raise GroupBusyError(
+                f"rank {self._rank}: assert_idle before call {epoch} on this group has finished;"
+                " synchronize() with its Work, or with the GPU that it runs on, first",
+                rank=self._rank,
+                live=[],
+            )
+
+    @property
+    def num_live(self) -> int:
+        """Return how many handles are live."""
+        return len(self._live)
+
+    def busy_error(self, operation: str) -> GroupBusyError | None:
+        """Return what to raise where no handle may be live; None: none is."""
+        live = list(self._live.values())  # in the order of saving
+        if not live:
+            return None
+        named = "; ".join(f"layer {layer}, microbatch {mb}" for layer, mb in live[:NAMED])
+        rest = f"; and {len(live) - NAMED} more" if len(live) > NAMED else ""
+        return GroupBusyError(
+            f"rank {self._rank}: {operation} with {len(live)} saved"
+            f" {'plan' if len(live) == 1 else 'plans'} that nobody has reduced or released:"
+            f" {named}{rest}. Call reduce_expert_grads with every handle, or handle.release()",
+            rank=self._rank,
+            live=live,
+        )
+
+    def close(self) -> None:
+        """End all handles with their group. Plans that somebody holds keep their memory."""
+        self.closed = True
+        self._live.clear()
+        self._free.clear()
+        self._reserved.clear()
+        self._ended.clear()

@@ -1,0 +1,344 @@
+"""What the calls on a group work with: one rank's parts, the calls under way, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import Engine, Parts
+from ultraep_comm.engines.reports import failure_of
+from ultraep_comm.errors import (
+    GroupClosedError,
+    InvalidArgumentError,
+    PlanMismatchError,
+    UltraEPError,
+    UnsupportedError,
+)
+from ultraep_comm.fabrics import Fabric, SharedRegion
+from ultraep_comm.group.names import new_name
+from ultraep_comm.group.saved_plans import PlanHandle, PlanStore
+from ultraep_comm.group.work import Work
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.recording.recorder import Recorder
+from ultraep_comm.system import watch_forks
+from ultraep_comm.weights.binding import RankGrads, RankWeights
+from ultraep_comm.weights.segments import Selections
+
+Held = deque[tuple[int, tuple[object, ...]]]
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """One rank's side of a group, which ``Group`` and the calls share.
+
+    Attributes:
+        name: what operators find the group by, in this process.
+        rank, topology, segments, layout, fabric, memory, engine, local, loads: as :class:`Parts`.
+        device: where weights and slots are.
+        num_mains: M.
+        weights: binds main weights.
+        grads: binds main gradients.
+        selections: checks ``segments=``.
+        plans: saved plans.
+        filled_by: the plan or handle of the last transfer.
+        recorder: notes calls; None: nobody is recording.
+        run: names this group in its recordings; the same on all ranks.
+        on_close: called at the end of a close.
+        state: "open", "closed" or "inherited".
+        aborted: this rank has ended its calls itself, and knows.
+        first_error: the one that this rank raised first.
+        process: that made the group.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.name = new_name()
+        self.rank = parts.rank
+        self.topology = parts.topology
+        self.segments = parts.segments
+        self.layout = parts.layout
+        self.fabric = parts.fabric
+        self.memory = parts.memory
+        self.engine = parts.engine
+        self.local = parts.local
+        self.loads = parts.loads
+        self.device = parts.memory[0].local.device
+        self.num_mains = parts.layout.num_mains[parts.rank]
+        tables = self.local.address_tables
+        self.weights = RankWeights(
+            rank=self.rank,
+            segments=self.segments,
+            num_mains=self.num_mains,
+            region_offset=self.layout.region_offset,
+            owner=self.memory[0],
+            device=self.device,
+            tables=tables(len(self.segments), self.num_mains),
+        )
+        self.grads = RankGrads(
+            rank=self.rank,
+            segments=parts.grads,
+            num_mains=self.num_mains,
+            device=self.device,
+            tables=tables(len(parts.grads), self.num_mains),
+        )
+        self.selections = Selections(self.rank, self.segments)
+        self.plans = PlanStore(
+            rank=self.rank,
+            name=self.name,
+            topology=self.topology,
+            local=self.local,
+            engine=self.engine,
+        )
+        self.filled_by: Plan | PlanHandle | None = None
+        self.recorder: Recorder | None = None
+        self.run = ""
+        self.on_close: Callable[[], object] | None = None
+        self.state = "open"
+        self.aborted = False
+        self.first_error: Exception | None = None
+        self.process = os.getpid()
+        self._in_flight: Held = deque()
+        self._captured: list[tuple[object, ...]] = []
+        self._finalizer = weakref.finalize(
+            self, _dispose, self.engine, self.fabric, self.memory, self._in_flight
+        )
+        watch_forks(self)
+        _sessions.add(self)
+
+    # ---- may a call be made ---------------------------------------------------------------
+
+    def enter(self, operation: str) -> None:
+        """Begin a collective call.
+
+        Raises:
+            GroupClosedError: the group is closed or failed earlier.
+            UltraEPError: what plans and reroutes on the device found wrong. The peers are told: a
+                call of all ranks is due that this one will not make.
+        """
+        if self.recorder is not None:
+            self.recorder.enter()
+        if self.state != "open" or self.engine.failed_epoch() != 0:
+            self.require_open(operation)
+        try:
+            self.local.raise_fault()
+        except UltraEPError as error:
+            self.reject(error)
+            raise
+
+    def require_open(self, operation: str) -> None:
+        """Raise GroupClosedError unless the group takes calls."""
+        self.require_own_process(operation)  # first: a forked child's engine may be locked for ever
+        failed = self.engine.failed_epoch()
+        if self.state == "open" and failed == 0:
+            return
+        reason = "is closed" if self.state == "closed" else f"failed in call {failed}"
+        error = GroupClosedError(
+            f"rank {self.rank}: {operation} on a group that {reason}; make a new group"
+        )
+        raise error from (self.first_error or self.failure(failed, "a call") if failed else None)
+
+    def require_own_process(self, operation: str) -> None:
+        """Raise GroupClosedError in a process that was forked from the group's."""
+        if self.state == "inherited":
+            raise GroupClosedError(
+                f"rank {self.rank}: {operation} in process {os.getpid()}, on a group of process"
+                f" {self.process}, which this one was forked from; make a new group here"
+            )
+
+    def refuse_capture(self, operation: str) -> None:
+        """Raise UnsupportedError for what no graph can hold, and nobody can do beside one."""
+        if self.local.is_capturing():
+            raise UnsupportedError(
+                f"rank {self.rank}: {operation} while the current stream is being captured into a"
+                " CUDA graph; call it before or after the capture"
+            )
+
+    # ---- calls under way ------------------------------------------------------------------
+
+    def submit(
+        self,
+        epoch: int,
+        keep: tuple[object, ...],
+        operation: str,
+        mode: str = "",
+        plan: Plan | None = None,
+        tag: int = 0,
+        expert_bytes: int = 0,
+    ) -> Work:
+        """Return the handle of a call; ``keep`` lives until it has finished, waited for or not.
+
+        The last three are for the recorder: :meth:`Recorder.add` describes them.
+        """
+        if epoch & _core.CUDA_CAPTURED:
+            self._captured.append(keep)  # replays may come at any time
+            return Work(self, epoch, operation, mode)
+        if self.recorder is not None:
+            self.recorder.add(epoch, operation, mode, plan, tag, expert_bytes)
+        in_flight, engine = self._in_flight, self.engine
+        in_flight.append((epoch, keep))  # before anything that may be refused
+        while in_flight and engine.failed_epoch() == 0 and engine.is_completed(in_flight[0][0]):
+            in_flight.popleft()
+        return Work(self, epoch, operation, mode)
+
+    def explain(self, epoch: int, operation: str) -> UltraEPError:
+        """Return the error of a call that has failed, or did not run because one before had."""
+        names = tuple(self.segments)
+        return failure_of(self.engine, epoch, operation, self.rank, self.topology, names)
+
+    def failure(self, epoch: int, operation: str) -> UltraEPError:
+        """Return the same for a caller who raises it."""
+        error = self.explain(epoch, operation)
+        if not isinstance(error, GroupClosedError):
+            self.first_error = self.first_error or error
+        return error
+
+    def reject(self, error: Exception) -> None:
+        """Tell the peers that this rank's own input is bad, so that none waits for it.
+
+        Not during a capture, in which nothing runs.
+        """
+        if self.state == "open" and not self.local.is_capturing():
+            self.first_error = self.first_error or error
+            self.engine.reject()
+
+    def broke_off(self, error: BaseException) -> None:
+        """Remember why a call was not taken, or failed; after Ctrl-C, end the group.
+
+        The engine may have taken the call when the signal came, and nobody else know of it: what it
+        reads would be freed, and the peers would wait. Not during a capture, in which nothing runs.
+        """
+        if isinstance(error, Exception):
+            if self.engine.failed_epoch() != 0:
+                self.first_error = self.first_error or error
+        elif not self.local.is_capturing():
+            self.abort()
+
+    def fail(self, error: Exception) -> None:
+        """End a group whose ranks may no longer be at the same call."""
+        self.first_error = self.first_error or error
+        self._abort_engine()
+
+    def abort(self) -> None:
+        """Fail the calls that are under way, here and, through the peers' waits, everywhere."""
+        if self.state == "open":
+            self.aborted = True
+            self._abort_engine()
+
+    def _abort_engine(self) -> None:
+        self.engine.abort()
+        if self.loads is not None:
+            self.loads.leave()
+
+    def start_recording(self, capacity: int, loads: bool) -> Recorder:
+        """Do what ``Group.start_recording`` describes."""
+        if self.recorder is not None:
+            raise InvalidArgumentError(
+                f"rank {self.rank}: start_recording on a group that is being recorded already (by"
+                " ULTRAEP_RECORD?); stop() that recorder first"
+            )
+        found = weakref.ref(self)  # a recorder may outlive its group, not so its engine
+
+        def stop() -> None:
+            if (alive := found()) is not None:
+                alive.recorder = None
+
+        self.recorder = Recorder(
+            rank=self.rank,
+            topology=self.topology,
+            capacity=capacity,
+            loads=loads,
+            finished_at=self.engine.finished_at,
+            on_stop=stop,
+            failed_epoch=self.engine.failed_epoch,
+            run=self.run,
+        )
+        return self.recorder
+
+    # ---- the end --------------------------------------------------------------------------
+
+    def end_with_process(self) -> None:
+        """End a group that nobody has closed: calls that wait fail."""
+        if self.on_close is not None:
+            self.on_close()
+        self._finalizer()
+
+    def leave_to_parent(self) -> None:
+        """Put the group out of use in a process that was forked from its own. Called there."""
+        if self.state == "open":
+            self.state = "inherited"
+        self._finalizer.detach()
+
+    def close(self) -> None:
+        """Do what ``Group.close`` describes."""
+        if self.state != "open":
+            self.state = "closed"
+            return
+        self.refuse_capture("close()")
+        self.state = "closed"
+        engine = self.engine
+        busy = self.plans.busy_error("the group was closed")
+        try:
+            engine.synchronize(engine.epoch)
+        except BaseException:  # Ctrl-C while a peer keeps us waiting
+            engine.abort()
+            raise
+        finally:
+            if self.recorder is not None:
+                self.recorder.stop()
+            peer = engine.close()
+            self.fabric.close()
+            if self.loads is not None:
+                self.loads.leave()
+            self.plans.close()
+            self._in_flight.clear()
+            self._captured.clear()
+            self._finalizer.detach()
+            if self.on_close is not None:
+                self.on_close()  # writes a file, for which no peer has to wait
+        failed = engine.failed_epoch()
+        if failed != 0 and self.first_error is None and not self.aborted:
+            raise self.failure(failed, "a call that nobody waited for")
+        if peer >= 0:
+            raise PlanMismatchError(
+                f"rank {self.rank}: rank {peer} made another call than this rank's last one, whose"
+                " plan gave this rank nothing to wait for. Make the same calls on every rank",
+                rank=self.rank,
+                peer=peer,
+                epoch=engine.epoch,
+            )
+        if not self.aborted:
+            self.local.finish_replays()
+            self.local.raise_fault()
+            if busy is not None and failed == 0:
+                raise busy
+
+
+def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
+    """End a group that nobody closed. ``memory`` outlives the engine, which still writes to it."""
+    if not engine.is_completed(engine.epoch):
+        engine.abort()  # nobody is left to wait for the call
+    engine.close()
+    fabric.close()
+    held.clear()
+    memory.clear()
+
+
+def _end_process() -> None:
+    """End what nobody has closed, and let threads come back to the interpreter while there is one.
+
+    A thread may wait in a call of ours, as daemons do, or gloo's may be about to let go of the last
+    collective's tensors. If they ask for the interpreter lock when the interpreter has begun to
+    end, the process is aborted ("terminate called without an active exception"), hangs, or leaks
+    all that those tensors refer to, such as an engine by way of an autograd graph.
+    """
+    try:
+        for session in list(_sessions):
+            session.end_with_process()
+    finally:
+        _core.come_to_rest(5.0)
+
+
+atexit.register(_end_process)

@@ -1,0 +1,261 @@
+"""Predictions: a plan's real schedule, executed by the core's own workers on a modelled machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm import _core
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+from ultraep_comm.model.bound import transfer_bound_us
+from ultraep_comm.model.machine import Machine, find_machine
+from ultraep_comm.model.timeline import SPAN, Timeline
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import MODES
+from ultraep_comm.plan.topology import as_int
+
+ExpertBytes = int | Sequence[int] | Mapping[str, int]
+_MAX_SEGMENT = 1 << 36
+_MAX_TILES = 1 << 22
+_MAX_RANKS = 1024
+_MAX_SEGMENTS = 1024
+_MAX_COST = 5e13  # picoseconds of all stores, one after the other, that the cost model can add up
+# What mode="auto" goes by besides links, as for groups on GPUs: picoseconds for a KiB of memory and
+# for the flag of a group.
+_LOAD_PER_KIB, _GROUP = 310, 200_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """What a modelled transfer takes, from the ranks' entering the call together.
+
+    Attributes:
+        time_us: until the last rank leaves.
+        bound_us: no schedule of the plan can beat it.
+        mode: "push", "pull" or "direct": what was asked for, or what "auto" chose.
+        finish_us: float64 ``[G]``, when each rank leaves.
+        egress_us: float64 ``[G]``, how long each rank's way out was in use.
+        ingress_us: float64 ``[G]``, how long its way in was.
+        sent_bytes: int64 ``[G]`` over links, loads by others included.
+        received_bytes: int64 ``[G, S]``, for each slot.
+        timeline: what every rank did when; None unless asked for.
+    """
+
+    time_us: float
+    bound_us: float
+    mode: str
+    finish_us: NDArray[np.float64]
+    egress_us: NDArray[np.float64]
+    ingress_us: NDArray[np.float64]
+    sent_bytes: NDArray[np.int64]
+    received_bytes: NDArray[np.int64]
+    timeline: Timeline | None = None
+
+    @property
+    def over_bound(self) -> float:
+        """Return the time over the bound; 1 where nothing is transferred."""
+        return self.time_us / self.bound_us if self.bound_us else 1.0
+
+
+def predict(
+    plan: Plan,
+    expert_bytes: ExpertBytes,
+    machine: str | Machine = "nvl72",
+    mode: str = "auto",
+    *,
+    may_pull: bool = False,
+    timeline: bool = False,
+) -> Prediction:
+    """Predict the time of :func:`ultraep_comm.replicate_experts` on a machine.
+
+    Args:
+        plan: any legal plan; on a device it is copied to the CPU.
+        expert_bytes: bytes of one expert; or of each segment, in a sequence or by name.
+        machine: a name in ``MACHINES``, or a Machine.
+        mode: "push", "pull", "direct", or "auto": by the cost model, with the machine's constants.
+        may_pull: "auto" considers pull; otherwise main weights are where peers cannot read them.
+        timeline: keep what happened when.
+
+    Raises:
+        InvalidArgumentError: an argument is none of these; or the transfer is too large to model:
+            its time, or the memory that modelling takes.
+        InvalidPlanError: the plan is not legal.
+        UnsupportedError: the plan crosses domains and the machine has no links there, or the mode
+            is "pull", which needs load/store access; or SciPy is needed for the bound and not
+            installed.
+    """
+    if mode != "auto" and mode not in MODES:
+        raise InvalidArgumentError(f"mode is {mode!r}; expected one of auto, {', '.join(MODES)}")
+    return run_transfer(
+        plan,
+        expert_bytes,
+        machine,
+        mode=MODES.get(mode),
+        may_pull=may_pull,
+        timeline=timeline,
+    )
+
+
+def run_transfer(
+    plan: Plan,
+    expert_bytes: ExpertBytes,
+    machine: str | Machine,
+    *,
+    mode: _core.Mode | None,
+    may_pull: bool = False,
+    timeline: bool = False,
+    parent: Sequence[int] = (),
+    chunk_tiles: int = 1,
+) -> Prediction:
+    """Model a transfer as :func:`predict`, or along trees of relays.
+
+    Args:
+        plan, expert_bytes, machine, may_pull, timeline: as in :func:`predict`.
+        mode: None: by cost.
+        parent: ``[R]``, who sends to each replica, by ascending expert and then rank; empty: the
+            library's schedule.
+        chunk_tiles: tiles that a relay passes on together.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidArgumentError(f"plan is {plan!r}; expected a Plan")
+    on = find_machine(machine)
+    segments = _segment_bytes(expert_bytes, on.tile_bytes)
+    host = plan.cpu()
+    slots = host.slot_expert.numpy().astype(np.int64)
+    home = host.home.numpy().astype(np.int64)
+    if len(slots) > _MAX_RANKS:
+        raise InvalidArgumentError(
+            f"the plan has {len(slots)} ranks; expected at most {_MAX_RANKS}"
+        )
+    host.validate(allow_cross_domain=True)
+    crosses = _check_links(slots, home, on, mode)
+    cross = on.cross_gbps or on.egress_gbps  # not used where there is none
+    try:
+        found = _core.model_transfer(
+            slot_expert=slots.ravel().tolist(),
+            home=home.tolist(),
+            num_ranks=len(slots),
+            segment_bytes=segments,
+            tile_bytes=on.tile_bytes,
+            mode=mode,
+            may_pull=may_pull and not crosses,
+            cost=_cost(on, len(slots), sum(segments) * host.num_replicas),
+            rates=[
+                1e3 / (gbps * efficiency)  # picoseconds a byte
+                for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
+                for efficiency in (on.write_efficiency, on.read_efficiency)
+                for gbps in links
+            ],
+            times=[
+                round(us * 1e6)
+                for us in (
+                    *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
+                    *(on.group_us, on.call_us),
+                )
+            ],
+            counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
+            cores=[
+                0.0 if on.parallel is None else 1 / on.parallel,
+                0.0 if on.read_gbps is None else 1e3 / on.read_gbps,
+            ],
+            timeline=timeline,
+            parent=list(parent),
+            chunk_tiles=chunk_tiles,
+        )
+    except OverflowError as error:
+        raise InvalidArgumentError(
+            f"a transfer of {sum(segments)} bytes for each of {host.num_replicas} replicas cannot"
+            f" be modelled on machine {on.name!r}: {error}"
+        ) from None
+    return Prediction(
+        time_us=float(found["finish_ps"].max()) / 1e6,
+        bound_us=transfer_bound_us(slots, home, sum(segments), on),
+        mode=found["mode"].name.lower(),
+        finish_us=found["finish_ps"] / 1e6,
+        egress_us=found["egress_ps"] / 1e6,
+        ingress_us=found["ingress_ps"] / 1e6,
+        sent_bytes=found["sent"],
+        received_bytes=found["received"],
+        timeline=_timeline(found, len(slots)) if timeline else None,
+    )
+
+
+def _segment_bytes(expert_bytes: ExpertBytes, tile_bytes: int) -> list[int]:
+    if isinstance(expert_bytes, Mapping):
+        expert_bytes = list(expert_bytes.values())
+    sizes = expert_bytes if isinstance(expert_bytes, Sequence) else [expert_bytes]
+    if len(sizes) > _MAX_SEGMENTS:
+        raise InvalidArgumentError(
+            f"expert_bytes has {len(sizes)} segments; expected at most {_MAX_SEGMENTS}"
+        )
+    segments = [as_int(size, "expert_bytes") for size in sizes]
+    if not segments or not all(0 < size <= _MAX_SEGMENT for size in segments):
+        raise InvalidArgumentError(
+            f"expert_bytes is {expert_bytes!r}; expected 1 to {_MAX_SEGMENT} bytes for each segment"
+        )
+    if sum(-(-size // tile_bytes) for size in segments) > _MAX_TILES:
+        raise InvalidArgumentError(
+            f"expert_bytes is {expert_bytes!r}; expected at most {_MAX_TILES} tiles of {tile_bytes}"
+            " bytes; use larger tiles"
+        )
+    return segments
+
+
+def _check_links(
+    slots: NDArray[np.int64], home: NDArray[np.int64], machine: Machine, mode: _core.Mode | None
+) -> bool:
+    """Return whether the plan crosses domains of the machine, if it can."""
+    size = machine.domain_size
+    if size is None:
+        return False
+    rank, slot = np.nonzero(slots >= 0)
+    expert = slots[rank, slot]
+    far = np.flatnonzero(rank // size != home[expert] // size)
+    if not len(far):
+        return False
+    i = far[0]
+    crossing = (
+        f"rank {rank[i]} has a replica of expert {expert[i]} from rank {home[expert[i]]}, in"
+        f" another domain of {size} ranks"
+    )
+    if machine.cross_gbps is None:
+        raise UnsupportedError(
+            f"{crossing}, and machine {machine.name!r} has no links between domains; give it"
+            " cross_gbps, or plan with domains"
+        )
+    if mode is _core.Mode.PULL:
+        raise UnsupportedError(
+            f"{crossing}, whose memory it cannot load from; expected a plan inside domains, or"
+            " mode 'push' or 'direct'"
+        )
+    return True
+
+
+def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
+    """Return the constants of `CostModel` in src/core/schedule/cost.hpp.
+
+    Of a transfer that takes longer than the cost model can count, all are smaller by one factor:
+    only their proportions decide.
+    """
+    store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
+    load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
+    if machine.parallel is not None:  # a host: what its calibration says, as for groups there
+        load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
+        group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))
+    scale = max(1.0, max(store, load) * total_bytes / 1024 / _MAX_COST)
+    times = (store, load, group, machine.hop_us * 1e6)
+    return [*(round(time / scale) for time in times), percent]
+
+
+def _timeline(found: dict[str, Any], num_ranks: int) -> Timeline:
+    columns, times = found["spans"], found["span_ps"] / 1e6
+    spans = np.empty(len(columns), SPAN)
+    for i, name in enumerate(("rank", "kind", "peer", "expert", "piece", "bytes")):
+        spans[name] = columns[:, i]
+    spans["begin_us"], spans["end_us"] = times[:, 0], times[:, 1]
+    order = np.lexsort((spans["kind"], spans["begin_us"], spans["rank"]))
+    return Timeline(num_ranks=num_ranks, spans=spans[order])

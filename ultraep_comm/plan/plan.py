@@ -1,0 +1,389 @@
+"""The plan: which expert is in which slot, and how many tokens every instance receives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError
+from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.topology import MAX_COUNT, IntsLike, as_int, contiguous_home
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A replication plan. All tensors are int32 and contiguous, on one device.
+
+    The properties read the tensors; on a device plan they synchronise. Plans that a group has made
+    on its device share ``home`` and ``domains``, which are not to be written to.
+
+    Attributes:
+        slot_expert: ``[G, S]``, the expert in each slot; -1: empty.
+        home: ``[E]``, the rank that owns each expert.
+        slot_quota: ``[G, S]`` tokens for each replica; None: the plan cannot be rerouted.
+        home_quota: ``[E]`` tokens for each main instance; None like ``slot_quota``.
+        load: ``[G, E]`` tokens by source rank; None: the plan cannot be rerouted.
+        domains: ``[G]``, or None for a single domain.
+    """
+
+    slot_expert: torch.Tensor
+    home: torch.Tensor
+    slot_quota: torch.Tensor | None = None
+    home_quota: torch.Tensor | None = None
+    load: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        slots = self._field("slot_expert", 2)
+        num_ranks, num_slots = slots.shape
+        (num_experts,) = self._field("home", 1).shape
+        if num_ranks == 0 or num_experts == 0:
+            raise InvalidPlanError("a plan needs at least one rank and one expert")
+        shapes = {
+            "slot_quota": (num_ranks, num_slots),
+            "home_quota": (num_experts,),
+            "load": (num_ranks, num_experts),
+            "domains": (num_ranks,),
+        }
+        for name, shape in shapes.items():
+            if getattr(self, name) is not None:
+                _shaped(self._field(name, len(shape)), name, shape)
+
+    def _field(self, name: str, dims: int) -> torch.Tensor:
+        value = getattr(self, name)
+        if not isinstance(value, torch.Tensor):
+            raise InvalidPlanError(f"{name} is a {type(value).__name__}; expected a tensor")
+        if value.dtype != torch.int32 or value.dim() != dims or not value.is_contiguous():
+            raise InvalidPlanError(
+                f"{name} has shape {tuple(value.shape)}, dtype {value.dtype} and strides"
+                f" {value.stride()}; expected {dims} dimensions, contiguous int32. from_slots"
+                " converts"
+            )
+        return value
+
+    @classmethod
+    def from_slots(
+        cls,
+        slot_expert: torch.Tensor | IntsLike,
+        *,
+        num_experts: int,
+        home: IntsLike | None = None,
+        slot_quota: torch.Tensor | None = None,
+        home_quota: torch.Tensor | None = None,
+        load: torch.Tensor | None = None,
+        domains: IntsLike | None = None,
+        allow_cross_domain: bool = False,
+    ) -> Plan:
+        """Make a plan by hand, or from another planner's output.
+
+        Args:
+            slot_expert: integers ``[G, S]``; -1: empty. The plan is on the device that they are on.
+            num_experts: E, at most 2**24.
+            home: integers ``[E]``; None: contiguous, as even as possible.
+            slot_quota: integers ``[G, S]``, 0 in empty slots.
+            home_quota: integers ``[E]``; given if and only if ``slot_quota`` is.
+            load: integers ``[G, E]``; the quotas of an expert's instances must sum to its load.
+            domains: integers ``[G]``; None: a single domain.
+            allow_cross_domain: replicas may lie outside their home's domain.
+
+        Raises:
+            InvalidPlanError: shapes or dtypes are wrong; an expert is out of range, on its own
+                home, twice on a rank, or outside its domain; quotas are negative, on empty slots,
+                or do not sum to the load.
+        """
+        num_experts = as_int(num_experts, "num_experts")
+        if not 1 <= num_experts <= MAX_COUNT:
+            raise InvalidPlanError(f"num_experts is {num_experts}; expected 1 to {MAX_COUNT}")
+        slots = _ints(slot_expert, "slot_expert")
+        if slots.ndim != 2 or slots.shape[0] == 0:
+            raise InvalidPlanError(
+                f"slot_expert has shape {tuple(slots.shape)}; expected [num_ranks, slots_per_rank]"
+            )
+        num_ranks, num_slots = slots.shape
+        home_map = (
+            torch.from_numpy(contiguous_home(num_experts, num_ranks))
+            if home is None
+            else _ints(home, "home")
+        )
+        plan = cls(
+            slot_expert=slots,
+            home=_shaped(home_map, "home", (num_experts,)).to(slots.device),
+            slot_quota=_optional(slot_quota, "slot_quota", (num_ranks, num_slots), slots.device),
+            home_quota=_optional(home_quota, "home_quota", (num_experts,), slots.device),
+            load=_optional(load, "load", (num_ranks, num_experts), slots.device),
+            domains=_optional(domains, "domains", (num_ranks,), slots.device),
+        )
+        plan.validate(allow_cross_domain=allow_cross_domain)
+        return plan
+
+    def cpu(self) -> Plan:
+        """Return the plan with its tensors on the CPU; from a device, this synchronises."""
+        if self.slot_expert.device.type == "cpu":
+            return self
+        moved = {name: t.cpu() for name, t in vars(self).items() if t is not None}
+        return replace(self, **moved)
+
+    # ---- rules ----------------------------------------------------------------------------
+
+    def validate(self, *, allow_cross_domain: bool = False) -> None:
+        """Check every rule of a plan.
+
+        Raises:
+            InvalidPlanError: as in :meth:`from_slots`.
+        """
+        self._validate_placement(allow_cross_domain)
+        self._validate_quotas()
+
+    def _validate_placement(self, allow_cross_domain: bool) -> None:
+        slots, home = self.slot_expert.cpu().numpy(), self.home.cpu().numpy()
+        num_ranks, num_experts = slots.shape[0], home.shape[0]
+        _reject_first(
+            (slots < -1) | (slots >= num_experts),
+            slots,
+            f"expected an expert in [0, {num_experts}) or -1 for an empty slot",
+        )
+        _reject_first_1d((home < 0) | (home >= num_ranks), home, "home", f"[0, {num_ranks})")
+        filled = slots >= 0
+        homes = np.where(filled, home[slots], -1)
+        ranks = np.arange(num_ranks)[:, None]
+        _reject_first(
+            filled & (homes == ranks),
+            slots,
+            "that is its own home; expected a rank other than its home",
+        )
+        for rank, row in enumerate(slots):
+            used = row[row >= 0]
+            values, counts = np.unique(used, return_counts=True)
+            if (counts > 1).any():
+                raise InvalidPlanError(
+                    f"expert {values[counts > 1][0]} is twice on rank {rank}, in {row.tolist()};"
+                    " expected at most one instance of an expert on a rank"
+                )
+        if self.domains is not None and not allow_cross_domain:
+            domains = self.domains.cpu().numpy()
+            _reject_first(
+                filled & (domains[homes] != domains[:, None]),
+                slots,
+                "that is outside its home's domain; place it inside, or allow_cross_domain=True",
+            )
+
+    def _validate_quotas(self) -> None:
+        if (self.slot_quota is None) != (self.home_quota is None):
+            given = "slot_quota" if self.home_quota is None else "home_quota"
+            raise InvalidPlanError(f"only {given} was given; expected both quotas or neither")
+        if self.slot_quota is None or self.home_quota is None:
+            return
+        slots = self.slot_expert.cpu().numpy()
+        quota = self.slot_quota.cpu().numpy().astype(np.int64)
+        sums = self.home_quota.cpu().numpy().astype(np.int64)
+        _reject_first(quota < 0, quota, "expected a quota of at least 0", what="slot_quota")
+        _reject_first_1d(sums < 0, sums, "home_quota", "at least 0")
+        _reject_first(
+            (slots < 0) & (quota != 0), quota, "the slot is empty; expected 0", what="slot_quota"
+        )
+        np.add.at(sums, slots[slots >= 0], quota[slots >= 0])
+        if self.load is None:
+            return
+        load = self.load.cpu().numpy()
+        if (load < 0).any():
+            raise InvalidPlanError(f"load has the value {load.min()}; expected at least 0")
+        total = load.sum(axis=0, dtype=np.int64)
+        bad = np.flatnonzero(total != sums)
+        if bad.size:
+            e = int(bad[0])
+            raise InvalidPlanError(
+                f"the quotas of expert {e} sum to {sums[e]}; expected its load, {total[e]}"
+            )
+
+    # ---- figures --------------------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int:
+        """Return G."""
+        return int(self.slot_expert.shape[0])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Return S."""
+        return int(self.slot_expert.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return int(self.home.shape[0])
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of filled slots."""
+        return int((self.slot_expert >= 0).sum())
+
+    @property
+    def max_imports(self) -> int:
+        """Return the largest number of filled slots on a rank."""
+        return int((self.slot_expert >= 0).sum(dim=1).max()) if self.slots_per_rank else 0
+
+    @property
+    def max_exports(self) -> int:
+        """Return the largest number of distinct replicated experts at home on a rank."""
+        experts = torch.unique(self.slot_expert[self.slot_expert >= 0]).long()
+        if experts.numel() == 0:
+            return 0
+        return int(torch.bincount(self.home[experts], minlength=self.num_ranks).max())
+
+    @property
+    def imbalance(self) -> float:
+        """Return the largest rank quota over the mean; 1.0 without load; nan without quotas."""
+        if self.slot_quota is None or self.home_quota is None:
+            return float("nan")
+        ranks = self.slot_quota.sum(dim=1, dtype=torch.int64)
+        ranks = ranks.index_add(0, self.home.long(), self.home_quota.long())
+        total = int(ranks.sum())
+        return int(ranks.max()) * self.num_ranks / total if total else 1.0
+
+    @property
+    def local_share(self) -> float:
+        """Return the share of all tokens that stay on the rank that they come from.
+
+        No reroute with these quotas keeps more: an instance serves at most its quota, and its own
+        rank has no more tokens for it than its load there. 1.0 without tokens; nan without load or
+        quotas.
+        """
+        if self.load is None or self.slot_quota is None or self.home_quota is None:
+            return float("nan")
+        load = self.load
+        total = int(load.sum(dtype=torch.int64))
+        at_home = load.gather(0, self.home.long()[None])[0]
+        in_slots = load.gather(1, self.slot_expert.long().clamp(min=0))
+        in_slots = in_slots.minimum(self.slot_quota)[self.slot_expert >= 0]
+        kept = at_home.minimum(self.home_quota).sum(dtype=torch.int64)
+        kept += in_slots.sum(dtype=torch.int64)
+        return int(kept) / total if total else 1.0
+
+    @property
+    def imbalance_bound(self) -> float:
+        """Return the least imbalance that any placement inside the domains could reach.
+
+        The busiest domain, spread evenly over its ranks in whole tokens, over the mean of all
+        ranks. nan without quotas.
+        """
+        if self.slot_quota is None or self.home_quota is None:
+            return float("nan")
+        domains = np.zeros(self.num_ranks) if self.domains is None else self.domains.cpu().numpy()
+        home = self.home.cpu().numpy()
+        load = self.home_quota.cpu().numpy().astype(np.int64)
+        slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
+        np.add.at(load, slots[slots >= 0], quota[slots >= 0])
+        total = int(load.sum())
+        if total == 0:
+            return 1.0
+        least = 0
+        for domain in np.unique(domains):
+            inside = int(load[domains[home] == domain].sum())
+            least = max(least, -(-inside // int((domains == domain).sum())))
+        return least * self.num_ranks / total
+
+
+def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
+    try:
+        tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidPlanError(f"{name} is no tensor of integers: {error}") from None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InvalidPlanError(
+            f"{name} is on device {tensor.device} in layout {tensor.layout}; expected a dense"
+            " tensor with values"
+        )
+    wide = tensor.to(torch.int64)
+    bad = (wide < -(2**31)) | (wide >= 2**31)
+    if not tensor.dtype.is_signed:
+        bad |= wide < 0  # 2**63 or more
+    if bad.any():
+        first = tensor.flatten()[int(bad.flatten().to(torch.uint8).argmax())].item()
+        raise InvalidPlanError(f"{name} has the value {first}; expected 32-bit integers")
+    return tensor.to(torch.int32, copy=True).contiguous()  # the caller may reuse its own
+
+
+def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(tensor.shape) != shape:
+        raise InvalidPlanError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+    return tensor
+
+
+def _optional(
+    value: torch.Tensor | IntsLike | None, name: str, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor | None:
+    return None if value is None else _shaped(_ints(value, name), name, shape).to(device)
+
+
+def _reject_first(
+    bad: np.ndarray, values: np.ndarray, expected: str, *, what: str = "slot_expert"
+) -> None:
+    where = np.argwhere(bad)
+    if where.size:
+        rank, slot = where[0]
+        raise InvalidPlanError(f"{what}[{rank}, {slot}] is {values[rank, slot]}: {expected}")
+
+
+def _reject_first_1d(bad: np.ndarray, values: np.ndarray, name: str, expected: str) -> None:
+    where = np.flatnonzero(bad)
+    if where.size:
+        raise InvalidPlanError(
+            f"{name}[{where[0]}] is {values[where[0]]}; expected a value in {expected}"
+        )
+
+
+_BITS = Costs(per_token=22, per_transfer=40, per_replica=40)  # as `Objective` in plan/search.hpp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCost:
+    """Seconds that a plan adds to a layer: pass the same values on every rank.
+
+    A plan takes ``token`` times the tokens of its fullest rank, ``expert_byte`` times the bytes of
+    as many experts as some rank exports or imports at most, and ``replica`` for every replica.
+
+    Attributes:
+        token: of one token in an expert (its grouped GEMMs, dispatch and combine).
+        expert_byte: of one byte through a rank's link: one over the bandwidth. 0 where the transfer
+            is hidden.
+        replica: of one replica, for instance for the padding of its group.
+        expert_bytes: bytes of one expert; None: those of the group.
+    """
+
+    token: float
+    expert_byte: float
+    replica: float = 0.0
+    expert_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InvalidArgumentError(
+                    f"{field.name} is {value}; expected a finite number of at least 0"
+                )
+
+    def in_integers(self, group_bytes: int | None) -> Costs:
+        """Return the costs in a common unit, as fine as the planner's integers allow.
+
+        Raises:
+            InvalidArgumentError: the bytes of an expert are not known, or nothing costs anything.
+        """
+        expert_bytes = self.expert_bytes if self.expert_bytes is not None else group_bytes
+        if expert_bytes is None:
+            raise InvalidArgumentError(
+                "cost has no expert_bytes, and there is no group to take them from; expected one"
+            )
+        costs = (self.token, self.expert_byte * expert_bytes, self.replica)
+        if not any(costs):
+            raise InvalidArgumentError("cost is 0 for everything; expected something to minimise")
+        finest = [
+            bits - math.frexp(cost)[1] for cost, bits in zip(costs, _BITS, strict=True) if cost
+        ]
+        # The sum of a plan has to stay below 2**63: tokens below 2**40 give 2**62, the rest less.
+        return Costs(*(int(math.ldexp(cost, min(finest))) for cost in costs))

@@ -1,0 +1,371 @@
+"""The planner, as a short definition: from the load of a microbatch to replicas and quotas.
+
+`src/core/plan/planner.hpp` and `src/core/plan/probe.hpp` compute the same, fast; the two agree in
+every integer. Change this one to try an idea. Integers decide everything and ties go to the lower
+id, so that all ranks plan alike.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+PPM = 1_000_000
+MAX_LOAD = 2**31 - 1
+MAX_TOTAL_LOAD = 2**40 - 1
+MAX_TARGET = 1000.0
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Replicas = list[tuple[int, int, int]]
+
+
+"""(expert, rank, quota), in the order in which slots are filled."""
+
+
+class Costs(NamedTuple):
+    """Integers in one unit: of a token on the fullest rank, of a unit of transfer, of a replica."""
+
+    per_token: int
+    per_transfer: int
+    per_replica: int
+
+
+class Variant(NamedTuple):
+    """How a probe goes about it: see `_probe`."""
+
+    style: str
+    order: int
+
+
+VARIANTS = [[Variant(style, order) for order in range(3)] for style in ("tight", "early", "wide")]
+
+
+def target_to_ppm(target: float) -> int:
+    """The target imbalance in integer millionths, as both planners take it.
+
+    Raises ValueError unless 1 <= target <= 1000.
+    """
+    if not (math.isfinite(target) and 1.0 <= target <= MAX_TARGET):
+        raise ValueError(f"target imbalance is {target}; expected 1 <= target <= {MAX_TARGET:g}")
+    return round(target * PPM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pool:
+    """Ranks that may hold each other's experts: what does not change between probes."""
+
+    ranks: list[int]  # by descending load, then id
+    rank_load: list[int]  # [G] without replicas
+    mains: list[list[int]]  # [G] experts at home on a rank, by descending load, then id
+    load: list[int]  # [E]
+    largest: int  # tokens of the largest expert
+    slots: int
+
+    @property
+    def mean(self) -> int:
+        """Tokens that some rank of the pool has under any plan."""
+        return -(-sum(self.rank_load[r] for r in self.ranks) // len(self.ranks))
+
+    @property
+    def fullest(self) -> int:
+        """Tokens of the fullest rank without replicas."""
+        return self.rank_load[self.ranks[0]]
+
+    @property
+    def last_cap(self) -> int:
+        """From which on a cap on exports and imports caps nothing."""
+        return max(self.slots, *map(len, self.mains))
+
+    def caps(self, first: int = 1) -> Iterator[int]:
+        """One by one up to the number of slots, then doubled."""
+        cap = first
+        while cap < 2 * self.last_cap:
+            yield cap
+            cap = cap + 1 if cap < self.slots else 2 * cap
+
+    def least_cap(self, threshold: int) -> int:
+        """The lowest cap below which some rank could not shed its excess."""
+        least = 1
+        for rank in self.ranks:
+            excess, exports = self.rank_load[rank] - threshold, 0
+            while excess > 0:
+                excess -= self.load[self.mains[rank][exports]]
+                exports += 1
+            least = max(least, exports)
+        return least
+
+
+def plan_slots(
+    load: ArrayLike,
+    *,
+    num_ranks: int,
+    slots_per_rank: int,
+    home: ArrayLike,
+    domain: ArrayLike,
+    allow_cross_domain: bool = False,
+    target: float = 1.01,
+    costs: Costs | None = None,
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Choose the replicas of one microbatch and the quota of every instance.
+
+    By target: the least imbalance down to `target`, then the least transfer (most experts that a
+    rank exports or imports), then the fewest replicas. By cost: the cheapest of a set of plans.
+
+    Args:
+        load: `[E]` integers, tokens of each expert over all source ranks, each below 2**31, in all
+            below 2**40.
+        num_ranks: G.
+        slots_per_rank: S.
+        home: `[E]` integers, the rank of each expert's main instance.
+        domain: `[G]` integers; ranks with equal values are in one domain.
+        allow_cross_domain: let replicas leave the domain of their home.
+        target: largest rank quota over the mean that is good enough, from 1 to 1000.
+        costs: takes the place of the target.
+
+    Returns:
+        `(slot_expert, slot_quota, home_quota)`: int32 `[G, S]`, `[G, S]`, `[E]`. An empty slot
+        is -1 with quota 0; a rank's slots are filled from 0.
+
+    Raises:
+        ValueError: a shape, load, home or target out of range.
+    """
+    target_ppm = target_to_ppm(target)
+    load_, home_ = _checked(load, home, domain, num_ranks, slots_per_rank)
+    pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
+    pools = _pools(load_, home_, pool_of, num_ranks, slots_per_rank)
+    mean, fullest = max(pool.mean for pool in pools), pools[0].fullest
+    wanted = mean
+    if costs is None:
+        wanted = max(mean, int(load_.sum()) * target_ppm // (num_ranks * PPM))
+    replicas: Replicas = []
+    if slots_per_rank > 0 and fullest > wanted:
+        if costs is None:
+            for pool in pools:
+                replicas += _plan_by_target(pool, wanted, mean)
+        else:
+            replicas = _plan_by_cost(pools, mean, fullest, costs)
+    return _fill_slots(load_, num_ranks, slots_per_rank, replicas)
+
+
+def _plan_by_target(pool: _Pool, wanted: int, mean: int) -> Replicas:
+    threshold = _lowest_threshold(pool, wanted, mean)
+    for cap in pool.caps(pool.least_cap(threshold)):
+        found = _fewest(pool, threshold, cap)
+        if found is not None:
+            break
+    else:
+        return []
+    replicas, variant = found
+    # What is free: with the same cap and no more replicas, less imbalance.
+    low, high = mean - 1, threshold
+    for _ in range(6 if replicas else 0):
+        if high - low <= 1:
+            break
+        middle = low + (high - low) // 2
+        better = _probe(pool, middle, cap, variant)
+        if better is None or len(better) > len(replicas):
+            low = middle
+        else:
+            high, replicas = middle, better
+    return replicas
+
+
+def _plan_by_cost(pools: list[_Pool], mean: int, fullest: int, costs: Costs) -> Replicas:
+    least, best = costs.per_token * fullest, Replicas()
+    thresholds = [mean + ((fullest - mean) >> i) for i in range(13)] + [mean]
+    for cap in pools[0].caps():
+        for threshold in thresholds:
+            fixed = costs.per_token * threshold + costs.per_transfer * cap
+            if fixed >= least or any(pool.least_cap(threshold) > cap for pool in pools):
+                continue
+            found = [_fewest(pool, threshold, cap) for pool in pools]
+            plans = [plan for plan, _ in filter(None, found)]
+            replicas = [replica for plan in plans for replica in plan]
+            cost = fixed + costs.per_replica * len(replicas)
+            if len(plans) == len(pools) and cost < least:
+                least, best = cost, replicas
+    return best
+
+
+def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
+    """The lowest threshold, from `wanted` up, that some probe reaches: gallop, then bisect.
+
+    More room does not always help a greedy: where `wanted` is out of reach, the mean may not be.
+    """
+
+    def reaches(threshold: int) -> bool:
+        variants = (v for style in VARIANTS for v in style)
+        return any(_probe(pool, threshold, pool.last_cap, v) is not None for v in variants)
+
+    unit = max(wanted // 4096, 1)
+    low, high, step = wanted - unit, wanted, unit
+    if reaches(high):
+        return high
+    if mean < wanted and reaches(mean):
+        return mean
+    while True:
+        low, high, step = high, min(high + step, pool.fullest), 2 * step
+        if high == pool.fullest or reaches(high):  # the fullest rank's needs no replica
+            break
+    while high - low > unit:
+        middle = low + (high - low) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
+
+
+def _fewest(pool: _Pool, threshold: int, cap: int) -> tuple[Replicas, Variant] | None:
+    """The plan with the fewest replicas, of the first style with any: later styles send more."""
+    for style in VARIANTS:
+        plans = [(_probe(pool, threshold, cap, v), v) for v in style]
+        found = [(plan, v) for plan, v in plans if plan is not None]
+        if found:
+            return min(found, key=lambda plan: len(plan[0]))
+    return None
+
+
+def _nth_hot(hot: list[int], order: int, n: int) -> int:
+    """By descending load, by ascending load, or from both ends in turn."""
+    if order == 0:
+        return hot[n]
+    if order == 1:
+        return hot[-1 - n]
+    return hot[-1 - n // 2] if n % 2 else hot[n // 2]
+
+
+@dataclass
+class _CoolRank:
+    """A rank below the threshold, as a probe sees it."""
+
+    slack: int  # tokens it may still take
+    rank: int
+    left: int  # replicas it may still take
+
+    def lost(self, pool: _Pool, quota: int = 0) -> int:
+        """Room that no choice of experts can fill any more, once a replica has taken `quota`."""
+        return max(self.slack - quota - (self.left - (quota > 0)) * pool.largest, 0)
+
+    def costs(self, pool: _Pool, quota: int) -> int:
+        """How much more room is lost once a replica has taken `quota`."""
+        return self.lost(pool, quota) - self.lost(pool)
+
+
+def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas | None:
+    """Bring every rank of the pool down to the threshold, or return None where there is no room.
+
+    A hot rank exports from the main that has most left, among its `cap` largest. A need goes whole
+    to the tightest gap that takes all of it ("wide": to the widest). Where that would leave more
+    room unfillable than the pool can spare, a gap is filled to the brim instead: the largest one
+    below the need, or one above it, with more than the need. In the latter case the exporter drops
+    below the threshold by just as much and joins the cool ranks: a chain. So room that has no slot
+    left moves to a rank that has. "tight" chains only where no gap is below the need, "early" and
+    "wide" as soon as they can.
+    """
+    imports = min(cap, pool.slots)
+    hot = [r for r in pool.ranks if pool.rank_load[r] > threshold]
+    slacks = [(threshold - pool.rank_load[r], r) for r in pool.ranks]
+    cool = [_CoolRank(slack, r, imports) for slack, r in slacks if slack > 0]  # by ascending slack
+    spare = sum(slack for slack, _ in slacks) - sum(c.lost(pool) for c in cool)
+    if hot and spare < 0:
+        return None
+    replicas: Replicas = []
+    for n in range(len(hot)):
+        rank = _nth_hot(hot, variant.order, n)
+        excess = pool.rank_load[rank] - threshold
+        mains = pool.mains[rank][:cap]
+        have = [pool.load[e] for e in mains]
+        while excess > 0:
+            main = have.index(max(have))
+            need = min(have[main], excess)
+            above = bisect_left(cool, need, key=lambda c: c.slack)
+            room = range(above, len(cool))
+            if variant.style == "wide":
+                room = room[::-1]
+            fits = [i for i in room if cool[i].costs(pool, need) <= spare]
+            if fits:
+                at, quota = fits[0], need
+            else:
+                at = above - 1
+                if room and (above == 0 or variant.style != "tight"):
+                    brim = min(have[main], cool[room[0]].slack)
+                    at = room[0] if cool[room[0]].costs(pool, brim) <= spare else at
+                if at < 0:
+                    return None
+                quota = min(have[main], cool[at].slack)
+            spare -= cool[at].costs(pool, quota)
+            c = cool.pop(at)
+            replicas.append((mains[main], c.rank, quota))
+            have[main] -= quota
+            excess -= quota
+            if c.left > 1 and c.slack > quota:
+                rest = _CoolRank(c.slack - quota, c.rank, c.left - 1)
+                insort_left(cool, rest, key=lambda c: c.slack)
+        if excess < 0:
+            insort_left(cool, _CoolRank(-excess, rank, imports), key=lambda c: c.slack)
+    return replicas
+
+
+def _checked(
+    load: ArrayLike, home: ArrayLike, domain: ArrayLike, num_ranks: int, slots_per_rank: int
+) -> tuple[Int64Array, Int64Array]:
+    load_ = np.asarray(load, dtype=np.int64)
+    home_ = np.asarray(home, dtype=np.int64)
+    domain_ = np.asarray(domain, dtype=np.int64)
+    if num_ranks < 1 or slots_per_rank < 0:
+        raise ValueError(
+            f"num_ranks is {num_ranks} and slots_per_rank {slots_per_rank}; "
+            "expected at least 1 and at least 0"
+        )
+    if load_.ndim != 1 or home_.shape != load_.shape or domain_.shape != (num_ranks,):
+        raise ValueError(
+            f"load is {load_.shape}, home {home_.shape} and domain {domain_.shape}; "
+            f"expected [E], [E] and [{num_ranks}]"
+        )
+    for name, values, largest in (("load", load_, MAX_LOAD), ("home", home_, num_ranks - 1)):
+        for index in np.flatnonzero((values < 0) | (values > largest))[:1]:
+            raise ValueError(f"{name}[{index}] is {values[index]}; expected 0 to {largest}")
+    if load_.sum() > MAX_TOTAL_LOAD:
+        raise ValueError(f"the loads sum to {load_.sum()}; expected at most {MAX_TOTAL_LOAD}")
+    return load_, home_
+
+
+def _pools(
+    load: Int64Array, home: Int64Array, pool_of: Int64Array, num_ranks: int, slots: int
+) -> list[_Pool]:
+    """The pools, numbered by their fullest rank."""
+    rank_load = np.zeros(num_ranks, np.int64)
+    np.add.at(rank_load, home, load)
+    by_load = np.argsort(-rank_load, kind="stable")
+    experts = np.argsort(-load, kind="stable")
+    mains = [experts[home[experts] == r].tolist() for r in range(num_ranks)]
+    return [
+        _Pool(
+            ranks=by_load[pool_of[by_load] == p].tolist(),
+            rank_load=rank_load.tolist(),
+            mains=mains,
+            load=load.tolist(),
+            largest=int(load.max(initial=0)),
+            slots=slots,
+        )
+        for p in dict.fromkeys(pool_of[by_load].tolist())
+    ]
+
+
+def _fill_slots(
+    load: Int64Array, num_ranks: int, slots: int, replicas: Replicas
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    slot_expert = np.full((num_ranks, slots), -1, np.int32)
+    slot_quota = np.zeros((num_ranks, slots), np.int32)
+    home_quota = load.astype(np.int32)
+    used = [0] * num_ranks
+    for expert, rank, quota in replicas:
+        slot_expert[rank, used[rank]] = expert
+        slot_quota[rank, used[rank]] = quota
+        home_quota[expert] -= quota
+        used[rank] += 1
+    return slot_expert, slot_quota, home_quota

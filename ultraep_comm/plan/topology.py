@@ -1,0 +1,192 @@
+"""A group's constants: which rank owns which expert, and which ranks reach each other's memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+IntArray = npt.NDArray[np.int32]
+MAX_COUNT = 1 << 24  # of ranks or experts: maps of more are a mistake, and would fill the memory
+IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
+
+
+def contiguous_home(num_experts: int, num_ranks: int) -> IntArray:
+    """Return the default home map ``[E]``: contiguous, as even as possible, larger ranks first."""
+    base, extra = divmod(num_experts, num_ranks)
+    counts = [base + (r < extra) for r in range(num_ranks)]
+    return np.repeat(np.arange(num_ranks, dtype=np.int32), counts)
+
+
+def _as_ints(value: IntsLike, name: str, length: int) -> IntArray:
+    try:
+        array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{name} is no array: {error}") from None
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; expected [{length}] integers"
+        )
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise InvalidArgumentError(f"{name} has a value beyond 32 bits")
+    copy = array.astype(np.int32)  # the caller may change its own
+    copy.setflags(write=False)
+    return copy
+
+
+def as_int(value: object, name: str) -> int:
+    """Return an integer argument as int.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is {value!r}; expected an integer") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Constants that plans and schedules are computed from.
+
+    Attributes:
+        num_ranks: G.
+        num_experts: E.
+        slots_per_rank: S.
+        home: int32 ``[E]``, the rank that owns each expert.
+        domain: int32 ``[G]``, equal for ranks with load/store access to each other.
+        allow_cross_domain: replicas may lie outside their home's domain.
+    """
+
+    num_ranks: int
+    num_experts: int
+    slots_per_rank: int
+    home: IntArray
+    domain: IntArray
+    allow_cross_domain: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        num_ranks: int,
+        num_experts: int,
+        slots_per_rank: int,
+        home: IntsLike | None = None,
+        domains: IntsLike | None = None,
+        allow_cross_domain: bool = False,
+    ) -> Topology:
+        """Check the arguments and fill in defaults.
+
+        Raises:
+            InvalidArgumentError: a count below its minimum or above 2**24, more slots on a rank
+                than experts, a map of the wrong shape, or a home outside ``[0, num_ranks)``.
+        """
+        num_ranks = as_int(num_ranks, "num_ranks")
+        num_experts = as_int(num_experts, "num_experts")
+        slots_per_rank = as_int(slots_per_rank, "slots_per_rank")
+        minima = {"num_ranks": (num_ranks, 1), "num_experts": (num_experts, 1)}
+        minima["slots_per_rank"] = (slots_per_rank, 0)
+        for name, (value, least) in minima.items():
+            if not least <= value <= MAX_COUNT:
+                raise InvalidArgumentError(f"{name} is {value}; expected {least} to {MAX_COUNT}")
+        if slots_per_rank > num_experts:
+            raise InvalidArgumentError(
+                f"slots_per_rank is {slots_per_rank}, but there are {num_experts} experts; expected"
+                " no more slots than experts, since a rank has at most one instance of each"
+            )
+        if home is None:
+            home_map = contiguous_home(num_experts, num_ranks)
+        else:
+            home_map = _as_ints(home, "home", num_experts)
+            bad = np.flatnonzero((home_map < 0) | (home_map >= num_ranks))
+            if bad.size:
+                raise InvalidArgumentError(
+                    f"home[{bad[0]}] is {home_map[bad[0]]}; expected a rank in [0, {num_ranks})"
+                )
+        domain = (
+            np.zeros(num_ranks, np.int32)
+            if domains is None
+            else _as_ints(domains, "domains", num_ranks)
+        )
+        return cls(
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            slots_per_rank=slots_per_rank,
+            home=home_map,
+            domain=domain,
+            allow_cross_domain=allow_cross_domain,
+        )
+
+    def with_domains(self, domain: IntArray) -> Topology:
+        """Return the same with other domains ``[G]``."""
+        return replace(self, domain=domain)
+
+    def mains(self, rank: int) -> IntArray:
+        """Experts at home on ``rank``, ascending: the order of its main weights."""
+        return np.flatnonzero(self.home == rank).astype(np.int32)
+
+    @property
+    def max_mains(self) -> int:
+        """Return the largest number of mains on a rank."""
+        return int(np.bincount(self.home, minlength=self.num_ranks).max())
+
+    @cached_property
+    def instances_per_rank(self) -> int:
+        """Return P: physical instance ids of rank r are ``r * P`` to ``r * P + P - 1``."""
+        return self.max_mains + self.slots_per_rank
+
+
+def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:
+    """Return ``[G]`` domains, numbered by their first ranks. The same on every rank.
+
+    Args:
+        reaches: ``[G][G]``, non-zero where the row's rank has load/store access to the column's.
+
+    Raises:
+        UnsupportedError: access is not mutual, or not the same for all ranks of a domain.
+    """
+    reach = np.array(reaches) != 0
+    num_ranks = len(reach)
+    domain = np.full(num_ranks, -1, np.int32)
+    for first in range(num_ranks):
+        if domain[first] < 0:
+            domain[reach[first] & (domain < 0)] = domain.max() + 1
+            domain[first] = domain.max() if reach[first, first] else domain.max() + 1
+    same = domain[:, None] == domain[None, :]
+    odd = np.argwhere((same != reach) & ~np.eye(num_ranks, dtype=bool))
+    if len(odd):
+        a, b = odd[0]
+        has = "has" if reach[a, b] else "has no"
+        raise UnsupportedError(
+            f"the ranks' access to each other's memory makes no domains: rank {a} {has} load/store"
+            f" access to rank {b}, other than the ranks beside it. Give domains=, with ranks that"
+            " all reach each other in each"
+        )
+    return domain
+
+
+def check_domains(domain: IntArray, reaches: Sequence[Sequence[int]]) -> None:
+    """Check domains that the caller gave. The same result on every rank.
+
+    Raises:
+        UnsupportedError: ranks of one domain do not reach each other's memory.
+    """
+    reach = np.array(reaches) != 0
+    np.fill_diagonal(reach, True)
+    missing = np.argwhere((domain[:, None] == domain[None, :]) & ~reach)
+    if len(missing):
+        a, b = missing[0]
+        raise UnsupportedError(
+            f"rank {a} has no load/store access to rank {b}, which is in the same domain"
+            f" {domain[a]}. Leave domains=None to have them found, or look why peer access is off:"
+            " nvidia-smi topo -p2p r, container isolation, IMEX channels between machines"
+        )

@@ -1,0 +1,538 @@
+"""The file of a recorder: one rank's calls, with the plans that they were made by.
+
+An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E experts:
+
+| array                        | what                                                         |
+|------------------------------|--------------------------------------------------------------|
+| ``magic``, ``version``       | ``"ultraep_comm recording"``, 1                              |
+| ``run``                      | a text: the same in files of one group of one run, and no others |
+| ``rank``                     | whose calls these are                                        |
+| ``machine``                  | a text: ranks where it is the same have one monotonic clock  |
+| ``epoch_ns``                 | to be added to times, for nanoseconds since 1970             |
+| ``num_calls``                | calls made while it recorded, of which the last N are here   |
+| ``failed_epoch``             | the first call that failed, which may not be here; 0: none   |
+| ``home [E]``, ``domain [G]`` | the group's constants                                        |
+| ``calls [N]`` of ``CALL``    | what was called, when, and what is known of its plan         |
+| ``slot_expert [N, G, S]``    | -1 where the plan is not known                               |
+| ``slot_quota [N, G, S]``     | 0 where quotas are not known                                 |
+| ``home_quota [N, E]``        | likewise                                                     |
+| ``load [N, G, E]``           | 0 where the load is not known; no rows if loads were left out |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntFlag
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.errors import RecordingError, UltraEPError
+from ultraep_comm.plan.schedule import MODES
+from ultraep_comm.system import write_whole
+
+MAGIC = "ultraep_comm recording"
+VERSION = 1
+MAX_TEXT = 128  # characters of run and machine
+OPERATIONS = ("gather_load", "gather_and_plan", "replicate_experts", "reduce_expert_grads")
+
+
+class Known(IntFlag):
+    """What a recording knows of a call's plan."""
+
+    PLACEMENT = 1
+    QUOTAS = 2
+    LOAD = 4
+
+
+CALL = np.dtype(
+    [
+        ("operation", np.int32),  # of OPERATIONS
+        ("mode", np.int32),  # a Mode; -1: none, or chosen on the device
+        ("epoch", np.int64),
+        ("layer", np.int64),  # of the handle that was given; -1: a plan, or none
+        ("microbatch", np.int64),  # likewise
+        ("begin_ns", np.int64),  # the caller entered the call; the rank's monotonic clock
+        ("end_ns", np.int64),  # the rank's part was finished; -1: not known, or it failed
+        ("expert_bytes", np.int64),  # that the call moves for each replica
+        ("known", np.int32),  # of the plan: Known
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """One rank's calls; the module's text describes the arrays.
+
+    Attributes:
+        source: where it comes from, for messages.
+        run: the same in recordings of one group of one run, and in no others.
+        rank: whose calls these are.
+        machine: ranks where it is the same have one monotonic clock.
+        epoch_ns: added to times of ``calls`` it gives nanoseconds since 1970.
+        num_calls: calls that were made while it recorded, of which the last N are here.
+        failed_epoch: the first call that failed, which may not be among these; 0: none.
+        home: int32 ``[E]``.
+        domain: int32 ``[G]``.
+        calls: ``[N]`` of :data:`CALL`, oldest first.
+        slot_expert: int32 ``[N, G, S]``.
+        slot_quota: int32 ``[N, G, S]``.
+        home_quota: int32 ``[N, E]``.
+        load: int32 ``[N, G, E]``, or ``[0, G, E]``: loads were not recorded.
+    """
+
+    source: str
+    run: str
+    rank: int
+    machine: str
+    epoch_ns: int
+    num_calls: int
+    failed_epoch: int
+    home: NDArray[np.int32]
+    domain: NDArray[np.int32]
+    calls: NDArray[np.void]
+    slot_expert: NDArray[np.int32]
+    slot_quota: NDArray[np.int32]
+    home_quota: NDArray[np.int32]
+    load: NDArray[np.int32]
+
+    @property
+    def num_ranks(self) -> int:
+        """Return G."""
+        return len(self.domain)
+
+    @property
+    def num_experts(self) -> int:
+        """Return E."""
+        return len(self.home)
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Return S."""
+        return int(self.slot_expert.shape[2])
+
+    def bytes_of_rank(self) -> NDArray[np.int64]:
+        """Return, of each call ``[N]``, the bytes of the replicas in this rank's slots.
+
+        A transfer brings them, a reduction takes them away. -1 where the plan is not known; 0 for
+        calls without a plan.
+        """
+        filled = (self.slot_expert[:, self.rank] >= 0).sum(axis=1)
+        known = self.calls["known"] & Known.PLACEMENT > 0
+        moved: NDArray[np.int64] = np.where(known, filled * self.calls["expert_bytes"], -1)
+        return np.where(_has_plan(self.calls), moved, 0)
+
+
+def _has_plan(calls: NDArray[np.void]) -> NDArray[np.bool_]:
+    return np.isin(calls["operation"], [OPERATIONS.index(o) for o in OPERATIONS[2:]])
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def save_recording(recording: Recording, path: Path) -> None:
+    """Write a recording; the same bytes for the same recording.
+
+    Raises:
+        OSError: the file cannot be written. There is none then, or the one of before.
+    """
+    arrays: dict[str, Any] = {"magic": MAGIC, "version": VERSION}
+    arrays |= {f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "source"}
+
+    def write(file: BinaryIO) -> None:
+        np.savez_compressed(file, **arrays)
+
+    write_whole(path, write)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def load_recording(path: Path, *, loads: bool = True) -> Recording:
+    """Read a recording, and check all of it.
+
+    Args:
+        path: the file.
+        loads: read ``load`` too, which is most of it; else it has no rows.
+
+    Raises:
+        RecordingError: it is something else, damaged, or of another version; names the file.
+        OSError: it cannot be read.
+    """
+    try:
+        with ArrayFile(path) as file:
+            return _read(_Checker(path, file), loads)
+    except ArrayFileError as error:
+        raise RecordingError(
+            f"{path} is no recording, or a damaged one: {error}; expected what recorder.dump()"
+            " writes"
+        ) from error
+
+
+class _Checker:
+    """The arrays of a file, and what to say of one that is not as expected."""
+
+    def __init__(self, path: Path, file: ArrayFile) -> None:
+        self.path = path
+        self._file = file
+
+    def fail(self, text: str) -> RecordingError:
+        return RecordingError(f"{self.path} is no recording of version {VERSION}: {text}")
+
+    def magic(self) -> None:
+        """Raise unless the file says that it is a recording, of this version."""
+        if "magic" not in self._file.names or self.text("magic") != MAGIC:
+            raise RecordingError(
+                f"{self.path} has the arrays {sorted(self._file.names)[:20]}, and no magic word"
+                f" {MAGIC!r}; expected what recorder.dump() writes"
+            )
+        version = self.integer("version")
+        if version != VERSION:
+            raise RecordingError(
+                f"{self.path} is a recording of version {version}; expected version {VERSION}."
+                " Read it with the ultraep_comm that wrote it"
+            )
+
+    def shape(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> list[int]:
+        """Return the shape of an array, which is not read; None: any length."""
+        if name not in self._file.names:
+            raise self.fail(f"it has no array {name!r}")
+        found, lengths = self._file.header(name)
+        same = len(lengths) == len(shape) and all(
+            b is None or a == b for a, b in zip(lengths, shape, strict=True)
+        )
+        if found != dtype or not same:
+            wanted = ["any" if length is None else length for length in shape]
+            raise self.fail(
+                f"{name} has dtype {found} and shape {lengths}; expected {dtype}, {wanted}"
+            )
+        return list(lengths)
+
+    def array(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> NDArray[Any]:
+        """Return an array of this dtype and shape; None: any length."""
+        self.shape(name, dtype, shape)
+        return self._file.read(name)
+
+    def integer(self, name: str) -> int:
+        return int(self.array(name, np.dtype(np.int64), ()))
+
+    def text(self, name: str) -> str:
+        if name not in self._file.names:
+            raise self.fail(f"it has no array {name!r}")
+        dtype, shape = self._file.header(name)
+        if dtype.kind != "U" or shape != () or dtype.itemsize > 4 * MAX_TEXT:
+            raise self.fail(
+                f"{name} has dtype {dtype} and shape {shape}; expected a text of at most {MAX_TEXT}"
+                " characters"
+            )
+        return str(self._file.read(name))
+
+    def within(self, name: str, array: NDArray[Any], low: int, high: int) -> None:
+        """Raise unless all values are in ``[low, high)``."""
+        if array.size and not (low <= array.min() and array.max() < high):
+            raise self.fail(
+                f"{name} has values from {array.min()} to {array.max()}; expected [{low}, {high})"
+            )
+
+
+def _read(check: _Checker, loads: bool) -> Recording:
+    check.magic()
+    i32 = np.dtype(np.int32)
+    home, domain = check.array("home", i32, [None]), check.array("domain", i32, [None])
+    num_ranks, num_experts = len(domain), len(home)
+    calls = check.array("calls", CALL, [None])
+    slot_expert = check.array("slot_expert", i32, [len(calls), num_ranks, None])
+    rows = check.shape("load", i32, [None, num_ranks, num_experts])[0]
+    if rows not in (0, len(calls)):
+        raise check.fail(f"load has {rows} rows; expected {len(calls)}, or none")
+    if loads:
+        load = check.array("load", i32, [rows, num_ranks, num_experts])
+    else:
+        load = np.empty((0, num_ranks, num_experts), np.int32)
+    recording = Recording(
+        source=str(check.path),
+        run=check.text("run"),
+        rank=check.integer("rank"),
+        machine=check.text("machine"),
+        epoch_ns=check.integer("epoch_ns"),
+        num_calls=check.integer("num_calls"),
+        failed_epoch=check.integer("failed_epoch"),
+        home=home,
+        domain=domain,
+        calls=calls,
+        slot_expert=slot_expert,
+        slot_quota=check.array("slot_quota", i32, slot_expert.shape),
+        home_quota=check.array("home_quota", i32, [len(calls), num_experts]),
+        load=load,
+    )
+    _check_values(check, recording)
+    return recording
+
+
+def _check_values(check: _Checker, recording: Recording) -> None:
+    r, calls = recording, recording.calls
+    top, ever = 2**31, 1 << 62  # nanoseconds: 146 years
+    check.within("rank", np.array(r.rank), 0, r.num_ranks)
+    check.within("epoch_ns", np.array(r.epoch_ns), -ever, ever)
+    check.within("failed_epoch", np.array(r.failed_epoch), 0, ever)
+    check.within("home", r.home, 0, r.num_ranks)
+    check.within("domain", r.domain, 0, r.num_ranks)
+    check.within("slot_expert", r.slot_expert, -1, r.num_experts)
+    for name in ("slot_quota", "home_quota", "load"):
+        check.within(name, getattr(r, name), 0, top)
+    check.within("calls['operation']", calls["operation"], 0, len(OPERATIONS))
+    check.within("calls['mode']", calls["mode"], -1, len(MODES))
+    check.within("calls['known']", calls["known"], 0, 1 << len(Known))
+    check.within("calls['epoch']", calls["epoch"], 1, ever)
+    check.within("calls['layer']", calls["layer"], -1, top)
+    check.within("calls['microbatch']", calls["microbatch"], -1, 1 << 32)
+    check.within("calls['begin_ns']", calls["begin_ns"], 0, ever)
+    check.within("calls['end_ns']", calls["end_ns"], -1, ever)
+    check.within("calls['expert_bytes']", calls["expert_bytes"], 0, 1 << 48)
+    if r.num_calls < len(calls):
+        raise check.fail(f"num_calls is {r.num_calls}; expected at least {len(calls)}")
+    if (np.diff(calls["epoch"]) <= 0).any():
+        raise check.fail("calls['epoch'] does not grow from call to call")
+    ended = calls["end_ns"] != -1
+    if (calls["end_ns"] < calls["begin_ns"])[ended].any():
+        raise check.fail("calls['end_ns'] has a call that ends before it begins")
+    if (r.slot_quota[r.slot_expert < 0] != 0).any():
+        raise check.fail("slot_quota has tokens for an empty slot")
+    unknown = (calls["known"] & Known.PLACEMENT) == 0
+    if (r.slot_expert[unknown] >= 0).any() or (calls["known"][unknown] != 0).any():
+        raise check.fail("slot_expert has replicas in a call whose plan is not known")
+
+
+# ---- several ranks ------------------------------------------------------------------------------
+
+
+def load_recordings(paths: Iterable[Path], *, loads: bool = True) -> list[Recording]:
+    """Read the files of one group's ranks, and check that they belong together.
+
+    Args:
+        paths: files; a folder stands for all files ``*.npz`` in it.
+        loads: as for :func:`load_recording`.
+
+    Returns:
+        A recording of each rank that has a file, by rank.
+
+    Raises:
+        RecordingError: as :func:`load_recording`; a rank has two files; or the files are of
+            different groups or runs. Names the file.
+        OSError: a file cannot be read.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        if path.is_dir() and not files:
+            raise RecordingError(f"{path} has no *.npz files; expected recordings")
+    if not files:
+        raise RecordingError("no file was named; expected recordings of one group's ranks")
+    found = (load_recording(file, loads=loads) for file in files)
+    recordings = sorted(found, key=lambda r: r.rank)
+    first = recordings[0]
+    for previous, other in itertools.pairwise(recordings):
+        _check_same_run(first, other)
+        if other.rank == previous.rank:
+            raise RecordingError(
+                f"{previous.source} and {other.source} are both of rank {other.rank}; expected one"
+                " group's files, one of each rank"
+            )
+    return recordings
+
+
+def _check_same_run(first: Recording, other: Recording) -> None:
+    if other.run != first.run:
+        raise RecordingError(
+            f"{other.source} and {first.source} are of two groups, or of two runs; expected one"
+            " group's files of one run"
+        )
+    constants = ("num_ranks", "num_experts", "slots_per_rank")
+    found, expected = ([getattr(r, name) for name in constants] for r in (other, first))
+    if found != expected or not (
+        np.array_equal(first.home, other.home) and np.array_equal(first.domain, other.domain)
+    ):
+        raise RecordingError(
+            f"{other.source} is of a group with ranks, experts and slots {found}, {first.source} of"
+            f" one with {expected}, or with other homes or domains; expected files of one group"
+        )
+    _, ours, theirs = np.intersect1d(
+        first.calls["epoch"], other.calls["epoch"], assume_unique=True, return_indices=True
+    )
+    one, two = first.calls[ours], other.calls[theirs]
+    known = (one["known"] & two["known"] & Known.PLACEMENT) > 0
+    differ = (one["operation"] != two["operation"]) | (
+        known & (first.slot_expert[ours] != other.slot_expert[theirs]).any(axis=(1, 2))
+    )
+    if differ.any():
+        raise RecordingError(
+            f"call {one['epoch'][differ][0]} is not the same in {first.source} and {other.source};"
+            " expected files of one run"
+        )
+
+
+_CHUNK = 1 << 24
+_TEXT = 200  # characters
+# What damaged zip files and headers of arrays make the standard library and NumPy raise.
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,  # what is no bz2 stream, or an offset before the file's beginning
+    RuntimeError,  # a zip file that says it is encrypted, or compressed otherwise
+    TypeError,
+    ValueError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+class ArrayFileError(UltraEPError, ValueError):
+    """A file has no plain arrays, or none that could be read. The text does not name the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """What a file says of an array; its bytes are as many as that takes."""
+
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype[Any]
+
+
+class ArrayFile:
+    """An open file. A context manager.
+
+    Attributes:
+        names: of its arrays, and of what else is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file.
+
+        Raises:
+            ArrayFileError: it is no ``.npz`` file, or is larger unpacked than half of the memory.
+            OSError: it cannot be read.
+        """
+        self._file: BinaryIO = path.open("rb")
+        try:
+            # A device such as /dev/zero would be read until memory is full, to find its end.
+            if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                raise ArrayFileError("it is no regular file; expected an .npz file")
+            if self._file.read(6) == b"\x93NUMPY":
+                raise ArrayFileError("it is a single array; expected an .npz file")
+            self._zip = zipfile.ZipFile(self._file)
+            members = self._zip.infolist()
+            total, most = sum(info.file_size for info in members), physical_bytes() // 2
+            if total > most:
+                raise ArrayFileError(
+                    f"its arrays take {total} bytes; this machine's memory has room for {most}"
+                )
+        except ArrayFileError:
+            self._file.close()
+            raise
+        except _DAMAGE as error:
+            self._file.close()
+            raise ArrayFileError(f"it is no .npz file: {_brief(error)}") from error
+        self.names = [info.filename.removesuffix(".npy") for info in members]
+
+    def header(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """Return dtype and shape of an array without reading it.
+
+        Raises:
+            ArrayFileError: it is damaged, or no plain array, or has other bytes than it says.
+        """
+        try:
+            with self._zip.open(f"{name}.npy") as member:
+                header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
+        except _DAMAGE as error:
+            raise _unreadable(name, error) from error
+        return header.dtype, header.shape
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return an array.
+
+        Raises:
+            ArrayFileError: as :meth:`header`.
+        """
+        try:
+            with self._zip.open(f"{name}.npy") as opened:
+                member: Any = opened  # which has a method that its type does not
+                header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
+                flat = np.empty(math.prod(header.shape), header.dtype)
+                # With its last byte the member compares its checksum.
+                data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
+                at = 0
+                while at < len(data):
+                    count = member.readinto(data[at : at + _CHUNK])
+                    if not count:
+                        raise EOFError("it ends too early")
+                    at += count
+            return flat.reshape(header.shape, order="F" if header.fortran_order else "C")
+        except _DAMAGE as error:
+            raise _unreadable(name, error) from error
+
+    def __enter__(self) -> ArrayFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._zip.close()
+        self._file.close()
+
+
+def physical_bytes() -> int:
+    """Return how much memory the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _unreadable(name: str, error: Exception) -> ArrayFileError:
+    if isinstance(error, ArrayFileError):
+        return ArrayFileError(f"{name!r} {error}")
+    return ArrayFileError(f"{name!r} is damaged: {_brief(error)}")
+
+
+def _brief(error: Exception) -> str:
+    """Return an error's text, which may quote a file's bytes, as far as a line has room."""
+    text = str(error)
+    return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+
+
+def _read_header(member: Any, num_bytes: int) -> _Header:
+    version = np.lib.format.read_magic(member)
+    if version not in ((1, 0), (2, 0)):
+        raise ArrayFileError(f"has a header of version {version}; expected 1.0 or 2.0")
+    read = np.lib.format.read_array_header_1_0
+    if version == (2, 0):
+        read = np.lib.format.read_array_header_2_0
+    shape, fortran_order, dtype = read(member)
+    if dtype.hasobject or dtype.subdtype is not None:
+        raise ArrayFileError(
+            f"has dtype {dtype}; expected plain values, no Python objects and no arrays"
+        )
+    said, there = math.prod(shape) * dtype.itemsize, num_bytes - member.tell()
+    if any(length < 0 for length in shape) or said != there:
+        raise ArrayFileError(
+            f"says that it is {dtype} {list(shape)}, which is {said} bytes; it has {there}"
+        )
+    return _Header(shape=shape, fortran_order=fortran_order, dtype=dtype)

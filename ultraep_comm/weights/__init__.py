@@ -1,0 +1,1 @@
+"""Weights and gradients: tensors to segments, and to addresses."""

@@ -1,0 +1,382 @@
+"""Segments: the tensors of an expert, where their bytes lie, and checking weights against them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError, UltraEPError
+
+Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+Addresses: TypeAlias = "array[int]"  # of 64 bits
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_DTYPE, _DEVICE, _LAYOUT, _SHAPE = map(attrgetter, ("dtype", "device", "layout", "shape"))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor of an expert: a dense range of bytes, opaque to the transfer.
+
+    Attributes:
+        shape: of one expert's tensor.
+        dtype: any dtype with whole bytes.
+        strides: in elements; None: row-major. Any permutation of a dense layout is legal.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise InvalidArgumentError(f"a segment's dtype is {self.dtype!r}; expected torch.dtype")
+        for name in ("shape", "strides"):
+            value = getattr(self, name)
+            if value is None and name == "strides":
+                continue
+            try:
+                numbers = tuple(operator.index(n) for n in value)
+            except TypeError:
+                raise InvalidArgumentError(
+                    f"a segment's {name} is {value!r}; expected a sequence of integers"
+                ) from None
+            object.__setattr__(self, name, numbers)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one expert's tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def layout(self) -> tuple[int, ...]:
+        """Return the strides in elements, row-major by default."""
+        if self.strides is not None:
+            return self.strides
+        strides = [1] * len(self.shape)
+        for i in range(len(self.shape) - 1, 0, -1):
+            strides[i - 1] = strides[i] * self.shape[i]
+        return tuple(strides)
+
+    def view(self, storage: torch.Tensor, count: int) -> torch.Tensor:
+        """View ``count`` densely stacked experts in a uint8 tensor as ``[count, *shape]``."""
+        elements = math.prod(self.shape)
+        flat = storage.narrow(0, 0, count * self.nbytes).view(self.dtype)
+        return flat.as_strided((count, *self.shape), (elements, *self.layout))
+
+
+def make_segments(
+    expert: Mapping[str, Segment | tuple[Sequence[int], torch.dtype]],
+) -> dict[str, Segment]:
+    """Check an ``expert={name: (shape, dtype) or Segment}`` argument.
+
+    Raises:
+        InvalidArgumentError: no segment, an empty one, or strides that are not dense.
+    """
+    if not isinstance(expert, Mapping) or not expert:
+        raise InvalidArgumentError(
+            f"expert is {expert!r}, with no segment; expected {{name: (shape, dtype)}}"
+        )
+    segments = {}
+    for name, value in expert.items():
+        if isinstance(value, Segment):
+            segment = value
+        elif isinstance(value, tuple | list) and len(value) == 2:
+            shape, dtype = value
+            segment = Segment(shape, dtype)  # type: ignore[arg-type]  # which makes it a tuple
+        else:
+            raise InvalidArgumentError(
+                f"segment {name!r} is {value!r}; expected (shape, dtype) or a Segment"
+            )
+        if segment.nbytes <= 0:
+            raise InvalidArgumentError(
+                f"segment {name!r} has shape {segment.shape} and so no bytes; leave it out"
+            )
+        if not _is_dense(segment.shape, segment.layout):
+            raise InvalidArgumentError(
+                f"segment {name!r} of shape {segment.shape} has strides {segment.layout}, which are"
+                " not one dense range; expected a permutation of a row-major layout"
+            )
+        segments[str(name)] = segment
+    return segments
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundWeights:
+    """Main weights checked once, with their addresses. Made by ``Group.bind``.
+
+    The addresses are frozen: bind again after weights have moved.
+
+    Attributes:
+        addresses: ``[num_segments, M]`` in a row; 0 for segments that were not given.
+        names: the segments that were given.
+        region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
+        owner: identifies the group that bound them.
+        weights: as they were given; keeps the memory alive.
+        table: the addresses on the device of a CUDA group, int64 ``[num_segments, M]``; None: they
+            are on the CPU alone.
+    """
+
+    addresses: Addresses
+    names: frozenset[str]
+    region: int = -1
+    owner: object = field(default=None, repr=False)
+    weights: Weights = field(default_factory=dict, repr=False)
+    table: torch.Tensor | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Giver:
+    """Who gives tensors of its experts, and what they are called in errors."""
+
+    rank: int
+    device: torch.device
+    what: str = "weights"
+    error: type[UltraEPError] = InvalidWeightsError
+
+
+def bind_weights(
+    weights: Weights, segments: Mapping[str, Segment], num_mains: int, giver: Giver
+) -> tuple[Addresses, frozenset[str]]:
+    """Check weights, or gradients, against the segments and take their addresses.
+
+    Raises:
+        InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
+            strides; or the giver's own error.
+    """
+    if not isinstance(weights, Mapping):
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what} is a {type(weights).__name__}; expected {{name:"
+            f" tensor or sequence of tensors}} with names from {list(segments)}"
+        )
+    unknown = [name for name in weights if name not in segments]
+    if unknown:
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what} have a segment {unknown[0]!r}; expected"
+            f" {list(segments)}"
+        )
+    addresses = array("Q")
+    for name, segment in segments.items():
+        if name not in weights:
+            addresses.extend([0] * num_mains)
+            continue
+        value = weights[name]
+        if isinstance(value, torch.Tensor):
+            addresses.extend(_stacked(value, name, segment, num_mains, giver))
+        else:
+            addresses.extend(_listed(value, name, segment, num_mains, giver))
+    return addresses, frozenset(weights)
+
+
+def _stacked(
+    tensor: torch.Tensor,
+    name: str,
+    segment: Segment,
+    num_mains: int,
+    giver: Giver,
+) -> Sequence[int]:
+    shape = tensor.shape
+    if not shape or shape[0] != num_mains:
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name!r}] has shape {tuple(tensor.shape)}; expected"
+            f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
+        )
+    if num_mains == 0:
+        return []
+    start = _check(tensor, (num_mains,), name, segment, giver)
+    step = tensor.stride()[0] * segment.dtype.itemsize
+    return range(start, start + num_mains * step, step) if step else [start] * num_mains
+
+
+def _listed(
+    tensors: Sequence[torch.Tensor],
+    name: str,
+    segment: Segment,
+    num_mains: int,
+    giver: Giver,
+) -> list[int]:
+    if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
+        found = (
+            f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
+        )
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name!r}] has {found}; expected a tensor"
+            f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
+        )
+    addresses = _plain_addresses(tensors, segment, giver.device)
+    if 0 not in addresses:
+        return addresses
+    addresses = []
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise giver.error(
+                f"rank {giver.rank}: {giver.what}[{name!r}][{i}] is a {type(tensor).__name__};"
+                " expected a tensor"
+            )
+        addresses.append(_check(tensor, (), f"{name}][{i}", segment, giver))
+    return addresses
+
+
+def _plain_addresses(
+    tensors: Sequence[torch.Tensor], segment: Segment, device: torch.device
+) -> list[int]:
+    """Return addresses of tensors that are all just as expected, else [0]: to be looked at again.
+
+    There may be hundreds: each question is put to all of them, without a step of the interpreter
+    in between.
+    """
+    count = len(tensors)
+    if (
+        _PLAIN.issuperset(map(type, tensors))
+        and list(map(_DTYPE, tensors)).count(segment.dtype) == count
+        and list(map(_DEVICE, tensors)).count(device) == count
+        and list(map(_LAYOUT, tensors)).count(torch.strided) == count
+        and list(map(_SHAPE, tensors)).count(segment.shape) == count
+        and list(map(torch.Tensor.stride, tensors)).count(segment.layout) == count
+    ):
+        return list(map(torch.Tensor.data_ptr, tensors))
+    return [0]
+
+
+def _check(
+    tensor: torch.Tensor,
+    stacked: tuple[int, ...],
+    name: str,
+    segment: Segment,
+    giver: Giver,
+) -> int:
+    """Return the address of a tensor ``[*stacked, *segment.shape]``."""
+    if tensor.dtype != segment.dtype:
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] has dtype {tensor.dtype}; expected"
+            f" {segment.dtype}"
+        )
+    device = giver.device
+    if tensor.device != device:
+        engine = "host" if device.type == "cpu" else "CUDA"
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] is on {tensor.device}; expected {device},"
+            f" where the {engine} engine works"
+        )
+    # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
+    address = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    if address == 0:
+        raise giver.error(
+            f"rank {giver.rank}: {giver.what}[{name}] is a {type(tensor).__name__} without dense"
+            " memory; expected a plain tensor, for instance from .to_local()"
+        )
+    shape = tensor.shape
+    if shape != (*stacked, *segment.shape):
+        raise giver.error(
+            f"rank {giver.rank}: an expert of {giver.what}[{name}] has shape"
+            f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
+        )
+    strides, layout = tensor.stride()[len(stacked) :], segment.layout
+    if strides != layout and any(
+        size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
+    ):
+        raise giver.error(
+            f"rank {giver.rank}: an expert of {giver.what}[{name}] has strides {strides}; expected"
+            f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
+        )
+    return address
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with a storage of just these bytes.
+
+    Compilers treat tensors that share a storage as one, and copy all of it.
+    """
+    start = view.storage_offset() * view.element_size()
+    storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
+    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+    return tensor.set_(storage, 0, view.shape, view.stride())
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Segments to transfer: indices, int32 ascending, where those are, and their bytes."""
+
+    indices: np.ndarray
+    address: int
+    count: int
+    nbytes: int
+
+
+class Selections:
+    """Checks a rank's ``segments=``, and keeps what they mean.
+
+    Args:
+        rank: this rank.
+        segments: the group's.
+    """
+
+    def __init__(self, rank: int, segments: Mapping[str, Segment]) -> None:
+        self._rank = rank
+        self._names = tuple(segments)
+        self._nbytes = [segment.nbytes for segment in segments.values()]
+        self._found: dict[tuple[str, ...] | None, Selection] = {}
+
+    def find(self, segments: Sequence[str] | None) -> Selection:
+        """Return the segments to transfer; None: all.
+
+        Raises:
+            InvalidArgumentError: not a sequence of known names, each once, at least one.
+        """
+        if segments is not None and (
+            isinstance(segments, str)
+            or not isinstance(segments, Sequence)
+            or not all(isinstance(s, str) for s in segments)
+        ):
+            raise InvalidArgumentError(
+                f"rank {self._rank}: segments is {segments!r}; expected a sequence of names"
+            )
+        key = None if segments is None else tuple(segments)
+        found = self._found.get(key)
+        if found is not None:
+            return found
+        names = self._names if key is None else key
+        unknown = [name for name in names if name not in self._names]
+        if unknown or not names or len(set(names)) != len(names):
+            raise InvalidArgumentError(
+                f"rank {self._rank}: segments={key} is not a selection of {list(self._names)};"
+                " expected known names, each once, at least one"
+            )
+        indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
+        nbytes = sum(self._nbytes[i] for i in indices)
+        chosen = Selection(indices, indices.ctypes.data, len(indices), nbytes)
+        self._found[key] = chosen
+        return chosen
+
+    def require(self, bound: BoundWeights, chosen: Selection) -> None:
+        """Raise InvalidWeightsError if weights lack a segment to transfer."""
+        if len(bound.names) == len(self._names):
+            return
+        wanted = [self._names[i] for i in chosen.indices]
+        missing = [name for name in wanted if name not in bound.names]
+        if missing:
+            raise InvalidWeightsError(
+                f"rank {self._rank}: weights lack segment {missing[0]!r}; expected"
+                f" {wanted}, or choose with segments="
+            )
