@@ -41,13 +41,17 @@ inline bool signalled() {
 // Where the tensors of a plan are, and for how many ranks, slots and experts it is.
 struct PlanView {
   uint64_t slot_expert, slot_quota, home_quota, home;  // int32, [G][S] and [E]; 0: none
-  int32_t num_ranks, slots_per_rank, num_experts;      // -1: its tensors are not of one shape
+  int32_t num_ranks, slots_per_rank, num_experts;
   bool on_cpu;
+
+  bool has_shape(const Topology& t) const {
+    return num_ranks == t.num_ranks && slots_per_rank == t.slots_per_rank &&
+           num_experts == t.num_experts;
+  }
 
   // Of the group's shape and home map, and on the CPU.
   bool fits(const Topology& t) const {
-    return on_cpu && num_ranks == t.num_ranks && slots_per_rank == t.slots_per_rank &&
-           num_experts == t.num_experts &&
+    return on_cpu && has_shape(t) &&
            std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
   }
 };
@@ -120,6 +124,10 @@ void bind_plan_questions(nanobind::class_<Engine>& engine) {
           nanobind::arg("plan"))
       .def(
           "fits", [](const Engine& e, const PlanView& plan) { return plan.fits(e.topology()); },
+          nanobind::arg("plan"))
+      .def(
+          "has_shape",
+          [](const Engine& e, const PlanView& plan) { return plan.has_shape(e.topology()); },
           nanobind::arg("plan"));
 }
 

@@ -37,6 +37,9 @@ class Engine(Protocol):
     def fits(self, plan: _core.PlanView) -> bool:
         """Return whether a plan is on the CPU, and of the group's shape and home map."""
 
+    def has_shape(self, plan: _core.PlanView) -> bool:
+        """Return whether a plan is for as many ranks, slots and experts as the group."""
+
     def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or a reduction; return its epoch and mode; None: the device chooses."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from ultraep_comm import _core
@@ -22,8 +21,7 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
         InvalidPlanError: wrong shape, home map, expert, or placement.
     """
     if on_device:
-        check_device_plan(plan, session)
-        return view_of(plan)
+        return check_device_plan(plan, session)
     if isinstance(plan, Plan):
         view = view_of(plan)
         if session.engine.accepts(view):
@@ -68,12 +66,15 @@ def check_ids(topk_ids: torch.Tensor, session: Session) -> None:
         )
 
 
-def check_device_plan(plan: Plan, session: Session) -> None:
-    """Raise InvalidPlanError unless all of a device plan is there, in the group's shape.
+def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
+    """Return where a device plan is; the kernels check what its tensors hold.
 
-    What its tensors hold the kernels check.
+    Raises:
+        InvalidPlanError: it is not of the group's shape, or in part on another device.
     """
-    _check_numbers(plan, session)
+    view = view_of(plan)
+    if not session.engine.has_shape(view):
+        raise _other_shape(plan, session)
     device = plan.slot_expert.device
     for name, tensor in vars(plan).items():
         if tensor is not None and tensor.device != device:
@@ -81,35 +82,36 @@ def check_device_plan(plan: Plan, session: Session) -> None:
                 f"rank {session.rank}: the plan's {name} is on {tensor.device}; expected {device},"
                 " like its slot_expert"
             )
+    return view
 
 
 def check_plan_fits(plan: Plan, session: Session) -> None:
     """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
-    if isinstance(plan, Plan) and session.engine.fits(view_of(plan)):
-        return  # the rest says what is wrong
     if not isinstance(plan, Plan):
         raise InvalidPlanError(
             f"rank {session.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
             " from Plan.from_slots"
         )
-    _check_numbers(plan, session)
-    if plan.slot_expert.device.type != "cpu":
-        raise InvalidPlanError(
-            f"rank {session.rank}: the plan is on {plan.slot_expert.device}; expected cpu"
-        )
-    if not np.array_equal(plan.home.numpy(), session.topology.home):
-        raise other_home(session.rank)
+    view = view_of(plan)
+    if session.engine.fits(view):
+        return  # the rest says what is wrong
+    if not session.engine.has_shape(view):
+        raise _other_shape(plan, session)
+    for tensor in (plan.slot_expert, plan.home):
+        if not tensor.is_cpu:
+            raise InvalidPlanError(
+                f"rank {session.rank}: the plan is on {tensor.device}; expected cpu"
+            )
+    raise other_home(session.rank)
 
 
-def _check_numbers(plan: Plan, session: Session) -> None:
+def _other_shape(plan: Plan, session: Session) -> InvalidPlanError:
     t = session.topology
-    found = (plan.num_ranks, plan.slots_per_rank, plan.num_experts)
-    expected = (t.num_ranks, t.slots_per_rank, t.num_experts)
-    if found != expected:
-        raise InvalidPlanError(
-            f"rank {session.rank}: the plan is for {found[0]} ranks, {found[1]} slots and"
-            f" {found[2]} experts; expected {expected[0]}, {expected[1]} and {expected[2]}"
-        )
+    return InvalidPlanError(
+        f"rank {session.rank}: the plan is for {plan.num_ranks} ranks, {plan.slots_per_rank} slots"
+        f" and {plan.num_experts} experts; expected {t.num_ranks}, {t.slots_per_rank} and"
+        f" {t.num_experts}"
+    )
 
 
 def check_rerouted(plan: Plan, on_device: bool, session: Session) -> None:

@@ -110,6 +110,7 @@ class CudaEngine:
         self.check = self._engine.check
         self.accepts = self._engine.accepts
         self.fits = self._engine.fits
+        self.has_shape = self._engine.has_shape
         self.failed_epoch = self._engine.failed_epoch
         self.report = self._engine.report
         self.bad_id = self._engine.bad_id
