@@ -59,6 +59,9 @@ class Rank:
         for tensor in (x, *self.layer.parameters()):
             assert tensor.grad is not None
             dist.all_reduce(tensor.grad)
+        self.exchange()
+
+    def exchange(self) -> None:
         uec.gather_load(torch.zeros(4, 1, dtype=torch.int64), group=self.group)
 
     def start(self) -> uec.Work:
@@ -109,11 +112,12 @@ def _raises_in_context() -> None:
 
 
 def _fails() -> None:
-    """Rank 0's input is bad, which is its own error and the others'."""
+    """Rank 0's input is bad: its own error and, when all meet at the latest, the others'."""
     _keeps()
     if dist.get_rank() == 0:
         uec.replicate_experts({}, KEPT[0].plan, group=KEPT[0].group)
-    KEPT[0].start().wait()
+    KEPT[0].start().wait()  # succeeds where rank 0 was not needed
+    KEPT[0].exchange()
 
 
 def _fails_and_goes_on() -> None:
