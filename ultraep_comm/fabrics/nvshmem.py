@@ -115,7 +115,7 @@ class Nvshmem:
         """
         from cuda.core import Device
 
-        env.do_without_multicast()
+        env.disable_multicast()
         unique = self._core.get_unique_id(empty=True)
         undocumented(unique, "_data").view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
