@@ -41,7 +41,7 @@ class Engine(Protocol):
         """Return whether a plan is for as many ranks, slots and experts as the group."""
 
     def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
-        """Submit a transfer or a reduction; return its epoch and mode (None: the device chooses)."""
+        """Submit a transfer or reduction; return its epoch and mode (None: the device chooses)."""
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
@@ -181,7 +181,7 @@ class LocalStages(Protocol):
         """
 
     def count(self, topk_ids: Tensor) -> Tensor:
-        """Return the input of the engine's ``gather``: counts ``[E]``, or ids for its kernel to count.
+        """Return the input of the engine's ``gather``: counts ``[E]``, or ids that a kernel counts.
 
         Raises:
             InvalidLoadError: an id on the CPU is out of range.
