@@ -82,7 +82,7 @@ class Engine(Protocol):
     def bad_id(self) -> tuple[int, int] | None:
         """Return position and value of the first id that this rank's device rejected; -1: none.
 
-        None: there is no device, and so the failure is not a refused plan either.
+        None: there is no device that rejects ids or plans.
         """
 
     def damage(self) -> tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]:
