@@ -113,7 +113,7 @@ def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibratio
         raise _error(path, f"has format {reprlib.repr(document.get('format'))}; expected {FORMAT}")
     entries = document.get("engines")
     if not isinstance(entries, dict) or not set(entries) <= set(ENGINES):
-        raise _error(path, f"has entries for other engines than {list(ENGINES)}")
+        raise _error(path, f"has an invalid 'engines'; expected figures for {list(ENGINES)}")
     costs = {name: _read_costs(path, name, entry) for name, entry in entries.items()}
     for name, found in costs.items():
         here = device_name(name) if name in used else None

@@ -173,7 +173,7 @@ class HostStages:
         return found.view(routing_map.shape)
 
     def _find_moves(self, routing_map: Tensor, plan: Plan) -> Tensor:
-        """Return routed entries' flat positions before and after, ``[2, N]`` on the map's device."""
+        """Return flat positions of routed entries before and after: ``[2, N]``, beside the map."""
         given = self.on_host(routing_map, "routing_map").contiguous().numpy()
         status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), self._rank)
         raise_fault(status, "routing_map", self._rank, self._topology.num_experts)

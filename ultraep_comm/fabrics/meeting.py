@@ -297,8 +297,8 @@ class Hello:
         ]
         if wrong:
             raise BootstrapError(
-                f"rank {rank} sent a record with an invalid {wrong[0]}; expected the record of rank"
-                f" {rank} of {num_ranks}. Call new_group on every rank at the same point"
+                f"rank {rank} sent a record whose field {wrong[0]} is invalid; expected the record"
+                f" of rank {rank} of {num_ranks}. Call new_group on every rank at the same point"
             )
         return cls(
             digest=digest,
