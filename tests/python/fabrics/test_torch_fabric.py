@@ -266,7 +266,7 @@ def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
             errors.OutOfSharedMemoryError,
             r"out of memory\. Use",
         ),
-        ("allocate", ValueError("odd"), unsupported, "odd. Look whether"),
+        ("allocate", ValueError("odd"), unsupported, "odd. Check whether"),
         ("handle_types", errors.DeviceError("broken"), errors.DeviceError, "broken"),
         ("rendezvous", dist.DistStoreError("timeout"), bootstrap, "Has a rank left"),
         ("rendezvous", RuntimeError("overlapping devices"), unsupported, "CUDA_VISIBLE_DEVICES"),
