@@ -35,7 +35,7 @@ class InvalidLoadError(InvalidArgumentError):
 
 
 class PlanHandleError(UltraEPError, ValueError):
-    """A saved plan's handle was used after its plan was released, or with another group.
+    """A saved plan's handle was used after its plan was freed, or with another group.
 
     Also raised if a CUDA graph replay saved to a handle whose plan was still in use.
 

@@ -420,10 +420,8 @@ class Meeting:
 
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         mine = mine.to(self._device)
-        everybody = torch.empty(
-            (self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device
-        )
-        return dist.all_gather(list(everybody), mine, group=self.group, async_op=True), everybody
+        gathered = torch.empty((self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device)
+        return dist.all_gather(list(gathered), mine, group=self.group, async_op=True), gathered
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """All-gather a tensor; return ``[G, *shape]`` on the CPU.
@@ -434,14 +432,14 @@ class Meeting:
         if self._broken is not None:
             raise self._broken
         try:
-            work, everybody = self._start(mine)
+            work, gathered = self._start(mine)
             self._await(work)
             work.wait()
         except BootstrapError:
             raise
         except RuntimeError as error:
             self._diagnose(error)
-        return everybody.cpu()
+        return gathered.cpu()
 
     def _await(self, work: Any) -> None:
         """Return when a step has ended; raise once it is known that it never will."""

@@ -129,7 +129,7 @@ def reroute_ids(
         positions = np.flatnonzero(ids == expert)
         if len(positions) != column[rank]:
             raise ValueError(
-                f"expert {expert} occurs {len(positions)} times; load[{rank}] says {column[rank]}"
+                f"expert {expert} occurs {len(positions)} times; load[{rank}] has {column[rank]}"
             )
         share = source_shares(column, [r for r, _, _ in instances], quotas, rank)
         out[positions] = np.repeat([physical_id for _, physical_id, _ in instances], share)
