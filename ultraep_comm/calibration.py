@@ -1,7 +1,6 @@
-"""Measured constants of the cost model, from a file that the benchmark's `calibrate` writes.
+"""Measured constants of the cost model, from a file that `bench calibrate` writes.
 
-Rank 0's are the whole group's: it alone reads the file, and every rank chooses modes by what it
-sends along in `new_group`.
+Every rank uses those that rank 0 sends in `new_group`, so that all choose the same modes.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from ultraep_comm.errors import CalibrationError
 from ultraep_comm.system import read_json
 
 KIND = "ultraep_comm.calibration"
-FORMAT = 2  # another one for other fields
-ENGINES = ("host", "cuda", "loopback")  # the last: all ranks on one GPU
+FORMAT = 2  # changes with the fields
+ENGINES = ("host", "cuda", "loopback")  # loopback: all ranks on one GPU
 Constants = tuple[int, int, int, int, int]
 
 _LEAST_GBPS = 1e-3
-MOST = 1e6  # of every figure: microseconds, or 10^9 bytes a second
+MOST = 1e6  # upper bound of every figure, in microseconds or 10^9 bytes per second
 _PS = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """What one engine does here.
+    """Measured costs of one engine.
 
     Attributes:
-        device: what it was measured on.
-        ranks: that took part.
-        store_gbps: of one rank that stores to a peer what is in its cache, 10^9 bytes a second.
-        load_gbps: of one rank that reads a source that is not in a cache.
-        flag_us: of one flag group more that is handed on.
-        hop_us: half of a flag's way to a peer and back.
-        parallel: what all ranks move together over what one moves alone.
-        call_us: of a call that moves nothing.
+        device: the device they were measured on.
+        ranks: the number of ranks that took part.
+        store_gbps: one rank storing cached bytes to a peer, in 10^9 bytes per second.
+        load_gbps: one rank loading an uncached source, in 10^9 bytes per second.
+        flag_us: cost of one more flag group.
+        hop_us: half of a flag's round trip to a peer.
+        parallel: bandwidth of all ranks together over that of one rank alone.
+        call_us: time of a call that moves nothing.
     """
 
     device: str
@@ -55,9 +54,9 @@ class MeasuredCosts:
     call_us: float
 
     def constants(self, num_ranks: int, *, scales: bool) -> Constants:
-        """Return `CostModel`, field by field, for a group of so many ranks.
+        """Return the fields of `CostModel` for a group of ``num_ranks``.
 
-        ``scales``: ranks have links of their own, and more of them move more.
+        ``scales``: each rank has its own links, so that bandwidth grows with their number.
         """
         parallel = self.parallel * num_ranks / self.ranks if scales else self.parallel
         return (
@@ -71,20 +70,20 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured costs by engine; those of an engine without any are the built-in ones."""
+    """Measured costs by engine; an engine without an entry uses its built-in constants."""
 
     costs: Mapping[str, MeasuredCosts] = field(default_factory=dict)
 
     def constants(self, engine: str, num_ranks: int, built_in: Constants) -> Constants:
-        """Return the cost model's constants of one of ENGINES."""
+        """Return the cost model's constants for one of ``ENGINES``."""
         found = self.costs.get(engine)
         return built_in if found is None else found.constants(num_ranks, scales=engine == "cuda")
 
 
 def from_environment(engine: str) -> Calibration:
-    """Return what the file of ULTRAEP_CALIBRATION says; nothing without that variable.
+    """Return the calibration in the file of ULTRAEP_CALIBRATION; empty if the variable is unset.
 
-    ``engine`` is `new_group`'s argument: a group on the host alone asks for no GPU.
+    ``engine`` is `new_group`'s argument: with "host", entries of a GPU are not checked.
 
     Raises:
         CalibrationError: see :func:`read_calibration`.
@@ -96,25 +95,25 @@ def from_environment(engine: str) -> Calibration:
 
 
 def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibration:
-    """Read a file and hold what it says of the engines that are used against this machine.
+    """Read a calibration and check that the engines ``used`` were measured on this machine.
 
     Raises:
-        CalibrationError: it cannot be read, is truncated, not a calibration, has a figure out of
-            range, or is of another machine. Names the file.
+        CalibrationError: the file cannot be read, is truncated or not a calibration, has a figure
+            out of range, or comes from another machine. Names the file.
     """
     try:
         document = read_json(path)
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise _error(path, f"is damaged: it is no JSON ({error})") from None
+        raise _error(path, f"is damaged: it is not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise _error(path, f"is no calibration: its kind is not {KIND!r}")
+        raise _error(path, f"is not a calibration: its kind is not {KIND!r}")
     if document.get("format") != FORMAT:
         raise _error(path, f"has format {reprlib.repr(document.get('format'))}; expected {FORMAT}")
     entries = document.get("engines")
     if not isinstance(entries, dict) or not set(entries) <= set(ENGINES):
-        raise _error(path, f"names no engines of {list(ENGINES)}")
+        raise _error(path, f"has an invalid 'engines'; expected figures for {list(ENGINES)}")
     costs = {name: _read_costs(path, name, entry) for name, entry in entries.items()}
     for name, found in costs.items():
         here = device_name(name) if name in used else None
@@ -135,7 +134,7 @@ def make_calibration(costs: Mapping[str, MeasuredCosts]) -> dict[str, Any]:
 
 
 def device_name(engine: str) -> str | None:
-    """Return what an engine runs on here; None: there is no GPU to ask."""
+    """Return the name of the device that an engine runs on here; None if there is no GPU."""
     if engine == "host":
         return f"{cpu_name()} ({platform.machine()})"
     if not torch.cuda.is_available():
@@ -145,7 +144,7 @@ def device_name(engine: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """Return the model of this machine's processor, as far as the system says it."""
+    """Return the model name of this machine's processor, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -159,7 +158,7 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
     if not isinstance(entry, dict) or set(entry) != set(names):
         raise _error(path, f"has other fields for {engine!r} than {names}")
     if not isinstance(entry["device"], str):
-        raise _error(path, f"has a device for {engine!r} that is no text")
+        raise _error(path, f"has a device for {engine!r} that is not a string")
     if not _is_number(entry["ranks"]) or entry["ranks"] != int(entry["ranks"]):
         raise _error(path, f"has {reprlib.repr(entry['ranks'])} ranks for {engine!r}")
     least = {"ranks": 1, "parallel": 1, "store_gbps": _LEAST_GBPS, "load_gbps": _LEAST_GBPS}
@@ -176,12 +175,12 @@ def _read_costs(path: Path, engine: str, entry: object) -> MeasuredCosts:
 
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An integer of any length is compared, and only then made a float.
+    # Compared first: a larger integer may not fit a float.
     return is_number and abs(value) <= MOST and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _error(path: Path, what: str) -> CalibrationError:
     return CalibrationError(
-        f"calibration {path} {what}; write it anew with python -m ultraep_comm.bench calibrate"
+        f"calibration {path} {what}; write a new one with python -m ultraep_comm.bench calibrate"
         f" --output {path}, or unset ULTRAEP_CALIBRATION"
     )

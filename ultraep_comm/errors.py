@@ -15,7 +15,7 @@ class UltraEPError(RuntimeError):
 
 
 class InvalidArgumentError(UltraEPError, ValueError):
-    """An argument is wrong in itself, whatever other ranks do."""
+    """An argument is invalid, whatever other ranks pass."""
 
 
 class InvalidWeightsError(InvalidArgumentError):
@@ -23,27 +23,27 @@ class InvalidWeightsError(InvalidArgumentError):
 
 
 class InvalidGradientsError(InvalidArgumentError):
-    """Gradients do not match the group's slot gradients, or slots hold none."""
+    """Gradients do not match the group's slot gradients, or the slots have no gradients."""
 
 
 class InvalidPlanError(InvalidArgumentError):
-    """A plan breaks a rule: range, own home, duplicate, domain, quotas or shapes."""
+    """A plan breaks a rule: expert range, replica at home, duplicate, domain, quotas or shapes."""
 
 
 class InvalidLoadError(InvalidArgumentError):
-    """Loads, or routed ids, maps or probabilities: out of range, misshapen, or not the plan's."""
+    """Loads, routed ids, maps or probabilities are out of range, misshapen or not the plan's."""
 
 
 class PlanHandleError(UltraEPError, ValueError):
-    """A handle of a saved plan was used after its end, or with another group than its own.
+    """A saved plan's handle was used after its plan was freed, or with another group.
 
-    Or a replay of a CUDA graph saved to a handle whose plan was still in use.
+    Also raised if a CUDA graph replay saved to a handle whose plan was still in use.
 
     Attributes:
         rank: the rank that raises.
         layer: the handle's layer.
         microbatch: the handle's microbatch.
-        generation: the handle's number among the plans that its group has saved.
+        generation: the handle's sequence number among the plans saved by its group.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class PlanHandleError(UltraEPError, ValueError):
 
 
 class GroupBusyError(UltraEPError):
-    """A group that was to be idle has saved plans in use, or calls that have not finished.
+    """A group that should be idle has saved plans in use, or unfinished calls.
 
     Attributes:
         rank: the rank that raises.
-        live: layer and microbatch of each saved plan in use; empty: it is a call.
+        live: layer and microbatch of each saved plan in use; empty if a call is unfinished.
     """
 
     def __init__(self, message: str, *, rank: int, live: list[tuple[int, int]]) -> None:
@@ -71,7 +71,7 @@ class GroupBusyError(UltraEPError):
 
 
 class RecordingError(UltraEPError, ValueError):
-    """A file is no recording of a group's calls, or recordings do not belong together."""
+    """A file is not a recording of a group's calls, or recordings do not belong together."""
 
 
 class UnsupportedError(UltraEPError):
@@ -79,14 +79,14 @@ class UnsupportedError(UltraEPError):
 
 
 class CalibrationError(UltraEPError, ValueError):
-    """The file of measured costs cannot be read, is damaged, or is of another machine."""
+    """The file of measured costs cannot be read, is damaged, or comes from another machine."""
 
 
 class BootstrapError(UltraEPError):
-    """A group could not be made: ranks disagree, a rank left, or a connection failed.
+    """A group could not be created: ranks disagree, a rank left, or a connection failed.
 
     Attributes:
-        failed_rank: the rank that failed, or whose process has ended; -1: not known.
+        failed_rank: the rank that failed, or whose process has ended; -1 if unknown.
     """
 
     def __init__(self, message: str, *, failed_rank: int = -1) -> None:
@@ -95,26 +95,26 @@ class BootstrapError(UltraEPError):
 
 
 class OutOfSharedMemoryError(BootstrapError, MemoryError):
-    """There is not enough memory for a rank's slots and flags."""
+    """A rank's slots and flags do not fit in memory."""
 
 
 class DeviceError(UltraEPError):
-    """The CUDA driver refused a call, or a kernel ended with an error that is not ours."""
+    """The CUDA driver rejected a call, or a kernel failed with a CUDA error."""
 
 
 class GroupClosedError(UltraEPError):
-    """The group was closed, or failed earlier and takes no more calls."""
+    """The group is closed, or failed in an earlier call and accepts no more."""
 
 
 class TransferError(UltraEPError):
-    """A call on the group failed. Filled slots are undefined; make a new group.
+    """A call on the group failed. Filled slots are undefined; create a new group.
 
     Attributes:
         rank: the rank that raises.
         peer: the rank it waited for or disagrees with; -1 if none.
-        root: the end of the chain of waits, as far as ranks have published theirs; -1 unknown.
+        root: the end of the chain of waits, as far as ranks published theirs; -1 if unknown.
         epoch: number of the failed call on this group.
-        states: what was last known of every rank ``[G]``, by rank; empty if nothing was read.
+        states: the last known state of every rank ``[G]``, by rank; empty if none was read.
     """
 
     def __init__(
@@ -136,15 +136,15 @@ class TransferError(UltraEPError):
 
 
 class PlanMismatchError(TransferError):
-    """Ranks made different calls at the same epoch: another plan, mode, operation or order."""
+    """Ranks made different calls at the same epoch: plan, mode, operation or order differ."""
 
 
 class PeerRejectedError(TransferError):
-    """A peer rejected its own input and does not take part."""
+    """A peer rejected its own input and did not take part in the call."""
 
 
 class PeerGoneError(TransferError, ConnectionError):
-    """A peer's process ended, or it closed its group, while it was still needed."""
+    """A peer's process ended, or the peer closed its group, before the call was complete."""
 
 
 class TransferAbortedError(TransferError):
@@ -152,21 +152,21 @@ class TransferAbortedError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A bounded wait for a peer expired."""
+    """A wait for a peer timed out."""
 
 
 class CorruptSlotError(TransferError):
-    """Check mode: after a transfer a slot, or a main weight, was not what it should be.
+    """Check mode: after a transfer, a slot or a main weight does not hold the expected bytes.
 
     Attributes:
-        expert: the expert; -1: of a slot that was to stay empty.
-        slot: the slot of this rank; -1: main weights of this rank changed while the call ran.
+        expert: the expert; -1 for a slot that the plan leaves empty.
+        slot: the slot of this rank; -1 if this rank's main weights changed during the call.
         segment: the segment's name.
-        offset: of the first bad byte in the segment's bytes of one expert.
+        offset: the first bad byte in the segment's bytes of one expert.
         found: that byte's value.
-        expected: the value that the home had before the call, or, of what the call had nothing for,
-            this rank's slot.
-        source_changed: main weights changed while the call ran: the transfer is not to blame.
+        expected: its value at the home before the call; for bytes that the call does not transfer,
+            its value in this rank's slot before the call.
+        source_changed: main weights changed during the call, so the transfer is not at fault.
     """
 
     def __init__(
@@ -198,25 +198,25 @@ class CorruptSlotError(TransferError):
 # Short names, as in `except ultraep_comm.errors.PlanMismatch`.
 PlanMismatch = PlanMismatchError
 TransferTimeout = TransferTimeoutError
-# What an engine has read of a rank: kind of record, its epoch (0: none), epoch of its abort (0:
-# none), the rank it waited for, the rank that told it (-1: none), its process is gone, reached.
+# A rank's health record as an engine read it: kind, epoch (0: none), epoch of its abort (0: none),
+# the rank it waited for, the rank that told it to abort (-1: none), process gone, reachable.
 Words: TypeAlias = "tuple[_core.RecordKind, int, int, int, int, bool, bool]"
 _MOST_LINES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What was last known of a rank.
+    """The last known state of a rank.
 
     Attributes:
         rank: the rank.
-        epoch: the last call that it was seen in; 0: none, or unknown.
+        epoch: the last call it was seen in; 0: none, or unknown.
         state: in words, such as "in call 7", "not yet in call 7 (last seen in call 6)", "process
             ended (last seen in call 6)", "closed after call 6" or "unknown".
-        failed_epoch: the call that it says it failed in; 0: it has not said so.
-        waited_for: the rank that it then waited for; -1: none.
-        told_by: the rank whose failure made it fail; -1: none.
-        gone: its process has ended without closing the group, or has closed it after a failure.
+        failed_epoch: the call in which it reported a failure; 0: none.
+        waited_for: the rank it was waiting for when it failed; -1: none.
+        told_by: the rank whose failure it was told of; -1: none.
+        gone: its process ended without closing the group, or closed it after a failure.
     """
 
     rank: int
@@ -229,18 +229,19 @@ class RankState:
 
 
 def read_states(words: Sequence[Words], epoch: int | None) -> tuple[RankState, ...]:
-    """Return the states of all ranks, in words about call ``epoch``; None: about no call."""
-    return tuple(_read(rank, said, epoch) for rank, said in enumerate(words))
+    """Return the states of all ranks, relative to call ``epoch`` unless it is None."""
+    return tuple(_read(rank, record, epoch) for rank, record in enumerate(words))
 
 
 def _read(rank: int, words: Words, call: int | None) -> RankState:
-    kind, seen, failed, waited_for, told_by, gone, reached = words  # names: no import of the core
+    # Kinds are compared by name, so that this module need not import the core.
+    kind, seen, failed, waited_for, told_by, gone, reached = words
     if not reached:
         return RankState(rank=rank, state="unknown (out of reach)")
     closed = seen > 0 and kind.name == "CLOSED"
-    epoch = seen - 1 if closed else seen  # a farewell is numbered one beyond the last call
+    epoch = seen - 1 if closed else seen  # closing takes the epoch after the last call
     state = _place(kind, epoch, call)
-    left = gone and not closed  # whoever closes says so first, unless the group has failed
+    left = gone and not closed  # a rank that closes publishes it first, unless the group failed
     if left and not failed:
         last = f"last seen in call {epoch}" if seen else "before its first call"
         state = f"process ended ({last})"
@@ -276,16 +277,16 @@ def _place(kind: _core.RecordKind, epoch: int, call: int | None) -> str:
 
 
 def unread_states(num_ranks: int, known: dict[int, str]) -> tuple[RankState, ...]:
-    """Return states where an engine cannot read what ranks say: all but ``known`` are unknown."""
+    """Return states for an engine that cannot read them: all but ``known`` are unknown."""
     return tuple(RankState(rank=r, state=known.get(r, "unknown")) for r in range(num_ranks))
 
 
 def describe_states(states: Sequence[RankState]) -> str:
-    """Return a few lines for any number of ranks: those in the same state share one."""
+    """Return at most eight lines of text; ranks in the same state share one."""
     groups: dict[str, list[int]] = {}
     for state in states:
         groups.setdefault(state.state, []).append(state.rank)
-    if len(groups) > _MOST_LINES:  # why each has failed is in `states`
+    if len(groups) > _MOST_LINES:  # drop the reasons of failure, which `states` still has
         groups = {}
         for state in states:
             place = state.state.split(", failed")[0]
@@ -299,7 +300,7 @@ def describe_states(states: Sequence[RankState]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0-2, 5" of ascending numbers."""
+    """Return "rank 3" or "ranks 0-2, 5" for ascending ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What the operating system gives: whole files, forks, and processes that live or have ended."""
+"""Operating system helpers: whole files, fork hooks, and whether a process has ended."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from weakref import WeakSet
 
-MAX_JSON_BYTES = 64 << 20  # far more than any of ours has
+MAX_JSON_BYTES = 64 << 20  # far more than any file of this library needs
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file has.
+    """Return the content of a JSON file.
 
     Raises:
-        ValueError: it has none, or is larger than 64 MiB; the text does not name the file.
+        ValueError: it is not JSON, or is larger than 64 MiB; the text does not name the file.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:  # a pipe or a device too, which does not say how large it is
+    with path.open("rb") as file:  # may be a pipe or a device, whose size is not known in advance
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
         raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
     try:
         return json.loads(content)
-    except UnicodeDecodeError as error:  # whose own text may hold the whole file
-        raise ValueError(f"byte {error.start} is no {error.encoding}") from None
+    except UnicodeDecodeError as error:  # its own text may contain the whole file
+        raise ValueError(f"byte {error.start} is not {error.encoding}") from None
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Have ``write`` fill a temporary file beside ``path``, and give it that name at the end.
+    """Write a file whole or not at all: ``write`` fills a temporary file that replaces ``path``.
 
-    Whatever goes wrong, a file that was at ``path`` before stays as it was, and no other is left.
+    On an error, a file that was at ``path`` is unchanged and the temporary file is removed.
 
     Raises:
-        OSError: it cannot be written; names ``path``.
+        OSError: the file cannot be written; names ``path``.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder; expected a file's name", str(path))
     part = path.parent / f".{secrets.token_hex(8)}.part"
     try:
-        file = part.open("xb")  # with the rights of any new file
+        file = part.open("xb")  # with the permissions of any new file, unlike tempfile's
     except OSError as error:
         raise _named(error, path) from None
     try:
@@ -70,41 +70,41 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 def undocumented(thing: object, name: str) -> Any:
-    """Return what another library has under a name that it may change: all uses are listed by this.
+    """Return a private name of another library. All such uses go through here, to be found easily.
 
     Raises:
-        AttributeError: this version of it has no such name.
+        AttributeError: this version of the library has no such name.
     """
     return getattr(thing, name)
 
 
 class Inheritable(Protocol):
-    """What a forked child puts out of use."""
+    """An object with resources that a forked child must not use."""
 
     def leave_to_parent(self) -> None:
-        """Give up in this process what belongs to its parent. Must not block or tell anybody."""
+        """Drop the parent's resources in this child. Must neither block nor notify a peer."""
 
 
 _watched: WeakSet[Inheritable] = WeakSet()
 
 
 def watch_forks(thing: Inheritable) -> None:
-    """Have ``thing.leave_to_parent()`` called in every child that is forked while it lives."""
+    """Call ``thing.leave_to_parent()`` in every child forked while ``thing`` is alive."""
     _watched.add(thing)
 
 
-def _in_child() -> None:
+def _after_fork_in_child() -> None:
     failed: Exception | None = None
     for thing in list(_watched):
         try:
             thing.leave_to_parent()
-        except Exception as error:  # the others hold their parent's descriptors all the same
+        except Exception as error:  # the other objects still have to drop theirs
             failed = error
     if failed is not None:
         raise failed
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 _RECORD = struct.Struct("<16sQiQ")  # boot, pid namespace, pid, start
@@ -112,13 +112,13 @@ _RECORD = struct.Struct("<16sQiQ")  # boot, pid namespace, pid, start
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart from a later one with the same number.
+    """A process, distinct from a later one with the same pid.
 
     Attributes:
-        boot: names the boot of the machine.
-        namespace: of process numbers; equal ones see each other.
-        pid: its number there.
-        start: when it began, in clock ticks since the boot.
+        boot: id of the machine's current boot.
+        namespace: id of its pid namespace; 0: unknown.
+        pid: process id in that namespace.
+        start: start time in clock ticks since boot; 0: unknown.
     """
 
     boot: bytes
@@ -133,26 +133,26 @@ class Process:
         return cls(boot_id(), pid_namespace(), os.getpid(), 0 if start is None else start[1])
 
     def pack(self) -> bytes:
-        """Return its record."""
+        """Return the process as a record of bytes."""
         return _RECORD.pack(self.boot, self.namespace, self.pid, self.start)
 
     @classmethod
     def unpack(cls, data: bytes) -> Process | None:
-        """Return the process of a record; None: it is none."""
+        """Return the process of a record; None if the record is invalid."""
         if len(data) != _RECORD.size:
             return None
         process = cls(*_RECORD.unpack(data))
         return process if process.pid > 0 else None
 
     def has_ended(self) -> bool:
-        """Return whether it is known to have ended; of other machines nothing is known."""
+        """Return whether the process is known to have ended; False for other machines."""
         try:
             if self.boot != boot_id() or not self.namespace == pid_namespace() != 0:
                 return False
         except OSError:
             return False
         found = _state_and_start(self.pid)
-        if found is None:  # gone, or hidden: then a signal cannot be sent either
+        if found is None:  # gone, or hidden by /proc's mount options: kill tells which
             try:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
@@ -166,13 +166,13 @@ class Process:
 
 @lru_cache(1)
 def boot_id() -> bytes:
-    """Name this boot of this machine."""
+    """Return the 16-byte id of this machine's current boot."""
     text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return bytes.fromhex(text.replace("-", ""))
 
 
 def pid_namespace() -> int:
-    """Name the namespace of process numbers; 0: it cannot be told."""
+    """Return the id of this process's pid namespace; 0: unknown."""
     try:
         return _pid_namespace(os.getpid())
     except OSError:
@@ -181,15 +181,15 @@ def pid_namespace() -> int:
 
 @lru_cache(1)
 def _pid_namespace(pid: int) -> int:
-    """Return it for the calling process ``pid``: a child may be the first of a new namespace."""
+    """Return it for the calling process ``pid``: a forked child may be in a new namespace."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Return a process's state and start, 0: not known; None: there is no such process to see."""
+    """Return a process's state and start time (0: unknown); None if it is not visible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+        fields = text[text.rindex(")") + 2 :].split()  # the command name may contain anything
         return fields[0], int(fields[19])
     except FileNotFoundError:
         return None

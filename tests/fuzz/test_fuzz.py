@@ -129,7 +129,7 @@ def test_plans_of_any_number_of_experts(num_experts: int) -> None:
         (np.full((2, 1), 2**64 - 1, np.uint64), "18446744073709551615"),  # was taken for -1
         (torch.full((2, 1), 2**32 - 1, dtype=torch.uint32), "4294967295"),  # likewise
         ([[-(2**40)], [0]], "-1099511627776"),
-        ([[10**30], [0]], "no tensor of integers"),
+        ([[10**30], [0]], "not a tensor of integers"),
         (torch.zeros(2, 1, dtype=torch.int32, device="meta"), "meta"),
         (torch.zeros(2, 1, dtype=torch.int32).to_sparse(), "sparse"),
     ],
@@ -183,8 +183,8 @@ def test_array_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"a": "\xff"}', "no utf-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": "\xff"}', "not utf-8"),
         (b"9" * 5000, "digits"),
         (b"", "Expecting value"),
         (b" " * (MAX_JSON_BYTES + 1), "more than"),
@@ -196,7 +196,7 @@ def test_json_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         read_json(path)
     assert len(str(raised.value)) < 200
-    with pytest.raises(errors.CalibrationError, match="no JSON"):
+    with pytest.raises(errors.CalibrationError, match="not JSON"):
         read_calibration(path)
     with pytest.raises(errors.InvalidArgumentError, match="no JSON"):
         load_results(path)

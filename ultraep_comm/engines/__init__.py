@@ -1,1 +1,1 @@
-"""Engines: what executes a schedule, and how a group is made on one."""
+"""Engines execute schedules; each creates its part of a group."""

@@ -1,4 +1,4 @@
-"""What a group needs of an engine, and the parts that an engine's module makes for one rank."""
+"""What a group needs from an engine, and the parts of one rank that an engine's module creates."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Engine(Protocol):
     """One rank of one group. Calls are numbered by epochs from 1."""
 
     def add_region(self, bases: list[int]) -> int:
-        """Remember main weights that peers can address; return their number."""
+        """Register a region of main weights at the ranks' addresses ``[G]``; return its index."""
 
     def check(self, plan: _core.PlanView) -> tuple[_core.PlanFault, int, int, int]:
         """Check the placement of a plan of the group's shape; see `check_plan` in the core."""
 
     def accepts(self, plan: _core.PlanView) -> bool:
-        """Return whether a plan fits and is legal: both, in one question."""
+        """Return whether a plan fits the group and is legal."""
 
     def fits(self, plan: _core.PlanView) -> bool:
         """Return whether a plan is on the CPU, and of the group's shape and home map."""
@@ -41,10 +41,10 @@ class Engine(Protocol):
         """Return whether a plan is for as many ranks, slots and experts as the group."""
 
     def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
-        """Submit a transfer or a reduction; return its epoch and mode; None: the device chooses."""
+        """Submit a transfer or reduction; return its epoch and mode (None: the device chooses)."""
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
-        """Exchange what :meth:`LocalStages.count` returned into ``[G, E]``; return the epoch."""
+        """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
 
     @property
     def plans_at_once(self) -> bool:
@@ -53,52 +53,52 @@ class Engine(Protocol):
     def gather_and_plan(
         self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
-        """Gather and plan in one launch; return the epoch, the plan, and what to keep."""
+        """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
 
     def wait(self, epoch: int) -> bool:
-        """Order what the caller does next behind a call; False: it has failed.
+        """Order the caller's next work after a call; False if the call has failed.
 
-        The host engine blocks; the CUDA engine orders the current stream.
+        The host engine blocks; the CUDA engine makes the current stream wait.
         """
 
     def synchronize(self, epoch: int) -> bool:
-        """Block until a call has finished; False: it has failed."""
+        """Block until a call has finished; False if it has failed."""
 
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
 
     def finished_at(self, epoch: int) -> int:
-        """Return when a call finished, in nanoseconds of the monotonic clock; 0: not known.
+        """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
 
-        The host engine knows it of its last eight calls; the CUDA engine of none.
+        The host engine keeps the times of its last eight calls, the CUDA engine none.
         """
 
     def failed_epoch(self) -> int:
-        """Return the first call that failed; 0: none is known."""
+        """Return the first call that is known to have failed; 0: none."""
 
     def report(self) -> _core.Report:
-        """Return how it failed."""
+        """Return the report of the first failed call."""
 
     def bad_id(self) -> tuple[int, int] | None:
-        """Return where the first id was that this rank's device rejected, and the id; -1: none.
+        """Return position and value of the first id that this rank's device rejected; -1: none.
 
-        None: there is no device, which could also refuse plans.
+        None: there is no device that rejects ids or plans.
         """
 
     def damage(self) -> tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]:
         """Return what a checked transfer found wrong; see `Damage` of the host engine."""
 
     def last_words(self) -> list[Words] | None:
-        """Return what is known of each rank; None: a device would have to be asked."""
+        """Return each rank's health record; None if that would need a copy from the device."""
 
     def reject(self) -> None:
-        """Tell the peers that this rank's input was bad."""
+        """Take an epoch and tell the peers that this rank rejected its input."""
 
     def abort(self) -> None:
-        """Fail what is under way, here and at the peers."""
+        """Fail the calls in progress, on this rank and its peers."""
 
     def close(self) -> int:
-        """Say goodbye; return a rank that is seen to have made another last call, else -1."""
+        """Publish the close; return a rank known to have made another last call, else -1."""
 
     @property
     def epoch(self) -> int:
@@ -106,31 +106,31 @@ class Engine(Protocol):
 
     @property
     def completed(self) -> int | None:
-        """Return the number of finished calls; None: a device would have to be asked."""
+        """Return the number of finished calls; None if that would need a copy from the device."""
 
     @property
     def waits(self) -> tuple[float, list[int], float, _core.FlagKind, int, int, int] | None:
-        """Return how long workers slept in waits; None: kernels wait, and nobody counts."""
+        """Return how long workers slept in waits; None: waits in kernels are not measured."""
 
     @property
     def bytes_stored(self) -> int:
-        """Return the bytes stored so far; the CUDA engine synchronises with its device."""
+        """Return the bytes stored so far; synchronises with a device."""
 
     @property
     def calls(self) -> tuple[int, int, int, int]:
-        """Return how many calls took an epoch: transfers, reductions, gathers, rejected ones."""
+        """Return the numbers of transfers, reductions, gathers and rejected calls."""
 
 
 class LocalStages(Protocol):
-    """The stages of one rank that need no peer: count, plan, reroute, save.
+    """The stages of a call on one rank that need no peer: count, plan, reroute, save.
 
-    Those of a device launch kernels for what is there, and do the rest as the host does; what they
-    find wrong with values on the device is raised by a later :meth:`raise_fault`.
+    The CUDA engine launches kernels for tensors on the device and works as the host engine for
+    others. Invalid values on the device are raised by a later :meth:`raise_fault`.
 
     Attributes:
-        home: int32 ``[E]``, where the group works; of every plan that is made there.
+        home: int32 ``[E]``, on the group's device; shared by all plans made there.
         domains: int32 ``[G]``, likewise.
-        lends_entries: whether plans are saved to memory that was there before, for a capture.
+        lends_entries: whether captured saves use memory that was reserved before the capture.
     """
 
     home: Tensor
@@ -144,13 +144,17 @@ class LocalStages(Protocol):
         """Return whether the current stream is being captured into a graph."""
 
     def raise_fault(self) -> None:
-        """Raise what an earlier launch has found wrong with its input, once."""
+        """Raise, once, the error of an earlier launch that found its input invalid."""
 
     def on_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU; UnsupportedError: the current stream is being captured."""
+        """Return a tensor on the CPU.
+
+        Raises:
+            UnsupportedError: it is on the device, and the current stream is being captured.
+        """
 
     def plan_on_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU, which may synchronise.
+        """Return a plan with its tensors on the CPU; may synchronise.
 
         Raises:
             UnsupportedError: the plan is on the device, and the current stream is being captured.
@@ -164,20 +168,20 @@ class LocalStages(Protocol):
         """
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy where the group works."""
+        """Return a copy on the group's device."""
 
     def beside(self, result: Tensor, given: Tensor) -> Tensor:
-        """Return a result where ``given`` is."""
+        """Return a result on the device of ``given``."""
 
     def count_on_host(self, topk_ids: Tensor) -> Tensor:
-        """Return int32 ``[E]`` on the CPU: tokens of this rank for each expert.
+        """Return this rank's tokens per expert, int32 ``[E]`` on the CPU.
 
         Raises:
             InvalidLoadError: an id is out of range.
         """
 
     def count(self, topk_ids: Tensor) -> Tensor:
-        """Return what the engine's ``gather`` takes: counts ``[E]``, or ids that its kernel counts.
+        """Return the input of the engine's ``gather``: counts ``[E]``, or ids that a kernel counts.
 
         Raises:
             InvalidLoadError: an id on the CPU is out of range.
@@ -185,15 +189,15 @@ class LocalStages(Protocol):
         """
 
     def empty_load(self) -> Tensor:
-        """Return memory for a load, int32 ``[G, E]``, where the engine writes it."""
+        """Return uninitialised memory for a load, int32 ``[G, E]``, on the group's device."""
 
     def plan(
         self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
     ) -> Plan:
-        """Plan a load ``[G, E]`` or ``[E]``; with ``apart`` no two tensors share memory."""
+        """Plan a load ``[G, E]`` or ``[E]``; with ``apart``, no two of its tensors share memory."""
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
-        """Return physical ids; see ``uec.reroute``. The plan has load and quotas."""
+        """Return physical ids; see ``uec.reroute``. The plan must have load and quotas."""
 
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan
@@ -201,53 +205,53 @@ class LocalStages(Protocol):
         """Return the physical map and probabilities; see ``uec.reroute_map``."""
 
     def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
-        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory for saved plans, uint8, zeroed."""
+        """Return zeroed uint8 memory for saved plans."""
 
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
-        """Copy a plan's tensors: pairs of where to and from.
+        """Copy a plan's tensors, given as pairs (destination, source).
 
-        ``in_use`` (int64, one word) is the mark of an entry that graphs save to; see the PlanStore.
+        ``in_use`` (int64, one word) marks an entry that graphs save to; see ``PlanStore``.
         """
 
     def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return tables of addresses on the device; None: there is none."""
+        """Return address tables on the device; None: there is no device."""
 
     def finish_replays(self) -> None:
-        """Wait for launches outside the engine, also of replays."""
+        """Wait for launches outside the engine, those of graph replays included."""
 
 
 Local = TypeVar("Local", bound=LocalStages)
 
 
 class LoadExchange(Protocol):
-    """One rank's part of an exchange of loads outside the engine. Collective."""
+    """Exchange of loads outside the engine, on one rank. Collective."""
 
     def exchange(self, counts: Tensor) -> Tensor:
-        """Give this rank's int32 ``[E]`` and return everybody's ``[G, E]``."""
+        """All-gather int32 ``[E]`` into ``[G, E]``."""
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Release the resources; no exchange follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a group is made of, on one rank.
+    """The parts of a group on one rank.
 
     Attributes:
         rank: this rank.
         topology: the group's constants.
         segments: the tensors of an expert, by name.
-        grads: those of a slot's gradients.
-        layout: of symmetric memory.
-        fabric: allocates it.
-        memory: what is allocated: slots, slot gradients and flags come first.
+        grads: the tensors of a slot's gradients, by name.
+        layout: layout of the symmetric memory.
+        fabric: allocates the symmetric memory.
+        memory: its regions; the first has slots, slot gradients and flags.
         engine: executes schedules.
-        local: does what needs no peer.
+        local: the stages that need no peer.
         loads: exchanges loads; None: the engine does.
     """
 
@@ -274,7 +278,7 @@ def make_parts(
     *,
     loads: LoadExchange | None = None,
 ) -> Parts:
-    """Allocate one rank's memory, and make its local stages and its engine, in this order."""
+    """Allocate one rank's memory, then create its local stages, then its engine."""
     layout = _core.EngineLayout(config)
     region = fabric.allocate(layout.total_bytes)
     checked = [fabric.allocate(layout.check_bytes)] if options.check else []
@@ -295,17 +299,17 @@ def make_parts(
     )
 
 
-REJECTED_ROW = -1  # fills the row of a rank whose ids were bad
+REJECTED_ROW = -1  # fills the row of a rank that rejected its ids
 
 
 def check_rows(table: Tensor, rank: int, epoch: int) -> None:
-    """Raise PeerRejectedError if a rank's ids were bad."""
+    """Raise PeerRejectedError if a rank rejected its ids."""
     rejected = torch.nonzero(table[:, 0] == REJECTED_ROW).flatten().tolist()
     if rejected:
         peer = rejected[0]
         raise PeerRejectedError(
             f"rank {rank}: gather_load ended because rank {peer} rejected its own input; its error"
-            " says why. Close the group and make a new one",
+            " says why. Close the group and create a new one",
             rank=rank,
             peer=peer,
             root=peer,
@@ -314,7 +318,7 @@ def check_rows(table: Tensor, rank: int, epoch: int) -> None:
 
 
 class ProcessGroupLoads:
-    """Over the process group: for ranks that no fabric of the host reaches."""
+    """Exchange over the process group, for ranks that do not all reach each other's memory."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -326,10 +330,10 @@ class ProcessGroupLoads:
         except BootstrapError as error:
             raise PeerGoneError(
                 f"rank {self._meeting.rank}: gather_load over the process group failed ({error});"
-                " close the group and make a new one",
+                " close the group and create a new one",
                 rank=self._meeting.rank,
                 peer=error.failed_rank,
             ) from error
 
     def leave(self) -> None:
-        """Nothing to give up: the process group is the caller's."""
+        """Do nothing: the caller owns the process group."""

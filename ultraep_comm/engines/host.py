@@ -1,4 +1,4 @@
-"""The host engine: threads over shared memory, and the local stages on the CPU."""
+"""The host engine: threads that copy in shared memory, and the local stages on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PlanArrays = tuple[IntArray, IntArray, IntArray, IntArray, IntArray]
 
 
 class HostEngine(_core.Engine):
-    """One rank of the host engine: the core's, with tensors where the protocol has them."""
+    """One rank of the host engine: the core's engine, with the protocol's tensor arguments."""
 
     plans_at_once = False
 
@@ -40,11 +40,11 @@ class HostEngine(_core.Engine):
     def gather_and_plan(
         self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[Tensor, ...]]:
-        """Refuse: it takes two calls here, as ``plans_at_once`` says."""
+        """Raise UnsupportedError: ``plans_at_once`` is False."""
         raise UnsupportedError("the host engine gathers and plans in two calls")
 
     def bad_id(self) -> None:
-        """Return None: ids and plans are checked before the engine sees them."""
+        """Return None: ids and plans are checked before they reach the engine."""
 
 
 class HostStages:
@@ -58,7 +58,7 @@ class HostStages:
         self.home = torch.tensor(topology.home, device="cpu")
         self.domains = torch.tensor(topology.domain, device="cpu")
 
-    # ---- what is where --------------------------------------------------------------------
+    # ---- placement ------------------------------------------------------------------------
 
     def holds(self, value: object) -> bool:
         """Return False: there is no device."""
@@ -69,14 +69,14 @@ class HostStages:
         return False
 
     def raise_fault(self) -> None:
-        """Return: what is wrong is raised where it is found."""
+        """Do nothing: errors are raised where they are found."""
 
     def on_host(self, tensor: Tensor, name: str) -> Tensor:
         """Return a tensor on the CPU."""
         return tensor.cpu()
 
     def plan_on_host(self, plan: Plan) -> Plan:
-        """Return the plan as it is: one on a device is somebody else's, and refused."""
+        """Return the plan as it is; checks reject a plan on a device."""
         return plan
 
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
@@ -94,7 +94,7 @@ class HostStages:
     # ---- stages ---------------------------------------------------------------------------
 
     def count_on_host(self, topk_ids: Tensor) -> Tensor:
-        """Return int32 ``[E]``: tokens of this rank for each expert."""
+        """Return this rank's tokens per expert, int32 ``[E]``."""
         counts = torch.empty(self._topology.num_experts, dtype=torch.int32, device="cpu")
         ids = topk_ids.contiguous()
         bad = _core.count_experts(
@@ -105,11 +105,11 @@ class HostStages:
         return counts
 
     def count(self, topk_ids: Tensor) -> Tensor:
-        """Return the same: the engine exchanges counts."""
+        """Return the counts: the engine exchanges them."""
         return self.count_on_host(topk_ids)
 
     def empty_load(self) -> Tensor:
-        """Return int32 ``[G, E]``."""
+        """Return uninitialised int32 ``[G, E]``."""
         shape = (self._topology.num_ranks, self._topology.num_experts)
         return torch.empty(shape, dtype=torch.int32, device="cpu")
 
@@ -158,22 +158,22 @@ class HostStages:
         physical_map.view(-1).index_fill_(0, after, True)
         if probs is None:
             return physical_map, None
-        # index_copy: as differentiable as scatter, and for bfloat16 seven times as fast. torch has
-        # it for the bits of 8-bit floats only.
+        # index_copy is differentiable like scatter, and seven times as fast for bfloat16. torch
+        # lacks it for 8-bit floats, whose bits are copied instead.
         values = probs.view(torch.uint8) if probs.element_size() == 1 else probs
         moved = values.reshape(-1).index_select(0, before)
         physical = values.new_zeros(shape[0] * shape[1]).index_copy_(0, after, moved).view(shape)
         return physical_map, physical if values is probs else physical.view(probs.dtype)
 
     def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
-        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
         before, after = self._find_moves(routing_map, plan)
         moved = grad.reshape(-1).index_select(0, after)
         found = grad.new_zeros(routing_map.numel()).index_copy_(0, before, moved)
         return found.view(routing_map.shape)
 
     def _find_moves(self, routing_map: Tensor, plan: Plan) -> Tensor:
-        """Return ``[2, N]``, beside the map: flat positions of what is routed, before and after."""
+        """Return flat positions of routed entries before and after: ``[2, N]``, beside the map."""
         given = self.on_host(routing_map, "routing_map").contiguous().numpy()
         status, moves = _core.reroute_map(given.view(np.uint8), *_arrays(plan), self._rank)
         raise_fault(status, "routing_map", self._rank, self._topology.num_experts)
@@ -188,22 +188,22 @@ class HostStages:
     def save(
         self, fields: Iterable[tuple[Tensor, Tensor]], in_use: Tensor | None, mark: int, tag: int
     ) -> None:
-        """Copy a plan's tensors: pairs of where to and from."""
+        """Copy a plan's tensors, given as pairs (destination, source)."""
         for to, source in fields:
             to.copy_(source)
 
     def address_tables(self, num_segments: int, num_mains: int) -> AddressTables | None:
-        """Return None: the engine reads addresses where they are."""
+        """Return None: the engine reads addresses on the CPU."""
         return None
 
     def finish_replays(self) -> None:
-        """Return: there are none."""
+        """Do nothing: there are no replays."""
 
 
 def _arrays(plan: Plan) -> PlanArrays:
     """Return load, slot_expert, slot_quota, home_quota and home.
 
-    As NumPy arrays, which the core takes in a fraction of the 4 us for a tensor.
+    As NumPy arrays, since the bindings take 4 us to accept a tensor, and far less for an array.
     """
     assert plan.load is not None
     assert plan.slot_quota is not None
@@ -220,8 +220,8 @@ def _arrays(plan: Plan) -> PlanArrays:
 def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
 
-    One core streams about 20 GB/s; reading costs half of storing; two cores together move about
-    1.2 times what one does, because memory is shared.
+    One core streams about 20 GB/s; a load costs half a store; two cores together move about 1.2
+    times what one does, because they share the memory's bandwidth.
     """
     return (40_000, 20_000, 300_000, 10_000_000, max(100, 60 * num_cores))
 
@@ -229,11 +229,11 @@ def cost_constants(num_cores: int) -> tuple[int, int, int, int, int]:
 def make_shm_parts(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
 ) -> Parts:
-    """Make one rank's parts. Collective; arguments have been checked on every rank.
+    """Create one rank's parts. Collective; arguments have been checked on every rank.
 
     Raises:
-        BootstrapError: ranks disagree, or one left or cannot take part.
-        OutOfSharedMemoryError: this rank's slots do not fit into memory.
+        BootstrapError: ranks disagree, or a rank left or cannot take part.
+        OutOfSharedMemoryError: this rank's slots do not fit in memory.
         UnsupportedError: the domains need another engine.
     """
     num_cores = len(os.sched_getaffinity(0))
@@ -251,8 +251,8 @@ def make_shm_parts(
         )
     except OSError as refused:
         error = BootstrapError(
-            f"rank {meeting.rank}: no connection can be made here ({refused.strerror}); if open"
-            " files are too many, raise the limit with ulimit -n, or close some",
+            f"rank {meeting.rank}: cannot listen for connections ({refused.strerror}); if too many"
+            " files are open, raise the limit with ulimit -n, or close some",
             failed_rank=meeting.rank,
         )
         error.__cause__ = refused
@@ -274,7 +274,7 @@ def make_shm_parts(
         loads = None if ranks_here == meeting.num_ranks else ProcessGroupLoads(meeting)
         try:
             parts = _make_parts(meeting.rank, topology, options, config, fabric, loads)
-        except NoThreadError as no_thread:  # everything else is known to all
+        except NoThreadError as no_thread:  # all ranks know of other errors already
             error = no_thread
         meeting.agree(error, last=True)
     except BaseException:
@@ -317,34 +317,34 @@ def _start_engine(rank: int, config: _core.EngineConfig, _local: LocalStages) ->
     except RuntimeError as error:
         raise NoThreadError(
             f"rank {rank}: {config.num_workers} threads could not be started ({error}); raise the"
-            " limit of processes with ulimit -u, or make the group with a smaller num_sms",
+            " limit of processes with ulimit -u, or create the group with a smaller num_sms",
             failed_rank=rank,
         ) from error
 
 
 def place(topology: Topology, hellos: list[Hello], given_domains: bool) -> Topology:
-    """Check that ranks agree, and find the domains. The same result or error on every rank."""
+    """Check that the ranks agree, and set the domains. Same result or error on every rank."""
     check_same_arguments(hellos)
     machines = {machine: i for i, machine in enumerate(dict.fromkeys(h.machine for h in hellos))}
     machine = np.array([machines[h.machine] for h in hellos], np.int32)
     if topology.allow_cross_domain and len(machines) > 1:
         raise UnsupportedError(
-            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches one"
-            " machine's memory only"
+            f"allow_cross_domain=True over {len(machines)} machines: the host engine reaches only"
+            " the memory of one machine"
         )
     if not given_domains:
         return topology.with_domains(machine)
     for domain in np.unique(topology.domain):
         if len(np.unique(machine[topology.domain == domain])) > 1:
             raise UnsupportedError(
-                f"domain {domain} spans several machines; the host engine reaches one machine's"
-                " memory only. Leave domains=None to have them found"
+                f"domain {domain} spans several machines; the host engine reaches only the memory"
+                " of one machine. Leave domains=None to detect them"
             )
     return topology
 
 
 def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
-    """Make the parts of all ranks in this process."""
+    """Create the parts of all ranks in this process."""
     memory = LoopbackMemory(topology.num_ranks)
     built_in = cost_constants(len(os.sched_getaffinity(0)))
     cost = options.calibration.constants("host", topology.num_ranks, built_in)

@@ -1,4 +1,4 @@
-"""Arguments that all ways of making a group share, checked."""
+"""The arguments common to all ways of creating a group, checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultraep_comm.recording.recorder import CAPACITY, MAX_CAPACITY
 from ultraep_comm.weights.binding import GRAD_TYPES, GradSpec, make_grads
 from ultraep_comm.weights.segments import Segment, make_segments
 
-# The host engine's unit: a flag group is then one tile, and a copy is long enough to stream.
+# For the host engine: makes a flag group one tile, and each copy long enough to stream.
 HOST_TILE_BYTES = 64 << 10
 WAIT_TIMEOUT = 30.0
 ENGINES = ("auto", "host", "cuda")
@@ -24,7 +24,7 @@ ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
 
 
 class Options:
-    """Checked arguments that all ways of making a group share."""
+    """The arguments common to all ways of creating a group, checked."""
 
     def __init__(
         self,
@@ -59,7 +59,9 @@ class Options:
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
         ):
-            raise InvalidArgumentError(f"timeout is {timeout!r}; expected seconds, 0: no limit")
+            raise InvalidArgumentError(
+                f"timeout is {self.timeout!r}; expected seconds below 1e9, or 0 for no limit"
+            )
         self.num_sms = env.num_sms() if num_sms is None else as_int(num_sms, "num_sms")
         if self.num_sms is not None and not 1 <= self.num_sms <= 256:
             raise InvalidArgumentError(f"num_sms is {self.num_sms}; expected 1 to 256")
@@ -80,15 +82,15 @@ class Options:
             )
 
     def refuse_check(self) -> None:
-        """Raise UnsupportedError if transfers are to be checked: for makers of CUDA groups."""
+        """Raise UnsupportedError in check mode; for CUDA groups."""
         if self.check:
             raise UnsupportedError(
-                "check=True, or ULTRAEP_CHECK=1, is for the host engine, and this would be a CUDA"
-                " group; pass engine='host', or check=False"
+                "check=True, or ULTRAEP_CHECK=1, requires the host engine, but this group would use"
+                " the CUDA engine; pass engine='host', or check=False"
             )
 
     def digest(self, topology: Topology, given_domains: bool) -> int:
-        """Return 64 bits over what must be equal on all ranks."""
+        """Return a 64-bit digest of everything that must be equal on all ranks."""
         t = topology
         segments = [(n, s.shape, str(s.dtype), s.layout) for n, s in self.segments.items()]
         text = repr(
@@ -115,9 +117,9 @@ class Options:
         """Return the engine's configuration, without addresses.
 
         Args:
-            topology: of the group.
-            rank: this one.
-            patience: seconds until every rank of a plan has called, where timeout is None.
+            topology: the group's topology.
+            rank: this rank.
+            patience: seconds to wait until every rank of a plan has called, if timeout is None.
             cost: the cost model's constants.
         """
         return _core.EngineConfig(

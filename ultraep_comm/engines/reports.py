@@ -1,4 +1,4 @@
-"""From an engine's report of a failed call to a typed error that says what to do."""
+"""Typed errors from an engine's report of a failed call."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class _Places(TypedDict):
 def error_from(
     report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
 ) -> TransferError:
-    """Return the error that ``operation`` on ``rank`` raises; ``states`` of all ranks by then."""
+    """Return the error for a failed ``operation`` on ``rank``; ``states``: of all ranks."""
     root = report.root
     peer = report.aborter if report.aborter >= 0 else report.peer
     prefix = f"rank {rank}: {operation} (call {report.epoch} on this group) "
     undefined = "Filled slots are"
     if operation.startswith("reduce_expert_grads"):
         undefined = "Slot gradients and the main gradients of replicated experts are"
-    suffix = f". {undefined} undefined; close the group and make a new one"
+    suffix = f". {undefined} undefined; close the group and create a new one"
     tail = f"{suffix}. Last known states:\n{describe_states(states)}" if states else suffix
     places = _Places(rank=rank, peer=peer, root=root, epoch=report.epoch, states=states)
     waited = f"`{report.flag.name.lower()}` from rank {report.peer}"
@@ -73,20 +73,21 @@ def error_from(
             )
         case Fault.CLOSED:
             return PeerGoneError(
-                f"{prefix}needed {waited}, but that rank has closed its group. Close groups only"
-                f" after the same number of calls on every rank{tail}",
+                f"{prefix}waited for {waited}, but that rank has closed its group. Close groups"
+                f" only after the same number of calls on every rank{tail}",
                 **places,
             )
         case Fault.GONE:
             return PeerGoneError(
-                f"{prefix}needed {waited}, but that rank's process has ended; see its log{tail}",
+                f"{prefix}waited for {waited}, but that rank's process has ended; see its"
+                f" log{tail}",
                 **places,
             )
         case Fault.ABORTED:
             first = peer if root < 0 else root
             if first in (rank, -1):
                 return TransferAbortedError(f"{prefix}was aborted on this rank{tail}", **places)
-            via = "" if peer in (first, -1) else f", as rank {peer} told this one"
+            via = "" if peer in (first, -1) else f", as rank {peer} reported"
             return TransferAbortedError(
                 f"{prefix}ended because rank {first} failed first{via}; its error says why{tail}",
                 **places,
@@ -119,32 +120,32 @@ def damage_error(
     names: Sequence[str],
     states: tuple[RankState, ...],
 ) -> CorruptSlotError:
-    """Return what ``operation`` on ``rank`` raises; ``names`` of the group's segments."""
+    """Return the error for damage found by ``operation``; ``names``: of the group's segments."""
     kind, home, expert, slot, segment, offset, found, expected, source_changed = damage
     byte = f"byte {offset} of segment {names[segment]!r}"
     values = f"is 0x{found:02x}, expected 0x{expected:02x}"
     prefix = f"rank {rank}: {operation} (call {epoch} on this group), checked: "
-    suffix = ". Filled slots are undefined; close the group and make a new one"
+    suffix = ". Filled slots are undefined; close the group and create a new one"
     if kind is DamageKind.SOURCE:
         text = (
-            f"this rank's main weights of expert {expert} changed while the call ran, from {byte}"
-            f" on ({values} as before the call). Change weights only after wait()"
+            f"this rank's main weights of expert {expert} changed during the call, from {byte} on"
+            f" ({values} as before the call). Change weights only after wait()"
         )
     elif kind is DamageKind.UNTOUCHED:
         held = f"slot {slot}, which the plan leaves empty" if expert < 0 else f"slot {slot}"
         text = (
-            f"{byte} of {held} {values}: the call does not transfer it, and it was written to. Has"
-            " other code written to the slot while the call ran?"
+            f"{byte} of {held} {values}: it was written to, though the call does not transfer it."
+            " Has other code written to the slot during the call?"
         )
     elif source_changed:
         text = (
             f"{byte} of expert {expert} in slot {slot} {values}, because rank {home}, its home,"
-            " changed its main weights while the call ran. Change weights only after wait()"
+            " changed its main weights during the call. Change weights only after wait()"
         )
     else:
         text = (
             f"{byte} of expert {expert} in slot {slot} {values} from its home, rank {home}. Has"
-            " other code written to the slot while the call ran? If not, please report it"
+            " other code written to the slot during the call? If not, please report a bug"
         )
     return CorruptSlotError(
         prefix + text + suffix,
@@ -166,13 +167,13 @@ _PLAN_FAULTS = {
     PlanFault.OUT_OF_RANGE: "expected an expert in [0, {num_experts}) or -1 for an empty slot",
     PlanFault.ON_HOME: "which is at home on that rank; expected a rank other than its home",
     PlanFault.DUPLICATE: "which that rank already holds; expected at most one instance on a rank",
-    PlanFault.OUT_OF_DOMAIN: "which is at home in another domain; place it inside, or"
-    " allow_cross_domain=True",
+    PlanFault.OUT_OF_DOMAIN: "which is at home in another domain; place it inside that domain, or"
+    " pass allow_cross_domain=True",
 }
 
 
 def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> InvalidLoadError:
-    """Return what ``rank`` says of an id that is none, at a flat position of its ``topk_ids``."""
+    """Return the error for an out-of-range id at a flat position of ``topk_ids``."""
     return InvalidLoadError(
         f"rank {rank}: topk_ids has the id {value} at position {position}; expected"
         f" [0, {num_experts}), or -1 for padding"
@@ -180,7 +181,7 @@ def bad_id_error(rank: int, position: int, value: int, num_experts: int) -> Inva
 
 
 def name_call(error: Exception, operation: str) -> None:
-    """Add to an error's text which call it is of."""
+    """Append the operation to an error's text."""
     if isinstance(error, UltraEPError) and error.args:
         error.args = (f"{error.args[0]} (in {operation})", *error.args[1:])
 
@@ -188,7 +189,7 @@ def name_call(error: Exception, operation: str) -> None:
 def placement_error(
     rank: int, fault: _core.PlanFault, place: tuple[int, int], expert: int, num_experts: int
 ) -> InvalidPlanError:
-    """Return what ``rank`` says of an illegal replica in ``place``: a rank and its slot."""
+    """Return the error for an illegal replica at ``place``, a rank and its slot."""
     text = _PLAN_FAULTS[fault].format(num_experts=num_experts)
     return InvalidPlanError(
         f"rank {rank}: slot {place[1]} of rank {place[0]} holds expert {expert}: {text}"
@@ -202,14 +203,14 @@ def refusal_error(
     topology: Topology,
     names: Sequence[str],
 ) -> UltraEPError | None:
-    """Return why this rank's own device refused its call; None: it did not.
+    """Return the error for a call that this rank's device rejected; None: it did not.
 
     Args:
-        report: of the call that failed.
-        bad_id: position and value, or -1, as `DeviceEngine.bad_id` returns them.
+        report: report of the failed call.
+        bad_id: position (-1: none) and value, from `Engine.bad_id`.
         rank: this rank.
-        topology: of its group.
-        names: of the group's segments.
+        topology: the group's topology.
+        names: the names of the group's segments.
     """
     reason = report.seen
     if report.fault is not Fault.REJECTED or report.root != rank:
@@ -226,21 +227,22 @@ def refusal_error(
     if reason == _core.Refusal.WEIGHTS.value:
         return InvalidWeightsError(
             f"rank {rank}: group.weight_table has no address of segment {names[report.piece]!r} of"
-            f" expert {report.expert}, which the plan copies; call group.update_weight_table first"
+            f" expert {report.expert}, which the plan replicates; call group.update_weight_table"
+            " first"
         )
     place = divmod(report.piece, topology.slots_per_rank)
     return placement_error(rank, PlanFault(reason), place, report.expert, topology.num_experts)
 
 
 def other_home(rank: int) -> InvalidPlanError:
-    """Return the error for a plan that was made for another home map."""
+    """Return the error for a plan with another home map."""
     return InvalidPlanError(
         f"rank {rank}: the plan's home map is not the group's; pass home= to both"
     )
 
 
 def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_experts: int) -> None:
-    """Raise what the core found wrong with the plan, or with the argument named ``routing``."""
+    """Raise the error for an invalid plan, or for the invalid argument named ``routing``."""
     faults = _core.RerouteFault
     if status.fault is faults.NONE:
         return
@@ -252,7 +254,7 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
     if status.fault is faults.COUNT_MISMATCH:
         raise InvalidLoadError(
             f"rank {rank}: {routing} has expert {status.expert} {status.counted} times, but the"
-            f" plan was made for {status.expected}; reroute what gather_load counted"
+            f" plan's load has it {status.expected} times; reroute what gather_load counted"
         )
     if status.fault is faults.QUOTA_MISMATCH:
         raise InvalidPlanError(
@@ -264,11 +266,11 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
     if status.fault is faults.BAD_SLOT:
         raise InvalidPlanError(
             f"rank {rank}: slot_expert has {status.value} at flat index {status.position};"
-            " expected -1 or an expert that its rank does not hold yet"
+            " expected -1 or an expert without another instance on that rank"
         )
     raise InvalidPlanError(
         f"rank {rank}: a load or quota of expert {status.expert} is {status.value}; expected at"
-        " least 0 and sums below 2**31"
+        " least 0, and a sum below 2**31"
     )
 
 
@@ -280,21 +282,21 @@ def failure_of(
     topology: Topology,
     names: Sequence[str],
 ) -> UltraEPError:
-    """Return the error of call ``epoch`` on an engine that has failed in it or before it.
+    """Return the error of call ``epoch`` on an engine that failed in it or in an earlier one.
 
     Args:
-        engine: of the group.
-        epoch: of the call.
-        operation: begins with its name.
+        engine: the group's engine.
+        epoch: the call's epoch.
+        operation: the call's name and details.
         rank: this rank.
-        topology: of the group.
-        names: of its segments.
+        topology: the group's topology.
+        names: the names of the group's segments.
     """
     failed = engine.failed_epoch()
     if failed != 0 and failed < epoch and not epoch & _core.CUDA_CAPTURED:
         return GroupClosedError(
             f"rank {rank}: {operation} (call {epoch} on this group) did not run, because"
-            f" call {failed} failed; make a new group"
+            f" call {failed} failed; create a new group"
         )
     report = engine.report()
     bad_id = engine.bad_id()

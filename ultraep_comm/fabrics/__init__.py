@@ -1,4 +1,4 @@
-"""Fabrics: what provides symmetric memory and peer addresses. The engines see only addresses."""
+"""Fabrics provide symmetric memory and peer addresses. Engines see only addresses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class SharedRegion:
     """One allocation of equal size on every rank.
 
     Attributes:
-        bases: ``[G]`` address of each rank's allocation as seen from here; 0: out of reach.
-        local: this rank's own, as a uint8 tensor.
-        keep: whatever keeps the peers' mappings alive.
+        bases: ``[G]``, the address of each rank's allocation on this rank; 0: out of reach.
+        local: this rank's allocation, as a uint8 tensor.
+        keep: objects that keep the peers' mappings alive.
     """
 
     bases: list[int]
@@ -28,18 +28,18 @@ class Fabric(Protocol):
 
     @property
     def peer_sockets(self) -> list[int]:
-        """File descriptors that reach end-of-file when a peer ends; -1: unknown."""
+        """``[G]`` file descriptors that reach end-of-file when a peer ends; -1: unknown."""
 
     @property
     def peer_processes(self) -> list[int]:
-        """File descriptors that are readable once a peer's process has ended; -1: unknown."""
+        """``[G]`` file descriptors, readable once a peer's process has ended; -1: unknown."""
 
     @property
     def can_pull(self) -> bool:
         """Whether all ranks of a domain can load from each other's memory."""
 
     def allocate(self, num_bytes: int) -> SharedRegion:
-        """Allocate zeroed memory on every rank of the domain: collective, in the same order."""
+        """Allocate zeroed memory on every rank. Collective; in the same order on every rank."""
 
     def close(self) -> None:
-        """Give up connections; memory stays mapped while tensors refer to it."""
+        """Close connections; memory stays mapped while tensors refer to it."""

@@ -12,16 +12,16 @@ from ultraep_comm.fabrics import SharedRegion
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """Return zeroed pages."""
+    """Return zeroed host memory, uint8."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 class LoopbackMemory:
-    """The allocations of all ranks. The first rank to ask makes them for everybody.
+    """The allocations of all ranks. The first rank to ask allocates for all.
 
     Args:
         num_ranks: G.
-        allocate: takes a number of bytes and returns zeroed memory, uint8; None: on the host.
+        allocate: takes a number of bytes and returns zeroed uint8 memory; None: host memory.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LoopbackMemory:
             size, tensors = self._regions[index]
         if size != num_bytes:
             raise ValueError(
-                f"allocation {index} has {size} bytes on another rank, here {num_bytes}"
+                f"allocation {index} has {num_bytes} bytes here, but {size} on another rank"
             )
         return tensors
 
@@ -56,17 +56,17 @@ class LoopbackFabric:
 
     @property
     def peer_sockets(self) -> list[int]:
-        """Ranks share a process, so none can end alone."""
+        """``[G]`` times -1: the ranks share a process, so none can end alone."""
         return [-1] * self._memory.num_ranks
 
     @property
     def peer_processes(self) -> list[int]:
-        """Nor a process."""
+        """``[G]`` times -1, likewise."""
         return [-1] * self._memory.num_ranks
 
     @property
     def can_pull(self) -> bool:
-        """One memory for all."""
+        """True: all ranks share one address space."""
         return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
@@ -78,4 +78,4 @@ class LoopbackFabric:
         )
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: there are no connections."""

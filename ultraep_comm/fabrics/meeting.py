@@ -1,11 +1,11 @@
-"""Meeting the peers: fixed-size byte records over a process group. Nothing is pickled.
+"""Bootstrap: exchanges fixed-size byte records over a process group. Nothing is pickled.
 
-Making a group is a row of steps, each a collective of the process group. A rank that fails between
-two of them says so in its record of the next, and so all ranks raise at the same step, and the
-process group can be used again. A rank that dies, or cannot take part in the next step, is known
-from its process or from a notice, and nobody waits for it until the process group's timeout. Only
-what the backend does before it returns a step's work is not watched: NCCL's setting up of its
-communicator, in the first collective of a process group, waits for all ranks by NCCL's own rules.
+A group is created in steps, each a collective of the process group. A rank that fails between two
+steps reports it in its record of the next one, so that all ranks raise at the same step and the
+process group stays usable. A rank that dies, or cannot take part in the next step, is detected by
+its process or by a notice in the store, so that no rank waits until the process group's timeout.
+One wait is not covered: the backend's before it returns a step's work, such as NCCL's communicator
+setup in the first collective of a process group, which follows NCCL's own timeouts.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from ultraep_comm.errors import BootstrapError
 from ultraep_comm.system import Process, undocumented
 
 MAX_TEXT = 256  # bytes
-_ASK = 16  # ranks per look that the store is asked for: all of many ranks would clog it
-_met: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
-# Of each process group: its number among those that had the same entries, and makings so far.
+_READS = 16  # ranks to read from the store per poll: reading all of many ranks would overload it
+_known_processes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictionary()
+# For each process group: its number among those with the same keys, and its creations so far.
 _lives: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_makings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_creations: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def clip(text: str) -> bytes:
-    """Return a text's bytes, no more than fit, without a character cut in two."""
+    """Return a text as UTF-8, cut to ``MAX_TEXT`` bytes at a character boundary."""
     return text.encode(errors="replace")[:MAX_TEXT].decode(errors="ignore").encode()
 
 
 def _find_store(group: dist.ProcessGroup) -> Any:
-    """Return the store of a process group. There is no public way to it; None: no way at all."""
+    """Return the store of a process group; None if it cannot be found."""
     try:
         return undocumented(dist.distributed_c10d, "_get_process_group_store")(group)
-    except Exception:  # another version of torch, or a process group without one
+    except Exception:  # another version of torch, or a process group without a store
         return None
 
 
 def this_process() -> Process | None:
-    """Return the calling process; None: no descriptor is left to find out, as a step will say."""
+    """Return the calling process; None if no file descriptor is left to read /proc."""
     try:
         return Process.this()
     except OSError:
@@ -56,44 +56,44 @@ def this_process() -> Process | None:
 
 
 class Notices:
-    """The entries of one making, of all ranks of a process group.
+    """The store's entries of one creation of a group, for all ranks of a process group.
 
-    Every rank makes the same groups over a process group, so that their numbers agree.
+    Every rank creates the same groups over a process group, so creations have equal numbers.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, process: Process | None) -> None:
         self._store = _find_store(group)
         self._rank = rank
         self._group = group
-        self._round = self._count_making()
-        self._known = dict(_met.get(group, {}))
+        self._round = self._count_creation()
+        self._known = dict(_known_processes.get(group, {}))
         self._unknown = deque(r for r in range(group.size()) if r not in self._known)
         own = "" if process is None else process.pack().hex()
         self._set(self._place(rank), f"{self._name}/{own}")
 
     def leave(self) -> None:
-        """Keep neither the process group nor its store: nothing is told any more."""
+        """Release the process group and its store; later calls do nothing."""
         self._store = None
         del self._group
 
     @property
     def works(self) -> bool:
-        """Whether anything can be told."""
+        """Whether the store can be used."""
         return self._store is not None
 
     def has_come(self, rank: int) -> bool:
-        """Return whether a rank has come to this making, as far as is known."""
-        return self._entry(rank)[0] >= self._round  # it may have gone on to the next
+        """Return whether a rank is known to have begun this creation."""
+        return self._entry(rank)[0] >= self._round  # it may have begun the next one
 
     def learn(self, processes: Iterable[Process]) -> None:
-        """Take what all ranks have said of themselves in a step: the store is asked no more."""
+        """Set all ranks' processes, as received in a step; the store is not read for them again."""
         self._known = {rank: p for rank, p in enumerate(processes) if p.pid > 0}
         self._unknown.clear()
-        _met[self._group] = self._known
+        _known_processes[self._group] = self._known
 
     def processes(self) -> list[tuple[int, Process]]:
-        """Return the ranks' processes, by rank, as far as they are known."""
-        for _ in range(min(_ASK, len(self._unknown))):
+        """Return the known processes, by rank, after up to 16 more reads of the store."""
+        for _ in range(min(_READS, len(self._unknown))):
             rank = self._unknown.popleft()
             process = self._read(rank)
             if process is None:
@@ -110,29 +110,29 @@ class Notices:
             return None
 
     def _entry(self, rank: int) -> tuple[tuple[int, int], str]:
-        """Return the making that a rank has come to last, and its process's record."""
+        """Return the last creation that a rank has begun, and the record of its process."""
         numbers, _, record = self._get(self._place(rank)).partition("/")
-        life, _, making = numbers.partition("-")
-        if not (life.isdecimal() and making.isdecimal()):
+        life, _, creation = numbers.partition("-")
+        if not (life.isdecimal() and creation.isdecimal()):
             return (-1, -1), record
-        return (int(life), int(making)), record
+        return (int(life), int(creation)), record
 
     def tell(self, rank: int, text: str, *, stuck: bool) -> None:
-        """Tell all ranks which one failed, unless another failure of the kind was told before.
+        """Publish a failure to all ranks, unless one of the same kind was published before.
 
         Args:
-            rank: the one that failed.
+            rank: the rank that failed.
             text: why.
-            stuck: steps that have begun will not end; else the rank takes part in the next one.
+            stuck: steps in progress will not end; else the rank takes part in the next one.
         """
         if self._store is not None:
             try:
                 self._store.compare_set(self._key(stuck), "", f"{rank}/{clip(text).hex()}")
-            except Exception:  # the store's own process has ended: nobody can be told
+            except Exception:  # the process that hosts the store has ended
                 self._store = None
 
     def failure(self, *, stuck: bool) -> tuple[int, str] | None:
-        """Return the rank that failed first, and why; None: nobody has told."""
+        """Return the rank that failed first, and why; None if no failure was published."""
         rank, _, text = self._get(self._key(stuck)).partition("/")
         try:
             return int(rank), bytes.fromhex(text).decode(errors="replace")
@@ -150,20 +150,20 @@ class Notices:
     def _name(self) -> str:
         return f"{self._round[0]}-{self._round[1]}"
 
-    def _count_making(self) -> tuple[int, int]:
-        """Return the number of this making, which is the same on all ranks.
+    def _count_creation(self) -> tuple[int, int]:
+        """Return the number of this creation, which is the same on all ranks.
 
-        Lives are counted in the store: a later process group of the same name has the same entries.
-        Makings are not: a rank that cannot reach the store in one would be behind for ever.
+        Process groups of the same name share keys, so their lives are counted in the store.
+        Creations are counted here: a rank that once failed to reach the store would stay behind.
         """
         group = self._group
-        _makings[group] = _makings.get(group, 0) + 1
+        _creations[group] = _creations.get(group, 0) + 1
         if group not in _lives and self._store is not None:
             try:
                 _lives[group] = int(self._store.add(f"ultraep_comm/lives/{self._rank}", 1))
             except Exception:
                 self._store = None
-        return _lives.get(group, 0), _makings[group]
+        return _lives.get(group, 0), _creations[group]
 
     def _set(self, key: str, value: str) -> None:
         if self._store is not None:
@@ -173,12 +173,12 @@ class Notices:
                 self._store = None
 
     def _get(self, key: str) -> str:
-        """Return an entry; empty: there is none. Never waits for one."""
+        """Return an entry, or "" if there is none. Does not wait for one."""
         if self._store is None:
             return ""
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
-        except Exception:  # its host has ended; that rank's end is seen by other means
+        except Exception:  # the process that hosts the store has ended, which others detect
             self._store = None
             return ""
 
@@ -192,32 +192,32 @@ _FAILED, _ECHO = 1, 2
 # magic, version, flags, rank, number of ranks, digest, machine and its length, token, address, pid
 # with its namespace, boot and start, cost, text and its length, the step's values and their number
 _RECORD = struct.Struct(f"<8sIIii Q 32sI 16s 16s iQ16sQ 5q {MAX_TEXT}sI {8 * MAX_VALUES}sI")
-_LOOK = 0.1  # seconds between two looks at the ranks' processes and notices
-_GRACE = 0.5  # seconds in which a step may still end, or a death be seen, once a rank has gone
+_POLL = 0.1  # seconds between polls of the ranks' processes and notices
+_GRACE = 0.5  # seconds for a step to end, or for a death to show, after a rank has gone
 
 
 class EchoError(BootstrapError):
-    """What a rank sees of another rank's failure: that one's own error says more."""
+    """Another rank's failure as this rank sees it; that rank's own error takes precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What every rank tells every other before a group exists.
+    """The record that every rank sends to every other in one step.
 
     Attributes:
-        digest: 64 bits over everything that must be equal on all ranks.
-        machine: names the machine and network namespace: peers with equal values can connect.
-        token: random, proves a connection to be from this rank of this group.
-        address: random, where this rank listens.
-        pid: process id, 0: not told. It and the next three are filled in by a meeting.
-        pid_namespace: in which it counts.
-        boot: names the boot of the machine.
-        start: when the process began, in clock ticks since the boot.
-        cost: the cost model's constants, used from rank 0.
-        values: of a step that exchanges numbers, at most MAX_VALUES.
-        error: why this rank cannot take part, shortened; empty: it can.
-        failed: the making ends with this error, for all.
-        echo: the error is what this rank saw of another's.
+        digest: 64-bit digest of everything that must be equal on all ranks.
+        machine: id of the machine and network namespace; peers with equal ids can connect.
+        token: random; proves that a connection comes from this rank of this group.
+        address: random; where this rank listens.
+        pid: process id; 0: unknown. `Meeting` fills in this and the next three.
+        pid_namespace: id of the pid namespace.
+        boot: id of the machine's current boot.
+        start: start time of the process, in clock ticks since boot.
+        cost: the cost model's constants; rank 0's are used.
+        values: the integers of a step that exchanges some, at most MAX_VALUES.
+        error: why this rank cannot take part, cut to MAX_TEXT bytes; empty: it can.
+        failed: the creation ends with this error on all ranks.
+        echo: the error reports another rank's failure.
     """
 
     digest: int = 0
@@ -261,23 +261,23 @@ class Hello:
 
     @classmethod
     def unpack(cls, data: bytes, rank: int, num_ranks: int) -> Hello:
-        """Read a peer's record, field by field.
+        """Read and check a peer's record.
 
         Raises:
-            BootstrapError: it is not one of this version, or not of this rank.
+            BootstrapError: it is invalid, of another version, or another rank's.
         """
         if len(data) != _RECORD.size or data[:8] != MAGIC:
             raise BootstrapError(
-                f"rank {rank} sent no record of ultraep_comm; call new_group on every rank at the"
-                " same point, with no other collective of the process group between"
+                f"rank {rank} sent data that is not a record of ultraep_comm; call new_group on"
+                " every rank at the same point, with no other collective in between"
             )
         _, version, flags, own_rank, ranks, digest, machine, machine_bytes, *rest = _RECORD.unpack(
             data
         )
         if version != VERSION:
             raise BootstrapError(
-                f"rank {rank} sent record version {version}, this rank has {VERSION}; install the"
-                " same version of ultraep_comm everywhere"
+                f"rank {rank} sent record version {version}; expected {VERSION}. Install the same"
+                " version of ultraep_comm on every rank"
             )
         token, address, pid, pid_namespace, boot, start, *cost, text, text_bytes = rest[:-2]
         values, num_values = rest[-2:]
@@ -297,8 +297,8 @@ class Hello:
         ]
         if wrong:
             raise BootstrapError(
-                f"rank {rank} sent a record with a bad {wrong[0]}; expected that of rank {rank} of"
-                f" {num_ranks}. Call new_group on every rank at the same point"
+                f"rank {rank} sent a record whose field {wrong[0]} is invalid; expected the record"
+                f" of rank {rank} of {num_ranks}. Call new_group on every rank at the same point"
             )
         return cls(
             digest=digest,
@@ -330,7 +330,7 @@ def _is_text(data: bytes) -> bool:
 
 
 class Meeting:
-    """The caller's process group, used to exchange records."""
+    """Exchanges records over the caller's process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         if not dist.is_initialized():
@@ -351,10 +351,10 @@ class Meeting:
         self._process = this_process()
         self._notices = Notices(group, self.rank, self._process)
         self._broken: BootstrapError | None = None  # the process group takes no more steps
-        self._end: tuple[int, str] | None = None  # the first that was seen to end; others follow
-        self._depth = 0  # of makings
-        self._open = False  # the peers are still to take a step with this rank
-        self._left: object = None  # the step in which this rank has said that it failed
+        self._end: tuple[int, str] | None = None  # the first rank that was seen to end, and why
+        self._depth = 0  # nesting of making()
+        self._open = False  # the peers expect another step with this rank
+        self._last_step: object = None  # keeps the step alive in which this rank reported failure
 
     @property
     def timeout(self) -> float:
@@ -367,12 +367,12 @@ class Meeting:
         return value.total_seconds() if isinstance(value, timedelta) else DEFAULT_TIMEOUT
 
     def leave(self) -> None:
-        """Let go of the process group: its threads end when the caller destroys it."""
-        # In a making the peers are still to be told why this rank fails.
+        """Release the process group, so that its threads end when the caller destroys it."""
+        # Inside making() the peers still have to learn why this rank failed.
         if self._depth > 0 or not hasattr(self, "group"):
             return
         self._broken = BootstrapError(f"rank {self.rank}: the group is closed")
-        self._left = None
+        self._last_step = None
         self._notices.leave()
         del self.group
 
@@ -380,7 +380,7 @@ class Meeting:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Surround a row of steps: an exception that ends it here, Ctrl-C too, is told to all."""
+        """Enclose a sequence of steps; reports any exception in it, Ctrl-C too, to all ranks."""
         self._depth += 1
         if self._depth == 1:
             self._open = True
@@ -393,16 +393,16 @@ class Meeting:
             self._depth -= 1
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the peers of a failure that they do not know of, without waiting for them."""
+        """Report a failure to the peers without waiting for them, unless they know of it."""
         if not self._open or self._broken is not None:
             return
         self._open = False
         text = str(error) or type(error).__name__
         try:
             record = self._record(Hello(error=text, failed=True))
-            # They find it in their next step, be it now or later; this rank is not there any more.
-            self._left = self._start(record)
-        except RuntimeError:  # the process group has failed, which its other ranks see too
+            # The peers read it in their next step, now or later; this rank does not wait for it.
+            self._last_step = self._start(record)
+        except RuntimeError:  # the process group has failed, which the other ranks see too
             pass
         self._notices.tell(self.rank, text, stuck=False)
 
@@ -420,56 +420,54 @@ class Meeting:
 
     def _start(self, mine: torch.Tensor) -> tuple[Any, torch.Tensor]:
         mine = mine.to(self._device)
-        everybody = torch.empty(
-            (self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device
-        )
-        return dist.all_gather(list(everybody), mine, group=self.group, async_op=True), everybody
+        gathered = torch.empty((self.num_ranks, *mine.shape), dtype=mine.dtype, device=self._device)
+        return dist.all_gather(list(gathered), mine, group=self.group, async_op=True), gathered
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Give this rank's tensor to all and return everybody's ``[G, *shape]``, on the CPU.
+        """All-gather a tensor; return ``[G, *shape]`` on the CPU.
 
         Raises:
-            BootstrapError: a rank left the process group, or failed before it came here.
+            BootstrapError: a rank left the process group, or failed before this step.
         """
         if self._broken is not None:
             raise self._broken
         try:
-            work, everybody = self._start(mine)
+            work, gathered = self._start(mine)
             self._await(work)
             work.wait()
         except BootstrapError:
             raise
         except RuntimeError as error:
             self._diagnose(error)
-        return everybody.cpu()
+        return gathered.cpu()
 
     def _await(self, work: Any) -> None:
-        """Return when a step has ended, or raise once it is known that it never will."""
-        pause, looked = 2e-5, time.monotonic()
+        """Return when a step has ended; raise once it is known that it never will."""
+        pause, polled = 2e-5, time.monotonic()
         failure: BootstrapError | None = None
         while not work.is_completed():
             time.sleep(pause)
             pause = min(1.5 * pause, 0.01)
             now = time.monotonic()
-            if now - looked < (_LOOK if failure is None else _GRACE):
+            if now - polled < (_POLL if failure is None else _GRACE):
                 continue
             if failure is not None:
                 self._break(failure)
-            looked = now
-            # A rank may have ended after it did its part: then the step ends in a moment.
+            polled = now
+            # A rank may have ended after its part of the step, which then still ends in time.
             failure = self._find_failure(in_step=True)
 
     def _diagnose(self, error: RuntimeError) -> NoReturn:
-        """Say which rank the process group failed for."""
+        """Raise an error that names the rank by which the process group failed."""
         end = time.monotonic() + _GRACE
         while (failure := self._find_failure(in_step=True)) is None and time.monotonic() < end:
             time.sleep(0.01)
         if failure is not None:
-            # If this process ends of it, all others have seen who was the first.
-            time.sleep(3 * _LOOK)
+            # Let all others see which rank was first, in case this process ends by the error.
+            time.sleep(3 * _POLL)
         if failure is None:
             absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
-            who = f"; not seen here: ranks {absent}" if absent and self._notices.works else ""
+            who = f"; not in new_group: ranks {absent}" if absent and self._notices.works else ""
             failure = BootstrapError(
                 f"rank {self.rank}: the process group failed; has a rank left it?{who}"
                 f" ({str(error).splitlines()[0]})",
@@ -479,7 +477,7 @@ class Meeting:
         self._break(failure)
 
     def _break(self, failure: BootstrapError) -> NoReturn:
-        """End all steps, here and at the peers."""
+        """End all steps, on this rank and on the peers."""
         self._broken = failure
         self._open = False
         rank = self.rank if failure.failed_rank < 0 else failure.failed_rank
@@ -487,10 +485,9 @@ class Meeting:
         raise failure
 
     def _find_failure(self, *, in_step: bool) -> BootstrapError | None:
-        """Return why a wait for the peers is in vain: a rank has died, or told that it failed.
+        """Return why a wait for the peers cannot end: a rank died or reported a failure; else None.
 
-        None: nothing is known. ``in_step``: a rank that failed and lives takes its part in the step
-        after this one, and says so there.
+        ``in_step``: ignore failed ranks that are alive, which report the failure in a step.
         """
         if self._end is None:
             self._end = self._notices.failure(stuck=True)
@@ -507,22 +504,22 @@ class Meeting:
 
     def _blame(self, rank: int, text: str) -> BootstrapError:
         return BootstrapError(
-            f"rank {self.rank}: no group was made, because rank {rank} failed: {text}",
+            f"rank {self.rank}: no group was created, because rank {rank} failed: {text}",
             failed_rank=rank,
         )
 
     def raise_failure(self) -> None:
-        """Raise if a rank is known to have failed or died: for waits between two steps.
+        """Raise if a rank is known to have failed or died; for waits between two steps.
 
         Raises:
-            EchoError: as the text says.
+            EchoError: names the rank.
         """
         failure = self._find_failure(in_step=False)
         if failure is not None:
             raise EchoError(str(failure), failed_rank=failure.failed_rank)
 
     def gather_ints(self, *values: int, least: int = 0, most: int = 2**31 - 1) -> list[list[int]]:
-        """Give integers to all and return everybody's, by rank: as many from each.
+        """All-gather integers, the same number from each rank; return them by rank.
 
         Raises:
             BootstrapError: a rank left, or sent a value below ``least`` or above ``most``.
@@ -543,14 +540,14 @@ class Meeting:
         return rows
 
     def exchange(self, hello: Hello, error: Exception | None = None) -> list[Hello]:
-        """Give this rank's record to all and return everybody's, by rank.
+        """All-gather one record per rank; return them by rank.
 
         Args:
-            hello: the record.
-            error: why this rank cannot go on; then all raise.
+            hello: this rank's record.
+            error: why this rank cannot go on; all ranks then raise.
 
         Raises:
-            BootstrapError: a rank has failed, or left the process group, or sent something else.
+            BootstrapError: a rank failed, left the process group, or sent something else.
         """
         if error is not None:
             if self._broken is not None:
@@ -558,7 +555,7 @@ class Meeting:
             text = str(error) or type(error).__name__
             echo = isinstance(error, EchoError)
             hello = replace(hello, error=text, failed=True, echo=echo)
-            # Peers that wait for this rank between two steps, at their connections, hear it now.
+            # Peers may be waiting for this rank's connection instead of for this step.
             self._notices.tell(self.rank, text, stuck=False)
         data = bytes(self.gather(self._record(hello)).numpy())
         size = _RECORD.size
@@ -572,7 +569,7 @@ class Meeting:
         failed = [rank for rank, peer in enumerate(hellos) if peer.failed]
         if not failed:
             return hellos
-        self._open = False  # all know
+        self._open = False  # all ranks know of the failure
         if error is not None and not hello.echo:
             raise error
         first = next((rank for rank in failed if not hellos[rank].echo), None)
@@ -583,14 +580,14 @@ class Meeting:
         raise self._blame(failed[0], hellos[failed[0]].error)
 
     def agree(self, error: Exception | None, *, last: bool = False) -> None:
-        """Return if no rank has an error; else raise on all: its own, or the first peer's.
+        """Return if no rank has an error; else raise this rank's own error, or the first peer's.
 
         Args:
-            error: this rank's, or None.
-            last: no step of this making follows: the group exists once this one has ended.
+            error: this rank's error, or None.
+            last: this is the last step of the creation: the group exists once it has ended.
 
         Raises:
-            BootstrapError: a peer could not take part.
+            BootstrapError: a peer failed.
         """
         if last and self._depth <= 1:
             self._open = False
@@ -598,11 +595,11 @@ class Meeting:
 
 
 def check_same_arguments(hellos: list[Hello]) -> None:
-    """Raise BootstrapError on every rank if one has called with other arguments."""
+    """Raise BootstrapError on every rank if a rank passed other arguments."""
     for rank, hello in enumerate(hellos):
         if hello.digest != hellos[0].digest:
             raise BootstrapError(
-                f"rank {rank} called new_group with other arguments than rank 0: num_experts,"
+                f"rank {rank} called new_group with other arguments than rank 0; num_experts,"
                 " slots_per_rank, home, domains, expert, tile_bytes, check, engine,"
                 " fabric and allow_cross_domain must be equal on every rank"
             )

@@ -1,10 +1,9 @@
-"""Fabric ``nvshmem``: symmetric memory of GPUs, and peers beyond load/store access.
+"""Fabric ``nvshmem``: symmetric GPU memory, and puts to peers without load/store access.
 
-NVSHMEM belongs to the process, not to a group: whoever comes first initialises it, everybody uses
-it, and this library never finalises it, since it cannot know who else does. Allocating and freeing
-are collective over all of NVSHMEM's PEs, so a group's memory is not freed when one rank closes it,
-but when the next group is made and all ranks have closed theirs. No rank waits for another in
-``close()``, and a rank that died holds nobody up.
+NVSHMEM belongs to the process, not to a group: its first user initialises it, and this library
+never finalises it, since other code may use it too. Allocating and freeing are collective over all
+of NVSHMEM's PEs, so a group's memory is not freed when one rank closes it, but when the next group
+is created and all ranks have closed theirs. ``close()`` waits for no rank, dead or alive.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ LIBRARY = "libnvshmem_host.so.3"
 UID_BYTES = 128
 INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; higher ones: several PEs on a GPU
 INVALID = 32767  # NVSHMEM_STATUS_INVALID
-MAX_FREED = 16  # allocations that are given back at once
+MAX_FREED = 16  # allocations freed at a time
 
 
 class OtherPesError(UnsupportedError):
-    """NVSHMEM is initialised over other ranks than a group's."""
+    """NVSHMEM is initialised over other ranks than the group's."""
 
 
 class Runtime(Protocol):
-    """NVSHMEM in this process. Tests supply another.
+    """NVSHMEM in this process. Tests supply their own.
 
     Attributes:
         heap: the allocations of all groups of the process.
@@ -58,32 +57,32 @@ class Runtime(Protocol):
         """Return (major, minor) of the host library."""
 
     def is_initialized(self) -> bool:
-        """Return whether anybody has initialised it."""
+        """Return whether this library or other code has initialised it."""
 
     def unique_id(self) -> bytes:
-        """Make the 128 bytes that all PEs have to know."""
+        """Return a new 128-byte id, to be sent to all PEs."""
 
     def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
-        """Initialise. Collective. Only where there is a GPU: else it may end the process."""
+        """Initialise NVSHMEM. Collective. Requires a GPU: without one it may end the process."""
 
     def pes(self) -> tuple[int, int]:
-        """Return this PE's number, and how many there are."""
+        """Return this PE and the number of PEs."""
 
     def malloc(self, num_bytes: int) -> int:
-        """Allocate symmetric memory; 0: there is not enough. Collective."""
+        """Allocate symmetric memory and return its address; 0: out of memory. Collective."""
 
     def free(self, address: int) -> None:
-        """Free it. Collective."""
+        """Free symmetric memory. Collective."""
 
     def register(self, code: object) -> None:
-        """Make a loaded cubin know NVSHMEM."""
+        """Initialise NVSHMEM's device state in a loaded cubin."""
 
     def unregister(self, code: object) -> None:
         """Undo one :meth:`register`."""
 
 
 class Nvshmem:
-    """The real one, by way of nvshmem4py. Made by :func:`find_runtime`."""
+    """NVSHMEM through nvshmem4py. Returned by :func:`find_runtime`."""
 
     def __init__(self) -> None:
         import nvshmem.bindings
@@ -100,22 +99,22 @@ class Nvshmem:
         return self._version
 
     def is_initialized(self) -> bool:
-        """Ask the library itself: others may have initialised it without nvshmem4py."""
+        """Ask the host library: other code may have initialised it without nvshmem4py."""
         return bool(INITIALIZED <= self._bindings.init_status() < INVALID)
 
     def unique_id(self) -> bytes:
-        """Make a UID."""
+        """Return a new UID."""
         return bytes(undocumented(self._core.get_unique_id(), "_data").tobytes())
 
     def init(self, device: int, uid: bytes, rank: int, num_ranks: int) -> None:
-        """Initialise with a UID, and without multicast.
+        """Initialise with a UID, without multicast.
 
-        No kernel here uses it, PEs that share a GPU cannot have it, and it needs rights that a
-        container may not have.
+        No kernel uses multicast, PEs that share a GPU do not support it, and it needs privileges
+        that a container may lack.
         """
         from cuda.core import Device
 
-        env.do_without_multicast()
+        env.disable_multicast()
         unique = self._core.get_unique_id(empty=True)
         undocumented(unique, "_data").view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
@@ -129,11 +128,11 @@ class Nvshmem:
         )
 
     def pes(self) -> tuple[int, int]:
-        """Return this PE and their number."""
+        """Return this PE and the number of PEs."""
         return int(self._bindings.my_pe()), int(self._bindings.n_pes())
 
     def malloc(self, num_bytes: int) -> int:
-        """Allocate below nvshmem.core, whose buffers raise when they are collected late."""
+        """Allocate below nvshmem.core, whose buffers raise if garbage-collected late."""
         return int(self._bindings.malloc(num_bytes))
 
     def free(self, address: int) -> None:
@@ -141,23 +140,23 @@ class Nvshmem:
         self._bindings.free(address)
 
     def register(self, code: object) -> None:
-        """NVSHMEM counts how often."""
+        """Register the cubin; NVSHMEM counts registrations."""
         self._core.library_init(self._core.NvshmemKernelObject.from_obj(code))
 
     def unregister(self, code: object) -> None:
-        """Give one count back."""
+        """Undo one registration."""
         self._core.library_finalize(self._core.NvshmemKernelObject.from_obj(code))
 
 
 def load_library() -> None:
-    """Load the host library of the wheel, wherever Python imports it from.
+    """Load the wheel's host library from any folder of ``sys.path``.
 
-    nvshmem4py looks into the folders of site-packages only, and not at all of ``sys.path``. What is
-    not found here, or cannot be loaded, is its to find, or to say.
+    nvshmem4py searches site-packages only. If nothing is found here, or the library cannot be
+    loaded, nvshmem4py searches next and reports the error.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        return  # torch has it, say: a second one would have a state of its own
+        return  # loaded already, for instance by torch; a second copy would have separate state
     for folder in sys.path:
         path = Path(folder) / "nvidia" / "nvshmem" / "lib" / LIBRARY
         if path.is_file():
@@ -170,13 +169,13 @@ def parse_version(text: str) -> tuple[int, int]:
     """Return (major, minor) of a version such as 3.4.5."""
     found = re.match(r"(\d+)\.(\d+)", text)
     if found is None:
-        raise UnsupportedError(f"NVSHMEM's version is {text!r}; expected one such as 3.4.5")
+        raise UnsupportedError(f"NVSHMEM's version is {text!r}; expected a version such as 3.4.5")
     return int(found[1]), int(found[2])
 
 
 @functools.cache
 def find_runtime() -> Runtime:
-    """Return NVSHMEM. To be called only where a GPU has been found.
+    """Return NVSHMEM. Call only after a GPU has been found.
 
     Raises:
         UnsupportedError: nvshmem4py or NVSHMEM's host library is missing.
@@ -188,7 +187,7 @@ def find_runtime() -> Runtime:
         raise UnsupportedError(
             f"fabric='nvshmem' needs {error.name or 'nvshmem4py'}; {hint}"
         ) from error
-    except RuntimeError as error:  # cuda.pathfinder's, too
+    except RuntimeError as error:  # also the base class of cuda.pathfinder's errors
         if isinstance(error, UltraEPError):
             raise
         raise UnsupportedError(
@@ -197,11 +196,11 @@ def find_runtime() -> Runtime:
 
 
 def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
-    """Have NVSHMEM initialised over exactly these ranks, and return their PEs. Collective.
+    """Initialise NVSHMEM over exactly these ranks, unless it is, and return their PEs. Collective.
 
     Raises:
-        BootstrapError: ranks differ in whether it is initialised, or one could not initialise it.
-        OtherPesError: it is initialised over other ranks than these; on every rank.
+        BootstrapError: only some ranks have initialised it, or initialising it failed.
+        OtherPesError: it is initialised over other ranks; raised on every rank.
     """
     ready = [row[0] for row in meeting.gather_ints(runtime.is_initialized(), most=1)]
     if any(ready) and not all(ready):
@@ -217,9 +216,9 @@ def join(meeting: Meeting, runtime: Runtime, device: int) -> list[int]:
     if sorted(pes) != list(range(num_pes)) or any(row[1] != num_pes for row in rows):
         raise OtherPesError(
             f"rank {meeting.rank}: the process group has {meeting.num_ranks} ranks, which are PEs"
-            f" {pes} of {num_pes}; symmetric memory is allocated by all PEs together. Make the"
-            " group over a process group of exactly the ranks that NVSHMEM was initialised with, or"
-            " use fabric='torch'"
+            f" {pes} of {num_pes}, but all PEs have to allocate symmetric memory together. Create"
+            " the group over a process group of exactly the ranks that NVSHMEM was initialised"
+            " with, or use fabric='torch'"
         )
     return pes
 
@@ -254,7 +253,7 @@ def _attempt(rank: int, action: Callable[[], Any], default: Any) -> tuple[Any, E
 
 
 class Heap:
-    """Symmetric allocations of this process, in the order of their making: the same on every PE."""
+    """Symmetric allocations of this process, numbered in their order, the same on every PE."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -262,7 +261,7 @@ class Heap:
         self._retired: dict[int, int] = {}  # number -> address
 
     def allocate(self, meeting: Meeting, num_bytes: int) -> tuple[int, int]:
-        """Return number and address of new memory. Collective.
+        """Allocate; return the allocation's number and address. Collective.
 
         Raises:
             OutOfSharedMemoryError: the symmetric heap is too small.
@@ -272,20 +271,20 @@ class Heap:
         error = None
         if address == 0:
             error = OutOfSharedMemoryError(
-                f"rank {meeting.rank}: NVSHMEM's symmetric heap has no {num_bytes} bytes left for"
-                " slots and flags; set NVSHMEM_SYMMETRIC_SIZE to at least that much more before"
-                " the process starts, or use fewer slots_per_rank"
+                f"rank {meeting.rank}: NVSHMEM's symmetric heap does not have {num_bytes} bytes"
+                " left for slots and flags; raise NVSHMEM_SYMMETRIC_SIZE by at least that much"
+                " before the process starts, or use fewer slots_per_rank"
             )
         meeting.agree(error)
         self._made += 1
         return self._made, address
 
     def retire(self, number: int, address: int) -> None:
-        """Have memory freed once every rank has retired it. Not collective."""
+        """Mark an allocation to be freed once every rank has retired it. Not collective."""
         self._retired[number] = address
 
     def forget(self) -> None:
-        """NVSHMEM was finalised, and all memory with it."""
+        """Drop all retired memory, after other code finalised NVSHMEM and freed it."""
         self._retired.clear()
 
     def _free_retired(self, meeting: Meeting) -> None:
@@ -299,10 +298,10 @@ class NvshmemFabric:
     """One rank's symmetric memory.
 
     Args:
-        meeting: the process group.
-        heap: of the process.
-        view: takes an address and a size, and returns a uint8 tensor over that memory, zeroed.
-        find_peers: takes this rank's address and returns those at which it reaches the peers.
+        meeting: exchanges records with the peers.
+        heap: the process's allocations.
+        view: takes an address and a size, zeroes that memory and returns it as a uint8 tensor.
+        find_peers: takes this rank's address of an allocation and returns ``[G]`` peer addresses.
     """
 
     def __init__(
@@ -322,16 +321,16 @@ class NvshmemFabric:
 
     @property
     def peer_sockets(self) -> list[int]:
-        """A device cannot look at sockets."""
+        """``[G]`` times -1: kernels cannot watch sockets."""
         return [-1] * self._meeting.num_ranks
 
     @property
     def peer_processes(self) -> list[int]:
-        """Nor at processes."""
+        """``[G]`` times -1: nor processes."""
         return [-1] * self._meeting.num_ranks
 
     def allocate(self, num_bytes: int) -> SharedRegion:
-        """Allocate on every rank, zeroed before any rank goes on.
+        """Allocate on every rank; all memory is zeroed before any rank returns.
 
         Raises:
             OutOfSharedMemoryError: the symmetric heap is too small.
@@ -353,7 +352,7 @@ class NvshmemFabric:
         return SharedRegion(bases=bases, local=local)
 
     def close(self) -> None:
-        """Retire this group's memory: its tensors are valid until the next group is made."""
+        """Retire this group's memory; its tensors stay valid until the next group is created."""
         for number, address in self._made:
             self._heap.retire(number, address)
         self._made.clear()

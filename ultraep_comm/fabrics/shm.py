@@ -1,8 +1,8 @@
 """Fabric ``shm``: anonymous shared memory between the processes of one machine.
 
-Each rank owns a memfd without a name and passes its descriptor to its peers over a socket in the
-abstract namespace, so a job killed at any moment leaves nothing behind. The sockets stay open:
-their end-of-file, and the end of the process behind it, is how a peer's death is noticed at once.
+Each rank owns a memfd and passes its descriptor to its peers over a socket in the abstract
+namespace, so a job killed at any moment leaves nothing behind. The sockets stay open: end-of-file,
+or the end of the peer's process, shows a peer's death at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _FIXED_SIZE = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 
 def machine_id() -> bytes:
-    """Name this boot of this machine and its network namespace: equal ids can connect."""
+    """Return an id of this machine's boot and network namespace; equal ids can connect."""
     return boot_id() + struct.pack("<Q", os.stat("/proc/self/ns/net").st_ino)
 
 
 def available_bytes() -> int:
-    """Return how much memory can still be taken without swapping, inside this cgroup."""
+    """Return the bytes of memory available to this cgroup without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
@@ -57,7 +57,7 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
     """Return a memfd with its pages reserved and its size sealed.
 
     Raises:
-        OutOfSharedMemoryError: the machine cannot hold the memory of its ranks.
+        OutOfSharedMemoryError: the memory of the ranks here does not fit on this machine.
     """
     hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
     if num_bytes * ranks_here > available_bytes():
@@ -70,14 +70,14 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
         fd = os.memfd_create("ultraep_comm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise OutOfSharedMemoryError(
-            f"rank {rank}: no shared memory could be made ({error.strerror}); raise the limit of"
-            " open files with ulimit -n",
+            f"rank {rank}: shared memory could not be created ({error.strerror}); raise the limit"
+            " of open files with ulimit -n",
             failed_rank=rank,
         ) from error
     try:
-        # Reserved, not hoped for: a page that cannot be had would otherwise be a SIGBUS later.
+        # Reserves all pages now: running out of memory on first touch would be a SIGBUS.
         os.posix_fallocate(fd, 0, num_bytes)
-        # A peer that could shrink the memory could kill us with the same signal.
+        # A peer that shrinks the memory would cause the same signal.
         fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
     except OSError as error:
         os.close(fd)
@@ -93,17 +93,17 @@ def create_memory(num_bytes: int, ranks_here: int, rank: int) -> int:
 
 
 def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Map memory that a peer has passed, if it is what it should be; closes the descriptor.
+    """Check and map the memory that a peer has passed; closes the descriptor.
 
     Raises:
-        BootstrapError: it is another user's, of another size, or can change its size.
+        BootstrapError: it belongs to another user, has another size, or its size is not sealed.
         OSError: it cannot be mapped.
     """
     try:
         status = os.fstat(fd)
         try:
             seals = fcntl.fcntl(fd, _GET_SEALS)
-        except OSError:  # a file on disk, or no file
+        except OSError:  # not a memfd
             seals = 0
         if (
             not stat.S_ISREG(status.st_mode)
@@ -122,11 +122,11 @@ def map_peer(fd: int, rank: int, peer: int, num_bytes: int) -> NDArray[np.uint8]
 
 
 class ShmFabric:
-    """Memory of the ranks on this rank's machine. Collective.
+    """Memory of the ranks on this rank's machine. Constructing it is collective.
 
     Args:
-        meeting: the process group.
-        listener: this rank's, which is closed in the end.
+        meeting: exchanges records with the peers.
+        listener: this rank's listener; closed here.
         hellos: ``[G]`` records of all ranks.
 
     Raises:
@@ -149,7 +149,7 @@ class ShmFabric:
                 reserve_descriptors(self._rank, len(self._peers))
             except BootstrapError as too_few:
                 error = too_few
-            meeting.agree(error)  # before anybody waits for this rank
+            meeting.agree(error)  # before any rank waits for this one's connections
             try:
                 self._connections.connect()
             except BootstrapError as trouble:
@@ -172,24 +172,24 @@ class ShmFabric:
 
     @property
     def peer_sockets(self) -> list[int]:
-        """Descriptors of the connections, by rank."""
+        """Descriptors of the connections, by rank; -1 for this rank and other machines."""
         return self._connections.sockets
 
     @property
     def peer_processes(self) -> list[int]:
-        """Descriptors of the peers' processes, by rank."""
+        """Descriptors of the peers' processes, by rank; -1: unknown."""
         return self._connections.processes
 
     @property
     def can_pull(self) -> bool:
-        """Every rank of a machine maps the others' memory."""
+        """True: every rank of a machine maps the others' memory."""
         return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
-        """Make this rank's memory, pass it to the peers, and map theirs.
+        """Create this rank's memory, pass it to the peers, and map theirs.
 
         Raises:
-            OutOfSharedMemoryError: the machine cannot hold it.
+            OutOfSharedMemoryError: it does not fit on the machine.
             BootstrapError: a peer ended, or passed something else.
         """
         with self._meeting.making():
@@ -204,7 +204,7 @@ class ShmFabric:
                 fd = create_memory(num_bytes, len(self._peers) + 1, self._rank)
             except OutOfSharedMemoryError as out_of_memory:
                 error = out_of_memory
-            self._meeting.agree(error)  # nobody waits for the descriptor of a rank without memory
+            self._meeting.agree(error)  # before any rank waits for this one's descriptor
             try:
                 mappings[self._rank] = _core.map_shared(fd, num_bytes)
 
@@ -220,7 +220,7 @@ class ShmFabric:
                     failed_rank=trouble.failed_rank,
                 )
             except OSError as trouble:
-                full = trouble.errno == errno.ENOMEM  # no room for a mapping
+                full = trouble.errno == errno.ENOMEM  # the mapping does not fit
                 failure = (OutOfSharedMemoryError if full else BootstrapError)(
                     f"rank {self._rank}: exchanging memory failed: {trouble}",
                     failed_rank=self._rank,
@@ -232,7 +232,7 @@ class ShmFabric:
             if fd >= 0:
                 os.close(fd)
         if failure is not None:
-            self._connections.shut_down()  # peers that still wait see the end of the connection
+            self._connections.shut_down()  # peers that are still waiting see end-of-file
         self._meeting.agree(failure, last=True)
         own = mappings[self._rank]
         assert own is not None
@@ -243,6 +243,6 @@ class ShmFabric:
         )
 
     def close(self) -> None:
-        """Close the connections: peers see that this rank is gone."""
+        """Close the connections, by which peers see that this rank has gone."""
         self._connections.close()
         self._meeting.leave()

@@ -1,9 +1,9 @@
-"""Connections between the ranks of one machine: sockets, whose they are, and what passes them.
+"""Authenticated connections between the ranks of one machine, and descriptors passed over them.
 
-A listener's name in the abstract namespace can be seen and called by every process of the machine,
-so nothing is believed of a caller but what the kernel says of it (its user, its process) and the
-token that its rank got over the process group. Both ends prove their tokens. Whoever cannot is cut
-off, and the making of the group goes on without noticing.
+Every process of the machine can see a listener's name in the abstract namespace and connect to it.
+So a caller is trusted only by its credentials from the kernel (user and process) and by the token
+that its rank sent over the process group. Both ends prove their tokens. A caller that cannot is
+disconnected, and creating the group continues.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ultraep_comm.fabrics.meeting import Hello
 from ultraep_comm.system import pid_namespace, watch_forks
 
 MAGIC = b"UEPSOCK2"
-_PROOF = struct.Struct("<8sii16s")  # magic, rank that sends, rank it is for, the sender's token
+_PROOF = struct.Struct("<8sii16s")  # magic, sending rank, receiving rank, the sender's token
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MEMORY = b"M"
-STRANGER_SECONDS = 5.0  # in which a caller has to prove who it is
-MAX_STRANGERS = 16  # callers that have not done so, at a time
-_SLICE = 0.05  # seconds between two looks at whether the peers still live
-_PAUSE = 0.001  # seconds, at first, before one tries again to pass a descriptor
-SPARE_DESCRIPTORS = MAX_STRANGERS + 4  # for callers, this rank's memory, and one that arrives
+STRANGER_SECONDS = 5.0  # for a caller to prove its rank
+MAX_STRANGERS = 16  # unproved callers at a time
+_SLICE = 0.05  # seconds between checks whether the peers are alive
+_PAUSE = 0.001  # seconds before the first retry of passing a descriptor
+SPARE_DESCRIPTORS = MAX_STRANGERS + 4  # for callers, this rank's memory, and one being received
 
 
 def reserve_descriptors(rank: int, num_peers: int) -> None:
-    """Raise unless this process can still open what connections to so many peers take.
+    """Check that this process can open enough descriptors for ``num_peers`` connections.
 
     Raises:
-        BootstrapError: says how many are missing.
+        BootstrapError: it cannot; says how many are needed and how many are left.
     """
     needed = 2 * num_peers + SPARE_DESCRIPTORS
     opened: list[int] = []
@@ -68,7 +68,7 @@ class Listener:
     """This rank's listening socket, under a random name, and its secret token.
 
     Raises:
-        OSError: there is no descriptor left for it.
+        OSError: no descriptor is left.
     """
 
     def __init__(self, rank: int) -> None:
@@ -89,7 +89,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Take no more callers."""
+        """Stop accepting callers."""
         self.socket.close()
 
 
@@ -98,31 +98,31 @@ def _name(address: bytes) -> bytes:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return process and user of the other end, as the kernel knows them; 0: not visible."""
+    """Return pid and user of the other end, from the kernel; pid 0: in another pid namespace."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 class _Caller:
-    """A connection that has not proved its rank yet."""
+    """A connection whose other end has not proved its rank yet."""
 
     def __init__(self, connection: socket.socket, peer: int, end: float) -> None:
         self.socket = connection
-        self.peer = peer  # whom this rank has called; -1: somebody called this rank
+        self.peer = peer  # the rank that this rank called; -1: an incoming connection
         self.end = end
         self.data = b""
 
 
 class Connections:
-    """Connections of one rank to ``peers``, made by :meth:`connect`; owner of their descriptors.
+    """Connections of one rank to ``peers``, opened by :meth:`connect`; owns their descriptors.
 
     Args:
-        listener: this rank's; the caller closes it.
+        listener: this rank's listener; the caller closes it.
         hellos: ``[G]`` records of all ranks.
         peers: the other ranks on this machine.
         timeout: seconds for each wait.
-        check: raises if a rank is known to have failed; called now and then while this one waits.
+        check: raises if a rank is known to have failed; called repeatedly during waits.
     """
 
     def __init__(
@@ -147,23 +147,23 @@ class Connections:
 
     @property
     def sockets(self) -> list[int]:
-        """Descriptors of the connections, by rank; -1: there is none."""
+        """Descriptors of the connections, by rank; -1: none."""
         found = self._sockets
         return [found[r].fileno() if r in found else -1 for r in range(len(self._hellos))]
 
     @property
     def processes(self) -> list[int]:
-        """Descriptors of the peers' processes, by rank, readable once they have ended; or -1."""
+        """Pidfds of the peers' processes, by rank, readable once they have ended; -1: none."""
         return [self._processes.get(r, -1) for r in range(len(self._hellos))]
 
-    # ---- meeting --------------------------------------------------------------------------
+    # ---- connecting -----------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect to all peers: lower ranks are called, higher ranks call.
+        """Connect to all peers: this rank calls lower ranks and is called by higher ones.
 
         Raises:
-            BootstrapError: a peer failed or died, is somebody else, or did not come in time.
-            OSError: this process cannot connect at all.
+            BootstrapError: a peer failed or died, is another process, or timed out.
+            OSError: this process cannot open connections.
         """
         end = time.monotonic() + self._timeout
         try:
@@ -184,10 +184,10 @@ class Connections:
             self._callers.clear()
 
     def _call(self, peer: int, end: float) -> bool:
-        """Call a peer and prove this rank to it. False: its queue of callers is full."""
+        """Connect to a peer and prove this rank to it; False if the peer's backlog is full."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         caller = _Caller(connection, peer, end)
-        self._callers.append(caller)  # so that it is closed, whatever happens
+        self._callers.append(caller)  # first, so that it is closed on any error
         try:
             connection.connect(_name(self._hellos[peer].address))
         except BlockingIOError:
@@ -196,7 +196,7 @@ class Connections:
         except ConnectionRefusedError:
             self._check()
             raise BootstrapError(
-                f"rank {self._rank}: rank {peer} listens no more; it failed, or its process ended",
+                f"rank {self._rank}: rank {peer} no longer listens; it failed or its process ended",
                 failed_rank=peer,
             ) from None
         self._require_process(connection, peer)
@@ -204,7 +204,7 @@ class Connections:
         return True
 
     def _require_process(self, connection: socket.socket, peer: int) -> None:
-        """Raise BootstrapError unless the kernel knows the other end as the peer's process."""
+        """Raise BootstrapError unless the kernel's credentials are those of the peer's process."""
         pid, uid = _credentials(connection)
         hello = self._hellos[peer]
         if uid != os.geteuid():
@@ -236,14 +236,14 @@ class Connections:
             ) from error
 
     def _wait(self, seconds: float) -> None:
-        """Take callers and read their proofs for so long, or until one has something."""
+        """Wait at most ``seconds`` for callers or their proofs, and handle those that arrived."""
         poll = select.poll()
         poll.register(self._listener.socket, select.POLLIN)
         for caller in self._callers:
             poll.register(caller.socket, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(1000 * seconds)}
         now = time.monotonic()
-        if now - self._checked >= _SLICE:  # by the clock: strangers may call all the time
+        if now - self._checked >= _SLICE:  # by the clock, since strangers may call all the time
             self._checked = now
             self._check()
         for caller in list(self._callers):
@@ -263,7 +263,7 @@ class Connections:
         self._callers.append(caller)
         connection.setblocking(False)
         if _credentials(connection)[1] != os.geteuid():
-            self._drop(caller)  # another user's: not a byte of it is read
+            self._drop(caller)  # another user: read nothing from it
             return
         strangers = [caller for caller in self._callers if caller.peer < 0]
         if len(strangers) > MAX_STRANGERS:
@@ -274,7 +274,7 @@ class Connections:
         self._callers.remove(caller)
 
     def _read(self, caller: _Caller) -> None:
-        """Read what a caller sends; keep it once it has proved its rank, drop it if it cannot."""
+        """Read a caller's proof; keep the connection once it is valid, drop it if it is not."""
         try:
             data = caller.socket.recv(_PROOF.size - len(caller.data))
         except BlockingIOError:
@@ -290,16 +290,16 @@ class Connections:
             self._keep(peer, caller.socket, answer=caller.peer < 0)
             return
         self._drop(caller)
-        if caller.peer >= 0:  # the rank itself, by its process: it has failed, or is of elsewhere
+        if caller.peer >= 0:  # its process was checked, so the rank failed or is in another group
             self._check()
             raise BootstrapError(
                 f"rank {self._rank}: rank {caller.peer} "
-                + ("did not prove to be in this group" if data else "closed the connection"),
+                + ("did not prove that it is in this group" if data else "closed the connection"),
                 failed_rank=caller.peer,
             )
 
     def _proved(self, caller: _Caller) -> int:
-        """Return the rank that a caller has proved to be; -1: none."""
+        """Return the rank that a caller has proved to be; -1 if its proof is invalid."""
         if len(caller.data) != _PROOF.size:
             return -1
         magic, peer, other, token = _PROOF.unpack(caller.data)
@@ -325,25 +325,25 @@ class Connections:
             try:
                 self._processes[peer] = os.pidfd_open(pid)
             except OSError as error:
-                # Not in every sandbox; and of a process that has ended the socket says so.
+                # Some sandboxes forbid it; if the process has ended, the socket shows it.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     raise
 
     # ---- passing memory -------------------------------------------------------------------
 
     def pass_memory(self, fd: int, take: Callable[[int, int], None]) -> None:
-        """Pass a descriptor to every peer, and take theirs.
+        """Pass a descriptor to every peer, and receive theirs.
 
-        The kernel bounds how many descriptors of a user are on their way. So each rank begins with
-        the next one, and has received as many as it has sent before it sends one more.
+        The kernel limits a user's descriptors in flight. So each rank starts with the next rank,
+        and sends no more descriptors than it has received, plus one.
 
         Args:
-            fd: this rank's.
+            fd: this rank's descriptor.
             take: called with a peer and its descriptor, which it owns.
 
         Raises:
-            BootstrapError: a peer failed, or passed something else, or nothing in time.
-            OSError: a connection failed, or too many descriptors were on their way all the time.
+            BootstrapError: a peer failed, timed out, or passed something else.
+            OSError: a connection failed, or too many descriptors were in flight for too long.
         """
         end, pause = time.monotonic() + self._timeout, _PAUSE
         unsent = deque(sorted(self._peers, key=lambda peer: (peer < self._rank, peer)))
@@ -366,7 +366,7 @@ class Connections:
                 self._raise_stuck(may_send, awaited)
 
     def _speaking(self, peers: set[int], seconds: float) -> list[int]:
-        """Wait until peers have sent something, no longer than that, and return who has."""
+        """Wait at most ``seconds`` until peers have sent something; return those peers."""
         poll = select.poll()
         by_socket = {self._sockets[peer].fileno(): peer for peer in peers}
         for fd in by_socket:
@@ -377,8 +377,8 @@ class Connections:
         if may_send:
             raise OSError(
                 errno.ETOOMANYREFS,
-                f"for {self._timeout:g} s too many descriptors were on their way between processes"
-                " of this user; raise the limit with ulimit -n",
+                f"for {self._timeout:g} s too many descriptors were in flight between processes of"
+                " this user; raise the limit with ulimit -n",
             )
         peer = min(awaited)
         raise BootstrapError(
@@ -387,7 +387,7 @@ class Connections:
         )
 
     def send_memory(self, peer: int, fd: int) -> bool:
-        """Pass a descriptor to a peer. False: too many are on their way; try again.
+        """Pass a descriptor to a peer; False if too many are in flight and the caller must retry.
 
         Raises:
             BootstrapError: the peer is gone.
@@ -402,7 +402,7 @@ class Connections:
         return True
 
     def receive_memory(self, peer: int) -> int:
-        """Return the one descriptor that a peer has passed; the caller owns it.
+        """Return the descriptor that a peer has passed; the caller owns it.
 
         Raises:
             BootstrapError: the peer failed, or passed something else.
@@ -426,7 +426,7 @@ class Connections:
             self._check()
             what = "ended"
         else:
-            what = f"passed {len(fds)} descriptors, expected one,"
+            what = f"passed {len(fds)} descriptors instead of one"
         raise BootstrapError(
             f"rank {self._rank}: rank {peer} {what} while memory was exchanged", failed_rank=peer
         )
@@ -434,22 +434,22 @@ class Connections:
     # ---- ending ---------------------------------------------------------------------------
 
     def shut_down(self) -> None:
-        """End the connections but keep their descriptors, which the engine looks at."""
+        """Shut down the connections but keep their descriptors, which the engine watches."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def leave_to_parent(self) -> None:
-        """Close this process's copies of the descriptors, which would hide the parent's end."""
+        """Close this child's copies of the descriptors, which would hide the parent's death."""
         self.close()
 
     def close(self) -> None:
-        """Close the connections: peers see that this rank is gone."""
+        """Close the connections, by which peers see that this rank has gone."""
         for connection in [c.socket for c in self._callers] + list(self._sockets.values()):
-            connection.close()  # which does nothing the second time
+            connection.close()  # idempotent
         while self._processes:
-            # Taken out first: Ctrl-C or a fork here must not have a number closed twice, which may
-            # be another file's by then.
+            # Removed before it is closed: after Ctrl-C or a fork here, a second close could hit
+            # another file with the same number.
             os.close(self._processes.popitem()[1])
         self._callers.clear()
         self._sockets.clear()

@@ -1,8 +1,8 @@
 """Fabric ``torch``: the symmetric memory of torch.distributed, for groups without NVSHMEM.
 
-torch allocates on every rank and maps each allocation on the other ranks of a process group. There
-are addresses and nothing else: a rank that cannot be mapped cannot be in the group. Whoever maps an
-allocation keeps it, also after its owner has freed it, so closing waits for no peer.
+torch allocates on every rank and maps each allocation on the other ranks of a process group. Peers
+are reached by load/store alone: a rank whose memory cannot be mapped cannot be in the group. A
+mapping keeps an allocation alive after its owner has freed it, so close() waits for no peer.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.system import undocumented
 
-BACKEND = "CUDA"  # of torch's symmetric memory: the one whose allocations need no other rank
+BACKEND = "CUDA"  # torch's symmetric memory backend whose allocations are not collective
 FABRIC_HANDLE = 8  # CU_MEM_HANDLE_TYPE_FABRIC: memory that other machines of an NVLink rack can map
 INSTEAD = "use fabric='nvshmem'"
-_BUGS = (TypeError, AttributeError, NameError)  # say nothing of memory: they keep their type
+_BUGS = (TypeError, AttributeError, NameError)  # raised as they are: no failures of memory
 
 
 class SymmetricMemory(Protocol):
-    """torch's symmetric memory in this process. Tests supply another.
+    """torch's symmetric memory in this process. Tests supply their own.
 
     Attributes:
-        met: how often :meth:`rendezvous` has been called here.
-        counts_in_process: whether torch counts those calls by process instead of by group.
+        met: number of :meth:`rendezvous` calls in this process.
+        counts_in_process: whether torch counts those calls per process instead of per group.
     """
 
     met: int
     counts_in_process: bool
 
     def prepare(self, device: torch.device) -> None:
-        """Raise UnsupportedError unless a device's memory can be symmetric."""
+        """Raise UnsupportedError unless the device supports symmetric memory."""
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for :meth:`rendezvous`, uint8, never used before. Not collective."""
+        """Return new uint8 memory for :meth:`rendezvous`. Not collective."""
 
     def handle_types(self, tensor: torch.Tensor) -> int:
-        """Return how an allocation can travel to other processes, bits; 0: unknown."""
+        """Return the allocation's shareable handle types as a bit mask; 0: unknown."""
 
     def rendezvous(
         self, tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[list[int], object]:
-        """Return where the ranks' allocations begin, as seen from here, and what keeps them."""
+        """Return the ranks' base addresses on this rank, and an object that keeps them mapped."""
 
 
 class TorchMemory:
-    """The real one. Made by :func:`find_memory`."""
+    """torch's implementation. Returned by :func:`find_memory`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._raw = undocumented(module, "_SymmetricMemory")
         self.met = 0
-        # One counter of each process is part of the keys under which ranks meet, up to torch 2.13.
+        # Up to torch 2.13 the keys of a rendezvous contain a counter of the process.
         self.counts_in_process = torch_version() < (2, 14)
 
     def prepare(self, device: torch.device) -> None:
-        """Leave the backend that somebody has chosen: it is that of the whole process."""
+        """Select the backend, unless the process has: it is process-wide."""
         get_backend = getattr(self._module, "get_backend", None)
         if get_backend is None:
-            return  # torch had no other backend then
+            return  # this torch has no other backend
         name = get_backend(device)
         if name is None:
             try:
@@ -83,22 +83,22 @@ class TorchMemory:
                 ) from error
         elif name != BACKEND:
             raise UnsupportedError(
-                f"fabric='torch' needs torch's symmetric memory with backend {BACKEND!r}, and this"
+                f"fabric='torch' needs torch's symmetric memory with backend {BACKEND!r}, but this"
                 f" process has chosen {name!r}; call"
                 f" torch.distributed._symmetric_memory.set_backend({BACKEND!r}) before its first"
                 f" use and leave TORCH_SYMMMEM unset, or {INSTEAD}"
             )
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Allocate below ``empty``, which in newer versions takes memory out of a pool.
+        """Allocate below ``empty``, which takes memory from a pool in newer versions.
 
-        From a pool one rank may get what it has met for already, while the others wait for it.
+        Pooled memory may have had its rendezvous on one rank, while the others wait for that rank.
         """
         tensor: torch.Tensor = self._raw.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         return tensor
 
     def handle_types(self, tensor: torch.Tensor) -> int:
-        """Ask the driver what torch asked it for."""
+        """Ask the driver which handle types torch requested."""
         from cuda.bindings import driver
 
         result, handle = driver.cuMemRetainAllocationHandle(tensor.data_ptr())
@@ -111,11 +111,11 @@ class TorchMemory:
     def rendezvous(
         self, tensor: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[list[int], object]:
-        """Meet under the group's name; torch takes the store from the group itself."""
+        """Rendezvous under the group's name; torch finds the group's store by it."""
         self.met += 1
         handle = self._module.rendezvous(tensor, group.group_name)
         if handle is None:
-            raise RuntimeError("torch does not know the memory that it has allocated")
+            raise RuntimeError("torch does not know the memory that it allocated")
         return [int(pointer) for pointer in handle.buffer_ptrs], handle
 
 
@@ -127,10 +127,10 @@ def torch_version() -> tuple[int, int]:
 
 @functools.cache
 def find_memory() -> SymmetricMemory:
-    """Return torch's symmetric memory. Imported here: nobody else may need it.
+    """Return torch's symmetric memory, imported on first use.
 
     Raises:
-        UnsupportedError: this version of torch has none that is known.
+        UnsupportedError: this version of torch has none that this library supports.
     """
     try:
         import torch.distributed._symmetric_memory as module
@@ -139,7 +139,7 @@ def find_memory() -> SymmetricMemory:
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
             f"fabric='torch': torch {torch.__version__} has no symmetric memory that this library"
-            f" knows ({_first_line(error)}); install another version, or {INSTEAD}"
+            f" supports ({_first_line(error)}); install another version, or {INSTEAD}"
         ) from error
 
 
@@ -152,11 +152,11 @@ class TorchFabric:
     """One rank's symmetric memory.
 
     Args:
-        meeting: the process group.
-        memory: torch's, of this process.
+        meeting: exchanges records with the peers.
+        memory: torch's symmetric memory in this process.
         device: where to allocate.
-        settle: waits until the device has done all that was asked of it.
-        machines: ``[G]`` names of the ranks' machines.
+        settle: blocks until all work on the device has finished.
+        machines: ``[G]`` ids of the ranks' machines.
     """
 
     def __init__(
@@ -175,26 +175,26 @@ class TorchFabric:
 
     @property
     def peer_sockets(self) -> list[int]:
-        """A device cannot look at sockets."""
+        """``[G]`` times -1: kernels cannot watch sockets."""
         return [-1] * self._meeting.num_ranks
 
     @property
     def peer_processes(self) -> list[int]:
-        """Nor at processes."""
+        """``[G]`` times -1: nor processes."""
         return [-1] * self._meeting.num_ranks
 
     @property
     def can_pull(self) -> bool:
-        """Every rank maps every other's memory."""
+        """True: every rank maps every other's memory."""
         return True
 
     def allocate(self, num_bytes: int) -> SharedRegion:
-        """Allocate on every rank, zeroed before any rank goes on.
+        """Allocate on every rank; all memory is zeroed before any rank returns.
 
         Raises:
-            OutOfSharedMemoryError: this rank's device has no room.
+            OutOfSharedMemoryError: this rank's device has too little memory.
             UnsupportedError: some ranks cannot map each other's memory.
-            BootstrapError: another rank failed, or did not come.
+            BootstrapError: another rank failed, or did not call.
         """
         with self._meeting.making():
             return self._allocate(num_bytes)
@@ -206,9 +206,10 @@ class TorchFabric:
             local.zero_()
             self._settle()
             types = self._memory.handle_types(local)
-        except Exception as refused:  # whatever it is, the peers must not wait for this rank
+        except Exception as refused:  # of any type: the peers must not wait for this rank
             error = self._typed(refused, f"{num_bytes} bytes could not be allocated")
-        # Nobody can wait in torch for a rank that has no memory, or write to one that still zeroes.
+        # After this no rank waits in torch for one without memory, or writes to memory that its
+        # owner is still zeroing.
         self._meeting.agree(error)
         self._check_before(self._meeting.gather_ints(types, self._memory.met))
 
@@ -219,7 +220,7 @@ class TorchFabric:
         except Exception as refused:
             error = self._typed(refused, "the ranks' memory could not be mapped")
         self._meeting.agree(error)
-        # A tensor need not begin where its allocation does, and its owner knows how far behind.
+        # A tensor may start inside its allocation; only its owner knows the offset.
         reached = [int(begin != 0) for begin in begins]
         rows = self._meeting.gather_ints(offset, *reached, most=2**47)
         self._check_reach([row[1:] for row in rows])
@@ -227,11 +228,11 @@ class TorchFabric:
         return SharedRegion(bases=bases, local=local, keep=(handle,))
 
     def close(self) -> None:
-        """Let go of the process group; memory goes with the tensors and the handle."""
+        """Release the process group; memory is freed with the tensors and the handle."""
         self._meeting.leave()
 
     def _check_before(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raise, on every rank alike, where ranks would wait for each other in torch."""
+        """Raise on every rank if ranks would wait for each other in torch for ever."""
         types, met = [row[0] for row in rows], [row[1] for row in rows]
         here = self._meeting.rank
         if len(set(self._machines)) > 1:
@@ -241,34 +242,34 @@ class TorchFabric:
                         f"rank {here}: the ranks are on {len(set(self._machines))} machines, and"
                         f" the memory of rank {rank} cannot be mapped from another one: its GPU"
                         " has no NVLink fabric handles, or torch does not use them (before 2.9)."
-                        " In an NVLink rack look at the IMEX channels; else make a group of each"
-                        f" machine's ranks, or {INSTEAD}"
+                        " In an NVLink rack check the IMEX channels; else create one group per"
+                        f" machine, or {INSTEAD}"
                     )
         if len(set(types)) > 1:
             other = next(rank for rank, type_bits in enumerate(types) if type_bits != types[0])
             raise UnsupportedError(
-                f"rank {here}: the memory of rank 0 travels as handle type {types[0]}, that of rank"
-                f" {other} as {types[other]}; give all processes of a machine the same access to"
-                f" IMEX channels, or {INSTEAD}"
+                f"rank {here}: rank 0 shares its memory by handle type {types[0]}, rank {other} by"
+                f" {types[other]}; give all processes of a machine the same access to IMEX"
+                f" channels, or {INSTEAD}"
             )
         if self._memory.counts_in_process and len(set(met)) > 1:
             other = next(rank for rank, count in enumerate(met) if count != met[0])
             raise UnsupportedError(
-                f"rank {here}: rank 0 has met others {met[0]} times for symmetric memory, rank"
-                f" {other} {met[other]} times, in groups that the other was not in; torch"
-                f" {torch.__version__} would wait for a rank that has come. Make the groups of"
-                f" all ranks before those of some, or {INSTEAD}"
+                f"rank {here}: rank 0 has made {met[0]} rendezvous for symmetric memory, rank"
+                f" {other} {met[other]}, in groups without the other rank; torch"
+                f" {torch.__version__} would wait for ever. Create the groups of all ranks before"
+                f" those of some, or {INSTEAD}"
             )
 
     def _check_reach(self, reaches: Sequence[Sequence[int]]) -> None:
-        """Raise, on every rank alike, if a rank does not reach another."""
+        """Raise on every rank if any rank does not reach another."""
         for rank, row in enumerate(reaches):
             if not all(row):
                 raise UnsupportedError(
                     f"rank {self._meeting.rank}: rank {rank} has no load/store access to rank"
-                    f" {row.index(0)}, and fabric='torch' has no other way to it. Make groups of"
-                    f" ranks that reach each other, or {INSTEAD}, with allow_cross_domain=True for"
-                    " replicas on ranks beyond reach"
+                    f" {row.index(0)}, which fabric='torch' requires. Create groups of ranks that"
+                    f" reach each other, or {INSTEAD}, with allow_cross_domain=True for replicas"
+                    " across domains"
                 )
 
     def _typed(self, error: Exception, what: str) -> Exception:
@@ -279,7 +280,7 @@ class TorchFabric:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             typed: UltraEPError = OutOfSharedMemoryError(
                 f"{start}: {why}. Use fewer slots_per_rank or smaller experts, or leave more"
-                " memory to this library"
+                " device memory free"
             )
         elif isinstance(error, dist.DistStoreError):
             typed = BootstrapError(f"{start}: {why}. Has a rank left the process group?")
@@ -291,7 +292,7 @@ class TorchFabric:
             )
         else:
             typed = UnsupportedError(
-                f"{start}: {why}. Look whether the GPUs reach each other (nvidia-smi topo -p2p r,"
+                f"{start}: {why}. Check whether the GPUs reach each other (nvidia-smi topo -p2p r,"
                 f" container isolation, IMEX channels between machines), or {INSTEAD}"
             )
         typed.__cause__ = error

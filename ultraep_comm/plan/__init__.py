@@ -1,1 +1,1 @@
-"""Plans: pure data, and the NumPy definitions of what makes them. No group here."""
+"""Plans as pure data, and the NumPy definitions of planner, schedule and reroute."""

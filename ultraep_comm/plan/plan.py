@@ -17,8 +17,8 @@ from ultraep_comm.plan.topology import MAX_COUNT, IntsLike, as_int, contiguous_h
 class Plan:
     """A replication plan. All tensors are int32 and contiguous, on one device.
 
-    The properties read the tensors; on a device plan they synchronise. Plans that a group has made
-    on its device share ``home`` and ``domains``, which are not to be written to.
+    The properties read the tensors; for a plan on a device they synchronise. Plans made on a
+    group's device share ``home`` and ``domains``: do not write to these.
 
     Attributes:
         slot_expert: ``[G, S]``, the expert in each slot; -1: empty.
@@ -59,8 +59,8 @@ class Plan:
         if value.dtype != torch.int32 or value.dim() != dims or not value.is_contiguous():
             raise InvalidPlanError(
                 f"{name} has shape {tuple(value.shape)}, dtype {value.dtype} and strides"
-                f" {value.stride()}; expected {dims} dimensions, contiguous int32. from_slots"
-                " converts"
+                f" {value.stride()}; expected {dims} dimensions, contiguous int32. Plan.from_slots"
+                " converts other integers"
             )
         return value
 
@@ -80,19 +80,19 @@ class Plan:
         """Make a plan by hand, or from another planner's output.
 
         Args:
-            slot_expert: integers ``[G, S]``; -1: empty. The plan is on the device that they are on.
+            slot_expert: integers ``[G, S]``; -1: empty. The plan is on the same device.
             num_experts: E, at most 2**24.
             home: integers ``[E]``; None: contiguous, as even as possible.
             slot_quota: integers ``[G, S]``, 0 in empty slots.
-            home_quota: integers ``[E]``; given if and only if ``slot_quota`` is.
+            home_quota: integers ``[E]``; required with ``slot_quota``.
             load: integers ``[G, E]``; the quotas of an expert's instances must sum to its load.
             domains: integers ``[G]``; None: a single domain.
             allow_cross_domain: replicas may lie outside their home's domain.
 
         Raises:
-            InvalidPlanError: shapes or dtypes are wrong; an expert is out of range, on its own
-                home, twice on a rank, or outside its domain; quotas are negative, on empty slots,
-                or do not sum to the load.
+            InvalidPlanError: shapes or dtypes are wrong; an expert is out of range, in a slot of
+                its home, twice on a rank, or outside its domain; quotas are negative, on empty
+                slots, or do not sum to the load.
         """
         num_experts = as_int(num_experts, "num_experts")
         if not 1 <= num_experts <= MAX_COUNT:
@@ -152,14 +152,14 @@ class Plan:
         _reject_first(
             filled & (homes == ranks),
             slots,
-            "that is its own home; expected a rank other than its home",
+            "the slot is on the expert's home; expected another rank",
         )
         for rank, row in enumerate(slots):
             used = row[row >= 0]
             values, counts = np.unique(used, return_counts=True)
             if (counts > 1).any():
                 raise InvalidPlanError(
-                    f"expert {values[counts > 1][0]} is twice on rank {rank}, in {row.tolist()};"
+                    f"expert {values[counts > 1][0]} is twice on rank {rank}: {row.tolist()};"
                     " expected at most one instance of an expert on a rank"
                 )
         if self.domains is not None and not allow_cross_domain:
@@ -167,7 +167,8 @@ class Plan:
             _reject_first(
                 filled & (domains[homes] != domains[:, None]),
                 slots,
-                "that is outside its home's domain; place it inside, or allow_cross_domain=True",
+                "the slot is outside the domain of the expert's home; place the replica inside, or"
+                " pass allow_cross_domain=True",
             )
 
     def _validate_quotas(self) -> None:
@@ -245,11 +246,10 @@ class Plan:
 
     @property
     def local_share(self) -> float:
-        """Return the share of all tokens that stay on the rank that they come from.
+        """Return the share of all tokens that stay on their source rank; the maximum possible.
 
-        No reroute with these quotas keeps more: an instance serves at most its quota, and its own
-        rank has no more tokens for it than its load there. 1.0 without tokens; nan without load or
-        quotas.
+        An instance serves at most its quota, and at most its own rank's load of the expert comes
+        from that rank. 1.0 without tokens; nan without load or quotas.
         """
         if self.load is None or self.slot_quota is None or self.home_quota is None:
             return float("nan")
@@ -264,10 +264,10 @@ class Plan:
 
     @property
     def imbalance_bound(self) -> float:
-        """Return the least imbalance that any placement inside the domains could reach.
+        """Return the least imbalance that any placement inside the domains can reach.
 
-        The busiest domain, spread evenly over its ranks in whole tokens, over the mean of all
-        ranks. nan without quotas.
+        That is the busiest domain's tokens, spread evenly over its ranks in whole tokens, over the
+        mean of all ranks. nan without quotas.
         """
         if self.slot_quota is None or self.home_quota is None:
             return float("nan")
@@ -290,7 +290,7 @@ def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InvalidPlanError(f"{name} is no tensor of integers: {error}") from None
+        raise InvalidPlanError(f"{name} is not a tensor of integers: {error}") from None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise InvalidPlanError(f"{name} has dtype {tensor.dtype}; expected integers")
     if tensor.layout != torch.strided or tensor.is_meta:
@@ -305,7 +305,7 @@ def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
     if bad.any():
         first = tensor.flatten()[int(bad.flatten().to(torch.uint8).argmax())].item()
         raise InvalidPlanError(f"{name} has the value {first}; expected 32-bit integers")
-    return tensor.to(torch.int32, copy=True).contiguous()  # the caller may reuse its own
+    return tensor.to(torch.int32, copy=True).contiguous()  # the caller may write to its tensor
 
 
 def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -342,17 +342,17 @@ _BITS = Costs(per_token=22, per_transfer=40, per_replica=40)  # as `Objective` i
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCost:
-    """Seconds that a plan adds to a layer: pass the same values on every rank.
+    """What a plan costs a layer, in seconds. Pass the same values on every rank.
 
-    A plan takes ``token`` times the tokens of its fullest rank, ``expert_byte`` times the bytes of
-    as many experts as some rank exports or imports at most, and ``replica`` for every replica.
+    A plan costs ``token`` times the tokens of its fullest rank, plus ``expert_byte`` times the
+    bytes of the most experts that a rank exports or imports, plus ``replica`` times its replicas.
 
     Attributes:
-        token: of one token in an expert (its grouped GEMMs, dispatch and combine).
-        expert_byte: of one byte through a rank's link: one over the bandwidth. 0 where the transfer
+        token: seconds per token of an expert (grouped GEMMs, dispatch and combine).
+        expert_byte: seconds per byte over a rank's link, one over its bandwidth; 0 if the transfer
             is hidden.
-        replica: of one replica, for instance for the padding of its group.
-        expert_bytes: bytes of one expert; None: those of the group.
+        replica: seconds per replica, for instance for the padding of its group.
+        expert_bytes: bytes of one expert; None: taken from the group.
     """
 
     token: float
@@ -372,18 +372,18 @@ class PlanCost:
         """Return the costs in a common unit, as fine as the planner's integers allow.
 
         Raises:
-            InvalidArgumentError: the bytes of an expert are not known, or nothing costs anything.
+            InvalidArgumentError: the bytes of an expert are unknown, or all costs are 0.
         """
         expert_bytes = self.expert_bytes if self.expert_bytes is not None else group_bytes
         if expert_bytes is None:
             raise InvalidArgumentError(
-                "cost has no expert_bytes, and there is no group to take them from; expected one"
+                "cost has no expert_bytes, and there is no group to take them from; pass either"
             )
         costs = (self.token, self.expert_byte * expert_bytes, self.replica)
         if not any(costs):
-            raise InvalidArgumentError("cost is 0 for everything; expected something to minimise")
+            raise InvalidArgumentError("cost is 0 for everything; expected one value above 0")
         finest = [
             bits - math.frexp(cost)[1] for cost, bits in zip(costs, _BITS, strict=True) if cost
         ]
-        # The sum of a plan has to stay below 2**63: tokens below 2**40 give 2**62, the rest less.
+        # A plan's cost has to stay below 2**63: fewer than 2**40 tokens give 2**62, the rest less.
         return Costs(*(int(math.ldexp(cost, min(finest))) for cost in costs))

@@ -1,8 +1,8 @@
-"""The planner, as a short definition: from the load of a microbatch to replicas and quotas.
+"""The readable definition of the planner: from a microbatch's load to replicas and quotas.
 
-`src/core/plan/planner.hpp` and `src/core/plan/probe.hpp` compute the same, fast; the two agree in
-every integer. Change this one to try an idea. Integers decide everything and ties go to the lower
-id, so that all ranks plan alike.
+`src/core/plan/planner.hpp` and `src/core/plan/probe.hpp` are the fast one; the two agree in every
+integer. Try ideas here first. All decisions are made in integers and ties go to the lower id, so
+that every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ MAX_TOTAL_LOAD = 2**40 - 1
 MAX_TARGET = 1000.0
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
-Replicas = list[tuple[int, int, int]]
-
-
-"""(expert, rank, quota), in the order in which slots are filled."""
+Replicas = list[tuple[int, int, int]]  # (expert, rank, quota), in the order of their slots
 
 
 class Costs(NamedTuple):
-    """Integers in one unit: of a token on the fullest rank, of a unit of transfer, of a replica."""
+    """Integer costs in one unit: per token of the fullest rank, expert of the cap, and replica."""
 
     per_token: int
     per_transfer: int
@@ -37,7 +34,7 @@ class Costs(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How a probe goes about it: see `_probe`."""
+    """How a probe chooses ranks; see `_probe`."""
 
     style: str
     order: int
@@ -47,7 +44,7 @@ VARIANTS = [[Variant(style, order) for order in range(3)] for style in ("tight",
 
 
 def target_to_ppm(target: float) -> int:
-    """The target imbalance in integer millionths, as both planners take it.
+    """Return the target imbalance in integer millionths, as both planners take it.
 
     Raises ValueError unless 1 <= target <= 1000.
     """
@@ -58,7 +55,7 @@ def target_to_ppm(target: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pool:
-    """Ranks that may hold each other's experts: what does not change between probes."""
+    """Ranks that may hold each other's experts. Constant during all probes."""
 
     ranks: list[int]  # by descending load, then id
     rank_load: list[int]  # [G] without replicas
@@ -69,7 +66,7 @@ class _Pool:
 
     @property
     def mean(self) -> int:
-        """Tokens that some rank of the pool has under any plan."""
+        """Mean load of the ranks, rounded up: under any plan some rank has at least this."""
         return -(-sum(self.rank_load[r] for r in self.ranks) // len(self.ranks))
 
     @property
@@ -79,18 +76,18 @@ class _Pool:
 
     @property
     def last_cap(self) -> int:
-        """From which on a cap on exports and imports caps nothing."""
+        """Lowest cap on exports and imports that limits nothing."""
         return max(self.slots, *map(len, self.mains))
 
     def caps(self, first: int = 1) -> Iterator[int]:
-        """One by one up to the number of slots, then doubled."""
+        """Iterate over caps: one by one up to the number of slots, then doubling."""
         cap = first
         while cap < 2 * self.last_cap:
             yield cap
             cap = cap + 1 if cap < self.slots else 2 * cap
 
     def least_cap(self, threshold: int) -> int:
-        """The lowest cap below which some rank could not shed its excess."""
+        """Return the lowest cap that lets every rank export its excess over the threshold."""
         least = 1
         for rank in self.ranks:
             excess, exports = self.rank_load[rank] - threshold, 0
@@ -114,26 +111,27 @@ def plan_slots(
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Choose the replicas of one microbatch and the quota of every instance.
 
-    By target: the least imbalance down to `target`, then the least transfer (most experts that a
-    rank exports or imports), then the fewest replicas. By cost: the cheapest of a set of plans.
+    By target: minimise the imbalance, though not below `target`, then the transfer (the most
+    experts that a rank exports or imports), then the replicas. By cost: the cheapest of a set of
+    plans.
 
     Args:
-        load: `[E]` integers, tokens of each expert over all source ranks, each below 2**31, in all
-            below 2**40.
+        load: `[E]` integers, tokens of each expert over all source ranks, each below 2**31 and
+            their sum below 2**40.
         num_ranks: G.
         slots_per_rank: S.
         home: `[E]` integers, the rank of each expert's main instance.
         domain: `[G]` integers; ranks with equal values are in one domain.
         allow_cross_domain: let replicas leave the domain of their home.
-        target: largest rank quota over the mean that is good enough, from 1 to 1000.
-        costs: takes the place of the target.
+        target: largest rank quota over the mean that is acceptable, from 1 to 1000.
+        costs: used instead of the target.
 
     Returns:
         `(slot_expert, slot_quota, home_quota)`: int32 `[G, S]`, `[G, S]`, `[E]`. An empty slot
         is -1 with quota 0; a rank's slots are filled from 0.
 
     Raises:
-        ValueError: a shape, load, home or target out of range.
+        ValueError: a shape is wrong, or a load, home or target is out of range.
     """
     target_ppm = target_to_ppm(target)
     load_, home_ = _checked(load, home, domain, num_ranks, slots_per_rank)
@@ -162,7 +160,7 @@ def _plan_by_target(pool: _Pool, wanted: int, mean: int) -> Replicas:
     else:
         return []
     replicas, variant = found
-    # What is free: with the same cap and no more replicas, less imbalance.
+    # Lower the imbalance further where that is free: same cap, no more replicas.
     low, high = mean - 1, threshold
     for _ in range(6 if replicas else 0):
         if high - low <= 1:
@@ -194,9 +192,9 @@ def _plan_by_cost(pools: list[_Pool], mean: int, fullest: int, costs: Costs) -> 
 
 
 def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
-    """The lowest threshold, from `wanted` up, that some probe reaches: gallop, then bisect.
+    """Return the lowest threshold from `wanted` up that a probe reaches: gallop, then bisect.
 
-    More room does not always help a greedy: where `wanted` is out of reach, the mean may not be.
+    More room does not always help a greedy search: the mean may be reached where `wanted` is not.
     """
 
     def reaches(threshold: int) -> bool:
@@ -211,7 +209,7 @@ def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
         return mean
     while True:
         low, high, step = high, min(high + step, pool.fullest), 2 * step
-        if high == pool.fullest or reaches(high):  # the fullest rank's needs no replica
+        if high == pool.fullest or reaches(high):  # the fullest rank's load needs no replica
             break
     while high - low > unit:
         middle = low + (high - low) // 2
@@ -220,7 +218,10 @@ def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
 
 
 def _fewest(pool: _Pool, threshold: int, cap: int) -> tuple[Replicas, Variant] | None:
-    """The plan with the fewest replicas, of the first style with any: later styles send more."""
+    """Return the plan with the fewest replicas, of the first style that has any.
+
+    Later styles send more.
+    """
     for style in VARIANTS:
         plans = [(_probe(pool, threshold, cap, v), v) for v in style]
         found = [(plan, v) for plan, v in plans if plan is not None]
@@ -230,7 +231,7 @@ def _fewest(pool: _Pool, threshold: int, cap: int) -> tuple[Replicas, Variant] |
 
 
 def _nth_hot(hot: list[int], order: int, n: int) -> int:
-    """By descending load, by ascending load, or from both ends in turn."""
+    """Return the n-th hot rank: by descending load, by ascending load, or from alternate ends."""
     if order == 0:
         return hot[n]
     if order == 1:
@@ -240,31 +241,31 @@ def _nth_hot(hot: list[int], order: int, n: int) -> int:
 
 @dataclass
 class _CoolRank:
-    """A rank below the threshold, as a probe sees it."""
+    """A rank below the threshold, and what it can still take."""
 
     slack: int  # tokens it may still take
     rank: int
     left: int  # replicas it may still take
 
     def lost(self, pool: _Pool, quota: int = 0) -> int:
-        """Room that no choice of experts can fill any more, once a replica has taken `quota`."""
+        """Return the room that no replicas can fill once one more has taken `quota`."""
         return max(self.slack - quota - (self.left - (quota > 0)) * pool.largest, 0)
 
     def costs(self, pool: _Pool, quota: int) -> int:
-        """How much more room is lost once a replica has taken `quota`."""
+        """Return how much more room is lost once one more replica has taken `quota`."""
         return self.lost(pool, quota) - self.lost(pool)
 
 
 def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas | None:
-    """Bring every rank of the pool down to the threshold, or return None where there is no room.
+    """Bring every rank of the pool down to the threshold; None if there is no room.
 
-    A hot rank exports from the main that has most left, among its `cap` largest. A need goes whole
-    to the tightest gap that takes all of it ("wide": to the widest). Where that would leave more
-    room unfillable than the pool can spare, a gap is filled to the brim instead: the largest one
-    below the need, or one above it, with more than the need. In the latter case the exporter drops
-    below the threshold by just as much and joins the cool ranks: a chain. So room that has no slot
-    left moves to a rank that has. "tight" chains only where no gap is below the need, "early" and
-    "wide" as soon as they can.
+    A hot rank exports the one of its `cap` largest mains that has the most tokens left. What it
+    needs to export goes whole to the cool rank with the least sufficient slack ("wide": with the
+    most). If that would lose more room than the pool can spare, a rank's slack is filled entirely
+    instead: the largest slack below the need, or one above it, with more than the need. In the
+    latter case the exporter drops below the threshold and becomes a cool rank: a chain, which moves
+    room from a rank without imports left to one that has some. "tight" chains only if no slack is
+    below the need, "early" and "wide" as soon as they can.
     """
     imports = min(cap, pool.slots)
     hot = [r for r in pool.ranks if pool.rank_load[r] > threshold]
@@ -337,7 +338,7 @@ def _checked(
 def _pools(
     load: Int64Array, home: Int64Array, pool_of: Int64Array, num_ranks: int, slots: int
 ) -> list[_Pool]:
-    """The pools, numbered by their fullest rank."""
+    """Return the pools, in the order of their fullest ranks."""
     rank_load = np.zeros(num_ranks, np.int64)
     np.add.at(rank_load, home, load)
     by_load = np.argsort(-rank_load, kind="stable")

@@ -1,8 +1,8 @@
-"""The quota-exact reroute, as a short definition: from experts to physical instances.
+"""The readable definition of the quota-exact reroute: from experts to physical instances.
 
-`src/core/reroute/reroute.hpp` computes the same, fast; the two agree in every integer. A plan fixes
-how many tokens each instance receives. Every source rank computes its own part of that from the
-load and the plan alone, so that all parts add up to the quotas without any communication.
+`src/core/reroute/reroute.hpp` is the fast one; the two agree in every integer. A plan fixes how
+many tokens each instance receives. Every source rank computes its own shares from the load and the
+plan alone; over all ranks they add up to the quotas, without communication.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Int32Array = NDArray[np.int32]
 
 
 def instance_stride(home: Int32Array, slots_per_rank: int) -> int:
-    """P, the step between ranks in physical ids: most mains on a rank, plus the slots."""
+    """Return P, the stride of ranks in physical ids: the most mains on a rank, plus the slots."""
     return int(np.bincount(home).max()) + slots_per_rank
 
 
 def list_instances(home: Int32Array, slot_expert: Int32Array) -> list[list[tuple[int, int, int]]]:
-    """Instances of every expert by ascending rank: `(rank, physical id, slot or -1)`.
+    """Return each expert's instances by ascending rank: `(rank, physical id, slot or -1)`.
 
     A physical id is `rank * P + index`: mains first in expert order, then slots.
 
@@ -46,13 +46,13 @@ def list_instances(home: Int32Array, slot_expert: Int32Array) -> list[list[tuple
 def source_shares(
     load: Sequence[int], ranks: Sequence[int], quotas: Sequence[int], source: int
 ) -> list[int]:
-    """Tokens of one expert that rank `source` sends to each instance.
+    """Return how many tokens of one expert rank `source` sends to each instance.
 
     First every rank uses the quota of its own instance. The rest follows in rank order: a source
-    with L tokens left, over the remaining quotas with prefix sums C and total R, gives instance i
-    `floor(L * C[i + 1] / R) - floor(L * C[i] / R)`, then the quotas shrink. No share is negative
-    or above its quota; over the instances they sum to the source's load, over all sources to the
-    quotas.
+    with L tokens left, over the remaining quotas with prefix sums C and total R, sends instance i
+    `floor(L * C[i + 1] / R) - floor(L * C[i] / R)`, which is then taken off the quotas. No share is
+    negative or above its quota; over the instances they sum to the source's load, over all sources
+    to the quotas.
 
     Args:
         load: `[G]` tokens of the expert at each source rank.
@@ -108,8 +108,8 @@ def reroute_ids(
         Physical instance ids, with the shape and dtype of `topk_ids`.
 
     Raises:
-        ValueError: an id that is neither -1 nor an expert, a plan whose quotas do not sum to the
-            load, or ids that `load[rank]` does not count.
+        ValueError: an id is neither -1 nor an expert, the plan's quotas do not sum to the load, or
+            `load[rank]` does not count the ids.
     """
     num_experts = len(home)
     ids = topk_ids.reshape(-1)
@@ -129,7 +129,7 @@ def reroute_ids(
         positions = np.flatnonzero(ids == expert)
         if len(positions) != column[rank]:
             raise ValueError(
-                f"expert {expert} occurs {len(positions)} times; load[{rank}] says {column[rank]}"
+                f"expert {expert} occurs {len(positions)} times; load[{rank}] has {column[rank]}"
             )
         share = source_shares(column, [r for r, _, _ in instances], quotas, rank)
         out[positions] = np.repeat([physical_id for _, physical_id, _ in instances], share)
@@ -147,12 +147,12 @@ def reroute_dense(
     home: Int32Array,
     rank: int,
 ) -> tuple[NDArray[np.bool_], NDArray[np.floating]]:
-    """Reroute a map and its probabilities: the map's experts, row by row, as a list of ids.
+    """Reroute a routing map and its probabilities, the experts of each row in order.
 
     Args:
         routing_map: `[T, E]`.
         probs: `[T, E]`; those outside the map are dropped.
-        load: as in :func:`reroute_ids`, like all that follow.
+        load: as in :func:`reroute_ids`, like all arguments below.
         slot_expert: `[G, S]`.
         slot_quota: `[G, S]`.
         home_quota: `[E]`.

@@ -1,6 +1,6 @@
-"""The schedule, as a short definition: from a plan to the hubs that hand out each expert.
+"""The readable definition of the schedule: from a plan to the hubs that hand out each expert.
 
-`src/core/schedule/schedule.hpp` computes the same, fast; the two agree in every integer. The unit
+`src/core/schedule/schedule.hpp` is the fast one; the two agree in every integer. The unit
 of work is the flag group: a run of tiles with one ready flag. Each group of a replicated expert is
 handed to all its replicas by one rank, its hub: the home or a replica. Splitting an expert over
 hubs by water-filling keeps the busiest rank's egress close to `transfer_bound`, which no schedule
@@ -19,12 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from ultraep_comm import _core
 
 MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by the names that users give
-EGRESS_UNIT = 1 << 16
-
-
-"""One expert's bytes, in the fixed point that egress is counted in."""
-
-
+EGRESS_UNIT = 1 << 16  # one expert, in the fixed point that egress is counted in
 GROUP_BYTES = 64 << 10
 GROUP_BYTES_WIDE = 32 << 10  # finer, so that a long row of hubs adds little latency
 WIDE_FANOUT = 16
@@ -34,7 +29,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Who hands out what. X experts are replicated, by ascending id; R slots are filled.
+    """Which rank hands out what. X experts are replicated, by ascending id; R slots are filled.
 
     Replicas of expert `expert[x]` are entries `first[x]` to `first[x + 1]` of the replica arrays,
     by ascending rank. Its hubs are the home and then the replicas. Hub i of x hands out the flag
@@ -48,8 +43,8 @@ class Schedule:
         replica_rank: int32 `[R]`.
         replica_slot: int32 `[R]`.
         boundary: int32 `[R + 2 X]`.
-        egress: int64 `[G]`, what each rank sends, before ranges are rounded to whole flag groups;
-            `EGRESS_UNIT` is one expert.
+        egress: int64 `[G]`, what each rank sends before ranges are rounded to whole flag groups,
+            in units of 1 / `EGRESS_UNIT` expert.
     """
 
     mode: str
@@ -90,7 +85,7 @@ class Schedule:
 
 
 def num_groups(num_replicas: int, *, segment_bytes: Sequence[int], tile_bytes: int) -> int:
-    """Count the flag groups of an expert with so many replicas.
+    """Return the number of flag groups of an expert with `num_replicas` replicas.
 
     Segments are cut into tiles; consecutive tiles, also of different segments, form groups.
     """
@@ -131,7 +126,7 @@ def make_schedule(
     for n, added in zip(replicas.num, extra, strict=True):
         groups = num_groups(n, segment_bytes=segment_bytes, tile_bytes=tile_bytes)
         total = (n - 1) * EGRESS_UNIT
-        # To the nearest group. One replica needs no hub but the home, which sends it everything.
+        # Rounded to the nearest group. A single replica gets everything from the home.
         ends = (2 * added.cumsum() * groups + total) // (2 * total) if n > 1 else [groups, groups]
         boundary += [np.zeros(1, np.int64), np.asarray(ends)]
     return Schedule(
@@ -152,9 +147,9 @@ def transfer_bound(slot_expert: ArrayLike, *, home: ArrayLike) -> float:
     Each replicated expert leaves its home once and each slot is filled once. Where no rank both
     exports and imports, the larger of the two maxima is the exact bound. Otherwise a set Q of ranks
     must also send, for each expert with home and all n replicas in Q, the n - 1 copies that only
-    they can make; shared evenly that is a bound too. The exact one is its maximum over all Q. This
-    tries the sets of the k busiest ranks after much water-filling: always a lower bound, and the
-    exact one where that has settled.
+    they can send; their even share is a bound too. The exact bound is its maximum over all Q. This
+    tries the k busiest ranks for every k, after many passes of water-filling: always a lower bound,
+    and exact where water-filling has converged.
     """
     replicas = _Replicas.of(slot_expert, home)
     bound = float(max(replicas.exports.max(), replicas.imports.max()))
@@ -165,13 +160,13 @@ def transfer_bound(slot_expert: ArrayLike, *, home: ArrayLike) -> float:
     place = np.argsort(order)
     must_send = replicas.exports[order]
     for n, ranks in zip(replicas.num, replicas.hubs, strict=True):
-        must_send[place[ranks].max()] += n - 1  # from here on Q holds all of this expert's ranks
+        must_send[place[ranks].max()] += n - 1  # from this k on, Q has all of the expert's ranks
     return max(bound, float((must_send.cumsum() / np.arange(1, len(order) + 1)).max()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Replicas:
-    """The plan by expert, as in `Schedule`; `hubs` lists the home and the replicas of each."""
+    """The plan by expert, as in `Schedule`; `hubs` has the home and replica ranks of each."""
 
     expert: Int64Array
     home: Int64Array
@@ -215,9 +210,9 @@ class _Replicas:
 
 
 def _share(replicas: _Replicas, *, passes: int) -> list[Int64Array]:
-    """Return for each expert what each of its hubs sends beyond the copy that leaves the home.
+    """Return what each hub of each expert sends beyond the one copy that leaves the home.
 
-    Experts with many replicas go first: they have the most freedom and the most to place.
+    Experts with many replicas go first: they have the most to send, and the most hubs for it.
     """
     extra = [np.zeros(n + 1, np.int64) for n in replicas.num]
     egress = _egress(replicas, extra)
@@ -232,10 +227,10 @@ def _share(replicas: _Replicas, *, passes: int) -> list[Int64Array]:
 
 
 def _fill(egress: Int64Array, total: int) -> Int64Array:
-    """Pour `total` over vessels filled to `egress`, so that the wet ones end level.
+    """Distribute `total` over hubs by water-filling: those that get a share end at one level.
 
-    For every k the k lowest vessels hold at most `total` more, which bounds the level; the least of
-    these bounds is the level. What is left goes to the first hubs at the level, one unit each.
+    For every k the k lowest hubs get at most `total`, which bounds the level; the least of these
+    bounds is the level. The rest goes to the first hubs at the level, one unit each.
     """
     level = ((total + np.sort(egress).cumsum()) // np.arange(1, len(egress) + 1)).min()
     extra: Int64Array = np.maximum(level - egress, 0)

@@ -14,7 +14,7 @@ import torch
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 IntArray = npt.NDArray[np.int32]
-MAX_COUNT = 1 << 24  # of ranks or experts: maps of more are a mistake, and would fill the memory
+MAX_COUNT = 1 << 24  # ranks or experts: a larger map is a mistake, and would exhaust the memory
 IntsLike = Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
 
 
@@ -29,14 +29,14 @@ def _as_ints(value: IntsLike, name: str, length: int) -> IntArray:
     try:
         array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgumentError(f"{name} is no array: {error}") from None
+        raise InvalidArgumentError(f"{name} is not an array: {error}") from None
     if array.shape != (length,) or array.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; expected [{length}] integers"
         )
     if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
         raise InvalidArgumentError(f"{name} has a value beyond 32 bits")
-    copy = array.astype(np.int32)  # the caller may change its own
+    copy = array.astype(np.int32)  # the caller may write to its array
     copy.setflags(write=False)
     return copy
 
@@ -45,7 +45,7 @@ def as_int(value: object, name: str) -> int:
     """Return an integer argument as int.
 
     Raises:
-        InvalidArgumentError: it is something else.
+        InvalidArgumentError: it is not an integer.
     """
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ class Topology:
         num_experts: E.
         slots_per_rank: S.
         home: int32 ``[E]``, the rank that owns each expert.
-        domain: int32 ``[G]``, equal for ranks with load/store access to each other.
+        domain: int32 ``[G]``; equal for ranks with load/store access to each other.
         allow_cross_domain: replicas may lie outside their home's domain.
     """
 
@@ -127,11 +127,11 @@ class Topology:
         )
 
     def with_domains(self, domain: IntArray) -> Topology:
-        """Return the same with other domains ``[G]``."""
+        """Return this topology with other domains ``[G]``."""
         return replace(self, domain=domain)
 
     def mains(self, rank: int) -> IntArray:
-        """Experts at home on ``rank``, ascending: the order of its main weights."""
+        """Return the experts at home on ``rank``, ascending: the order of its main weights."""
         return np.flatnonzero(self.home == rank).astype(np.int32)
 
     @property
@@ -146,7 +146,7 @@ class Topology:
 
 
 def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:
-    """Return ``[G]`` domains, numbered by their first ranks. The same on every rank.
+    """Return domains ``[G]``, numbered in the order of their first ranks; equal on every rank.
 
     Args:
         reaches: ``[G][G]``, non-zero where the row's rank has load/store access to the column's.
@@ -167,15 +167,15 @@ def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:
         a, b = odd[0]
         has = "has" if reach[a, b] else "has no"
         raise UnsupportedError(
-            f"the ranks' access to each other's memory makes no domains: rank {a} {has} load/store"
-            f" access to rank {b}, other than the ranks beside it. Give domains=, with ranks that"
-            " all reach each other in each"
+            f"the ranks do not form domains by their load/store access: rank {a} {has} access to"
+            f" rank {b}, unlike others of its domain. Pass domains=, such that all ranks of a"
+            " domain reach each other"
         )
     return domain
 
 
 def check_domains(domain: IntArray, reaches: Sequence[Sequence[int]]) -> None:
-    """Check domains that the caller gave. The same result on every rank.
+    """Check domains that the caller passed; raises on every rank or on none.
 
     Raises:
         UnsupportedError: ranks of one domain do not reach each other's memory.
@@ -187,6 +187,6 @@ def check_domains(domain: IntArray, reaches: Sequence[Sequence[int]]) -> None:
         a, b = missing[0]
         raise UnsupportedError(
             f"rank {a} has no load/store access to rank {b}, which is in the same domain"
-            f" {domain[a]}. Leave domains=None to have them found, or look why peer access is off:"
+            f" {domain[a]}. Leave domains=None to detect them, or check why peer access is off:"
             " nvidia-smi topo -p2p r, container isolation, IMEX channels between machines"
         )

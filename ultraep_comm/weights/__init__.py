@@ -1,1 +1,1 @@
-"""Weights and gradients: tensors to segments, and to addresses."""
+"""Weights and gradients: from tensors to segments and addresses."""

@@ -1,4 +1,4 @@
-"""One rank's main weights: what callers give, as addresses."""
+"""Main weights and gradients of one rank: checked, and turned into addresses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ultraep_comm.errors import (
 from ultraep_comm.weights.segments import (
     Addresses,
     BoundWeights,
-    Giver,
     Segment,
+    Source,
     Weights,
     bind_weights,
 )
@@ -30,13 +30,13 @@ class AddressTables(Protocol):
     """Addresses in device memory, int64 ``[num_segments, M]``, for kernels to read."""
 
     def frozen(self, addresses: Addresses) -> torch.Tensor | None:
-        """Return a table that stays as it is; None: the current stream is being captured."""
+        """Return a table that never changes; None if the current stream is being captured."""
 
     def own(self) -> torch.Tensor:
-        """Return the table that the caller keeps up to date; it stays where it is."""
+        """Return the table that the caller updates; its address is stable."""
 
     def update(self, addresses: Addresses) -> None:
-        """Write new addresses to it, in the order of the current stream."""
+        """Write new addresses to the caller's table, in stream order."""
 
 
 class RankWeights:
@@ -44,12 +44,12 @@ class RankWeights:
 
     Args:
         rank: this rank.
-        segments: of an expert, by name.
+        segments: an expert's segments, by name.
         num_mains: M.
         region_offset: bytes from the start of a region of ``Group.empty_weights`` to each segment.
         owner: identifies the group.
-        device: where weights are.
-        tables: addresses on the device of a CUDA group; None: the host engine's.
+        device: where weights must be.
+        tables: address tables on the device of a CUDA group; None for the host engine.
     """
 
     def __init__(
@@ -69,30 +69,30 @@ class RankWeights:
         self._num_mains = num_mains
         self._region_offset = region_offset
         self._owner = owner
-        self._giver = Giver(rank, device)
+        self._source = Source(rank, device)
         self._tables = tables
         self._region_of: dict[int, int] = {}
 
     def add_region(self, start: int, index: int) -> None:
-        """Remember a region of weights that peers can address."""
+        """Register a region of weights that peers can address."""
         self._region_of[start] = index
 
     def bind(self, weights: Weights | BoundWeights | torch.Tensor) -> BoundWeights:
-        """Check weights, of any kind that a call takes, and take their addresses.
+        """Check weights in any form that a call accepts, and return their addresses.
 
         Raises:
-            InvalidWeightsError: as the text says.
+            InvalidWeightsError: they do not match the group's experts, or are another group's.
         """
         if isinstance(weights, torch.Tensor):
             return self._bind_table(weights)
         if isinstance(weights, BoundWeights):
             if weights.owner is not self._owner:
                 raise InvalidWeightsError(
-                    f"rank {self._rank}: the bound weights are of another group; bind them on this"
+                    f"rank {self._rank}: the weights are bound to another group; bind them to this"
                     " one"
                 )
             return weights
-        addresses, names = bind_weights(weights, self._segments, self._num_mains, self._giver)
+        addresses, names = bind_weights(weights, self._segments, self._num_mains, self._source)
         return BoundWeights(
             addresses=addresses,
             names=names,
@@ -102,21 +102,22 @@ class RankWeights:
         )
 
     def addresses_of(self, weights: Weights | BoundWeights) -> BoundWeights:
-        """Do the same for weights whose addresses are known here.
+        """Bind weights whose addresses are known on the CPU.
 
         Raises:
-            InvalidWeightsError: also for ``Group.weight_table``, which has them on the device.
+            InvalidWeightsError: as :meth:`bind`, or for ``Group.weight_table``, whose addresses are
+                on the device.
         """
         bound = self.bind(weights)
         if not bound.addresses and self._num_mains > 0:
             raise InvalidWeightsError(
-                f"rank {self._rank}: group.weight_table has its addresses on the device; expected"
-                " the weights themselves"
+                f"rank {self._rank}: weights is group.weight_table, whose addresses are on the"
+                " device; expected the weights themselves"
             )
         return bound
 
     def bind_for_good(self, weights: Weights | BoundWeights) -> BoundWeights:
-        """Do the same, with addresses on the device too, where there is one."""
+        """Bind weights, with a frozen table of their addresses on a CUDA group's device."""
         bound = self.bind(weights)
         if self._tables is None or bound.table is not None:
             return bound
@@ -124,18 +125,18 @@ class RankWeights:
 
     @property
     def table(self) -> torch.Tensor:
-        """Return what ``Group.weight_table`` does."""
+        """Return the caller's table; see ``Group.weight_table``."""
         return self._require_tables().own()
 
     def update_table(self, weights: Weights | BoundWeights) -> None:
-        """Do what ``Group.update_weight_table`` does."""
+        """Update the caller's table; see ``Group.update_weight_table``."""
         self._require_tables().update(self.addresses_of(weights).addresses)
 
     def _require_tables(self) -> AddressTables:
         if self._tables is None:
             raise UnsupportedError(
-                f"rank {self._rank}: weight_table is for CUDA graphs, and this group is on the"
-                " host; pass the weights"
+                f"rank {self._rank}: weight_table is for CUDA graphs, and this group runs on the"
+                " host engine; pass the weights"
             )
         return self._tables
 
@@ -157,7 +158,7 @@ class RankWeights:
         if not names:
             return -1
         count = self._num_mains
-        if count == 0:  # empty tensors have no address, but they know their storage
+        if count == 0:  # empty tensors have no address, but their storage has one
             found = {
                 self._region_of.get(t.untyped_storage().data_ptr(), -1)
                 if isinstance(t, torch.Tensor)
@@ -187,7 +188,7 @@ def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Se
     """Check a ``grads=dtype or {name: dtype}`` argument; return slot gradients as segments.
 
     Raises:
-        InvalidArgumentError: an unknown segment, or a dtype that is not added up.
+        InvalidArgumentError: an unknown segment, or a dtype other than float32 and bfloat16.
     """
     if grads is None:
         return {}
@@ -213,17 +214,17 @@ def make_grads(grads: GradSpec, segments: Mapping[str, Segment]) -> dict[str, Se
 
 @dataclass(frozen=True, kw_only=True)
 class BoundGrads:
-    """Main gradients checked once, with their addresses. Made by ``Group.bind_grads``.
+    """Main gradients checked once, with their addresses. Returned by ``Group.bind_grads``.
 
     The addresses are frozen: bind again after gradients have moved.
 
     Attributes:
-        addresses: ``[num_grad_segments, M]`` in a row.
-        types: ``[num_grad_segments]`` int32, of `_core.GradType`.
-        grads: as they were given; keeps the memory alive.
+        addresses: ``[num_grad_segments, M]``, flattened.
+        types: ``[num_grad_segments]`` int32, values of `_core.GradType`.
+        grads: the gradients as passed; keeps their memory alive.
         owner: identifies the group that bound them.
-        table: the addresses on the device of a CUDA group, int64 ``[num_grad_segments, M]``; None:
-            they are on the CPU alone.
+        table: the addresses on a CUDA group's device, int64 ``[num_grad_segments, M]``; None: they
+            are on the CPU only.
     """
 
     addresses: Addresses
@@ -238,10 +239,10 @@ class RankGrads:
 
     Args:
         rank: this rank.
-        segments: of the slot gradients, by name; none: slots hold no gradients.
+        segments: the slot gradients' segments, by name; empty: the slots have no gradients.
         num_mains: M.
-        device: where gradients are.
-        tables: addresses on the device of a CUDA group; None: the host engine's.
+        device: where gradients must be.
+        tables: address tables on the device of a CUDA group; None for the host engine.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class RankGrads:
         self._segments = segments
         self._num_mains = num_mains
         self._tables = tables
-        self._giver = Giver(rank, device, "grads", InvalidGradientsError)
+        self._source = Source(rank, device, "grads", InvalidGradientsError)
 
     @property
     def expert_bytes(self) -> int:
@@ -264,21 +265,22 @@ class RankGrads:
         return sum(segment.nbytes for segment in self._segments.values())
 
     def bind(self, grads: Weights | BoundGrads) -> BoundGrads:
-        """Check main gradients and take their addresses.
+        """Check main gradients and return their addresses.
 
         Raises:
-            InvalidGradientsError: as the text says.
+            InvalidGradientsError: they do not match the group's slot gradients, share memory, or
+                are bound to another group.
         """
-        rank = self._giver.rank
+        rank = self._source.rank
         if isinstance(grads, BoundGrads):
             if grads.owner is not self:
                 raise InvalidGradientsError(
-                    f"rank {rank}: the bound gradients are of another group; bind them on this one"
+                    f"rank {rank}: the gradients are bound to another group; bind them to this one"
                 )
             return grads
         if not self._segments:
             raise InvalidGradientsError(
-                f"rank {rank}: the slots of this group hold no gradients; make the group with"
+                f"rank {rank}: the slots of this group hold no gradients; create the group with"
                 " new_group(grads=torch.float32)"
             )
         if isinstance(grads, Mapping):
@@ -286,21 +288,21 @@ class RankGrads:
             if missing:
                 raise InvalidGradientsError(
                     f"rank {rank}: grads lack segment {missing[0]!r}; expected"
-                    f" {list(self._segments)}: replicas of all of them are added up"
+                    f" {list(self._segments)}, since all of them are reduced"
                 )
         given = {
             name: replace(segment, dtype=self._dtype_of(grads, name, segment))
             for name, segment in self._segments.items()
         }
-        addresses, _ = bind_weights(grads, given, self._num_mains, self._giver)
+        addresses, _ = bind_weights(grads, given, self._num_mains, self._source)
         seen: set[int] = set()
         for i, name in enumerate(given):
             own = addresses[i * self._num_mains : (i + 1) * self._num_mains]
             seen.update(own)
             if len(seen) != (i + 1) * self._num_mains:
                 raise InvalidGradientsError(
-                    f"rank {rank}: rows of grads[{name!r}] share memory, with each other or with"
-                    " another segment's; expected a gradient of its own for each expert"
+                    f"rank {rank}: rows of grads[{name!r}] share memory with each other or with"
+                    " another segment; expected separate memory for each expert's gradient"
                 )
             size = given[name].dtype.itemsize
             odd = [at for at in own if at % size] if self._tables is not None else []
@@ -313,22 +315,22 @@ class RankGrads:
         return BoundGrads(addresses=addresses, types=types, grads=grads, owner=self)
 
     def bind_for_good(self, grads: Weights | BoundGrads) -> BoundGrads:
-        """Do the same, with addresses on the device too, where there is one."""
+        """Bind gradients, with a frozen table of their addresses on a CUDA group's device."""
         bound = self.bind(grads)
         if self._tables is None or bound.table is not None:
             return bound
         return replace(bound, table=self._tables.frozen(bound.addresses))
 
     def _dtype_of(self, grads: Weights, name: str, segment: Segment) -> torch.dtype:
-        """Return the dtype of a main gradient: of the first one, where there are several."""
+        """Return the dtype of a segment's main gradients: that of the first one in a sequence."""
         first: object = grads[name] if isinstance(grads, Mapping) else None
         if isinstance(first, list | tuple):
             first = first[0] if first else None
         if not isinstance(first, torch.Tensor):
-            return segment.dtype  # there are none, or the check that follows says what is wrong
+            return segment.dtype  # none is there, or bind_weights will raise
         if first.dtype not in GRAD_TYPES:
             raise InvalidGradientsError(
-                f"rank {self._giver.rank}: grads[{name!r}] has dtype {first.dtype}; expected"
+                f"rank {self._source.rank}: grads[{name!r}] has dtype {first.dtype}; expected"
                 " torch.float32 or torch.bfloat16"
             )
         return first.dtype

@@ -1,4 +1,4 @@
-"""Segments: the tensors of an expert, where their bytes lie, and checking weights against them."""
+"""Segments: the tensors of an expert, their layout in bytes, and checks of weights against them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from ultraep_comm.errors import InvalidArgumentError, InvalidWeightsError, UltraEPError
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-Addresses: TypeAlias = "array[int]"  # of 64 bits
+Addresses: TypeAlias = "array[int]"  # 64 bits each
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _DTYPE, _DEVICE, _LAYOUT, _SHAPE = map(attrgetter, ("dtype", "device", "layout", "shape"))
 
@@ -27,8 +27,8 @@ class Segment:
     """One tensor of an expert: a dense range of bytes, opaque to the transfer.
 
     Attributes:
-        shape: of one expert's tensor.
-        dtype: any dtype with whole bytes.
+        shape: shape of one expert's tensor.
+        dtype: any dtype of whole bytes.
         strides: in elements; None: row-major. Any permutation of a dense layout is legal.
     """
 
@@ -67,7 +67,7 @@ class Segment:
         return tuple(strides)
 
     def view(self, storage: torch.Tensor, count: int) -> torch.Tensor:
-        """View ``count`` densely stacked experts in a uint8 tensor as ``[count, *shape]``."""
+        """Return ``count`` densely stacked experts in a uint8 tensor as ``[count, *shape]``."""
         elements = math.prod(self.shape)
         flat = storage.narrow(0, 0, count * self.nbytes).view(self.dtype)
         return flat.as_strided((count, *self.shape), (elements, *self.layout))
@@ -79,11 +79,11 @@ def make_segments(
     """Check an ``expert={name: (shape, dtype) or Segment}`` argument.
 
     Raises:
-        InvalidArgumentError: no segment, an empty one, or strides that are not dense.
+        InvalidArgumentError: there is no segment, or one is empty or not dense.
     """
     if not isinstance(expert, Mapping) or not expert:
         raise InvalidArgumentError(
-            f"expert is {expert!r}, with no segment; expected {{name: (shape, dtype)}}"
+            f"expert is {expert!r}, without a segment; expected {{name: (shape, dtype)}}"
         )
     segments = {}
     for name, value in expert.items():
@@ -91,19 +91,19 @@ def make_segments(
             segment = value
         elif isinstance(value, tuple | list) and len(value) == 2:
             shape, dtype = value
-            segment = Segment(shape, dtype)  # type: ignore[arg-type]  # which makes it a tuple
+            segment = Segment(shape, dtype)  # type: ignore[arg-type]  # converted to a tuple
         else:
             raise InvalidArgumentError(
                 f"segment {name!r} is {value!r}; expected (shape, dtype) or a Segment"
             )
         if segment.nbytes <= 0:
             raise InvalidArgumentError(
-                f"segment {name!r} has shape {segment.shape} and so no bytes; leave it out"
+                f"segment {name!r} has shape {segment.shape}, which has no bytes; leave it out"
             )
         if not _is_dense(segment.shape, segment.layout):
             raise InvalidArgumentError(
                 f"segment {name!r} of shape {segment.shape} has strides {segment.layout}, which are"
-                " not one dense range; expected a permutation of a row-major layout"
+                " not dense; expected a permutation of a row-major layout"
             )
         segments[str(name)] = segment
     return segments
@@ -124,18 +124,18 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundWeights:
-    """Main weights checked once, with their addresses. Made by ``Group.bind``.
+    """Main weights checked once, with their addresses. Returned by ``Group.bind``.
 
     The addresses are frozen: bind again after weights have moved.
 
     Attributes:
-        addresses: ``[num_segments, M]`` in a row; 0 for segments that were not given.
-        names: the segments that were given.
-        region: the region of ``Group.empty_weights`` that they all lie in; -1: none.
+        addresses: ``[num_segments, M]``, flattened; 0 for segments that were not passed.
+        names: the segments that were passed.
+        region: the region of ``Group.empty_weights`` that holds all of them; -1: none.
         owner: identifies the group that bound them.
-        weights: as they were given; keeps the memory alive.
-        table: the addresses on the device of a CUDA group, int64 ``[num_segments, M]``; None: they
-            are on the CPU alone.
+        weights: the weights as passed; keeps their memory alive.
+        table: the addresses on a CUDA group's device, int64 ``[num_segments, M]``; None: they are
+            on the CPU only.
     """
 
     addresses: Addresses
@@ -147,8 +147,8 @@ class BoundWeights:
 
 
 @dataclass(frozen=True)
-class Giver:
-    """Who gives tensors of its experts, and what they are called in errors."""
+class Source:
+    """The rank and device that tensors come from, and how errors name them."""
 
     rank: int
     device: torch.device
@@ -157,23 +157,23 @@ class Giver:
 
 
 def bind_weights(
-    weights: Weights, segments: Mapping[str, Segment], num_mains: int, giver: Giver
+    weights: Weights, segments: Mapping[str, Segment], num_mains: int, source: Source
 ) -> tuple[Addresses, frozenset[str]]:
-    """Check weights, or gradients, against the segments and take their addresses.
+    """Check weights or gradients against the segments and return their addresses and names.
 
     Raises:
         InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
-            strides; or the giver's own error.
+            strides. Raised as ``source.error``.
     """
     if not isinstance(weights, Mapping):
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what} is a {type(weights).__name__}; expected {{name:"
+        raise source.error(
+            f"rank {source.rank}: {source.what} is a {type(weights).__name__}; expected {{name:"
             f" tensor or sequence of tensors}} with names from {list(segments)}"
         )
     unknown = [name for name in weights if name not in segments]
     if unknown:
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what} have a segment {unknown[0]!r}; expected"
+        raise source.error(
+            f"rank {source.rank}: {source.what} have a segment {unknown[0]!r}; expected"
             f" {list(segments)}"
         )
     addresses = array("Q")
@@ -183,9 +183,9 @@ def bind_weights(
             continue
         value = weights[name]
         if isinstance(value, torch.Tensor):
-            addresses.extend(_stacked(value, name, segment, num_mains, giver))
+            addresses.extend(_stacked(value, name, segment, num_mains, source))
         else:
-            addresses.extend(_listed(value, name, segment, num_mains, giver))
+            addresses.extend(_listed(value, name, segment, num_mains, source))
     return addresses, frozenset(weights)
 
 
@@ -194,17 +194,17 @@ def _stacked(
     name: str,
     segment: Segment,
     num_mains: int,
-    giver: Giver,
+    source: Source,
 ) -> Sequence[int]:
     shape = tensor.shape
     if not shape or shape[0] != num_mains:
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what}[{name!r}] has shape {tuple(tensor.shape)}; expected"
+        raise source.error(
+            f"rank {source.rank}: {source.what}[{name!r}] has shape {tuple(tensor.shape)}; expected"
             f" {(num_mains, *segment.shape)}: one row for each of this rank's {num_mains} experts"
         )
     if num_mains == 0:
         return []
-    start = _check(tensor, (num_mains,), name, segment, giver)
+    start = _check(tensor, (num_mains,), name, segment, source)
     step = tensor.stride()[0] * segment.dtype.itemsize
     return range(start, start + num_mains * step, step) if step else [start] * num_mains
 
@@ -214,37 +214,36 @@ def _listed(
     name: str,
     segment: Segment,
     num_mains: int,
-    giver: Giver,
+    source: Source,
 ) -> list[int]:
     if not isinstance(tensors, Sequence) or len(tensors) != num_mains:
         found = (
             f"{len(tensors)} entries" if isinstance(tensors, Sequence) else type(tensors).__name__
         )
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what}[{name!r}] has {found}; expected a tensor"
+        raise source.error(
+            f"rank {source.rank}: {source.what}[{name!r}] has {found}; expected a tensor"
             f" {(num_mains, *segment.shape)} or a sequence of {num_mains} tensors"
         )
-    addresses = _plain_addresses(tensors, segment, giver.device)
+    addresses = _plain_addresses(tensors, segment, source.device)
     if 0 not in addresses:
         return addresses
     addresses = []
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            raise giver.error(
-                f"rank {giver.rank}: {giver.what}[{name!r}][{i}] is a {type(tensor).__name__};"
+            raise source.error(
+                f"rank {source.rank}: {source.what}[{name!r}][{i}] is a {type(tensor).__name__};"
                 " expected a tensor"
             )
-        addresses.append(_check(tensor, (), f"{name}][{i}", segment, giver))
+        addresses.append(_check(tensor, (), f"{name}][{i}", segment, source))
     return addresses
 
 
 def _plain_addresses(
     tensors: Sequence[torch.Tensor], segment: Segment, device: torch.device
 ) -> list[int]:
-    """Return addresses of tensors that are all just as expected, else [0]: to be looked at again.
+    """Return the addresses of tensors that all match the segment exactly, else [0].
 
-    There may be hundreds: each question is put to all of them, without a step of the interpreter
-    in between.
+    There may be hundreds: each property is compared for all of them at C speed.
     """
     count = len(tensors)
     if (
@@ -264,49 +263,49 @@ def _check(
     stacked: tuple[int, ...],
     name: str,
     segment: Segment,
-    giver: Giver,
+    source: Source,
 ) -> int:
     """Return the address of a tensor ``[*stacked, *segment.shape]``."""
     if tensor.dtype != segment.dtype:
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what}[{name}] has dtype {tensor.dtype}; expected"
+        raise source.error(
+            f"rank {source.rank}: {source.what}[{name}] has dtype {tensor.dtype}; expected"
             f" {segment.dtype}"
         )
-    device = giver.device
+    device = source.device
     if tensor.device != device:
         engine = "host" if device.type == "cpu" else "CUDA"
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what}[{name}] is on {tensor.device}; expected {device},"
+        raise source.error(
+            f"rank {source.rank}: {source.what}[{name}] is on {tensor.device}; expected {device},"
             f" where the {engine} engine works"
         )
-    # A wrapper (DTensor, FakeTensor) has no bytes of its own at an address.
+    # A wrapper (DTensor, FakeTensor) has no memory of its own.
     address = tensor.data_ptr() if tensor.layout == torch.strided else 0
     if address == 0:
-        raise giver.error(
-            f"rank {giver.rank}: {giver.what}[{name}] is a {type(tensor).__name__} without dense"
+        raise source.error(
+            f"rank {source.rank}: {source.what}[{name}] is a {type(tensor).__name__} without dense"
             " memory; expected a plain tensor, for instance from .to_local()"
         )
     shape = tensor.shape
     if shape != (*stacked, *segment.shape):
-        raise giver.error(
-            f"rank {giver.rank}: an expert of {giver.what}[{name}] has shape"
+        raise source.error(
+            f"rank {source.rank}: an expert of {source.what}[{name}] has shape"
             f" {tuple(shape[len(stacked) :])}; expected {segment.shape}"
         )
     strides, layout = tensor.stride()[len(stacked) :], segment.layout
     if strides != layout and any(
         size > 1 and a != b for size, a, b in zip(segment.shape, strides, layout, strict=True)
     ):
-        raise giver.error(
-            f"rank {giver.rank}: an expert of {giver.what}[{name}] has strides {strides}; expected"
-            f" {layout}. Make each expert one dense range, or declare Segment(strides=...)"
+        raise source.error(
+            f"rank {source.rank}: an expert of {source.what}[{name}] has strides {strides};"
+            f" expected {layout}. Make each expert one dense range, or declare Segment(strides=...)"
         )
     return address
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor with a storage of just these bytes.
+    """Return the same memory as a tensor whose storage has only these bytes.
 
-    Compilers treat tensors that share a storage as one, and copy all of it.
+    torch.compile treats tensors of one storage as one, and copies all of it.
     """
     start = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[start : start + view.numel() * view.element_size()]
@@ -316,7 +315,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """Segments to transfer: indices, int32 ascending, where those are, and their bytes."""
+    """Segments to transfer: ascending int32 indices, their address and number, and total bytes."""
 
     indices: np.ndarray
     address: int
@@ -325,11 +324,11 @@ class Selection:
 
 
 class Selections:
-    """Checks a rank's ``segments=``, and keeps what they mean.
+    """Checks a rank's ``segments=`` arguments and caches their selections.
 
     Args:
         rank: this rank.
-        segments: the group's.
+        segments: the group's segments.
     """
 
     def __init__(self, rank: int, segments: Mapping[str, Segment]) -> None:
@@ -342,7 +341,7 @@ class Selections:
         """Return the segments to transfer; None: all.
 
         Raises:
-            InvalidArgumentError: not a sequence of known names, each once, at least one.
+            InvalidArgumentError: it is not a sequence of distinct known names, or is empty.
         """
         if segments is not None and (
             isinstance(segments, str)
@@ -361,7 +360,7 @@ class Selections:
         if unknown or not names or len(set(names)) != len(names):
             raise InvalidArgumentError(
                 f"rank {self._rank}: segments={key} is not a selection of {list(self._names)};"
-                " expected known names, each once, at least one"
+                " expected one or more of these names, each once"
             )
         indices = np.array(sorted(self._names.index(n) for n in names), np.int32)
         nbytes = sum(self._nbytes[i] for i in indices)
@@ -378,5 +377,5 @@ class Selections:
         if missing:
             raise InvalidWeightsError(
                 f"rank {self._rank}: weights lack segment {missing[0]!r}; expected"
-                f" {wanted}, or choose with segments="
+                f" {wanted}, or pass segments= to transfer fewer"
             )

@@ -77,10 +77,10 @@ def test_a_cubin_that_fits_passes() -> None:
 @pytest.mark.parametrize(
     "cuda_major, layout, nvshmem, message",
     [
-        (12, [64, 8], None, r"built with CUDA 13\.0, this installation has CUDA 12; .*cuda13"),
+        (12, [64, 8], None, r"built with CUDA 13\.0, but this installation has CUDA 12; .*cuda13"),
         (13, [72, 8], None, r"laid out as \(64, 8\).* passes \(72, 8\)"),
         (13, [64], None, r"passes \(64,\)"),
-        (13, [64, 8], (3, 3), r"built with NVSHMEM 3\.4, the library here is 3\.3"),
+        (13, [64, 8], (3, 3), r"built with NVSHMEM 3\.4, but the library here is 3\.3"),
         (13, [64, 8], (4, 0), r"expected 3\.4 or a later 3\.x"),
     ],
 )

@@ -204,7 +204,7 @@ def test_tile_sizes(device: FakeDevice) -> None:
     device.max_shared_bytes = 99 << 10  # of sm_89: tiles of 32 KiB do not fit
     _close(_groups())
     assert "ultraep_replicate_16384" in device.kernels.shared_bytes
-    with pytest.raises(errors.UnsupportedError, match="tiles of 32768, this device has 101376"):
+    with pytest.raises(errors.UnsupportedError, match="tiles of 32768, but this device has 101376"):
         _groups(tile_bytes=32768)
     device.max_shared_bytes = 48 << 10
     with pytest.raises(errors.UnsupportedError, match="slots_per_rank"):

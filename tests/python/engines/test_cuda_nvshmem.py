@@ -24,7 +24,7 @@ def test_domains_follow_from_load_store_access() -> None:
     assert find_domains([[1, 1, 0], [1, 1, 0], [0, 0, 1]]).tolist() == [0, 0, 1]
     assert find_domains([[1, 0, 1], [0, 1, 0], [1, 0, 1]]).tolist() == [0, 1, 0]
     assert find_domains(np.eye(3, dtype=int).tolist()).tolist() == [0, 1, 2]
-    with pytest.raises(errors.UnsupportedError, match="makes no domains: rank 1 has"):
+    with pytest.raises(errors.UnsupportedError, match="by their load/store access: rank 1 has"):
         find_domains([[1, 1, 0], [1, 1, 1], [0, 1, 1]])
     with pytest.raises(errors.UnsupportedError, match="rank 0 has no load/store access to rank 1"):
         check_domains(np.array([0, 0], np.int32), [[1, 0], [1, 1]])

@@ -181,7 +181,7 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
     fails("lack segment 'b'", lambda own: {"w": own["w"]})
     fails("expected torch.float32 or", lambda own: {**own, "b": own["b"].to(torch.float16)})
     other = groups_of(2, 4, 1)
-    fails("of another group", other[0].bind_grads)
+    fails("bound to another group", other[0].bind_grads)
 
 
 def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups_of: Any) -> None:

@@ -167,7 +167,7 @@ def test_too_many_tokens_in_all(device: EmulatedDevice) -> None:
     uec.plan_replicas(
         device.put(torch.full((600,), 2**31 - 1, dtype=torch.int32)), group=case.group
     )
-    with pytest.raises(errors.InvalidLoadError, match="1099511627775 tokens in all"):
+    with pytest.raises(errors.InvalidLoadError, match="1099511627775 tokens in total"):
         case.group.close()
 
 

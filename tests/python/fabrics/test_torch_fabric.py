@@ -266,7 +266,7 @@ def _failing_steps(rank: int, process_group: Any, folder: Path) -> None:
             errors.OutOfSharedMemoryError,
             r"out of memory\. Use",
         ),
-        ("allocate", ValueError("odd"), unsupported, "odd. Look whether"),
+        ("allocate", ValueError("odd"), unsupported, "odd. Check whether"),
         ("handle_types", errors.DeviceError("broken"), errors.DeviceError, "broken"),
         ("rendezvous", dist.DistStoreError("timeout"), bootstrap, "Has a rank left"),
         ("rendezvous", RuntimeError("overlapping devices"), unsupported, "CUDA_VISIBLE_DEVICES"),
@@ -362,7 +362,7 @@ def _machines(rank: int, process_group: Any, folder: Path) -> None:
     attempt(0, FABRIC, b"machine %d" % rank).close()
     with pytest.raises(errors.UnsupportedError, match="2 machines, and the memory of rank 1"):
         attempt(1, FABRIC if rank == 0 else POSIX, b"machine %d" % rank)
-    with pytest.raises(errors.UnsupportedError, match="rank 0 travels as handle type 8"):
+    with pytest.raises(errors.UnsupportedError, match="rank 0 shares its memory by handle type 8"):
         attempt(2, FABRIC if rank == 0 else POSIX, b"one machine")
 
 
@@ -380,9 +380,7 @@ def _groups_in_groups(rank: int, process_group: Any, folder: Path, pair: int) ->
         memory = FakeMemory(part, counts_in_process=counts_in_process)
         memory.met = 2 if rank < pair else 1
         if counts_in_process:
-            _refused(
-                process_group, memory, errors.UnsupportedError, "rank 0 has met others 2 times"
-            )
+            _refused(process_group, memory, errors.UnsupportedError, "rank 0 has made 2 rendezvous")
             assert "rendezvous" not in memory.log
         else:
             _new_group(process_group, memory).close()

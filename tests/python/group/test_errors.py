@@ -521,7 +521,7 @@ def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
     ("aborter", "peer", "root", "expected"),
     [
         (1, -1, 1, "because rank 1 failed first; "),
-        (1, -1, 3, "because rank 3 failed first, as rank 1 told this one; "),
+        (1, -1, 3, "because rank 3 failed first, as rank 1 reported; "),
         (-1, -1, 3, "because rank 3 failed first; "),
         (-1, 0, 0, "was aborted on this rank"),
         (-1, -1, -1, "was aborted on this rank"),

@@ -219,7 +219,7 @@ def test_sync_calls_from_one_thread_per_rank() -> None:
 @pytest.mark.parametrize(
     "options, error, part",
     [
-        ({"expert": {}}, errors.InvalidArgumentError, "no segment"),
+        ({"expert": {}}, errors.InvalidArgumentError, "without a segment"),
         ({"expert": {"w": ((0, 4), torch.uint8)}}, errors.InvalidArgumentError, "no bytes"),
         (
             {"expert": {"w": Segment((4, 4), torch.uint8, (8, 1))}},

@@ -183,7 +183,7 @@ def test_main_weights_that_change_behind_the_transfer_are_the_callers_fault() ->
     assert (error.peer, error.expert, error.slot) == (0, 0, -1)
     assert (error.segment, error.offset) == ("big", 70_000)
     assert (error.found, error.expected) == (good ^ 0x40, good)
-    assert "main weights of expert 0 changed while the call ran" in str(error)
+    assert "main weights of expert 0 changed during the call" in str(error)
 
 
 def test_main_weights_that_change_ahead_of_the_transfer_are_the_callers_fault() -> None:

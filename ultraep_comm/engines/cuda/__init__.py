@@ -1,1 +1,1 @@
-"""The CUDA engine. Nothing here is imported before it is used."""
+"""The CUDA engine, imported on first use."""

@@ -1,4 +1,4 @@
-"""The seam to a device. ``CudaDevice`` is the real one; tests supply an emulation."""
+"""Access to a device. ``CudaDevice`` is a GPU; tests supply an emulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultraep_comm.errors import DeviceError, OutOfSharedMemoryError, Unsupported
 from ultraep_comm.system import undocumented
 
 INSTALL_HINT = "install the extra cuda12 or cuda13, as in pip install 'ultraep_comm[cuda13]'"
-DRIVER_VERSION = 12000  # the versions of the driver's functions that are asked for
+DRIVER_VERSION = 12000  # requested version of the driver's functions
 
 
 class Kernels(Protocol):
@@ -23,23 +23,23 @@ class Kernels(Protocol):
 
     @property
     def code(self) -> object:
-        """What ``NvshmemKernelObject.from_obj`` takes."""
+        """The module, as ``NvshmemKernelObject.from_obj`` takes it."""
 
     def handle(self, name: str, shared_bytes: int) -> int:
-        """Return a kernel to launch with up to so many bytes of dynamic shared memory."""
+        """Return a kernel's handle, for launches with up to ``shared_bytes`` dynamic memory."""
 
 
 class Device(Protocol):
     """What the engine needs from a device.
 
     Attributes:
-        torch_device: of this device's tensors.
+        torch_device: the device of tensors on it.
         compute_capability: (major, minor).
-        num_sms: multiprocessors.
-        warp_size: threads of a warp.
-        max_shared_bytes: shared memory that a block can have.
-        cuda_major: CUDA's major version of the Python bindings.
-        context: to be made current around driver calls; 0: none has to be.
+        num_sms: number of multiprocessors.
+        warp_size: threads per warp.
+        max_shared_bytes: maximum shared memory per block.
+        cuda_major: CUDA major version of the Python bindings.
+        context: CUDA context to make current around driver calls; 0: none.
         driver: addresses of the driver's functions.
     """
 
@@ -53,32 +53,29 @@ class Device(Protocol):
     driver: _core.CudaDriver
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return device memory, uint8, zeroed: by now, not in the order of a stream."""
+        """Return uint8 device memory, already zeroed: usable from every stream."""
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return memory of this device that somebody else owns, as uint8.
+        """Return a uint8 tensor over device memory, without taking ownership.
 
         Raises:
-            DeviceError: it is not this device's.
+            DeviceError: the memory is not on this device.
         """
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return page-locked host memory, uint8, zeroed, at the same address on the device."""
+        """Return zeroed page-locked host memory, uint8, at the same address on the device."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor, in the order of the current stream."""
+        """Return a new uninitialised tensor, in stream order."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this device."""
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep tensors' memory until what the current stream holds has run, also if dropped."""
+        """Keep tensors' memory, even if dropped, until the current stream's work is done."""
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy a CPU tensor, in the order of the current stream; ``values`` may go at once.
-
-        The host does not wait for what the stream holds.
-        """
+        """Copy a CPU tensor in stream order, without waiting; ``values`` may be freed at once."""
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
@@ -87,17 +84,17 @@ class Device(Protocol):
         """Return the handle of the caller's current stream."""
 
     def new_stream(self) -> tuple[int, object]:
-        """Return a stream's handle, and what keeps it alive."""
+        """Return a new stream's handle, and an object that keeps it alive."""
 
     def settle(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Block until all work on the device has finished."""
 
     def load(self, cubin: Path) -> Kernels:
-        """Load kernels, once for all who ask."""
+        """Load a cubin, once per file."""
 
 
 class CudaKernels:
-    """A cubin that cuda.core has loaded."""
+    """A cubin loaded by cuda.core."""
 
     def __init__(self, code: Any, device: int) -> None:
         self.code = code
@@ -106,13 +103,13 @@ class CudaKernels:
     def handle(self, name: str, shared_bytes: int) -> int:
         """Return a kernel's handle; its limit of dynamic shared memory only grows.
 
-        The kernel is on the device then: a launch that has to load it could wait for the kernels
-        of other groups, and they for their peers.
+        Loads the kernel on the device: lazy loading at launch could wait for other groups' kernels,
+        which may be waiting for their peers.
         """
         from cuda.bindings import driver
         from cuda.core import Device as CoreDevice
 
-        with _refusals_typed(f"kernel {name}"):
+        with _typed_errors(f"kernel {name}"):
             kernel = self.code.get_kernel(name).handle
         attributes = driver.CUfunction_attribute
         attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -131,7 +128,7 @@ class CudaKernels:
 
 
 class _Memory:
-    """Bytes on a device, as torch.as_tensor takes them."""
+    """Device memory with the CUDA array interface, for torch.as_tensor."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -143,7 +140,7 @@ class _Memory:
 
 
 class CudaDevice:
-    """A GPU of this process. Made by :func:`find_device`."""
+    """A GPU of this process. Returned by :func:`find_device`."""
 
     def __init__(self, index: int) -> None:
         from cuda.bindings import __version__ as bindings_version
@@ -156,13 +153,13 @@ class CudaDevice:
         self.compute_capability = (properties.major, properties.minor)
         self.num_sms = properties.multi_processor_count
         self.warp_size = 32
-        torch.empty(1, device=self.torch_device)  # torch makes its context
+        torch.empty(1, device=self.torch_device)  # creates torch's context
         newest = _checked(driver.cuDriverGetVersion())
         if newest // 1000 < self.cuda_major:
             raise UnsupportedError(
-                f"the NVIDIA driver is for CUDA {newest // 1000}.{newest % 1000 // 10}, the Python"
-                f" bindings for CUDA {self.cuda_major}; update the driver, or install the extra"
-                f" cuda{newest // 1000}"
+                f"the NVIDIA driver is for CUDA {newest // 1000}.{newest % 1000 // 10}, but the"
+                f" Python bindings are for CUDA {self.cuda_major}; update the driver, or install"
+                f" the extra cuda{newest // 1000}"
             )
         device = _checked(driver.cuDeviceGet(index))
         self.context = int(_checked(driver.cuDevicePrimaryCtxRetain(device)))
@@ -183,14 +180,14 @@ class CudaDevice:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return zeroed device memory."""
-        with _refusals_typed(f"{num_bytes} bytes"):
+        with _typed_errors(f"{num_bytes} bytes"):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
             torch.cuda.current_stream(self._index).synchronize()
         return memory
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory; torch copies what it takes for another device's."""
-        with _refusals_typed(f"a view of {num_bytes} bytes at {address:#x}"):
+        """Wrap device memory; torch copies memory that it takes for another device's."""
+        with _typed_errors(f"a view of {num_bytes} bytes at {address:#x}"):
             memory = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
         if num_bytes and memory.data_ptr() != address:
             raise DeviceError(
@@ -200,12 +197,12 @@ class CudaDevice:
         return memory
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed page-locked memory: under unified addressing, at one address."""
-        with _refusals_typed(f"{num_bytes} bytes of page-locked memory"):
+        """Return zeroed page-locked memory; unified addressing gives it one address."""
+        with _typed_errors(f"{num_bytes} bytes of page-locked memory"):
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor: during a capture, of the graph's memory."""
+        """Return a new tensor; during a capture, from the graph's memory pool."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -213,7 +210,7 @@ class CudaDevice:
         return tensor.device == self.torch_device
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tell torch's allocator, in captures too. It looks at that when the memory is freed."""
+        """Record the stream with torch's allocator, which checks it when the memory is freed."""
         stream, last = torch.cuda.current_stream(self._index), None
         for tensor in tensors:
             base = undocumented(tensor, "_base")
@@ -223,30 +220,30 @@ class CudaDevice:
             last = memory
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy by way of page-locked memory, which torch keeps until the stream has read it."""
+        """Copy through page-locked memory, which torch keeps until the stream has read it."""
         to.copy_(values.pin_memory(), non_blocking=True)
 
     def is_capturing(self) -> bool:
-        """Ask torch, which knows of graphs of other libraries too."""
-        with torch.cuda.device(self._index):  # of this device, whichever is current
+        """Return whether torch's current stream is being captured, by any library."""
+        with torch.cuda.device(self._index):  # whichever device is current
             return bool(torch.cuda.is_current_stream_capturing())
 
     def current_stream(self) -> int:
         """Return torch's current stream on this device."""
-        if self._raw_stream is not None:  # a tenth of the time
+        if self._raw_stream is not None:  # takes a tenth of the time
             return int(self._raw_stream(self._index))
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def new_stream(self) -> tuple[int, object]:
-        """Return a stream that goes before others: what it moves is waited for.
+        """Return a new high-priority stream, since other work waits for transfers.
 
-        Nobody else has it, unlike torch's, which are 32 in all: what another library gives its own
-        would wait for kernels that wait for peers, or land in a capture.
+        It is not one of torch's pool of 32, which others may share: their work would queue behind
+        kernels that wait for peers, or be captured with them.
         """
         from cuda.core import Device as CoreDevice
         from cuda.core import StreamOptions
 
-        with _refusals_typed("a stream"):
+        with _typed_errors("a stream"):
             core_device = CoreDevice(self._index)
             core_device.set_current()
             stream = core_device.create_stream(options=StreamOptions(nonblocking=True, priority=-1))
@@ -254,7 +251,7 @@ class CudaDevice:
 
     def settle(self) -> None:
         """Wait for the device."""
-        with _refusals_typed("work under way"):
+        with _typed_errors("work in progress"):
             torch.cuda.synchronize(self._index)
 
     def load(self, cubin: Path) -> CudaKernels:
@@ -265,28 +262,28 @@ class CudaDevice:
 
             CoreDevice(self._index).set_current()
             code = ObjectCode.from_cubin(cubin.read_bytes())
-            with _refusals_typed(str(cubin)):
+            with _typed_errors(str(cubin)):
                 _ = code.handle  # loads it
             self._loaded[cubin] = CudaKernels(code, self._index)
         return self._loaded[cubin]
 
 
 @contextmanager
-def _refusals_typed(what: str) -> Iterator[None]:
-    """Raise our errors for those of torch and cuda.core."""
+def _typed_errors(what: str) -> Iterator[None]:
+    """Raise this library's errors for those of torch and cuda.core."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfSharedMemoryError(
-            f"the device has no room for {what}: {error}. Use fewer slots_per_rank or smaller"
-            " experts, or leave more memory to this library"
+            f"the device has too little memory for {what}: {error}. Use fewer slots_per_rank or"
+            " smaller experts, or leave more device memory free"
         ) from error
     except Exception as error:  # cuda.core has no public base class
         raise DeviceError(f"the device refused {what}: {error}") from error
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return what a function of cuda.bindings returned beside its error code, if that is none."""
+    """Return the values of a cuda.bindings answer; raise DeviceError on an error code."""
     result, *values = answer
     if int(result) != 0:
         raise DeviceError(f"the CUDA driver answered {result!r}; see the NVIDIA driver's log")
@@ -301,11 +298,11 @@ def find_device() -> Device:
     """
     if torch.version.cuda is None:
         raise UnsupportedError(
-            "this build of torch has no CUDA; install one that has, or use engine='host'"
+            "this build of torch has no CUDA; install one with CUDA, or use engine='host'"
         )
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            "no usable CUDA device: torch.cuda.is_available() is False. Look with nvidia-smi"
+            "no usable CUDA device: torch.cuda.is_available() is False. Check with nvidia-smi"
             " whether there is a GPU and a driver, or use engine='host'"
         )
     return _device(torch.cuda.current_device())

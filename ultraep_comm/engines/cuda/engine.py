@@ -1,4 +1,4 @@
-"""The CUDA engine of one rank, with the methods of the host engine."""
+"""The CUDA engine of one rank; implements ``Engine``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """How a rank reaches those that it has no load/store access to.
+    """How a rank reaches peers without load/store access.
 
     Attributes:
-        pes: NVSHMEM's numbers of the ranks; empty: NVSHMEM is not used.
-        far: 1 for ranks reached by puts and signals; empty: there are none.
-        staging: symmetric memory for puts; None: nobody is far.
+        pes: the ranks' NVSHMEM PEs; empty: NVSHMEM is not used.
+        far: 1 for each rank reached by puts and signals; empty: none is.
+        staging: symmetric memory for puts; None: no rank is far.
     """
 
     pes: Sequence[int] = ()
@@ -36,7 +36,7 @@ class Peers:
 
 
 class SharedLauncher:
-    """A launcher and its memory: of one rank, or of all ranks of a loopback group."""
+    """A launcher and its memory, for one rank or for all ranks of a loopback group."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SharedLauncher:
 
 
 class CudaEngine:
-    """One rank. Calls go to the current stream, or to the group's own behind it."""
+    """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
 
     def __init__(
         self,
@@ -116,17 +116,17 @@ class CudaEngine:
         self.bad_id = self._engine.bad_id
 
     def add_region(self, bases: list[int]) -> int:
-        """Remember where ranks have main weights that peers can address."""
+        """Register a region of main weights at the ranks' addresses ``[G]``; return its index."""
         table = self._device.allocate(8 * len(bases))
         self._tables.append(table)
         return _translated(self._engine.add_region, bases, table.data_ptr())
 
     def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
-        """Submit a transfer or a reduction on the current stream, or behind it.
+        """Submit a transfer or a reduction on the current stream, or ordered after it.
 
         Returns:
-            Its epoch, with the bit ``CUDA_CAPTURED`` on a stream that is being captured; and its
-            mode, or the one that was asked for if the plan is on the device.
+            Its epoch, with the bit ``CUDA_CAPTURED`` if the stream is being captured; and its mode,
+            which is the requested one if the plan is on the device.
         """
         try:
             return self._engine.transfer(call, self._current_stream())
@@ -134,7 +134,7 @@ class CudaEngine:
             _raise_typed(error)
 
     def gather(self, counted: torch.Tensor, load: torch.Tensor) -> int:
-        """Count dense ids on the device and exchange the counts; return the call's epoch."""
+        """Count contiguous ids on the device and exchange the counts; return the call's epoch."""
         try:
             return self._engine.gather(
                 counted.data_ptr(),
@@ -149,7 +149,7 @@ class CudaEngine:
     def gather_and_plan(
         self, counted: torch.Tensor, load: torch.Tensor, target_ppm: int, costs: Costs | None
     ) -> tuple[int, Plan, tuple[torch.Tensor, ...]]:
-        """Do the same and plan the load, in one launch."""
+        """Gather and plan in one launch; return the epoch, the plan, and tensors to keep alive."""
         memory, plan = self._stages.plan_memory(load)
         try:
             epoch = self._engine.gather_and_plan(
@@ -175,7 +175,7 @@ class CudaEngine:
             _raise_typed(error)
 
     def synchronize(self, epoch: int) -> bool:
-        """Block until a call has finished; return whether it succeeded."""
+        """Block until a call has finished; False if it has failed."""
         return _translated(self._engine.synchronize, epoch)
 
     def is_completed(self, epoch: int) -> bool:
@@ -186,29 +186,29 @@ class CudaEngine:
             _raise_typed(error)
 
     def finished_at(self, epoch: int) -> int:
-        """Return 0: when a call finished only its stream knows."""
+        """Return 0: the host does not see when a call finishes."""
         return 0
 
     def damage(self) -> NoReturn:
-        """Refuse: transfers on a device are not checked."""
-        raise UnsupportedError("the CUDA engine checks no transfers")
+        """Raise UnsupportedError: transfers on a device are not checked."""
+        raise UnsupportedError("the CUDA engine does not check transfers")
 
     def last_words(self) -> None:
-        """Return None: it is in the device's memory, and the device may be busy for ever."""
+        """Return None: the records are in device memory, and the device may be busy for ever."""
 
-    completed = None  # a device would have to be asked
-    waits = None  # kernels wait
+    completed = None  # known to the device only
+    waits = None  # not measured in kernels
 
     def reject(self) -> None:
-        """Tell the peers that this rank's input was bad."""
+        """Take an epoch and tell the peers that this rank rejected its input."""
         _translated(self._engine.reject)
 
     def abort(self) -> None:
-        """End what is under way."""
+        """Fail the calls in progress, on this rank and its peers."""
         _translated(self._engine.abort)
 
     def close(self) -> int:
-        """Say goodbye; return a rank that is seen to have made another last call, else -1."""
+        """Publish the close; return a rank known to have made another last call, else -1."""
         return _translated(self._engine.close)
 
     @property
@@ -218,24 +218,24 @@ class CudaEngine:
 
     @property
     def calls(self) -> tuple[int, int, int, int]:
-        """Return how many calls took an epoch; those that were captured are not among them."""
+        """Return the numbers of transfers, reductions, gathers and rejected calls, not captured."""
         return self._engine.calls
 
     @property
     def launch_counts(self) -> tuple[int, int]:
-        """Return kernels and copies to the device, of calls of all ranks that share launches."""
+        """Return the numbers of kernels and of copies to the device, for all of its ranks."""
         return self._shared.launcher.counts
 
     @property
     def bytes_stored(self) -> int:
-        """Return the bytes that finished calls have stored; synchronises with the device."""
+        """Return the bytes stored by finished calls; synchronises with the device."""
         return _translated(lambda: self._engine.bytes_stored)
 
 
 def launch_peers(
     device: Device, kernel: int, own: int, pes: torch.Tensor, num_ranks: int
 ) -> list[int]:
-    """Return the addresses ``[num_ranks]`` at which the device reaches peers; 0: it does not."""
+    """Return the peers' addresses ``[num_ranks]`` of an allocation; 0: out of reach."""
     bases = device.allocate(8 * num_ranks)
     _translated(
         _core.cuda_launch_peers,
@@ -263,6 +263,6 @@ def _raise_typed(error: Exception) -> NoReturn:
     if isinstance(error, _core.CaptureError):
         raise UnsupportedError(str(error)) from error
     raise DeviceError(
-        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
-        " restart the process"
+        f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
+        " the process"
     ) from error

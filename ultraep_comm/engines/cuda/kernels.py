@@ -1,6 +1,6 @@
-"""The device kernels as files: which cubin fits a device, and whether it fits this installation.
+"""Device kernels: finds a device's cubin, checks it against this installation, and loads it.
 
-A cubin is named ``ultraep_comm-sm_90.cubin`` and says in its symbol ``ultraep_cubin_info`` what it
+A cubin is named ``ultraep_comm-sm_90.cubin``; its symbol ``ultraep_cubin_info`` has the versions it
 was built with. Reading that needs no GPU, no driver and no NVSHMEM.
 """
 
@@ -22,7 +22,7 @@ INFO_MAGIC = 0x55455031
 INFO_HEADER = struct.Struct("<7i")
 BUILD_HINT = (
     "build them with ULTRAEP_CUDA=ON pip install, for other devices with"
-    ' -C cmake.define.ULTRAEP_CUDA_ARCHS="90;100"; docs/building.md, "CUDA", says what it needs'
+    ' -C cmake.define.ULTRAEP_CUDA_ARCHS="90;100"; see "CUDA" in docs/building.md'
 )
 
 
@@ -48,9 +48,9 @@ class CubinInfo:
 
 
 def cubin_folder() -> Path:
-    """Folder of the cubins: ``ULTRAEP_CUBINS``, else beside the compiled module.
+    """Return the folder of the cubins: ``ULTRAEP_CUBINS``, else beside the compiled module.
 
-    In an editable installation that is not where the Python sources are.
+    In an editable installation the Python sources are elsewhere.
     """
     from ultraep_comm import _core
 
@@ -61,11 +61,11 @@ def find_cubin(compute_capability: tuple[int, int]) -> Path:
     """Return the cubin for a device.
 
     Args:
-        compute_capability: of the device, for example (9, 0). A cubin runs on devices of its own
-            major version, from its own minor version on; the highest that fits is taken.
+        compute_capability: the device's, for example (9, 0). A cubin runs on devices of the same
+            major version and the same or a higher minor version; the highest that fits is taken.
 
     Raises:
-        UnsupportedError: there is none for this device; says which there are.
+        UnsupportedError: there is none for this device; names those that exist.
     """
     folder = cubin_folder()
     cubins = {}
@@ -88,7 +88,7 @@ def read_info(path: Path) -> CubinInfo:
     """Read what a cubin was built with.
 
     Raises:
-        UnsupportedError: the file is no cubin of this library, or pyelftools is missing.
+        UnsupportedError: the file is not a cubin of this library, or pyelftools is missing.
     """
     try:
         from elftools.common.exceptions import ELFError
@@ -143,53 +143,53 @@ def check_info(
     layout: Sequence[int],
     nvshmem: tuple[int, int] | None = None,
 ) -> None:
-    """Check that a cubin fits what it is about to be loaded with.
+    """Check that a cubin matches this installation.
 
     Args:
-        info: of the cubin.
+        info: what the cubin was built with.
         cuda_major: CUDA major version of the installed bindings and NVSHMEM.
         layout: sizes and offsets, in bytes, of the argument structs as the caller fills them in.
         nvshmem: (major, minor) of NVSHMEM's host library; None: the cubin is used without NVSHMEM.
 
     Raises:
-        UnsupportedError: one of them does not fit; names both sides and what to install or build.
+        UnsupportedError: one of them does not match; names both and what to install or build.
     """
     if info.cuda_major != cuda_major:
         raise UnsupportedError(
-            f"{info.path} was built with CUDA {info.cuda_major}.{info.cuda_minor}, this"
+            f"{info.path} was built with CUDA {info.cuda_major}.{info.cuda_minor}, but this"
             f" installation has CUDA {cuda_major}; install the extra cuda{info.cuda_major}, or"
             f" build the kernels with CUDA {cuda_major} (docs/building.md)"
         )
     if tuple(layout) != info.layout:
         raise UnsupportedError(
-            f"{info.path} takes arguments laid out as {info.layout}, this version of ultraep_comm"
-            f" passes {tuple(layout)}: the two are of different versions; {BUILD_HINT}"
+            f"{info.path} takes arguments laid out as {info.layout}, but this version of"
+            f" ultraep_comm passes {tuple(layout)}: the versions differ; {BUILD_HINT}"
         )
     if nvshmem is not None and (nvshmem[0] != info.nvshmem[0] or nvshmem < info.nvshmem):
         has, needs = (f"{version[0]}.{version[1]}" for version in (nvshmem, info.nvshmem))
         raise UnsupportedError(
-            f"{info.path} was built with NVSHMEM {needs}, the library here is {has}; expected"
+            f"{info.path} was built with NVSHMEM {needs}, but the library here is {has}; expected"
             f" {needs} or a later {info.nvshmem[0]}.x: install nvidia-nvshmem-cu{info.cuda_major}"
         )
 
 
-# With 4 stages each they keep 256 tiles in flight. Modelled (docs/model.md): with half as many,
-# tiles for a rank that imports two experts hold up those that its senders have for others.
+# With 4 tile buffers each they keep 256 tiles in flight. By the model (docs/model.md), with half as
+# many, tiles for a rank that imports two experts delay its senders' tiles for other ranks.
 DEFAULT_NUM_SMS = 64
-PLAN_WARPS = 16  # at most: each makes probes of its own, so that two rounds do. To be measured
+PLAN_WARPS = 16  # at most; each runs its own probes, so two rounds suffice. Not measured
 NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
 REDUCE = "ultraep_reduce"
 
 
 def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
-    """Load the cubin for a device, if it fits this installation.
+    """Load the cubin for a device.
 
     Args:
-        device: where to.
+        device: the device to load it on.
         nvshmem: (major, minor) of NVSHMEM's host library; None: it is not used.
 
     Raises:
-        UnsupportedError: there is none, or it does not fit.
+        UnsupportedError: there is none, or it does not match this installation.
     """
     cubin = find_cubin(device.compute_capability)
     check_info(
@@ -210,17 +210,17 @@ class GroupKernels:
     load: int
     load_plan: int  # 0: the group is too large for it, or has far peers
     plan_warps: int
-    reduce: int = 0  # 0: slots hold no gradients
+    reduce: int = 0  # 0: slots have no gradients
     reduce_warps: int = 0
 
     @classmethod
     def of(
         cls, device: Device, kernels: Kernels, config: _core.EngineConfig, *, far: bool, adds: bool
     ) -> GroupKernels:
-        """Look them up; with ``far``, those that reach peers by puts and signals.
+        """Look up the handles; ``far``: some peers are reached by puts; ``adds``: gradients exist.
 
         Raises:
-            UnsupportedError: the group is too large for the kernel that adds gradients.
+            UnsupportedError: the group is too large for the reduce kernel.
         """
         num_ranks, num_experts = config.num_ranks, config.num_experts
 
@@ -254,32 +254,32 @@ class GroupKernels:
 def choose_plan_warps(
     shared_bytes: Callable[[int], int], device: Device, most: int | None = None
 ) -> int:
-    """Return the warps of a block that plans: as many as fit in shared memory; 0: none does."""
+    """Return the warps per block of a plan kernel: as many as fit in shared memory, or 0."""
     most = PLAN_WARPS if most is None else most
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
 
 
 def choose_reduce_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
-    """Return the warps of a block that adds gradients: as many as fit in shared memory.
+    """Return the warps per block of the reduce kernel: as many as fit in shared memory.
 
     Raises:
-        UnsupportedError: none does.
+        UnsupportedError: not even one fits.
     """
     warps = choose_plan_warps(shared_bytes, device, _core.CUDA_REDUCE_WARPS)
     if warps == 0:
         raise UnsupportedError(
-            f"a block that adds gradients needs {shared_bytes(1)} bytes of shared memory, this"
-            f" device has {device.max_shared_bytes}; use a group of fewer ranks and slots_per_rank"
+            f"a block that reduces gradients needs {shared_bytes(1)} bytes of shared memory, but"
+            f" this device has {device.max_shared_bytes}; use fewer ranks or slots_per_rank"
         )
     return warps
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:
-    """Return the tile size: the one asked for, else the largest that fits.
+    """Return the tile size: ``given``, else the largest that fits.
 
     Raises:
-        InvalidArgumentError: the kernels are not compiled for the size asked for.
-        UnsupportedError: the group's tables leave no room for tiles in shared memory.
+        InvalidArgumentError: the kernels are not compiled for ``given``.
+        UnsupportedError: the group's tables leave too little shared memory for tiles.
     """
     sizes = sorted(_core.cuda_tile_sizes(), reverse=True)
     if given is not None and given not in sizes:
@@ -293,14 +293,14 @@ def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Dev
         if needed <= device.max_shared_bytes:
             return size
     raise UnsupportedError(
-        f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, this"
-        f" device has {device.max_shared_bytes}; use smaller tiles, of {min(sizes)} bytes, or a"
-        " group of fewer ranks and slots_per_rank"
+        f"a block needs {needed} bytes of shared memory with tiles of {config.tile_bytes}, but this"
+        f" device has {device.max_shared_bytes}; use tiles of {min(sizes)} bytes, or fewer ranks or"
+        " slots_per_rank"
     )
 
 
 def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
-    """Return the blocks of a rank. All blocks of a launch have to run at the same time.
+    """Return the blocks per rank. All blocks of a launch have to be resident at the same time.
 
     Raises:
         InvalidArgumentError: the device has too few multiprocessors.

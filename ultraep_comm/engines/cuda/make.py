@@ -1,4 +1,4 @@
-"""Making groups of the CUDA engine."""
+"""Creates the parts of groups on the CUDA engine."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from ultraep_comm.fabrics.torch_memory import SymmetricMemory, TorchFabric, find
 from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 PROBE_BYTES = 128
-AUTO_FABRICS = ("nvshmem", "torch")  # in the order in which they are tried
+AUTO_FABRICS = ("nvshmem", "torch")  # in the order of preference
 
 
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
 
-    A link of 710 GB/s, memory of 3.3 TB/s, and 2 us from a publish to the peer's next store: those
-    of a 72-GPU NVLink rack as published, not measured here.
+    A link of 710 GB/s, memory of 3.3 TB/s, and 2 us from a publish to the peer's next store:
+    published values of a 72-GPU NVLink rack, not measured with this library.
     """
     return (1_440, 310, 200_000, 2_000_000, 100 * num_ranks)
 
 
 def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
-    """Return what an NVSHMEM group needs; NVSHMEM is not touched before there is a device.
+    """Return what an NVSHMEM group needs; loads NVSHMEM only after a device has been found.
 
     Raises:
         UnsupportedError: something is missing or too old; says what to install.
@@ -64,33 +64,33 @@ def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
     device = find_device()
     memory = find_memory()
     memory.prepare(device.torch_device)
-    # The kernels for ranks within reach never call NVSHMEM, so nobody has to initialise it.
+    # The kernels for peers with load/store access never call NVSHMEM, so it is not initialised.
     return device, memory, load_kernels(device, None)
 
 
 def make_group_parts(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
 ) -> Parts | None:
-    """Make one rank's parts over the first fabric that all ranks have. Collective.
+    """Create one rank's parts over the first fabric that all ranks have. Collective.
 
     Returns:
-        None on every rank if there is no such fabric, and neither it nor the engine was asked for.
+        None on every rank if there is no such fabric, and neither fabric nor engine was requested.
 
     Raises:
-        InvalidArgumentError: this rank's device does not do what was asked.
-        UnsupportedError: what was asked for cannot be used here; says why.
-        BootstrapError: ranks disagree, or another one failed.
-        OutOfSharedMemoryError: there is no room for slots and flags.
+        InvalidArgumentError: this rank's device cannot satisfy an argument.
+        UnsupportedError: the requested fabric or engine cannot be used; says why.
+        BootstrapError: ranks disagree, or another rank failed.
+        OutOfSharedMemoryError: slots and flags do not fit in memory.
     """
     own: list[Exception] = []
-    foreign: OtherPesError | None = None  # why the fabric before was passed over
-    reasons: dict[str, list[str]] = {}  # the fabrics that each keeps from being used
+    foreign: OtherPesError | None = None  # why NVSHMEM was skipped
+    reasons: dict[str, list[str]] = {}  # reason -> fabrics that it rules out
     for name in AUTO_FABRICS if options.fabric == "auto" else (options.fabric,):
         found: Any = None
         missing: Exception | None = None
         try:
             found = find_nvshmem_device() if name == "nvshmem" else find_torch_device()
-        except Exception as nothing:  # whatever it is, the peers must not wait for this rank
+        except Exception as nothing:  # of any type: the peers must not wait for this rank
             missing = nothing
             own.append(missing)
         text = "" if missing is None else str(missing) or "nothing was found"
@@ -101,7 +101,7 @@ def make_group_parts(
             make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
             try:
                 return make(meeting, options, topology, given_domains, found)
-            except OtherPesError as error:  # on all ranks alike, and nothing has been made
+            except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
                 foreign = error
@@ -114,7 +114,7 @@ def make_group_parts(
                 raise error from foreign
         why = text or answers[lacking[0]].error
         reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
-    # Where NVSHMEM is in use there are GPUs, whose users would not expect the host engine.
+    # If NVSHMEM is in use the ranks have GPUs, and falling back to the host engine would surprise.
     if options.engine == "auto" and options.fabric == "auto" and foreign is None:
         return None
     raise _why_none(meeting.rank, reasons, own)
@@ -123,11 +123,11 @@ def make_group_parts(
 def _why_none(
     rank: int, reasons: Mapping[str, Sequence[str]], own: Sequence[Exception]
 ) -> Exception:
-    """Return why no fabric is on all ranks: this rank's own error if that says it all."""
+    """Return why no fabric is on all ranks: this rank's own error if that is the only reason."""
     if len(reasons) == 1 and own:
         return own[-1]
     found = "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
-    text = f"rank {rank}: no group was made, because not every rank has what it needs. {found}"
+    text = f"rank {rank}: no group was created, because no fabric works on every rank. {found}"
     return UnsupportedError(text) if own else BootstrapError(text)
 
 
@@ -138,11 +138,11 @@ def make_nvshmem_parts(
     given_domains: bool,
     found: tuple[Device, Runtime, Kernels],
 ) -> Parts:
-    """Make one rank's parts over NVSHMEM. Collective; arguments have been checked on every rank.
+    """Create one rank's parts over NVSHMEM. Collective; arguments have been checked on every rank.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: this rank's device does not do what was asked.
-        BootstrapError: ranks disagree, or another one failed.
+        InvalidArgumentError, UnsupportedError: this rank's device cannot satisfy an argument.
+        BootstrapError: ranks disagree, or another rank failed.
         OutOfSharedMemoryError: the symmetric heap is too small.
     """
     device, runtime, kernels = found
@@ -159,19 +159,19 @@ def make_nvshmem_parts(
         crosses = topology.allow_cross_domain and not all(map(all, reaches))
         if crosses and options.grads:
             raise UnsupportedError(
-                f"rank {meeting.rank}: allow_cross_domain=True with grads=, and some ranks of this"
-                " group reach each other by puts only: the gradients of replicas are loaded by"
-                " their peers. Keep replicas inside domains, or make the group without grads="
+                f"rank {meeting.rank}: allow_cross_domain=True with grads=, but some ranks of this"
+                " group reach each other by puts only, and the gradients of replicas are loaded by"
+                " their peers. Keep replicas inside domains, or create the group without grads="
             )
         far = [int(not reached) for reached in reaches[meeting.rank]] if crosses else []
         fabric.can_pull = not crosses
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
         staging = None
-        if crosses:  # symmetric memory is as large on all ranks, whatever blocks their devices have
+        if crosses:  # symmetric memory has one size on all ranks, though num_sms may differ
             most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
-        # Kernels exchange loads with ranks that they reach, and puts are for groups that cross.
+        # Kernels exchange loads by load/store, or by puts in groups with allow_cross_domain.
         apart = not topology.allow_cross_domain and not all(map(all, reaches))
         loads = ProcessGroupLoads(meeting) if apart else None
         return _make_one(meeting, options, topology, config, fabric, found, num_sms, peers, loads)
@@ -187,16 +187,16 @@ def make_torch_parts(
     given_domains: bool,
     found: tuple[Device, SymmetricMemory, Kernels],
 ) -> Parts:
-    """Make one rank's parts over torch's symmetric memory: as :func:`make_nvshmem_parts`.
+    """Create one rank's parts over torch's symmetric memory; see :func:`make_nvshmem_parts`.
 
     Raises:
-        UnsupportedError: also where a rank has no load/store access to another.
+        UnsupportedError: also if a rank has no load/store access to another.
     """
     device, memory, _ = found
     num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
     machines = [hello.machine for hello in hellos]
     fabric = TorchFabric(meeting, memory, device.torch_device, device.settle, machines)
-    if not given_domains:  # the fabric has no groups but of ranks that all reach each other
+    if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(meeting.num_ranks, np.int32))
     config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
     return _make_one(meeting, options, topology, config, fabric, found, num_sms, Peers())
@@ -205,7 +205,7 @@ def make_torch_parts(
 def _agree_on_arguments(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool, device: Device
 ) -> tuple[int, list[Hello]]:
-    """Return the blocks of this rank, and everybody's record, once all devices can do it."""
+    """Return this rank's ``num_sms`` and all ranks' records, once all agree on their arguments."""
     built_in = cost_constants(meeting.num_ranks)
     cost = options.calibration.constants("cuda", meeting.num_ranks, built_in)
     num_sms, machine, error = 0, b"", None
@@ -214,7 +214,7 @@ def _agree_on_arguments(
         config = options.config(topology, meeting.rank, meeting.timeout, cost)
         options.tile_bytes = choose_tile_bytes(options.given_tile_bytes, config, device)
         num_sms = choose_num_sms(options.num_sms, device, 1)
-    except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+    except Exception as bad_argument:  # of any type: the peers must not wait for this rank
         error = bad_argument
     meeting.agree(error)
     digest = options.digest(topology, given_domains)
@@ -234,7 +234,7 @@ def _make_one(
     peers: Peers,
     loads: LoadExchange | None = None,
 ) -> Parts:
-    """Make this rank's parts, or raise on every rank."""
+    """Create this rank's parts, or raise on every rank."""
     device, _, kernels = found
 
     def make_engine(config: _core.EngineConfig, stages: CudaStages) -> CudaEngine:
@@ -257,7 +257,7 @@ def _make_one(
         )
     except Exception as refused:
         error = refused
-    # Also: every rank's flags are in place before anyone calls.
+    # This is also a barrier: every rank's flags are in place before any rank calls.
     try:
         meeting.agree(error, last=True)
     except BaseException:
@@ -307,18 +307,18 @@ def _make_fabric(
 def make_loopback_parts(
     options: Options, topology: Topology, device: Device, kernels: Kernels
 ) -> list[Parts]:
-    """Make the parts of all ranks in this process, on one device.
+    """Create the parts of all ranks in this process, on one device.
 
     Raises:
-        InvalidArgumentError, UnsupportedError: the device does not do what was asked.
+        InvalidArgumentError, UnsupportedError: the device cannot satisfy an argument.
     """
     num_ranks = topology.num_ranks
     if num_ranks > _core.CUDA_MAX_LAUNCH_RANKS:
         raise UnsupportedError(
             f"{num_ranks} ranks of the CUDA engine in one process; expected at most"
-            f" {_core.CUDA_MAX_LAUNCH_RANKS}, which share a launch"
+            f" {_core.CUDA_MAX_LAUNCH_RANKS}, since they share a launch"
         )
-    # One memory for all: more ranks move no more bytes at a time.
+    # The ranks share one memory: more of them have no more bandwidth.
     cost = options.calibration.constants("loopback", num_ranks, cost_constants(1))
     configs = [options.config(topology, r, DEFAULT_TIMEOUT, cost) for r in range(num_ranks)]
     tile_bytes = choose_tile_bytes(options.given_tile_bytes, configs[0], device)

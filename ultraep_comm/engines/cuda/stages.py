@@ -1,4 +1,4 @@
-"""The local stages of one rank on its device: plans and reroutes that no host sees or waits for."""
+"""The local stages of one rank on its device, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
 from ultraep_comm.plan.topology import Topology
 
-MIN_RUNS = 64  # that there is working memory for: 65536 ids, or 4096 tokens of a map
-ALIGNMENT = 16  # bytes, of what compilers take for tensors of their own
+MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
+ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
 Tensor = torch.Tensor
 
 
 class CudaStages(HostStages):
-    """Launches on the current stream, one behind the other; see src/cuda/stages.hpp.
+    """Launches the stages in order on the current stream; see src/cuda/stages.hpp.
 
-    What is on the CPU is planned and rerouted there, as on the host. Every launch raises
-    DeviceError if the driver refuses it; in a capture UnsupportedError.
+    Tensors on the CPU are planned and rerouted there, as by the host engine. A launch that the
+    driver rejects raises DeviceError, or UnsupportedError during a capture.
 
     Attributes:
-        home: int32 ``[E]`` on the device, of every plan that is made here.
+        home: int32 ``[E]`` on the device, shared by all plans made here.
         domains: int32 ``[G]``, likewise.
-        plan_warps: of the plan kernel: as many as asked for, or as fit; 0: not even one.
+        plan_warps: warps of the plan kernel: as many as asked for, or as fit; 0: none fits.
     """
 
     lends_entries = True
@@ -72,8 +72,8 @@ class CudaStages(HostStages):
         self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
         constants = device.allocate(shape.constants_bytes)
         faults = device.pinned(_core.cuda_stage_faults_bytes())
-        self._memory = [constants, faults]  # and the states, also those that graphs may still use
-        with _refusals_typed():
+        self._memory = [constants, faults]  # and all states, since graphs may still use old ones
+        with _typed_errors():
             self._stages = _core.CudaStages(
                 driver=device.driver,
                 context=device.context,
@@ -95,10 +95,10 @@ class CudaStages(HostStages):
 
     @property
     def launch_counts(self) -> tuple[int, int]:
-        """Return how many kernels calls have launched so far, and copies enqueued to the device."""
+        """Return the numbers of kernels launched and of copies to the device so far."""
         return self._stages.counts
 
-    # ---- what is where --------------------------------------------------------------------
+    # ---- placement ------------------------------------------------------------------------
 
     def holds(self, value: object) -> bool:
         """Return whether a tensor, or a plan, is on the device."""
@@ -111,22 +111,26 @@ class CudaStages(HostStages):
             return self._stages.is_capturing(self._device.current_stream())
 
     def _prepare_copy(self, what: str) -> None:
-        """Wait for the launches so far, because the host is about to read what they write."""
+        """Wait for the launches so far, before the host reads their results."""
         if self.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: {what} has to be copied between the CPU and the device, which"
-                " cannot be captured into a CUDA graph; give all tensors of the call on the device"
+                " cannot be captured into a CUDA graph; pass all tensors of the call on the device"
             )
         self.finish()
 
     def on_host(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU; UnsupportedError: the current stream is being captured."""
+        """Return a tensor on the CPU.
+
+        Raises:
+            UnsupportedError: it is on the device, and the current stream is being captured.
+        """
         if self.holds(tensor):
             self._prepare_copy(name)
         return tensor.cpu()
 
     def plan_on_host(self, plan: Plan) -> Plan:
-        """Return a plan with its tensors on the CPU, which synchronises.
+        """Return a plan with its tensors on the CPU; synchronises.
 
         Raises:
             UnsupportedError: the plan is on the device, and the current stream is being captured.
@@ -146,11 +150,11 @@ class CudaStages(HostStages):
         if not self.holds(plan):
             return self.plan_on_host(plan), False
         most = _core.CUDA_MAX_DEVICE_SEGMENTS
-        if self._topology.slots_per_rank == 0:  # no slots have no address
+        if self._topology.slots_per_rank == 0:  # an empty tensor has no address
             why = "has no slots: there is nothing to capture, leave the call out"
         elif self._num_segments > most:
             why = (
-                f"has {self._num_segments} segments, and at most {most} can be captured: make it"
+                f"has {self._num_segments} segments, and at most {most} can be captured: create it"
                 " with fewer, larger ones"
             )
         else:
@@ -167,37 +171,37 @@ class CudaStages(HostStages):
         return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def beside(self, result: Tensor, given: Tensor) -> Tensor:
-        """Return a result where ``given`` is: what is on the CPU goes to the device."""
+        """Return a result on the device of ``given``, copied there if it is on the CPU."""
         return self.put(result) if self.holds(given) and not self.holds(result) else result
 
     # ---- stages ---------------------------------------------------------------------------
 
     def count(self, topk_ids: Tensor) -> Tensor:
-        """Return dense ids on the device, whose kernel counts them."""
+        """Return contiguous ids on the device, for the engine's kernel to count."""
         ids = topk_ids.contiguous()
         if self.holds(ids):
             return ids
         if self._device.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: topk_ids is on the CPU, and the current stream is being"
-                " captured into a CUDA graph; give ids on the device"
+                " captured into a CUDA graph; pass ids on the device"
             )
         uploaded = self._device.empty(topk_ids.shape, topk_ids.dtype)
         self._device.upload(uploaded, ids)
         return uploaded
 
     def empty_load(self) -> Tensor:
-        """Return int32 ``[G, E]`` on the device."""
+        """Return uninitialised int32 ``[G, E]`` on the device."""
         shape = (self._topology.num_ranks, self._topology.num_experts)
         return self._device.empty(shape, torch.int32)
 
     def plan(
         self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
     ) -> Plan:
-        """Launch the plan of a load of right shape and dtype; see `plan_replicas`.
+        """Launch the plan of a load of valid shape and dtype; see `plan_replicas`.
 
-        Its tensors lie in one piece of memory, but for constants, which all plans share. With
-        ``apart`` each has memory of its own, and ``load`` is the one that was given.
+        The plan's tensors share one allocation, and constants are shared by all plans. With
+        ``apart`` each tensor has its own memory, and ``load`` is the given tensor.
 
         Raises:
             UnsupportedError: the group is too large for the kernel.
@@ -208,7 +212,7 @@ class CudaStages(HostStages):
             needed = self._shape.plan_shared_bytes(1)
             raise UnsupportedError(
                 f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
-                f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, this"
+                f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
                 f" device has {self._device.max_shared_bytes}; plan on the CPU:"
                 " plan_replicas(load.cpu(), group=group)"
             )
@@ -216,7 +220,7 @@ class CudaStages(HostStages):
         given = self._as_counts(load)
         slots = (t.num_ranks, t.slots_per_rank)
         shapes: list[tuple[int, ...]] = [slots, slots, (t.num_experts,)]
-        if given is load and load.dim() == 2 and not apart:  # the caller may change its own
+        if given is load and load.dim() == 2 and not apart:  # the caller may write to its load
             shapes.append((t.num_ranks, t.num_experts))
         slot_expert, slot_quota, home_quota, *kept = (
             [self._device.empty(shape, torch.int32) for shape in shapes]
@@ -246,7 +250,7 @@ class CudaStages(HostStages):
         )
 
     def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
-        """Return memory for a plan of ``load`` that another kernel is to make, and the plan."""
+        """Return memory for a plan that another kernel writes, and the plan with ``load`` in it."""
         t = self._topology
         *starts, num_bytes = _core.cuda_plan_offsets(t.num_ranks, t.slots_per_rank, t.num_experts)
         memory = self._device.empty((num_bytes // 4,), torch.int32)
@@ -267,15 +271,15 @@ class CudaStages(HostStages):
 
     @property
     def core(self) -> _core.CudaStages:
-        """Return what launches."""
+        """Return the core's stages."""
         return self._stages
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
-        """Launch the reroute of ids; see `uec.reroute`. The plan has load and quotas.
+        """Launch the reroute of ids; see `uec.reroute`. The plan must have load and quotas.
 
         Raises:
-            UnsupportedError: there is too little working memory, and a capture in progress; or the
-                group is too large for the kernel.
+            UnsupportedError: more working memory is needed during a capture, or the group is too
+                large for the kernel.
         """
         if not (self.holds(topk_ids) and self.holds(plan)):
             return super().reroute(topk_ids, plan)
@@ -300,7 +304,7 @@ class CudaStages(HostStages):
     def reroute_map(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan
     ) -> tuple[Tensor, Tensor | None]:
-        """Launch the reroute of a map; see `uec.reroute_map`. The plan has load and quotas.
+        """Launch the reroute of a map; see `uec.reroute_map`. The plan must have load and quotas.
 
         Raises:
             UnsupportedError: as :meth:`reroute`.
@@ -317,11 +321,11 @@ class CudaStages(HostStages):
     def move(
         self, routing_map: Tensor, probs: Tensor | None, plan: Plan, *, with_instances: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Do what :meth:`reroute_map` does, without gradients.
+        """Launch the reroute of a map without autograd.
 
         Returns:
             The map and probabilities ``[T, G * P]``; with ``with_instances`` also int32 ``[T, E]``,
-            the column that each routed token went to, -1 where it is not routed.
+            the column that each routed entry moved to, -1 where nothing is routed.
         """
         given, t = self._dense(routing_map), self._topology
         num_tokens = given.shape[0]
@@ -353,7 +357,7 @@ class CudaStages(HostStages):
         return physical_map, physical, instances
 
     def reroute_gradient(self, grad: Tensor, routing_map: Tensor, plan: Plan) -> Tensor:
-        """Return the gradient ``[T, E]`` of probabilities from that of the rerouted."""
+        """Return the probabilities' gradient ``[T, E]`` from that of the rerouted ones."""
         if not (self.holds(routing_map) and self.holds(plan)):
             return super().reroute_gradient(grad, routing_map, plan)
         *_, instances = self.move(routing_map, None, plan, with_instances=True)
@@ -369,11 +373,11 @@ class CudaStages(HostStages):
         mark: int,
         tag: int,
     ) -> None:
-        """Launch the copy of a plan's tensors: pairs of where to and from, int32, dense.
+        """Launch the copy of a plan's tensors, given as pairs (destination, source), dense int32.
 
-        ``in_use`` (int64, one word) says for entries of captured saves whose plan is there; while
-        it is this save's own, the copy is not made, and a fault has the tag. A ``mark`` of 0 clears
-        it.
+        ``in_use`` (int64, one word) is the mark of the captured save whose plan is in the entry.
+        While it equals ``mark``, nothing is copied and a fault with ``tag`` is recorded. A ``mark``
+        of 0 clears it.
         """
         fields = list(fields)
         with self._launching():
@@ -387,45 +391,45 @@ class CudaStages(HostStages):
         self._device.keep(itertools.chain.from_iterable(fields))
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return device memory, uint8, zeroed."""
+        """Return zeroed uint8 memory on the device."""
         return self._device.allocate(num_bytes)
 
     def address_tables(self, num_segments: int, num_mains: int) -> WeightTables:
-        """Return tables of addresses on the device."""
+        """Return address tables on the device."""
         return WeightTables(self._device, num_segments, num_mains)
 
     # ---- faults ---------------------------------------------------------------------------
 
     def raise_fault(self) -> None:
-        """Raise what a launch has found wrong with its input since this was last asked.
+        """Raise the error of a launch that has found its input invalid since the last call of this.
 
         Raises:
-            InvalidLoadError, InvalidPlanError, PlanHandleError: once for each fault; of several,
-                what may explain the others.
+            InvalidLoadError, InvalidPlanError, PlanHandleError: once per fault; of several faults,
+                the one that may have caused the others.
         """
         found = self._stages.take_faults()
         if found is None:
             return
         kinds, expert = _core.LoadFault, found.expert
         texts = {
-            kinds.NEGATIVE: f"an entry for expert {expert} that is not in 0 to {MAX_LOAD}",
+            kinds.NEGATIVE: f"an entry for expert {expert} outside 0 to {MAX_LOAD}",
             kinds.TOO_MANY: f"more than {MAX_LOAD} tokens for expert {expert}",
-            kinds.TOO_MANY_IN_ALL: f"more than {MAX_TOTAL_LOAD} tokens in all",
+            kinds.TOO_MANY_IN_ALL: f"more than {MAX_TOTAL_LOAD} tokens in total",
         }
         if found.load is not kinds.NONE:
             raise InvalidLoadError(
-                f"rank {self._rank}: an earlier plan_replicas on the device was given a load with"
-                f" {texts[found.load]}; its plan is empty, with no tokens"
+                f"rank {self._rank}: an earlier plan_replicas on the device got a load with"
+                f" {texts[found.load]}; its plan has no replicas and no tokens"
             )
         if found.saved_tag:
             layer, microbatch = (found.saved_tag >> 32) - 1, found.saved_tag & 0xFFFFFFFF
             generation = found.saved_generation
             raise PlanHandleError(
-                f"rank {self._rank}: a CUDA graph was replayed whose save, of layer {layer},"
-                f" microbatch {microbatch} (generation {generation}), still had a plan in use:"
-                " nobody had reduced or released it. That plan has been kept; what the replay has"
-                " computed by another one is wrong. Replay the graph that reduces before this one,"
-                " or capture one graph for each microbatch in flight",
+                f"rank {self._rank}: a CUDA graph was replayed while the plan saved by an earlier"
+                f" replay, of layer {layer}, microbatch {microbatch} (generation {generation}), was"
+                " still in use: it was neither reduced nor released. That plan was kept, so what"
+                " this replay computed by its own plan is wrong. Replay the graph that reduces"
+                " before this one, or capture one graph for each microbatch in flight",
                 rank=self._rank,
                 layer=layer,
                 microbatch=microbatch,
@@ -436,18 +440,18 @@ class CudaStages(HostStages):
 
     def finish(self) -> None:
         """Wait for the launches outside captures."""
-        with _refusals_typed():
+        with _typed_errors():
             self._stages.await_idle()
 
     def finish_replays(self) -> None:
-        """Wait for these and, if there can be any, for replays: for all that the device has got."""
+        """Wait for the launches outside captures; if any were captured, for the whole device."""
         self.finish()
         if self._stages.has_captured:
             self._device.settle()
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        """Raise our errors. In a capture nothing has run: the group is as it was."""
+        """Raise this library's errors. A failure in a capture leaves the group unchanged."""
         try:
             yield
         except _core.CaptureError as error:
@@ -462,44 +466,44 @@ class CudaStages(HostStages):
     # ---- memory ---------------------------------------------------------------------------
 
     def _reserve(self, num_runs: int, call: str) -> None:
-        """Have working memory for so many blocks. What there was stays, for graphs that use it."""
+        """Reserve working memory for ``num_runs`` blocks; old memory is kept for graphs."""
         if not self._can_reroute:
             if not call:
                 return
             raise UnsupportedError(
                 f"rank {self._rank}: rerouting {self._topology.num_experts} experts needs"
-                f" {self._shape.reroute_shared_bytes} bytes of shared memory, this device has"
-                f" {self._device.max_shared_bytes}; reroute on the CPU: give ids or map, and"
-                " plan.cpu()"
+                f" {self._shape.reroute_shared_bytes} bytes of shared memory, but this device has"
+                f" {self._device.max_shared_bytes}; reroute on the CPU: pass the ids or map on the"
+                " CPU, and plan.cpu()"
             )
         if num_runs <= self._stages.max_runs:
             return
         if call and self.is_capturing():
             raise UnsupportedError(
-                f"rank {self._rank}: {call} needs more working memory than this group has, and none"
-                f" can be had while a CUDA graph is being captured; call {call} once before the"
-                " capture"
+                f"rank {self._rank}: {call} needs more working memory than this group has, which"
+                f" cannot be allocated while a CUDA graph is being captured; call {call} once"
+                " before the capture"
             )
         num_runs = 1 << (num_runs - 1).bit_length()
         state = self._device.allocate(self._shape.state_bytes(num_runs))
         self._memory.append(state)
-        with _refusals_typed():
+        with _typed_errors():
             self._stages.lend_state(state.data_ptr(), num_runs)
 
     def _tensors(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return int32 tensors in one piece of memory."""
+        """Return int32 tensors in one allocation."""
         step = ALIGNMENT // 4
         sizes = [math.prod(shape) for shape in shapes]
-        rooms = [-(-size // step) * step for size in sizes]
-        memory = self._device.empty((sum(rooms),), torch.int32)
-        starts = [0, *itertools.accumulate(rooms)]
+        padded = [-(-size // step) * step for size in sizes]
+        memory = self._device.empty((sum(padded),), torch.int32)
+        starts = [0, *itertools.accumulate(padded)]
         return [
             memory[start : start + size].view(shape)
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
         ]
 
     def _as_counts(self, load: Tensor) -> Tensor:
-        """Return a load as dense int32; what does not fit becomes -1, which no plan takes."""
+        """Return a load as contiguous int32; values that do not fit become -1, which is invalid."""
         if load.dtype == torch.int32:
             return self._dense(load)
         narrow = load.to(torch.int32)
@@ -507,7 +511,7 @@ class CudaStages(HostStages):
         return torch.where(narrow == load, narrow, narrow.new_full((), -1), out=out)
 
     def _read_of(self, plan: Plan) -> list[Tensor]:
-        """Return the tensors of a plan that a reroute reads; ``home`` only if it is not our own."""
+        """Return the plan's tensors that a reroute reads; ``home`` only if not the group's."""
         tensors = (plan.load, plan.slot_expert, plan.slot_quota, plan.home_quota)
         read = [tensor for tensor in tensors if tensor is not None]
         return read if plan.home is self.home else [*read, plan.home]
@@ -519,7 +523,7 @@ class CudaStages(HostStages):
             slot_expert.data_ptr(),
             slot_quota.data_ptr(),
             home_quota.data_ptr(),
-            other[0].data_ptr() if other else 0,  # compared with our own
+            other[0].data_ptr() if other else 0,  # compared with the group's home
         )
 
     def _dense(self, tensor: Tensor) -> Tensor:
@@ -527,7 +531,7 @@ class CudaStages(HostStages):
 
 
 class _MoveProbs(torch.autograd.Function):
-    """Probabilities on their way to their instances, and gradients on theirs back."""
+    """Moves probabilities to their instances, and gradients back."""
 
     @staticmethod
     def forward(
@@ -547,13 +551,13 @@ class _MoveProbs(torch.autograd.Function):
 
 
 def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
-    """Return ``[T, E]``: of each routed token, ``grad [T, G * P]`` at its column; else 0."""
+    """Return ``[T, E]``: ``grad [T, G * P]`` at each routed entry's column, 0 elsewhere."""
     columns = instances.clamp(min=0).long()
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
 
 
 @contextmanager
-def _refusals_typed() -> Iterator[None]:
+def _typed_errors() -> Iterator[None]:
     try:
         yield
     except _core.DriverError as error:
@@ -562,6 +566,6 @@ def _refusals_typed() -> Iterator[None]:
 
 def _raise_typed(error: Exception) -> NoReturn:
     raise DeviceError(
-        f"{error}. The device takes no more work of this group; if other CUDA calls fail too,"
-        " restart the process"
+        f"{error}. The group cannot use the device any more; if other CUDA calls fail too, restart"
+        " the process"
     ) from error

@@ -1,4 +1,4 @@
-"""Addresses of main weights in device memory, where kernels of a captured graph find them."""
+"""Tables of main weights' addresses in device memory, for kernels of a captured graph."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ class WeightTables:
         self._own: torch.Tensor | None = None
 
     def frozen(self, addresses: Addresses) -> torch.Tensor | None:
-        """Return a table that stays as it is; None during a capture, which has to have it before.
-
-        It is there for every stream.
-        """
+        """Return a table that never changes, ready for every stream; None during a capture."""
         if self._device.is_capturing():
             return None
         table = self._device.empty(self._shape, torch.int64)
@@ -30,20 +27,20 @@ class WeightTables:
         return table
 
     def own(self) -> torch.Tensor:
-        """Return the table that the caller keeps up to date. It stays where it is; zero at first.
+        """Return the table that the caller updates; zero at first. Its address is stable.
 
         Raises:
             UnsupportedError: it does not exist yet, and the current stream is being captured.
         """
         if self._own is None:
             self._refuse_capture("read group.weight_table once before the capture")
-            with torch.inference_mode(False):  # it is written to outside of one too
+            with torch.inference_mode(False):  # it is also written to outside inference mode
                 memory = self._device.allocate(8 * self._shape[0] * self._shape[1])
                 self._own = memory.view(torch.int64).view(self._shape)
         return self._own
 
     def update(self, addresses: Addresses) -> None:
-        """Write new addresses, in the order of the current stream.
+        """Write new addresses to the caller's table, in stream order.
 
         Raises:
             UnsupportedError: the current stream is being captured.
@@ -56,7 +53,7 @@ class WeightTables:
 
     def _on_host(self, addresses: Addresses) -> torch.Tensor:
         table = torch.empty(self._shape, dtype=torch.int64, device="cpu")
-        if table.numel():  # the bits of uint64, which torch has few operations for
+        if table.numel():  # uint64 bits in int64, since torch has few operations for uint64
             table.view(-1).copy_(torch.frombuffer(addresses, dtype=torch.int64))
         return table
 
