@@ -227,7 +227,7 @@ def test_handles_of_closed_groups_are_refused() -> None:
     ):
         error = handle_error(call)
         assert is_named(error, 0, handle)
-        assert "belongs to a group that is closed; make a new group" in str(error)
+        assert "belongs to a group that is closed; create a new group" in str(error)
     assert not handle.is_live
     handle.release()
     with pytest.raises(errors.GroupClosedError, match="save on a group that is closed"):
