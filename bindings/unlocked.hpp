@@ -28,7 +28,7 @@ class Unlocked {
 
   static int num_outside() { return num_outside_.load(); }
   static void forget_others() { num_outside_ = 0; }  // in a forked child
-  // Needs the GIL. From now on no thread releases it, so no call may depend on another any more.
+  // Needs the GIL. From now on no thread releases it, so no call may wait for another thread.
   static void end() { ending_ = true; }
 
  private:

@@ -54,7 +54,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
             return load
         work.synchronize()
     except BaseException as error:
-        session.broke_off(error)
+        session.note_failure(error)
         raise
     return torch.empty(load.shape, dtype=torch.int32, device="cpu").copy_(load)
 
@@ -96,7 +96,7 @@ def gather_and_plan(
         epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
         session.submit(epoch, keep, "gather_and_plan").wait()
     except BaseException as error:
-        session.broke_off(error)
+        session.note_failure(error)
         raise
     return plan
 

@@ -99,7 +99,7 @@ class Call:
             if not async_op:
                 work.wait()
         except BaseException as error:
-            session.broke_off(error)
+            session.note_failure(error)
             raise
         return work if async_op else None
 

@@ -25,7 +25,7 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
     if isinstance(plan, Plan):
         view = view_of(plan)
         if session.engine.accepts(view):
-            return view  # the rest says what is wrong
+            return view  # fast path: the rest finds the error
     check_plan_fits(plan, session)
     view = view_of(plan)
     fault, rank, slot, expert = session.engine.check(view)
@@ -94,7 +94,7 @@ def check_plan_fits(plan: Plan, session: Session) -> None:
         )
     view = view_of(plan)
     if session.engine.fits(view):
-        return  # the rest says what is wrong
+        return  # fast path: the rest finds the error
     if not session.engine.has_shape(view):
         raise _other_shape(plan, session)
     for tensor in (plan.slot_expert, plan.home):

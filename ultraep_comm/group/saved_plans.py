@@ -180,7 +180,7 @@ class Saved:
         """Return the tag that ranks compare; never 0, the tag of calls without a handle."""
         return (self.layer + 1) << 32 | self.microbatch
 
-    def let_go(self) -> None:
+    def release_unless_captured(self) -> None:
         """Release the plan of a dropped pass, unless it was captured: the graph still saves it."""
         if not self.captured:
             self.store.release(self)

@@ -189,7 +189,7 @@ class Session:
         return failure_of(self.engine, epoch, operation, self.rank, self.topology, names)
 
     def failure(self, epoch: int, operation: str) -> UltraEPError:
-        """Do the same, and remember the error as the group's first if it is."""
+        """Return the error of :meth:`explain`, and remember the group's first one."""
         error = self.explain(epoch, operation)
         if not isinstance(error, GroupClosedError):
             self.first_error = self.first_error or error
@@ -204,11 +204,11 @@ class Session:
             self.first_error = self.first_error or error
             self.engine.reject()
 
-    def broke_off(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """Remember why submitting or waiting failed; after Ctrl-C, abort the group.
 
-        The engine may have accepted the call before the signal came, with nothing keeping the
-        call's memory alive, and the peers would wait. During a capture nothing runs.
+        The engine may have accepted the call before the signal came: nothing would keep the call's
+        memory alive, and the peers would wait. During a capture no call runs.
         """
         if isinstance(error, Exception):
             if self.engine.failed_epoch() != 0:
@@ -303,8 +303,8 @@ class Session:
             raise self.failure(failed, "a call that was not waited for")
         if peer >= 0:
             raise PlanMismatchError(
-                f"rank {self.rank}: the last call of rank {peer} differs from this rank's, which"
-                " its plan gave nothing to wait for. Make the same calls on every rank",
+                f"rank {self.rank}: the last call of rank {peer} differs from this rank's, in which"
+                " this rank had nothing to wait for. Make the same calls on every rank",
                 rank=self.rank,
                 peer=peer,
                 epoch=engine.epoch,

@@ -90,7 +90,7 @@ class ExpertPass:
         self.reduce_mode = reduce_mode
         self.segments = segments
         self.calls = PassCalls()
-        weakref.finalize(self, handle.saved.let_go).atexit = False
+        weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------

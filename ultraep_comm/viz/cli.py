@@ -101,7 +101,7 @@ def _planned(options: argparse.Namespace) -> LoadSeries:
     trace = open_trace(options.trace)
     ranks = options.ranks or (trace.array.shape[2] if trace.array.ndim == 4 else None)
     if ranks is None:
-        raise InvalidArgumentError(f"{options.trace} does not name its ranks; expected --ranks")
+        raise InvalidArgumentError(f"{options.trace} has no number of ranks; pass --ranks")
     return plan_trace(
         trace,
         source=short(options.trace.name),
@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
         "--imbalance",
         type=float,
         metavar="X",
-        help="draw the transfer for a generated load instead, as the benchmarks' --imbalance does",
+        help="draw the transfer for a generated load instead, as in the benchmarks",
     )
     timeline.add_argument("--ranks", type=_positive, default=8, help="of a generated load (8)")
     timeline.add_argument("--experts", type=_positive, default=32, help="of a generated load (32)")
