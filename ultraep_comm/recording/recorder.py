@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +26,6 @@ from ultraep_comm.recording.file import (
     physical_bytes,
     save_recording,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 CAPACITY = 1024
 MAX_CAPACITY = 1 << 24
