@@ -1,4 +1,4 @@
-// Arrays as the bindings take and return them: CPU memory, dense and row-major, from any library.
+// Array arguments and results of the bindings: CPU memory, dense, row-major, from any library.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -33,7 +33,7 @@ inline void require_equal(const std::string& name, size_t value, int64_t expecte
   }
 }
 
-// The core indexes by home without looking: a map from outside is checked here.
+// The core indexes by home without bounds checks, so they are here.
 inline void require_homes(const Topology& topology) {
   for (int32_t e = 0; e < topology.num_experts; ++e) {
     if (topology.home[e] < 0 || topology.home[e] >= topology.num_ranks) {

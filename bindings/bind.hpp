@@ -1,4 +1,4 @@
-// One function per bound part; module.cc calls them in the order of the data flow.
+// One function for each bound part; module.cc calls them in the order of the data flow.
 #pragma once
 
 #include <nanobind/nanobind.h>

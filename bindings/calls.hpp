@@ -1,5 +1,5 @@
-// What the bindings of both engines share: addresses as arguments, checks of plans, and waits that
-// Ctrl-C ends.
+// Shared by the bindings of both engines: addresses as arguments, checks of plans, and waits that
+// Ctrl-C interrupts.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -38,7 +38,7 @@ inline bool signalled() {
   return PyErr_CheckSignals() != 0;
 }
 
-// Where the tensors of a plan are, and for how many ranks, slots and experts it is.
+// Addresses of a plan's tensors, and its shape.
 struct PlanView {
   uint64_t slot_expert, slot_quota, home_quota, home;  // int32, [G][S] and [E]; 0: none
   int32_t num_ranks, slots_per_rank, num_experts;
@@ -49,30 +49,30 @@ struct PlanView {
            num_experts == t.num_experts;
   }
 
-  // Of the group's shape and home map, and on the CPU.
+  // Whether the plan is on the CPU and has the group's shape and home map.
   bool fits(const Topology& t) const {
     return on_cpu && has_shape(t) &&
            std::equal(t.home, t.home + t.num_experts, at<const int32_t>(home));
   }
 };
 
-// A transfer or a reduction as Python gives it to an engine.
+// The arguments of a transfer or a reduction.
 struct TransferCall {
   Operation operation;
   PlanView plan;
   uint64_t mains;        // [segments][M] addresses of main weights or gradients
-  int32_t num_segments;  // of a transfer: to move; of a reduction: that have gradients
+  int32_t num_segments;  // transfer: to move; reduction: with gradients
   GivenMode mode;
   bool background;
-  uint64_t tag;         // of the plan's handle: layer and microbatch; 0: none
-  uint64_t segments;    // of a transfer: which, int32, ascending
-  int32_t region;       // of a transfer: which region the main weights lie in; -1: none
-  uint64_t main_types;  // of a reduction: [segments] GradType
-  bool zero;            // of a reduction: slot gradients are cleared
-  bool on_device;       // the plan is, for a kernel to read
-  bool own_home;        // its home map is known to be the group's
-  uint64_t table;       // of addresses in device memory, in place of `mains`; 0: none
-  uint64_t in_use;      // the mark of a saved plan, for a reduction on the device to clear; 0: none
+  uint64_t tag;         // layer and microbatch of the plan's handle; 0: no handle
+  uint64_t segments;    // transfer: indices of the segments, int32, ascending
+  int32_t region;       // transfer: the region of the main weights; -1: none
+  uint64_t main_types;  // reduction: [segments] GradType
+  bool zero;            // reduction: clear the slot gradients
+  bool on_device;       // a kernel reads the plan
+  bool own_home;        // the plan's home map is the group's own tensor
+  uint64_t table;       // addresses in device memory, in place of `mains`; 0: none
+  uint64_t in_use;      // reduction on the device: the saved plan's mark to clear; 0: none
 
   uint64_t plan_digest(const Topology& t) const {
     return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),

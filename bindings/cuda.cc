@@ -61,7 +61,7 @@ Capacity largest_capacity(const EngineConfig& config) {
   return capacity;
 }
 
-// Bit i is set for the i-th segment of a transfer; or has the GradType of main gradients.
+// Bit i: whether a transfer moves segment i; for a reduction, the i-th main gradient's GradType.
 uint32_t bits_of(const TransferCall& call) {
   const bool is_reduction = call.operation == Operation::kReduce;
   const auto* values = at<const int32_t>(is_reduction ? call.main_types : call.segments);
@@ -72,7 +72,7 @@ uint32_t bits_of(const TransferCall& call) {
   return bits;
 }
 
-// Returns the call's epoch and its mode; the one that was asked for, if the device chooses.
+// Returns the call's epoch and mode; if the device chooses the mode, the requested one.
 std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Handle stream,
                                         const cuda::Interrupted& interrupted) {
   if (!call.on_device) {
@@ -168,12 +168,12 @@ void bind_cuda(nb::module_& m) {
         return std::make_tuple(at.slot_expert, at.slot_quota, at.home_quota, at.bytes);
       },
       "num_ranks"_a, "slots_per_rank"_a, "num_experts"_a,
-      "Where slot_expert, slot_quota and home_quota lie, and all bytes.");
+      "Offsets of slot_expert, slot_quota and home_quota, and total bytes.");
   m.def("cuda_staging_bytes", &Engine::staging_bytes, "num_sms"_a, "tile_bytes"_a);
   m.def("cuda_driver_names", &driver_names);
   m.def("cuda_launch_peers", &launch_peers, "driver"_a, "context"_a, "kernel"_a, "stream"_a,
         "bases"_a, "own"_a, "pes"_a, "num_ranks"_a,
-        "Fills `bases` on the device; 0: out of reach.");
+        "Fills `bases` on the device; 0: no load/store access.");
 
   nb::class_<Driver>(m, "CudaDriver",
                      "Addresses of the driver's functions; ValueError: one is missing.")
@@ -228,14 +228,14 @@ void bind_cuda(nb::module_& m) {
             config.pinned = at<uint8_t>(pinned);
             new (self) Launcher(config);
           },
-          // What `keep` owns is used until the last engine has let go of the launcher.
+          // The last engine to release the launcher still uses what `keep` owns.
           "config"_a, "device"_a, "pinned"_a, "keep"_a, nb::keep_alive<1, 5>())
       .def_prop_ro("counts", [](const Launcher& l) {
         const cuda::LaunchCounts counts = l.counts();
         return std::make_tuple(counts.kernels, counts.copies);
       });
 
-  nb::class_<Engine> engine(m, "CudaEngine", "Of one rank, on a device; see src/cuda/engine.hpp.");
+  nb::class_<Engine> engine(m, "CudaEngine", "One rank's CUDA engine; see src/cuda/engine.hpp.");
   bind_plan_questions(engine);
   engine
       .def(

@@ -37,7 +37,7 @@ void bind_shape(nb::module_& m) {
 
 void bind_faults(nb::module_& m) {
   nb::class_<StageFaults>(m, "CudaStageFaults",
-                          "What launches found wrong: with a load, with a reroute, with a save.")
+                          "Faults found by launches: in a load, a reroute, a save.")
       .def_prop_ro("load", [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).fault; })
       .def_prop_ro("expert",
                    [](const StageFaults& f) { return cuda::PlanStatus::of(f.plan).expert; })
@@ -73,7 +73,7 @@ void bind_cuda_stages(nb::module_& m) {
                              at<void>(reroute_int64), at<void>(reroute_map), at<void>(save_plan)},
                 plan_warps, constants, at<StageFaults>(faults));
           },
-          // What `keep` owns, now and later, is used until the stages are gone.
+          // The stages use what `keep` owns, now and later, until they are destroyed.
           nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "shares"_a,
           "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
           "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 14>())

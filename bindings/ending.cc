@@ -15,10 +15,10 @@ using namespace nb::literals;
 namespace uec::python {
 namespace {
 
-// Whether the threads that run gloo's collectives sleep. Such a thread lets go of a collective's
-// tensors a moment after it has woken who waits for it, and takes the interpreter lock if it is the
-// last to have a tensor that Python has seen. Torch can neither be asked nor told to wait for that,
-// short of destroying the process group.
+// Whether gloo's collective threads are asleep. Such a thread releases a collective's tensors
+// shortly after it has woken the waiter, and takes the GIL if it holds the last reference to a
+// tensor that Python has seen. Short of destroying the process group, torch has no way to wait for
+// that.
 bool gloo_sleeps() {
   const std::string name = "(pt_gloo_runloop) ";
   std::error_code gone;
@@ -31,7 +31,7 @@ bool gloo_sleeps() {
   return true;
 }
 
-// Threads may be between two sleeps for a moment: a mutex, a page.
+// Sampled three times: a thread may sleep briefly in between, for a mutex or a page fault.
 bool gloo_rests() {
   for (int i = 0; i < 3; ++i) {
     if (!gloo_sleeps()) return false;

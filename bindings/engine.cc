@@ -34,7 +34,7 @@ auto waits(const Engine& engine) {
 }
 
 // (kind, epoch, abort's epoch or 0, waited for, told by, gone, reached) of each rank, with epochs
-// made whole again.
+// extended to 64 bits.
 auto last_words(const Engine& engine) {
   const uint64_t now = engine.epoch();
   std::vector<std::tuple<RecordKind, uint64_t, uint64_t, int32_t, int32_t, bool, bool>> list;
@@ -101,7 +101,7 @@ void bind_engine(nb::module_& m) {
           },
           "sockets"_a, "processes"_a);
 
-  nb::class_<EngineLayout>(m, "EngineLayout", "Offsets that every rank computes alike, in bytes.")
+  nb::class_<EngineLayout>(m, "EngineLayout", "Offsets in bytes, the same on every rank.")
       .def(nb::init<const EngineConfig&>(), "config"_a)
       .def_prop_ro("total_bytes", [](const EngineLayout& l) { return l.symmetric.total; })
       .def_prop_ro("slots_base", [](const EngineLayout& l) { return l.symmetric.slots_base; })
@@ -128,14 +128,13 @@ void bind_engine(nb::module_& m) {
       .def_ro("seconds", &Report::seconds)
       .def_ro("all_called", &Report::all_called);
 
-  nb::class_<PlanView>(m, "PlanView",
-                       "Where a plan's tensors are, and for how many ranks, slots and experts.")
+  nb::class_<PlanView>(m, "PlanView", "Addresses of a plan's tensors, and its shape.")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t, int32_t, bool>(),
            "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "home"_a, "num_ranks"_a,
            "slots_per_rank"_a, "num_experts"_a, "on_cpu"_a);
 
   nb::class_<TransferCall>(m, "TransferCall",
-                           "What an engine's transfer takes; bindings/calls.hpp has the fields.")
+                           "Arguments of an engine's transfer; see bindings/calls.hpp.")
       .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
                     int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t>(),
            "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
@@ -143,7 +142,7 @@ void bind_engine(nb::module_& m) {
            "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
            "in_use"_a = 0);
 
-  nb::class_<Engine> engine(m, "Engine", "Of one rank, on the host; see src/host/engine.hpp.");
+  nb::class_<Engine> engine(m, "Engine", "One rank's host engine; see src/host/engine.hpp.");
   bind_plan_questions(engine);
   engine.def(nb::init<EngineConfig>(), "config"_a)
       .def(
@@ -211,7 +210,7 @@ void bind_engine(nb::module_& m) {
                                        at<int32_t>(counts));
       },
       "ids"_a, "num_ids"_a, "is_long"_a, "num_experts"_a, "counts"_a,
-      "The position of the first bad id, or -1.");
+      "Returns the position of the first bad id, or -1.");
 }
 
 }  // namespace uec::python

@@ -1,4 +1,4 @@
-// Enumerations that Python knows by name; arithmetic where arrays or files have their numbers.
+// Enumerations; arithmetic if arrays or files store their numbers.
 #include "bind.hpp"
 #include "core/plan/check.hpp"
 #include "core/reroute/reroute.hpp"

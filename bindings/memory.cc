@@ -14,7 +14,7 @@ struct Mapping {
   size_t num_bytes;
 };
 
-// Unlike mmap.mmap it keeps no descriptor: a group maps every peer's memory, region by region.
+// Unlike mmap.mmap, keeps no descriptor open: a group maps every region of every peer.
 nb::ndarray<nb::numpy, uint8_t> map_shared(int fd, size_t num_bytes) {
   void* const address =
       mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);

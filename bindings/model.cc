@@ -18,7 +18,7 @@ namespace {
 
 using Ints = std::vector<int32_t>;
 
-// ultraep_comm.model checks what a user can get wrong; here is what would be undefined.
+// ultraep_comm.model checks user input; these checks only prevent undefined behaviour.
 model::Machine make_machine(const std::vector<double>& rates, const std::vector<int64_t>& times,
                             const Ints& counts, const std::vector<double>& cores) {
   require_equal("length of rates", rates.size(), 8);
@@ -26,9 +26,9 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   require_equal("length of counts", counts.size(), 4);
   require_equal("length of cores", cores.size(), 2);
   if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
-    throw nb::value_error("cores has a value that is not sane");
+    throw nb::value_error("cores has a value out of range");
   for (const double rate : rates)
-    if (!(rate > 0 && rate < 2e9)) throw nb::value_error("rates has a value that is not sane");
+    if (!(rate > 0 && rate < 2e9)) throw nb::value_error("rates has a value out of range");
   for (const int64_t time : times)
     if (time < 0 || time > int64_t{1} << 50) reject("times", time, "0 to 2**50");
   if (counts[0] < 0) reject("counts[0], domain_size,", counts[0], "0 or more");
@@ -150,7 +150,7 @@ void bind_model(nb::module_& m) {
   m.def("model_transfer", &model_transfer, "slot_expert"_a, "home"_a, "num_ranks"_a,
         "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a, "cost"_a, "rates"_a,
         "times"_a, "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a,
-        "See src/model. RuntimeError: a transfer that does not end.");
+        "See src/model. RuntimeError: the transfer does not finish.");
 }
 
 }  // namespace uec::python

@@ -1,4 +1,4 @@
-// A mode as Python passes it; None: by cost.
+// A mode argument; None: chosen by the cost model.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -12,7 +12,7 @@ namespace uec::python {
 
 using GivenMode = std::optional<Mode>;
 
-// What the core takes for it.
+// The core's number for it.
 inline int32_t number_of(GivenMode mode) { return mode ? static_cast<int32_t>(*mode) : -1; }
 
 }  // namespace uec::python

@@ -3,7 +3,7 @@
 NB_MODULE(_core, m) {
   m.doc() = R"(The C++ core and the engines. Use the functions of `ultraep_comm` instead.
 
-The stub is made of this module; after a change of the bindings and an installation, anew:
+The stub is generated from this module. After changing the bindings and reinstalling, run:
 
     python -m nanobind.stubgen -q -m ultraep_comm._core -o ultraep_comm/_core.pyi)";
   uec::python::bind_enums(m);

@@ -1,4 +1,4 @@
-// What a plan is to minimise, as Python passes it.
+// The planner's objective, from Python arguments.
 #pragma once
 
 #include <nanobind/stl/optional.h>

@@ -72,7 +72,7 @@ void bind_planner(nb::module_& m) {
                 "domain: ndarray[dtype=int32], slots_per_rank: int, allow_cross_domain: bool, "
                 "target_ppm: int, costs: tuple[int, int, int] | None = None) -> "
                 "tuple[ndarray[dtype=int32], ndarray[dtype=int32], ndarray[dtype=int32]]"),
-        "(slot_expert [G, S], slot_quota [G, S], home_quota [E]) of sums [E].");
+        "Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E]).");
 }
 
 }  // namespace uec::python

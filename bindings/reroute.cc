@@ -25,7 +25,7 @@ using IdsOut = nb::ndarray<Id, nb::c_contig, nb::device::cpu>;
 using Matrix = Input<int32_t, 2>;
 using Row = Input<int32_t, 1>;
 
-// A plan whose arrays fit together, and one source rank's working memory.
+// A plan, after a check of its arrays' shapes, with one source rank's scratch memory.
 class Source {
  public:
   Source(const Matrix& load, const Matrix& slot_expert, const Matrix& slot_quota,
@@ -56,7 +56,7 @@ class Source {
   RerouteScratch scratch() const { return RerouteScratch(topology_, memory_.get()); }
   const Topology& topology() const { return topology_; }
 
-  // Tokens that leave the source; the load must have been found good.
+  // Tokens that leave the source; only valid after compute() found no fault.
   int64_t num_tokens() const {
     const int32_t* row = plan_.load + static_cast<int64_t>(rank_) * topology_.num_experts;
     return std::accumulate(row, row + topology_.num_experts, int64_t{0});
@@ -96,7 +96,7 @@ std::tuple<RerouteStatus, Output<int64_t>> reroute_map_numpy(
     const Unlocked unlocked;
     status = source.compute();
     if (status.fault == RerouteFault::kNone) {
-      // A map too small for the load is a fault, and no reason to allocate for the load.
+      // A map too small for the load is a fault: do not allocate for the load then.
       num_moves = std::min(static_cast<size_t>(source.num_tokens()), routing_map.size());
       moves = std::make_unique_for_overwrite<int64_t[]>(2 * num_moves);
       status = reroute_map(source.topology(), routing_map.data(),
@@ -118,14 +118,14 @@ void bind_ids(nb::module_& m, const char* signature) {
         nb::arg("slot_expert").noconvert(), nb::arg("slot_quota").noconvert(),
         nb::arg("home_quota").noconvert(), nb::arg("home").noconvert(), nb::arg("rank"),
         nb::arg("out").noconvert(), nb::sig(signature),
-        "Writes physical ids to `out`, which means nothing after a fault.");
+        "Writes physical ids to `out`, which is undefined after a fault.");
 }
 
 }  // namespace
 
 void bind_reroute(nb::module_& m) {
   nb::class_<RerouteStatus>(m, "RerouteStatus",
-                            "The first fault found, or NONE; fields that it does not name are -1.")
+                            "The first fault found, or NONE; fields that do not apply are -1.")
       .def_ro("fault", &RerouteStatus::fault)
       .def_ro("expert", &RerouteStatus::expert)
       .def_ro("counted", &RerouteStatus::counted)
@@ -142,7 +142,7 @@ void bind_reroute(nb::module_& m) {
         nb::arg("home").noconvert(), nb::arg("rank"),
         nb::sig("def reroute_map(routing_map: ndarray[dtype=uint8], " PLAN_ARRAYS
                 ") -> tuple[RerouteStatus, ndarray[dtype=int64]]"),
-        "(status, moves [2, N]): flat positions in the map and the physical map.");
+        "Returns (status, moves [2, N]); moves are flat positions in both maps.");
 }
 
 }  // namespace uec::python

@@ -19,7 +19,7 @@ namespace {
 
 using Ints = std::vector<int32_t>;
 
-// The core assumes legal plans and sane sizes.
+// The core assumes legal plans and sizes in range.
 void check_ranges(const Topology& t, const Ints& slot_expert,
                   const std::vector<int64_t>& segment_bytes, int64_t tile_bytes,
                   const std::vector<int64_t>& cost) {
@@ -45,7 +45,7 @@ void check_ranges(const Topology& t, const Ints& slot_expert,
   if (cost[4] < 1) reject("cost[4], parallel_percent,", cost[4], "at least 1");
 }
 
-// The schedule of a plan as plain lists, for tests and models. The engines build their own.
+// Returns the schedule of a plan as plain lists, for tests and models. Engines make their own.
 using Fields = nb::typed<nb::dict, nb::str, nb::any>;
 
 Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
@@ -100,7 +100,7 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 void bind_schedule(nb::module_& m) {
   m.def("make_schedule", &make, "slot_expert"_a, "home"_a, "domain"_a, "slots_per_rank"_a,
         "allow_cross_domain"_a, "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a,
-        "cost"_a, "A legal plan's schedule; `cost` is CostModel by field.");
+        "cost"_a, "Returns a legal plan's schedule; `cost` is CostModel by field.");
 }
 
 }  // namespace uec::python

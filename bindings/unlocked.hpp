@@ -1,4 +1,4 @@
-// Work without the interpreter lock, which whoever ends the interpreter can wait for.
+// Scopes without the GIL, which finalization can wait for.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,9 +8,9 @@
 
 namespace uec::python {
 
-// A thread that asks for the lock when the interpreter has begun to end never gets it: Python
-// unwinds it by force, which a destructor turns into std::terminate (from 3.14 on it hangs). So all
-// such threads have to be back before that, and none may leave any more.
+// A thread that requests the GIL after finalization has begun never gets it: Python unwinds the
+// thread, which a destructor turns into std::terminate (from 3.14 on the thread hangs). So all such
+// threads have to return before finalization, and none may release the GIL afterwards.
 class Unlocked {
  public:
   Unlocked() {
@@ -20,7 +20,7 @@ class Unlocked {
   }
   ~Unlocked() {
     if (!release_) return;
-    release_.reset();  // the lock is back
+    release_.reset();  // reacquires the GIL
     num_outside_ -= 1;
   }
   Unlocked(const Unlocked&) = delete;
@@ -28,12 +28,12 @@ class Unlocked {
 
   static int num_outside() { return num_outside_.load(); }
   static void forget_others() { num_outside_ = 0; }  // in a forked child
-  // With the lock: from now on nobody gives it away. No call may be left that waits for another.
+  // Needs the GIL. From now on no thread releases it, so no call may wait for another thread.
   static void end() { ending_ = true; }
 
  private:
   static inline std::atomic<int> num_outside_{0};
-  static inline bool ending_ = false;  // under the interpreter lock
+  static inline bool ending_ = false;  // guarded by the GIL
 
   std::optional<nanobind::gil_scoped_release> release_;
 };

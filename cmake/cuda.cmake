@@ -1,18 +1,18 @@
-# Looks for what the cubins need: nvcc, and NVSHMEM's headers and device library. Nothing is
-# downloaded. Sets, in the caller's scope,
+# Finds what the cubins need: nvcc, and NVSHMEM's headers and device library. Downloads nothing.
+# Sets, in the caller's scope,
 #
 #   ULTRAEP_BUILD_CUBINS      whether to build them
 #   ULTRAEP_NVCC              nvcc: $CUDACXX, $CUDA_HOME, PATH, the PyPI wheels, /usr/local/cuda
 #   ULTRAEP_NVSHMEM_INCLUDE   NVSHMEM: NVSHMEM_HOME (a variable of CMake or of the environment), else
 #   ULTRAEP_NVSHMEM_DEVICE    the PyPI wheel for nvcc's CUDA major, of the build or of Python_EXECUTABLE
 #
-# Nothing found is cached: a wheel that pip's build isolation brought is gone at the next configure.
-set(ULTRAEP_CUDA AUTO CACHE STRING "Device kernels: AUTO (where nvcc and NVSHMEM are found), ON or OFF")
+# Results are not cached: a wheel from pip's build isolation is gone at the next configure.
+set(ULTRAEP_CUDA AUTO CACHE STRING "Device kernels: AUTO (if nvcc and NVSHMEM are found), ON or OFF")
 set_property(CACHE ULTRAEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(ULTRAEP_CUDA_ARCHS "90;100" CACHE STRING "Compute capabilities to build a cubin for, without the dot")
 
-# Sets <out> to the folders with installed Python packages: those that Python imports from, then its
-# environment's own, which build isolation hides.
+# Sets <out> to the folders of installed Python packages: Python's import path, then the site-packages
+# of its environment, which build isolation hides.
 function(_ultraep_python_packages out)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
   set(folders "")
@@ -27,7 +27,7 @@ function(_ultraep_python_packages out)
   set(${out} ${folders} PARENT_SCOPE)
 endfunction()
 
-# Sets ULTRAEP_* as above, and <missing> to what is missing, as a sentence.
+# Sets ULTRAEP_* as above, and <missing> to a description of what is missing.
 function(_ultraep_find_cuda missing)
   set(${missing} "" PARENT_SCOPE)
   _ultraep_python_packages(packages)
@@ -61,7 +61,7 @@ function(_ultraep_find_cuda missing)
   elseif(DEFINED ENV{NVSHMEM_HOME})
     set(homes $ENV{NVSHMEM_HOME})
   else()
-    # The wheels for CUDA 12 and 13 install into the same folder: their metadata tells them apart.
+    # The wheels for CUDA 12 and 13 install into the same folder; only their metadata differs.
     set(homes "")
     foreach(folder IN LISTS packages)
       file(GLOB metadata ${folder}/nvidia_nvshmem_cu${major}-*.dist-info)

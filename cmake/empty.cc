@@ -1,1 +1,1 @@
-// For targets that have nothing but precompiled headers.
+// For targets that only have precompiled headers.

@@ -1,6 +1,5 @@
-# `find_package(ultraep_comm)` gives ultraep_comm::core, ultraep_comm::engine, ultraep_comm::host and
-# ultraep_comm::cuda_host, and the folder of the cubins, where there are any, in
-# ultraep_comm_CUBIN_DIR.
+# `find_package(ultraep_comm)` provides ultraep_comm::core, ultraep_comm::engine, ultraep_comm::host
+# and ultraep_comm::cuda_host and, if cubins were built, their folder in ultraep_comm_CUBIN_DIR.
 include(CMakePackageConfigHelpers)
 
 install(TARGETS ultraep_core ultraep_engine ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev

@@ -1,13 +1,13 @@
-# Mutants: programs with one rule broken each, which a test has to catch.
+# Mutants: programs that each break one rule, which a test has to catch.
 #
 #   ultraep_mutate(<family> NAME <name> PROGRAM <program> [WATCHDOG <seconds>]
 #                  FILE <path below src/ or tests/> FIND [[...]] REPLACE [[...]])
 #
-# Replaces the one place where FIND stands in FILE. Calls with the same NAME are one mutant.
-# Text with "]]" in it goes into [=[ ]=].
+# Replaces the only occurrence of FIND in FILE. Calls with the same NAME form one mutant.
+# Text that contains "]]" goes into [=[ ]=].
 #
-# Compiled is not each, but all of a program's together: mutants.py writes copies of the sources that
-# choose one at run time by $UEC_MUTANT, and go ahead of the originals on the include path.
+# All mutants of a program are compiled together: mutants.py writes copies of the sources that choose
+# one at run time by $UEC_MUTANT; they precede the originals on the include path.
 function(ultraep_mutate family)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;PROGRAM;WATCHDOG;FILE;FIND;REPLACE" "")
   set(here "ultraep_mutate(${family} NAME ${arg_NAME} FILE ${arg_FILE})")
@@ -24,7 +24,7 @@ function(ultraep_mutate family)
     set_property(GLOBAL APPEND PROPERTY ${key} ${arg_NAME})
     set_property(GLOBAL PROPERTY ${key}_${arg_NAME} ${arg_PROGRAM} ${arg_WATCHDOG})
   endif()
-  # Fields and records end as in mutants.py.
+  # The separators of mutants.py.
   string(ASCII 31 field)
   string(ASCII 30 record)
   set_property(GLOBAL APPEND_STRING PROPERTY ${key}_entries
@@ -37,12 +37,12 @@ function(ultraep_mutate family)
   endforeach()
 endfunction()
 
-# Adds the programs of a family, and a target and a test of each mutant: mutant_<name>. Without a
-# sanitizer the test is called plain_<name>: it may not notice, and the target `mutants` builds none.
+# Adds the programs of a family, and a target and a test for each mutant: mutant_<name>. Without a
+# sanitizer the test is called plain_<name>: it may miss the mutant, and `mutants` does not build it.
 #
 # <add_program>(<target> <program> <folder with changed copies>) adds the executable of a program.
-# With arguments, such as --mutant, the program is run with them and the mutant's name, judges itself,
-# and needs no sanitizer.
+# With arguments, such as --mutant, the program is run with them and the mutant's name, reports
+# whether it caught the mutant, and needs no sanitizer.
 # unmutated_<program> runs a program without a mutant: nothing must be caught.
 function(ultraep_add_mutants family add_program)
   find_package(Python REQUIRED COMPONENTS Interpreter)
@@ -98,7 +98,7 @@ function(ultraep_add_mutants family add_program)
   endforeach()
 endfunction()
 
-# What all programs of mutants have in common.
+# Sets the options that all programs of mutants share.
 function(ultraep_compile_mutants target copies std_headers)
   target_include_directories(${target} BEFORE PRIVATE ${copies})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/tests)
@@ -107,7 +107,7 @@ function(ultraep_compile_mutants target copies std_headers)
   target_precompile_headers(${target} REUSE_FROM ${std_headers})
 endfunction()
 
-# Sets <out> to sources of a folder, or to their changed copies.
+# Sets <out> to the sources of a folder, changed copies in place of originals.
 function(ultraep_changed_sources out copies folder)
   set(sources "")
   foreach(source IN LISTS ARGN)

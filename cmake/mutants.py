@@ -1,16 +1,16 @@
-"""Writes copies of sources that hold many mutants and choose one when the program runs.
+"""Writes copies of sources that contain many mutants and choose one at run time.
 
     mutants.py <entries> <folder for the copies> <folder of sources>...
 
 The entries are records of name, file, find and replace, as cmake/mutants.cmake writes them. The
-smallest block that contains what a mutant changes is there twice:
+smallest block that contains a mutant's change is written twice:
 
     {
-      if (UEC_MUTANT(7)) { ...changed... } else { ...as it was... }
+      if (UEC_MUTANT(7)) { ...changed... } else { ...original... }
     }
 
-What a mutant also changes outside of all functions (a member more, a parameter with a default) is
-changed for all: the program without any mutant shows that it makes no difference.
+A mutant's changes outside of functions (another member, a parameter with a default) apply to all
+mutants: the test of the program without a mutant shows that they have no effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SKIPPED = re.compile(
 
 @dataclass(frozen=True)
 class Edit:
-    """What a mutant makes of text[begin:end]."""
+    """A mutant's replacement for text[begin:end]."""
 
     mutant: str
     begin: int
@@ -51,12 +51,12 @@ class Block:
 
 
 def blanked(text: str) -> str:
-    """Return the text with blanks for comments, literals and directives."""
+    """Return the text with comments, literals and directives blanked out."""
     return SKIPPED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def matching(code: str, at: int) -> int:
-    """Return where the bracket opened that code[at] closes."""
+    """Return the position of the bracket that code[at] closes."""
     depth = 0
     for i in range(at, -1, -1):
         depth += (code[i] in ")]}") - (code[i] in "([{")
@@ -66,7 +66,7 @@ def matching(code: str, at: int) -> int:
 
 
 def header(code: str, at: int) -> str:
-    """Return what stands before code[at] in its declaration or statement."""
+    """Return the part of the declaration or statement before code[at]."""
     depth, i = 0, at - 1
     while i >= 0:
         depth += (code[i] in ")]") - (code[i] in "([")
@@ -77,7 +77,7 @@ def header(code: str, at: int) -> str:
 
 
 def is_statement(code: str, at: int) -> bool:
-    """Whether code[at] opens a compound statement, not a class, a namespace or a list of values."""
+    """Whether code[at] opens a compound statement, not a class, namespace or initializer list."""
     before = header(code, at)
     if re.search(r"\b(namespace|class|struct|union|enum)\b[^()]*$", before):
         return False
@@ -91,7 +91,7 @@ def is_statement(code: str, at: int) -> bool:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Return the blocks that are in no other one, with the others inside them."""
+    """Return the outermost blocks, with the others nested inside."""
     code = blanked(text)
     outer: list[Block] = []
     open_blocks: list[Block | None] = []
@@ -116,7 +116,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def applied(text: str, edits: list[Edit], begin: int, end: int) -> str:
-    """Return text[begin:end] with the edits in it."""
+    """Return text[begin:end] with the edits applied."""
     parts = []
     for edit in sorted(edits, key=lambda edit: edit.begin):
         if edit.begin < begin:
@@ -127,7 +127,7 @@ def applied(text: str, edits: list[Edit], begin: int, end: int) -> str:
 
 
 def enclosing(blocks: list[Block], edit: Edit, text: str) -> Block | None:
-    """Return the smallest block that the edit leaves a block."""
+    """Return the smallest block whose braces still match after the edit."""
     for block in blocks:
         if not (block.begin <= edit.begin and edit.end <= block.end):
             continue
@@ -145,11 +145,11 @@ def enclosing(blocks: list[Block], edit: Edit, text: str) -> Block | None:
 
 
 def edit_of(mutant: str, where: str, text: str, find: str, new: str) -> Edit:
-    """Return the change, without what stays as it is at its two ends."""
+    """Return the change, without the common prefix and suffix of find and new."""
     if text.count(find) != 1:
-        raise ValueError(f"{where}: contains {text.count(find)} times, not once:\n{find}")
+        raise ValueError(f"{where}: found {text.count(find)} times, not once:\n{find}")
     if find == new:
-        raise ValueError(f"{where}: nothing is replaced")
+        raise ValueError(f"{where}: FIND and REPLACE are the same")
     shortest = min(len(find), len(new))
     head = next((i for i in range(shortest) if find[i] != new[i]), shortest)
     rest = shortest - head
@@ -159,14 +159,14 @@ def edit_of(mutant: str, where: str, text: str, find: str, new: str) -> Edit:
 
 
 class Source:
-    """A file with the mutants' changes to it."""
+    """A source file with its mutants' changes."""
 
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()
         self.edits: dict[str, list[Edit]] = {}
 
     def change_for_all(self) -> None:
-        """Change what is outside of all functions, and move the other changes along."""
+        """Apply the changes outside of functions, and shift the positions of the others."""
         blocks = blocks_of(self.text)
         every = [edit for edits in self.edits.values() for edit in edits]
         inside = {edit for edit in every if enclosing(blocks, edit, self.text)}
@@ -184,7 +184,7 @@ class Source:
         self.text = applied(self.text, outside, 0, len(self.text))
 
     def with_choices(self, numbers: dict[str, int]) -> str:
-        """Return the text with the choices of all these mutants."""
+        """Return the text with the run-time choices between its mutants."""
         blocks = blocks_of(self.text)
         for edits in self.edits.values():
             for edit in edits:
@@ -221,7 +221,7 @@ class Source:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file, if that changes it."""
+    """Write the file if its contents change, so that it is not rebuilt otherwise."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -250,7 +250,7 @@ def main(entries: Path, folder: Path, roots: list[Path]) -> None:
         source.change_for_all()
         write(folder / file, source.with_choices(numbers))
         written.add(folder / file)
-    for path in folder.rglob("*"):  # of an earlier configuration: it would still be found first
+    for path in folder.rglob("*"):  # stale copies would still precede the originals
         if path.is_file() and path not in written:
             path.unlink()
     inside = {name for source in sources.values() for name in source.edits}

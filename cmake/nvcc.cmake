@@ -1,9 +1,9 @@
-# Runs nvcc and keeps what its tools report about every kernel:
+# Runs nvcc and keeps its resource report for every kernel:
 #
 #   cmake -DREPORT=<file> [-DBEFORE=<report>] -P nvcc.cmake -- <nvcc> <arguments...>
 #
-# BEFORE: a report that this one continues.
-# The report is part of the build's product: tests hold registers, stack and spills to a budget.
+# BEFORE: a report to append to.
+# The report is a build output: tests hold registers, stack and spills to a budget.
 set(command "")
 math(EXPR last "${CMAKE_ARGC} - 1")
 set(past_separator OFF)
@@ -21,10 +21,10 @@ if(DEFINED BEFORE)
 endif()
 file(WRITE ${REPORT} "${before}${text}")
 if(NOT result EQUAL 0)
-  message(NOTICE "${text}")  # FATAL_ERROR would wrap its lines
+  message(NOTICE "${text}")  # FATAL_ERROR would wrap the lines
   message(FATAL_ERROR "nvcc failed: ${result}")
 endif()
-# Warnings are for the reader of the build; the rest is for the tests.
+# Only warnings go to the build log; the rest is for the tests.
 string(REGEX MATCHALL "[^\n]*[Ww]arning[^\n]*" warnings "${text}")
 foreach(warning IN LISTS warnings)
   message(NOTICE "${warning}")

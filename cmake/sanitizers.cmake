@@ -1,6 +1,5 @@
 # One switch for the whole build, so that no target is left uninstrumented.
-# Names and lines are what reports need; more debug information and more optimisation take twice as
-# long to compile.
+# -g1 -Og give the names and lines that reports need; more of either doubles the compile time.
 if(ULTRAEP_SANITIZE STREQUAL "thread")
   add_compile_options(-fsanitize=thread -g1 -Og)
   add_link_options(-fsanitize=thread)
@@ -8,7 +7,7 @@ elseif(ULTRAEP_SANITIZE STREQUAL "address")
   add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1 -Og)
   add_link_options(-fsanitize=address,undefined)
 elseif(ULTRAEP_SANITIZE STREQUAL "fuzzer")
-  # clang's libFuzzer, which targets in tests/fuzz link; the coverage of everything is its guide.
+  # clang's libFuzzer, linked by targets in tests/fuzz; all code is instrumented for coverage.
   add_compile_options(-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
     -fno-omit-frame-pointer -g1 -O1)
   add_link_options(-fsanitize=address,undefined)

@@ -1,4 +1,4 @@
-"""Blocks of documents, a function for each kind: BLOCKS of a result file, DRAWINGS of the code."""
+"""Generated blocks of documents: BLOCKS from a result file, DRAWINGS from the code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def shown(document: Document) -> str:
-    """What ``python -m ultraep_comm.bench show`` prints."""
+    """The output of ``python -m ultraep_comm.bench show``."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_document(document)
     return _fence(printed.getvalue())
@@ -52,7 +52,7 @@ def example(document: Document) -> str:
 
 
 def published(document: Document) -> str:
-    """Published times of direct fan-out and relays beside the model's."""
+    """Published times of direct fan-out and relays, next to the model's."""
     header = ["imbalance", "replicas", "most of one"]
     header += ["direct, published", "model", "relay, published", "model"]
     rows = []
@@ -107,7 +107,7 @@ def planner(document: Document) -> str:
     return _markdown(header, rows)
 
 
-_CHANGES = (  # those that the document shows
+_CHANGES = (  # shown in the document
     *("as described", "0 us a hop and a load", "4 us a hop and a load"),
     *(f"{sms} workers with {tiles} tiles each" for sms, tiles in ((32, 4), (32, 8), (128, 4))),
     *("tiles of 64 KiB", "remote loads at 80% of the rate", "loads first come, first served"),
@@ -116,7 +116,7 @@ _CHANGES = (  # those that the document shows
 
 
 def sensitivity(document: Document) -> str:
-    """What modelled times hang on: microseconds beyond T*, push and pull, of three plans."""
+    """Sensitivity of modelled times: microseconds beyond T* of three plans, push and pull."""
     records = {record["change"]: list(record["plans"].values()) for record in document["records"]}
     rows = []
     for change in _CHANGES:
@@ -129,13 +129,13 @@ def sensitivity(document: Document) -> str:
 
 
 BLOCKS: dict[str, Callable[[Document], str]] = {
-    made.__name__: made
-    for made in (shown, example, published, claims, over_bound, planner, sensitivity)
+    block.__name__: block
+    for block in (shown, example, published, claims, over_bound, planner, sensitivity)
 }
 
 
 def layers() -> list[list[str]]:
-    """Return the layers of the package by import-linter's contract, the highest first."""
+    """Return the layers of the package by import-linter's contract, top layer first."""
     text = (ROOT / "pyproject.toml").read_text()  # tomllib is not in Python 3.10
     found = re.search(r"^layers = (\[.*?^\])", text, re.DOTALL | re.MULTILINE)
     if found is None:
@@ -149,21 +149,21 @@ def _flowchart(arrows: Iterable[tuple[Sequence[str], Sequence[str]]]) -> str:
 
 
 def python_layers() -> str:
-    """Each layer of the Python package above the next one."""
+    """The layers of the Python package."""
     return _flowchart(pairwise(layers()))
 
 
 def cpp_layers() -> str:
-    """Each folder of src/ above those right below it."""
+    """The folders of src/, each above those directly below it."""
     return _flowchart(([folder], below) for folder, below in reversed(BELOW.items()) if below)
 
 
 @lru_cache
 def walk() -> str:
-    """The functions of the package that one call of replicate_experts enters, as a trace has them.
+    """A trace of the package's functions that one call of replicate_experts enters.
 
     Raises:
-        ValueError: a function calls one of a layer above its own.
+        ValueError: a function calls one in a layer above its own.
     """
     import torch
 
@@ -209,7 +209,7 @@ def walk() -> str:
         finally:
             sys.setprofile(before)
 
-    for work in [replicate(group) for group in groups]:  # what is loaded or made once
+    for work in [replicate(group) for group in groups]:  # warm-up: imports and caches
         work.wait()
     work, peer = traced(replicate, groups[0]), replicate(groups[1])
     peer.wait()

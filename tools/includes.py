@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The include order of src/: which folder may include which, and no circles.
+"""The include order of src/: which folder may include which, and no cycles.
 
-python tools/includes.py [folder]    # src/ where none is given; part of tools/lint
+python tools/includes.py [folder]    # default: src/; part of tools/lint
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-# Each folder with those right below it. It may include these, what they may, and itself.
+# Each folder with those directly below it. It may include itself and everything below it.
 BELOW = {
     "core/base": (),
     "core/plan": ("core/base",),
@@ -30,12 +30,12 @@ INCLUDE = re.compile(r'\s*#\s*include\s*(["<])([^">]+)')
 
 
 def reachable(folder: str) -> set[str]:
-    """Return the folders that a file of this one may include."""
+    """Return the folders that a file in this folder may include."""
     return {folder}.union(*map(reachable, BELOW[folder]))
 
 
 def violations(source: Path) -> Iterator[str]:
-    """Yield what breaks the order below `source`, each with its file and line."""
+    """Yield the violations below `source`, each with its file and line."""
     included: dict[str, list[str]] = {}
     for path in sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES):
         name = path.relative_to(source)
@@ -55,12 +55,12 @@ def violations(source: Path) -> Iterator[str]:
                 if Path(header).parent.as_posix() not in allowed:
                     yield f"{path}:{number}: {folder} may not include {header}"
             elif quote == '"':
-                yield f"{path}:{number}: {header} is no path below {source.name}/"
+                yield f"{path}:{number}: {header} is not a path below {source.name}/"
     try:
         TopologicalSorter(included).prepare()
     except CycleError as error:
-        circle = error.args[1]
-        yield f"{source / circle[0]}:1: includes itself: {' <- '.join(circle)}"
+        cycle = error.args[1]
+        yield f"{source / cycle[0]}:1: includes itself: {' <- '.join(cycle)}"
 
 
 def main() -> int:

@@ -4,11 +4,14 @@
     .venv/bin/python tools/update_docs.py            # rewrites what has changed
     .venv/bin/python tools/update_docs.py --check    # shows what would change; exit status 1
 
-Below ``<!-- from bench/results/FILE.json: shown -->`` stands a block that a function of
-doc_blocks.py makes of that file, below ``<!-- drawn by tools/doc_blocks.py: walk -->`` what one
-makes of the code, below ``<!-- printed by the code above -->`` what the Python block before it
-prints. A figure in a sentence is followed by its place in a file:
-``5.7%<!--= model_host_2ranks:median_error -->``; it keeps its number of digits.
+Generated blocks stand below these markers:
+
+    <!-- from bench/results/FILE.json: shown -->    a function of doc_blocks.py, from that file
+    <!-- drawn by tools/doc_blocks.py: walk -->     a function of doc_blocks.py, from the code
+    <!-- printed by the code above -->              the output of the Python block above
+
+A figure in a sentence is followed by its place in a file, and keeps its number of digits:
+``5.7%<!--= model_host_2ranks:median_error -->``.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _FIGURE = re.compile(r"(\d+)(\.\d+)?(%?)(<!--= (\w+):(\S+) -->)")
 
 
 def documents(root: Path) -> list[Path]:
-    """Return the documents that have figures."""
+    """Return the documents that may have figures."""
     return [
         root / "README.md",
         *sorted((root / "docs").glob("*.md")),
@@ -47,7 +50,7 @@ def update(text: str, root: Path) -> str:
     """Return a document with the figures of a tree's result files.
 
     Raises:
-        ValueError, LookupError, OSError: a marker names no file, no place in it, or no block.
+        ValueError, LookupError, OSError: a marker names a missing file, place or block.
     """
 
     def read(name: str) -> Any:
@@ -78,7 +81,7 @@ def _put(text: str, at: int, block: str) -> str:
 
 @lru_cache
 def run_code(code: str) -> str:
-    """Return what a program prints."""
+    """Return the output of a program."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
@@ -88,7 +91,7 @@ def run_code(code: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Update or check all documents; return the exit status."""
     parser = argparse.ArgumentParser(description="Put the figures of result files into documents.")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1: something is old")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1: out of date")
     parser.add_argument("--root", type=Path, default=ROOT, help="of another tree")
     options = parser.parse_args(arguments)
     status = 0

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ultraep_comm import errors as errors
 
-# Public names by the module that has them; ``__init__.pyi`` says the same to type checkers.
+# Public names by defining module; ``__init__.pyi`` is the same list for type checkers.
 _HOMES = {
     "calls.gather": ("gather_and_plan", "gather_load"),
     "calls.plan": ("plan_replicas",),
@@ -32,7 +32,7 @@ __all__ = sorted([*(name for names in _HOMES.values() for name in names), "error
 
 
 def _load() -> None:
-    """Import torch and everything public; operators are registered with it."""
+    """Import torch and all public names; this also registers the operators."""
     import_module("ultraep_comm.ops")
     for home, names in _HOMES.items():
         module = import_module(f"ultraep_comm.{home}")
@@ -50,6 +50,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# torch takes a second to import. Who has it gets all at once; a command line's --help has not.
+# Importing torch takes a second. Without it, names load on first use, so that --help stays fast.
 if "torch" in sys.modules:
     _load()

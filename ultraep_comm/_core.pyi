@@ -1,7 +1,7 @@
 """
 The C++ core and the engines. Use the functions of `ultraep_comm` instead.
 
-The stub is made of this module; after a change of the bindings and an installation, anew:
+The stub is generated from this module. After changing the bindings and reinstalling, run:
 
     python -m nanobind.stubgen -q -m ultraep_comm._core -o ultraep_comm/_core.pyi
 """
@@ -128,10 +128,10 @@ class DamageKind(enum.Enum):
     SOURCE = 3
 
 def plan_replicas(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], slots_per_rank: int, allow_cross_domain: bool, target_ppm: int, costs: tuple[int, int, int] | None = None) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
-    """(slot_expert [G, S], slot_quota [G, S], home_quota [E]) of sums [E]."""
+    """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""
 
 class RerouteStatus:
-    """The first fault found, or NONE; fields that it does not name are -1."""
+    """The first fault found, or NONE; fields that do not apply are -1."""
 
     @property
     def fault(self) -> RerouteFault: ...
@@ -156,18 +156,16 @@ def reroute(topk_ids: NDArray[numpy.int32], load: NDArray[numpy.int32], slot_exp
 
 @overload
 def reroute(topk_ids: NDArray[numpy.int64], load: NDArray[numpy.int32], slot_expert: NDArray[numpy.int32], slot_quota: NDArray[numpy.int32], home_quota: NDArray[numpy.int32], home: NDArray[numpy.int32], rank: int, out: NDArray[numpy.int64]) -> RerouteStatus:
-    """Writes physical ids to `out`, which means nothing after a fault."""
+    """Writes physical ids to `out`, which is undefined after a fault."""
 
 def reroute_map(routing_map: NDArray[numpy.uint8], load: NDArray[numpy.int32], slot_expert: NDArray[numpy.int32], slot_quota: NDArray[numpy.int32], home_quota: NDArray[numpy.int32], home: NDArray[numpy.int32], rank: int) -> tuple[RerouteStatus, NDArray[numpy.int64]]:
-    """
-    (status, moves [2, N]): flat positions in the map and the physical map.
-    """
+    """Returns (status, moves [2, N]); moves are flat positions in both maps."""
 
 def make_schedule(slot_expert: Sequence[int], home: Sequence[int], domain: Sequence[int], slots_per_rank: int, allow_cross_domain: bool, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int]) -> dict[str, Any]:
-    """A legal plan's schedule; `cost` is CostModel by field."""
+    """Returns a legal plan's schedule; `cost` is CostModel by field."""
 
 def model_transfer(slot_expert: Sequence[int], home: Sequence[int], num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], rates: Sequence[float], times: Sequence[int], counts: Sequence[int], cores: Sequence[float], timeline: bool, parent: Sequence[int], chunk_tiles: int) -> dict[str, Any]:
-    """See src/model. RuntimeError: a transfer that does not end."""
+    """See src/model. RuntimeError: the transfer does not finish."""
 
 def map_shared(fd: int, num_bytes: int) -> NDArray[numpy.uint8]: ...
 
@@ -202,7 +200,7 @@ class EngineConfig:
     def set_peers(self, sockets: Sequence[int], processes: Sequence[int]) -> None: ...
 
 class EngineLayout:
-    """Offsets that every rank computes alike, in bytes."""
+    """Offsets in bytes, the same on every rank."""
 
     def __init__(self, config: EngineConfig) -> None: ...
 
@@ -276,17 +274,17 @@ class Report:
     def all_called(self) -> bool: ...
 
 class PlanView:
-    """Where a plan's tensors are, and for how many ranks, slots and experts."""
+    """Addresses of a plan's tensors, and its shape."""
 
     def __init__(self, slot_expert: int, slot_quota: int, home_quota: int, home: int, num_ranks: int, slots_per_rank: int, num_experts: int, on_cpu: bool) -> None: ...
 
 class TransferCall:
-    """What an engine's transfer takes; bindings/calls.hpp has the fields."""
+    """Arguments of an engine's transfer; see bindings/calls.hpp."""
 
     def __init__(self, operation: Operation, plan: PlanView, mains: int, num_segments: int, mode: Mode | None, background: bool, tag: int, *, segments: int = 0, region: int = -1, main_types: int = 0, zero: bool = False, on_device: bool = False, own_home: bool = False, table: int = 0, in_use: int = 0) -> None: ...
 
 class Engine:
-    """Of one rank, on the host; see src/host/engine.hpp."""
+    """One rank's host engine; see src/host/engine.hpp."""
 
     def __init__(self, config: EngineConfig) -> None: ...
 
@@ -342,7 +340,7 @@ class Engine:
     def last_words(self) -> list[tuple[RecordKind, int, int, int, int, bool, bool]]: ...
 
 def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:
-    """The position of the first bad id, or -1."""
+    """Returns the position of the first bad id, or -1."""
 
 class DriverError(RuntimeError):
     pass
@@ -371,14 +369,14 @@ def cuda_load_shared_bytes(num_ranks: int, num_experts: int) -> int: ...
 def cuda_load_plan_shared_bytes(num_ranks: int, num_experts: int, slots_per_rank: int, num_warps: int) -> int: ...
 
 def cuda_plan_offsets(num_ranks: int, slots_per_rank: int, num_experts: int) -> tuple[int, int, int, int]:
-    """Where slot_expert, slot_quota and home_quota lie, and all bytes."""
+    """Offsets of slot_expert, slot_quota and home_quota, and total bytes."""
 
 def cuda_staging_bytes(num_sms: int, tile_bytes: int) -> int: ...
 
 def cuda_driver_names() -> list[str]: ...
 
 def cuda_launch_peers(driver: CudaDriver, context: int, kernel: int, stream: int, bases: int, own: int, pes: int, num_ranks: int) -> None:
-    """Fills `bases` on the device; 0: out of reach."""
+    """Fills `bases` on the device; 0: no load/store access."""
 
 class CudaDriver:
     """Addresses of the driver's functions; ValueError: one is missing."""
@@ -405,7 +403,7 @@ class CudaLauncher:
     def counts(self) -> tuple[int, int]: ...
 
 class CudaEngine:
-    """Of one rank, on a device; see src/cuda/engine.hpp."""
+    """One rank's CUDA engine; see src/cuda/engine.hpp."""
 
     def __init__(self, config: EngineConfig, launcher: CudaLauncher, *, far: Sequence[int], pes: Sequence[int], staging: int) -> None: ...
 
@@ -475,7 +473,7 @@ class CudaStageShape:
     def runs_of_map(self, num_tokens: int) -> int: ...
 
 class CudaStageFaults:
-    """What launches found wrong: with a load, with a reroute, with a save."""
+    """Faults found by launches: in a load, a reroute, a save."""
 
     @property
     def load(self) -> LoadFault: ...

@@ -1,9 +1,9 @@
-"""Operators ``torch.ops.ultraep_comm``: what a graph of torch.compile has for the calls.
+"""Operators ``torch.ops.ultraep_comm``: the calls in a graph of torch.compile.
 
-Each has a fake implementation, which gives shapes from the arguments alone: a graph that was cached
-must not depend on a group of the process that made it. The real ones find the group by its name.
-Caches know an operator by name and arguments: one that comes to write to other arguments, or to
-return something else, needs a new name.
+Each has a fake implementation that derives shapes from the arguments alone, as a cached graph must
+not depend on a group of the process that compiled it. The real one finds the group by its name.
+Caches identify an operator by name and arguments: if it changes what it mutates or returns, it
+needs a new name.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ultraep_comm.weights.segments import Weights
 Tensor = torch.Tensor
 Impl = Callable[..., Any]
 Copies = list[tuple[Tensor, Tensor]]
-_FINISHED = 0  # the token, else an epoch, of a call that had to finish where it started
+_FINISHED = 0  # token of a call that completed in place; other tokens are epochs
 
 _LIBRARY: Any = torch.library.Library("ultraep_comm", "DEF")  # type: ignore[no-untyped-call,unused-ignore]
-# Weights keep their strides; a graph capture is refused (newer than the oldest torch we support).
+# Weights keep their strides; no CUDA graph trees. The oldest supported torch lacks some tags.
 _TAGS = [
     getattr(torch.Tag, name)
     for name in ("pt2_compliant_tag", "needs_exact_strides", "cudagraph_unsafe")
@@ -82,7 +82,7 @@ def _plan_replicas(
             replica=replica,
             expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
         )
-    # What an operator returns shares no memory: a graph reuses each when it is done with it.
+    # An operator's results must not share memory: a graph reuses each after its last use.
     plan = plan_apart(load, find_group(group), target, plan_cost)
     return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
 
@@ -169,7 +169,7 @@ torch.library.register_autograd(
 
 # ---- collective ----------------------------------------------------------------------------
 #
-# They name ``order`` as written, and leave it alone.
+# They declare a write to ``order`` and do not touch it.
 
 
 def _fake_gather(topk_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
@@ -203,7 +203,7 @@ def _replicate(*arguments: Any) -> None:
 )
 def _start_replicate(*arguments: Any) -> Tensor:
     copies, filled, call = _transfer_of(*arguments)
-    if copies:  # the memory is put back, so it must have been filled by then
+    if copies:  # the slots' contents are restored, so the call has to finish first
         _run(copies, filled, call)
         return torch.tensor([_FINISHED], device="cpu")
     work = call(async_op=True)
@@ -250,7 +250,7 @@ def _transfer_of(
     mode: str,
     group_name: str,
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
-    """Return the slots that are copies, which of their rows will be filled, and the call."""
+    """Return the slots that are copies, the rows that the plan fills, and the call."""
     group = find_group(group_name)
     weights = _by_name(tensors, counts, given)
     call = partial(
@@ -293,7 +293,7 @@ def _reduce(
     group_name: str,
 ) -> None:
     group = find_group(group_name)
-    # Slot gradients may be copies, as slots may be; the call reads the group's memory.
+    # Like slots, slot gradients may be copies; the call reads the group's memory.
     pairs = zip(slot_grads, group.slot_grads.values(), strict=True)
     copies = [(copy, own) for copy, own in pairs if copy.data_ptr() != own.data_ptr()]
     kept = [own.clone() for _, own in copies]
@@ -311,19 +311,19 @@ def _reduce(
         own.copy_(before)
 
 
-# A graph without mutations gives an operator copies of the slots, and may still read those that it
-# copied. Transfers write to the memory of the group all the same. So what they wrote there is moved
-# to the copies, and the memory is put back.
+# A functionalized graph passes copies of the slots, and may still read the originals. Transfers
+# always write to the group's memory: so the results are copied to the copies, and the group's
+# memory is restored.
 
 
 def _copies_among(slots: list[Tensor], names: list[str], group: Group) -> Copies:
-    """Return those slots that are not the group's, each with the group's."""
+    """Return the slots that are copies, each paired with the group's own."""
     own = [group.slots[name] for name in names if name in group.slots]
     return [(a, b) for a, b in zip(slots, own, strict=True) if a.data_ptr() != b.data_ptr()]
 
 
 def _filled(slot_expert: Tensor, group: Group) -> list[int]:
-    """Return this rank's slots that the plan fills; none of a plan that will be rejected."""
+    """Return this rank's slots that the plan fills; none if the call will reject the plan."""
     if slot_expert.shape != (group.num_ranks, group.topology.slots_per_rank):
         return []
     mine: list[int] = slot_expert[group.rank].tolist()
@@ -331,7 +331,7 @@ def _filled(slot_expert: Tensor, group: Group) -> list[int]:
 
 
 def _run(copies: Copies, filled: list[int], call: Callable[..., Work | None]) -> None:
-    """Make the call and finish it, with its effect on the slots as they were given."""
+    """Make the call, move its effect to the slots that were passed, and restore the group's."""
     kept = [(own[slot], own[slot].clone()) for _, own in copies for slot in filled]
     call(async_op=False)
     _take(copies, filled)

@@ -1,4 +1,4 @@
-"""Batches of text: each rank reads a part of its own, so that ranks meet different topics."""
+"""Batches of text: each rank reads its own part, so that ranks see different topics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXT = Path(__file__).with_name("text.txt")
 
 
 class Batches:
-    """Windows of one rank's part of the text, at places drawn from seed, rank and step alone."""
+    """Windows of one rank's part of the text, at positions that depend on seed, rank and step."""
 
     def __init__(
         self, *, rank: int, num_ranks: int, batch: int, context: int, seed: int, text: bytes = b""
@@ -20,12 +20,12 @@ class Batches:
         if len(self._part) <= context:
             raise ValueError(
                 f"rank {rank}: its part of the text has {len(self._part)} bytes; expected more than"
-                f" context={context}: use fewer ranks, or a shorter context"
+                f" context={context}; use fewer ranks or a shorter context"
             )
         self._rank, self._batch, self._context, self._seed = rank, batch, context, seed
 
     def draw(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return bytes ``[B, L]`` and the ones after them ``[B * L]``, int64."""
+        """Return bytes ``[B, L]`` and the next bytes ``[B * L]``, int64."""
         seed = (self._seed * 1009 + self._rank) * 1_000_003 + step
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(

@@ -1,4 +1,4 @@
-"""What the example claims, held against what was measured."""
+"""The example's claims, checked against the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_IMBALANCE = 1.05  # busiest rank over mean, in any layer and step
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A measured value and, unless it only informs, the limit that it must not exceed."""
+    """A measured value and its upper limit; None: informational only."""
 
     key: str
     text: str
@@ -32,7 +32,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Everything that was run: the comparison, and free runs of two seeds."""
+    """The comparison, and the free runs with two seeds."""
 
     comparison: Comparison
     plain: FreeRun
@@ -106,7 +106,7 @@ class Results:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a program may want to read."""
+        """Return everything, ready for JSON."""
         return {
             "claims": {
                 c.key: {
@@ -140,7 +140,7 @@ class Results:
 
 
 def last_steps(steps: int) -> int:
-    """Return how many steps count as the end of a run: a tenth, but not fewer than ten."""
+    """Return the number of steps that count as the end of a run: a tenth, at least ten."""
     return min(steps, max(10, steps // 10))
 
 
@@ -150,5 +150,5 @@ def mean(values: Sequence[float]) -> float:
 
 
 def distance(a: Sequence[float], b: Sequence[float], last: int) -> float:
-    """Return the mean distance of two curves over their last steps."""
+    """Return the mean absolute difference of two curves over their last steps."""
     return mean([abs(x - y) for x, y in zip(a[-last:], b[-last:], strict=True)])

@@ -1,4 +1,4 @@
-"""Token dispatch: rows travel to the rank of their expert and back, gradients the other way."""
+"""Token dispatch and combine: rows go to their expert's rank and back, gradients in reverse."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def exchange(
     """Send consecutive parts of ``rows`` to the ranks. Collective, also in the backward pass.
 
     Args:
-        rows: ``[sum(sends), ...]``, those for rank 0 first.
-        sends: rows for each rank.
-        receives: rows from each rank.
+        rows: ``[sum(sends), ...]``, in order of destination rank.
+        sends: number of rows for each rank.
+        receives: number of rows from each rank.
         process_group: None: WORLD.
 
     Returns:
-        ``[sum(receives), ...]``, those from rank 0 first.
+        ``[sum(receives), ...]``, in order of source rank.
     """
     result: torch.Tensor = _Exchange.apply(rows, sends, receives, process_group)
     return result
@@ -52,15 +52,15 @@ def exchange(
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where this rank's tokens go, and in which order rows arrive here.
+    """The destinations of this rank's tokens, and the order of arriving rows.
 
     Attributes:
         topk: experts per token.
         order: int64 ``[T * topk]``: choices (token by token) sorted by physical instance.
-        sends, receives: rows for and from each rank.
-        by_instance: int64 ``[sum(receives)]``: rows that arrive, sorted by instance.
-        counts: rows of each instance on this rank.
-        process_group: whose ranks exchange rows.
+        sends, receives: number of rows for and from each rank.
+        by_instance: int64 ``[sum(receives)]``: arriving rows sorted by instance.
+        counts: number of rows of each instance on this rank.
+        process_group: of the ranks that exchange rows.
     """
 
     topk: int
@@ -73,7 +73,7 @@ class Route:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows that this rank's experts compute."""
+        """Return the number of rows that this rank's experts compute."""
         return int(self.by_instance.numel())
 
 
@@ -93,7 +93,7 @@ def find_route(
     sent = sent.view(num_ranks, instances_per_rank)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=process_group)
-    # Rows arrive by source rank, and from each source by instance.
+    # Rows arrive sorted by source rank, then by instance.
     instance_of = torch.arange(instances_per_rank).repeat(num_ranks)
     instance_of = instance_of.repeat_interleave(received.flatten())
     return Route(
@@ -108,14 +108,14 @@ def find_route(
 
 
 def dispatch(tokens: torch.Tensor, route: Route) -> torch.Tensor:
-    """Send tokens ``[T, H]`` to their instances; return the rows for this rank's, by instance."""
+    """Send tokens ``[T, H]`` to their instances; return this rank's rows, sorted by instance."""
     rows = tokens.index_select(0, route.order // route.topk)
     arrived = exchange(rows, route.sends, route.receives, route.process_group)
     return arrived.index_select(0, route.by_instance)
 
 
 def combine(rows: torch.Tensor, probs: torch.Tensor, route: Route) -> torch.Tensor:
-    """Send results ``[R, H]`` back, and add up each token's with its ``probs [T, k]``."""
+    """Send results ``[R, H]`` back; return each token's sum, weighted by ``probs [T, k]``."""
     arrived = rows.index_select(0, _inverse(route.by_instance))
     back = exchange(arrived, route.receives, route.sends, route.process_group)
     choices = back.index_select(0, _inverse(route.order)).view(*probs.shape, rows.shape[1])

@@ -1,4 +1,4 @@
-"""SwiGLU experts, one matrix product at a time; a grouped GEMM would take their place."""
+"""SwiGLU experts, one GEMM at a time; a real implementation would use a grouped GEMM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn.functional import silu
 
 
 class Instance(NamedTuple):
-    """An expert on this rank, main instance or replica: its weights, and where gradients go."""
+    """An expert on this rank, main instance or replica: weights and gradient buffers."""
 
     w13: torch.Tensor  # [2I, H]
     w2: torch.Tensor  # [H, I]
-    w13_grad: torch.Tensor  # [2I, H], added to in the backward pass, as is the next one
-    w2_grad: torch.Tensor
+    w13_grad: torch.Tensor  # [2I, H], accumulated in the backward pass
+    w2_grad: torch.Tensor  # [H, I], likewise
 
 
 class _Experts(torch.autograd.Function):
@@ -54,15 +54,15 @@ class _Experts(torch.autograd.Function):
 def apply_experts(
     rows: torch.Tensor, counts: Sequence[int], instances: Sequence[Instance]
 ) -> torch.Tensor:
-    """Apply to each instance's rows its expert.
+    """Apply each instance's expert to its rows.
 
-    As with fused weight gradients, the backward pass adds to the instances' gradients itself. It
-    reads the weights again, which have to be the same as in the forward pass.
+    As with fused weight gradients, the backward pass itself accumulates into the instances'
+    gradients. It reads the weights again, which must be the same as in the forward pass.
 
     Args:
-        rows: ``[R, H]``, sorted by instance; it has to require a gradient.
-        counts: rows of each instance.
-        instances: as many as counts, or fewer where the last counts are 0.
+        rows: ``[R, H]``, sorted by instance; must require a gradient.
+        counts: number of rows of each instance.
+        instances: one for each count; may be fewer if the last counts are 0.
 
     Returns:
         ``[R, H]``.
@@ -74,7 +74,7 @@ def apply_experts(
 def _parts(
     counts: Sequence[int], instances: Sequence[Instance]
 ) -> Iterator[tuple[Instance, slice]]:
-    """Yield the instances that have rows, and where these are."""
+    """Yield each instance that has rows, with their slice."""
     start = 0
     for count, instance in zip(counts, instances, strict=False):
         if count:

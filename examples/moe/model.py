@@ -1,4 +1,4 @@
-"""A small language model of bytes: attention and MoE layers, experts spread over the ranks."""
+"""A small byte-level language model: attention and MoE layers, experts sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from placement import AtHome
 from torch import nn
 from torch.nn import functional
 
-# (topk_ids, weights, grads, layer) -> where the experts are for this pass
+# (topk_ids, weights, grads, layer) -> placement of the experts for this pass
 Place = Callable[[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor], int], AtHome]
 
 VOCABULARY = 256  # bytes
@@ -40,11 +40,11 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Trace:
-    """What happened in the MoE layers of one forward pass, by layer."""
+    """Records of one forward pass, by MoE layer."""
 
     topk_ids: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # that this rank's experts computed
+    rows: list[int] = field(default_factory=list)  # computed by this rank's experts
     buffer_bytes: int = 0  # the largest buffer of such rows
 
 
@@ -57,7 +57,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.layer, self.topk = layer, shape.topk
         self.router = _matrix(shape.num_experts, shape.hidden, generator)
-        # All ranks draw all experts, and keep their own: the model does not depend on the ranks.
+        # Every rank draws all experts and keeps its own: the model is the same for any num_ranks.
         drawn = [
             {name: _matrix(*size, generator) for name, (size, _) in shape.expert().items()}
             for _ in range(shape.num_experts)
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; no biases, so that no gradient is zero but for rounding."""
+    """Causal self-attention; without biases, whose gradients may be nothing but rounding."""
 
     def __init__(self, shape: Shape, generator: torch.Generator) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes to logits of the next byte."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self, shape: Shape, mains: Sequence[int], seed: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Model(nn.Module):
         trace: Trace,
         routing: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits ``[T, 256]``; ``routing`` has ids by layer, None: the router chooses."""
+        """Return logits ``[T, 256]``; ``routing``: expert ids by layer; None: from the router."""
         for i, (attention, moe) in enumerate(zip(self.attention, self.moe, strict=True)):
             tokens = tokens + attention(_norm(tokens))
             ids = None if routing is None else routing[i]

@@ -1,4 +1,4 @@
-"""A picture of the ranks' loads over the steps, before and after replication."""
+"""A picture of the ranks' loads by step, before and after replication."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where a layer's experts are: at home only, or in slots of other ranks too.
+"""Placement of a layer's experts: at home only, or also in slots of other ranks.
 
-A layer takes the left steps downwards in its forward pass; in the backward pass autograd goes up:
+The forward pass runs the left column downwards, the backward pass the right column upwards:
 
-    before_dispatch                     wait until slot gradients are home
+    before_dispatch                     wait for the reduction of slot gradients
     dispatch                            exchange of the tokens' gradients
     before_experts: wait for replicas   start to reduce slot gradients
     experts                             the experts' gradients, from restored replicas
@@ -10,9 +10,9 @@ A layer takes the left steps downwards in its forward pass; in the backward pass
     combine                             exchange of the results' gradients
     after_combine                       start to replicate again
 
-Slots belong to all layers. When the backward pass comes to a layer, they hold the replicas of some
-later call, so that the layer's own have to be brought back before its experts read them. Then the
-slots' gradients have to be home before another layer's backward pass adds its own there.
+All layers share the slots. When the backward pass reaches a layer, they hold the replicas of a
+later call, so the layer's own replicas have to be restored before its experts read them. The slot
+gradients have to be reduced before another layer's backward pass accumulates into them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class AtHome:
-    """Every expert at home and nowhere else; none of the steps around dispatch does anything.
+    """Every expert at home only; the four hooks return their input.
 
     Attributes:
-        physical_ids: as ``topk_ids``, the instances that tokens go to.
-        instances: those of this rank: mains, then slots.
-        instances_per_rank: what physical ids count with.
+        physical_ids: the instance of each of ``topk_ids``.
+        instances: this rank's: main instances, then slots.
+        instances_per_rank: P of physical ids ``rank * P + index``.
     """
 
     physical_ids: torch.Tensor
@@ -84,7 +84,7 @@ class AtHome:
 
 
 class Replicated(AtHome):
-    """Hot experts in slots of cool ranks, for one pass of one layer, forward and backward."""
+    """Hot experts also in slots of other ranks, for one forward and backward pass of a layer."""
 
     def __init__(
         self,
@@ -104,21 +104,21 @@ class Replicated(AtHome):
         self.instances_per_rank = group.topology.instances_per_rank
 
     def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Backward: wait until the slots' gradients are home."""
+        """Backward: wait for the reduction of slot gradients."""
         return join_reduction(tokens, self._pass)[0]
 
     def before_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Forward: wait for the replicas. Backward: send the slots' gradients home."""
+        """Forward: wait for the replicas. Backward: start to reduce slot gradients."""
         assert self._transfer is not None
         self._transfer.wait()
         return start_reduction(rows, self._pass)[0]
 
     def after_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Backward: wait until the replicas are here again."""
+        """Backward: wait for the restored replicas."""
         return restore_replicas(rows, self._pass)
 
     def after_combine(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Backward: replicate again, behind the exchange of the results' gradients."""
+        """Backward: start to restore the replicas, during the exchange of gradients."""
         return prefetch_replicas(tokens, self._pass)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows: progress, with rich where it is installed, and the closing table."""
+"""Rank 0's output: progress, with rich if it is installed, and the closing table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ except ImportError:
     HAS_RICH = False
 
 NO_RICH = (
-    "rich is not installed, so there are no bars of progress;"
-    " to have them: .venv/bin/pip install -c constraints.txt -e '.[examples]'"
+    "rich is not installed, so there are no progress bars;"
+    " to install it: .venv/bin/pip install -c constraints.txt -e '.[examples]'"
 )
 HEADER = ("", "plain", "with replicas", "value", "limit", "holds")
 
 
 @contextmanager
 def phase(title: str, steps: int, *, shown: bool) -> Iterator[ShowStep]:
-    """Show how far a phase of ``steps`` has come; the caller reports each step and its loss."""
+    """Show the progress of a phase; the caller reports each step and its loss."""
     if not shown:
         yield lambda step, loss: None
     elif HAS_RICH:

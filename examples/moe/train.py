@@ -3,9 +3,9 @@
     python examples/moe/train.py                                # four processes on this machine
     torchrun --nproc-per-node 4 examples/moe/train.py           # the same
 
-It compares both ways step by step from the same parameters, trains both freely, counts what each
-rank computes, and prints a table. Exit status: 1 if a claim of the table does not hold, 2 for
-errors.
+It compares both step by step from the same parameters, trains both independently, counts the rows
+that each rank computes, and prints a table. Exit status: 1 if a claim of the table does not hold,
+2 for errors.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ CLAIM_FAILED, ERROR = 1, 2
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; impossible values end the program with status 2."""
+    """Parse the command line; bad values end the program with status 2."""
     parser = argparse.ArgumentParser(
         description="Train a small MoE language model with and without replicated experts.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     number = partial(parser.add_argument, type=int)
-    number("--ranks", default=4, help="processes; under torchrun those it started")
+    number("--ranks", default=4, help="processes; torchrun's if it started this")
     number("--steps", default=200, help="of each free run")
-    number("--compare-steps", default=50, help="computed both ways")
-    number("--seed", default=0, help="of parameters and batches; one run takes the next one")
+    number("--compare-steps", default=50, help="steps computed both ways")
+    number("--seed", default=0, help="of parameters and batches; one run uses the next seed")
     number("--tokens", default=512, help="per rank and step")
     number("--context", default=64, help="tokens that see each other")
-    number("--layers", default=2, help="each of attention and MoE")
+    number("--layers", default=2, help="pairs of attention and MoE")
     number("--experts", default=16, help="per layer")
     number("--slots", default=2, help="per rank")
     number("--top-k", default=2, help="experts per token")
@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, value in vars(options).items():
         if type(value) is int and name not in ("slots", "seed") and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: expected at least 1")
-    if options.top_k < 2:  # a single probability is 1, and has no gradient
+    if options.top_k < 2:  # a single probability is always 1, without gradient
         parser.error(f"--top-k {options.top_k}: expected at least 2, or the router does not learn")
     if options.tokens % options.context:
         parser.error(f"--tokens {options.tokens}: expected a multiple of --context")
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_experiments(rank: int, options: argparse.Namespace) -> int:
-    """Run everything on one rank; return the exit status, other than 0 on rank 0 only."""
+    """Run all experiments on one rank; return the exit status, which is 0 except on rank 0."""
     started = time.monotonic()
     torch.set_num_threads(1)
     shape = Shape(
@@ -138,7 +138,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
 
 
 def report(results: Results, options: argparse.Namespace, seconds: float) -> int:
-    """Print the closing table and write the files that were asked for; return the exit status."""
+    """Print the closing table and write the requested files; return the exit status."""
     claims = results.claims()
     title = (
         f"{options.ranks} ranks, {options.layers} layers of {options.experts} experts, top"
@@ -155,18 +155,18 @@ def report(results: Results, options: argparse.Namespace, seconds: float) -> int
 
 
 def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Run one of the processes that this program starts."""
+    """Run one rank, in a process that this program has started."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
     )
     status = run_experiments(rank, options)
-    dist.barrier()  # whoever ends with an error ends the others
+    dist.barrier()  # a process that exits with an error terminates the others
     dist.destroy_process_group()
     sys.exit(status)
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank that somebody else started."""
+    """Return whether torchrun, or a similar launcher, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return status
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
-            # Ranks are copies of one process that has imported everything, also what torch's
-            # optimizers import when they are first used.
+            # Ranks are forked from one process that has imported everything, including what
+            # torch's optimizers import on first use.
             get_context("forkserver").set_forkserver_preload(
                 ["torch", "torch._dynamo", "ultraep_comm"]
             )

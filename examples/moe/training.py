@@ -1,4 +1,4 @@
-"""Steps of training, and the two experiments: plain beside replicated, and free runs."""
+"""Training steps, and the two experiments: plain against replicated, and free runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ShowStep = Callable[[int, float], None]  # step, loss
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One forward and backward pass; gradients are in the parameters."""
+    """The result of a forward and backward pass; gradients are in the parameters."""
 
     loss: float  # mean over the tokens of all ranks
     logits: torch.Tensor
@@ -46,17 +46,17 @@ class Trainer:
         tokens.retain_grad()
         trace = Trace()
         logits = self.model(tokens, place, trace, routing)
-        tokens_of_all = len(targets) * self._group.num_ranks
-        loss = functional.cross_entropy(logits, targets, reduction="sum") / tokens_of_all
+        num_tokens = len(targets) * self._group.num_ranks
+        loss = functional.cross_entropy(logits, targets, reduction="sum") / num_tokens
         loss.backward()
-        self._group.assert_idle()  # every plan that a layer saved has been used to the end
+        self._group.assert_idle()  # every saved plan has been reduced
         total = loss.detach().clone()
         self._add_up([total, *(p.grad for p in self._dense if p.grad is not None)])
         assert tokens.grad is not None
         return Pass(loss=float(total), logits=logits.detach(), input_grad=tokens.grad, trace=trace)
 
     def update(self) -> None:
-        """Let the optimizer step."""
+        """Run the optimizer."""
         self._optimizer.step()
 
     def grads(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,7 +66,7 @@ class Trainer:
             yield name, parameter.grad
 
     def loads(self, trace: Trace) -> torch.Tensor:
-        """Return ranks' rows ``[2, layers, G]``: if all experts were at home, and as computed."""
+        """Return rows by rank ``[2, layers, G]``: with experts at home only, and as computed."""
         home = torch.from_numpy(self._group.topology.home).long()
         rows = torch.zeros(2, len(trace.rows), self._group.num_ranks)
         for layer, ids in enumerate(trace.topk_ids):
@@ -86,14 +86,14 @@ class Trainer:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Largest differences over steps and ranks, as ``norm(a - b) / norm(b)``, by name."""
+    """Largest differences ``norm(a - b) / norm(b)`` over steps and ranks, by name."""
 
     outputs: dict[str, float] = field(default_factory=dict)
     grads: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def worst(differences: dict[str, float]) -> tuple[str, float]:
-        """Return the largest difference and where it is."""
+        """Return the name and value of the largest difference."""
         name = max(differences, key=lambda n: differences[n])
         return name, differences[name]
 
@@ -103,7 +103,7 @@ def compare(
 ) -> Comparison:
     """Compute each step both ways from the same parameters, with the same routing.
 
-    The optimizer then takes the replicated layers' gradients.
+    The optimizer then uses the gradients of the replicated layers.
     """
     result = Comparison()
     for step in range(steps):
@@ -132,14 +132,14 @@ def _note(
     error = float((found.double() - expected.double()).norm())
     norm = float(expected.double().norm())
     relative = error / norm if norm else (math.inf if error else 0.0)
-    # Nothing is worse than a NaN, which a maximum over ranks may drop.
+    # NaN counts as infinite: a maximum over ranks may drop it.
     relative = math.inf if math.isnan(relative) else relative
     differences[name] = max(relative, differences.get(name, 0.0))
 
 
 @dataclass(kw_only=True)
 class FreeRun:
-    """Losses by step; rows of the busiest buffer."""
+    """Losses and rows by step, and the largest buffer."""
 
     losses: list[float] = field(default_factory=list)
     at_home: list[torch.Tensor] = field(default_factory=list)  # [layers, G] by step
@@ -147,13 +147,13 @@ class FreeRun:
     buffer_bytes: int = 0  # the largest over ranks, layers and steps
 
     def imbalance(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the busiest rank's rows over the mean, ``[steps, layers]``."""
+        """Return the largest rows of a rank over the mean, ``[steps, layers]``."""
         stacked = torch.stack(list(rows))
         return stacked.amax(2) / stacked.mean(2)
 
 
 def train(trainer: Trainer, place: Place, steps: int, show: ShowStep) -> FreeRun:
-    """Train freely."""
+    """Train for ``steps`` and return losses and loads."""
     result = FreeRun()
     buffer = 0
     for step in range(steps):

@@ -174,7 +174,7 @@ def test_traces_with_numbers_beyond_all_bounds(
 
 def test_array_files(tmp_path: Path) -> None:
     for odd in ("/dev/zero", "/dev/null"):
-        with pytest.raises(ArrayFileError, match="no regular file"):
+        with pytest.raises(ArrayFileError, match="not a regular file"):
             ArrayFile(Path(odd))
     with pytest.raises(IsADirectoryError):
         ArrayFile(tmp_path)
@@ -286,7 +286,7 @@ LONG = "9" * 5000
         (["plan", "--sizes", f"{LONG}/8/1"], "--sizes"),
         (["plan", "--sizes", "8/99999999999/1"], "--sizes"),
         (["plan", "--engine", "cuda", "--warps", LONG], "--warps"),
-        (["replicate", "--trace", "/dev/zero"], "no regular file"),
+        (["replicate", "--trace", "/dev/zero"], "not a regular file"),
         (["show", "/dev/zero"], "more than"),
         (["replicate", "--json", "loop"], "link"),
     ],

@@ -1,1 +1,1 @@
-"""The calls on a group, a module each, in the order of the data flow."""
+"""The calls on a group, one module each."""

@@ -1,4 +1,4 @@
-"""Counting routed tokens, and exchanging the counts."""
+"""gather_load and gather_and_plan: count routed tokens, exchange the counts, plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
 
     Args:
         topk_ids: int32 or int64 ``[T, k]``, logical expert ids; -1 is padding. On the CPU, or on
-            the device of a CUDA group: then nothing synchronises, the call belongs to the current
-            stream, and can be captured into a CUDA graph. (Not in a group whose domains are out of
-            each other's reach: there the process group exchanges loads, by way of the CPU.)
+            the device of a CUDA group: then the call is enqueued on the current stream without
+            synchronisation, and can be captured into a CUDA graph. (Except in a group whose domains
+            cannot reach each other: there the process group exchanges loads through the CPU.)
         group: the group.
 
     Returns:
-        int32 ``[G, E]``: tokens of each source rank for each expert; where ``topk_ids`` is.
+        int32 ``[G, E]``, on the device of ``topk_ids``: tokens of each source rank per expert.
 
     Raises:
-        InvalidLoadError: wrong dtype, device or an id out of range; of an id on the device the next
-            call raises it, and the load is zeros.
+        InvalidLoadError: wrong dtype, device or an id out of range. A bad id on the device gives a
+            load of zeros, and the next call raises the error.
         UnsupportedError: the current stream is being captured, and ``topk_ids`` is on the CPU.
-        TransferError: the exchange failed; that too may surface in the next call.
+        TransferError: the exchange failed; this too may surface in the next call.
     """
     if torch.compiler.is_dynamo_compiling():
         return traced.gather_load(topk_ids, group)
@@ -54,7 +54,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
             return load
         work.synchronize()
     except BaseException as error:
-        session.broke_off(error)
+        session.note_failure(error)
         raise
     return torch.empty(load.shape, dtype=torch.int32, device="cpu").copy_(load)
 
@@ -62,10 +62,10 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
 def gather_and_plan(
     topk_ids: torch.Tensor, *, group: Group, target: float = 1.01, cost: PlanCost | None = None
 ) -> Plan:
-    """Do what :func:`gather_load` and :func:`plan_replicas` do, one after the other. Collective.
+    """Do :func:`gather_load`, then :func:`plan_replicas`. Collective.
 
-    With ids on the device of a CUDA group it is a single launch, from ids to plan; in groups that
-    are too large for that, or that have ranks out of load/store reach, it is two.
+    With ids on the device of a CUDA group, one kernel launch does both; two launches if the group
+    is too large for that or has ranks without load/store access to each other.
 
     Args:
         topk_ids: as for :func:`gather_load`.
@@ -74,7 +74,7 @@ def gather_and_plan(
         cost: as for :func:`plan_replicas`.
 
     Returns:
-        The plan, where ``topk_ids`` is; its ``load`` is that of :func:`gather_load`.
+        The plan, on the device of ``topk_ids``; its ``load`` is that of :func:`gather_load`.
 
     Raises:
         InvalidArgumentError, InvalidLoadError, UnsupportedError, TransferError: as those two.
@@ -96,7 +96,7 @@ def gather_and_plan(
         epoch, plan, keep = session.engine.gather_and_plan(counted, load, *objective)
         session.submit(epoch, keep, "gather_and_plan").wait()
     except BaseException as error:
-        session.broke_off(error)
+        session.note_failure(error)
         raise
     return plan
 
@@ -106,9 +106,9 @@ def _plans_at_once(topk_ids: torch.Tensor, session: Session) -> bool:
 
 
 def _exchange(topk_ids: torch.Tensor, session: Session, loads: LoadExchange) -> torch.Tensor:
-    """Exchange loads outside the engine; a rank with bad ids says so in its row."""
+    """Exchange loads outside the engine; a rank with bad ids sends a row of REJECTED_ROW."""
     rejected: Exception | None = None
-    local, what = session.local, "topk_ids, in a group whose domains are out of each other's reach,"
+    local, what = session.local, "topk_ids, in a group whose domains cannot reach each other,"
     ids = local.on_host(topk_ids, what) if local.holds(topk_ids) else topk_ids
     try:
         check_ids(ids, session)

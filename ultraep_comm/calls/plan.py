@@ -1,4 +1,4 @@
-"""The local stage from a load to a plan."""
+"""plan_replicas: the local stage from a load to a plan."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ def plan_replicas(
     """Decide which experts to copy where. Local and pure: equal loads give equal plans.
 
     A load on the device of a CUDA group is planned there, by one launch on the current stream: the
-    plan's tensors are on the device, the host sees nothing of it and does not wait, and the call
-    can be captured into a CUDA graph. What is wrong with the values of such a load is raised by a
-    later call on the group, or by ``group.close()``; until then its plan is empty, with no tokens.
+    plan's tensors stay on the device, the host does not wait, and the call can be captured into a
+    CUDA graph. If such a load has bad values, its plan is empty, without tokens, and a later call
+    on the group, or ``group.close()``, raises the error.
 
-    Finds, in this order: the least imbalance, down to the target; the least transfer, which is the
-    most experts that any rank exports or imports; the fewest replicas. With ``cost``: the plan with
-    the least time in all, of a set of plans between none and the best balanced.
+    Minimises, in this order: the imbalance, down to the target; the transfer, which is the most
+    experts that any rank exports or imports; the number of replicas. With ``cost`` it minimises the
+    total time instead, over a set of plans from no replicas to the best balanced.
 
     Args:
-        load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns them; or
-            ``[E]``, global sums: a plan that cannot be rerouted. On the CPU, or on the device of a
+        load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns it; or
+            ``[E]``, global sums, whose plan cannot be rerouted. On the CPU, or on the device of a
             CUDA group.
-        group: takes the place of the arguments from ``slots_per_rank`` on.
-        target: good enough is a largest rank quota of this many times the mean, from 1.0 up.
+        group: replaces ``slots_per_rank``, ``num_ranks``, ``home``, ``domains`` and
+            ``allow_cross_domain``.
+        target: stop balancing when the largest rank quota is this many times the mean; at least 1.
         slots_per_rank: S.
         num_ranks: G; None: the rows of ``load``.
         home: integers ``[E]``; None: contiguous, as even as possible.
         domains: integers ``[G]``; None: a single domain.
         allow_cross_domain: replicas may lie outside their home's domain.
-        cost: takes the place of the target.
+        cost: replaces the target.
 
     Raises:
         InvalidLoadError: wrong shape, dtype or device, a negative load, an expert with 2**31 or
-            more tokens, or 2**40 or more in all.
+            more tokens, or a total of 2**40 or more.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
-        UnsupportedError: the load is on the device, and the group too large to be planned there.
+        UnsupportedError: the load is on the device, and the group is too large to plan there.
         DeviceError: the CUDA driver refused the launch.
     """
     constants = (slots_per_rank, num_ranks, home, domains)
@@ -63,7 +64,8 @@ def plan_replicas(
         allow_cross_domain or any(constant is not None for constant in constants)
     ):
         raise InvalidArgumentError(
-            "plan_replicas was given a group and its constants too; expected one of them"
+            "plan_replicas was given both a group and a topology (slots_per_rank, num_ranks, home,"
+            " domains, allow_cross_domain); expected one of them"
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
         return traced.plan_replicas(load, group, target, cost)
@@ -87,9 +89,9 @@ def plan_replicas(
 
 
 def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
-    """Do what :func:`plan_replicas` does, but no two tensors of the plan share memory.
+    """Do :func:`plan_replicas`, but share no memory among the plan's tensors or with the group.
 
-    Nor does one with the group. ``load`` of the plan may be the caller's.
+    The plan's ``load`` may be the caller's.
     """
     return _plan(load, group, target, cost, apart=True)
 
@@ -107,7 +109,11 @@ def _plan(
 def plan_objective(
     target: float, cost: PlanCost | None, group: Group | None
 ) -> tuple[int, Costs | None]:
-    """Return what a plan is to minimise, in the core's integers; InvalidArgumentError: nothing."""
+    """Return the target in parts per million, and the costs, as the core's integers.
+
+    Raises:
+        InvalidArgumentError: the target or a cost is out of range.
+    """
     try:
         nbytes = None if group is None else sum(s.nbytes for s in group.segments.values())
         costs = None if cost is None else cost.in_integers(nbytes)
@@ -117,7 +123,7 @@ def plan_objective(
 
 
 def _check_load(load: torch.Tensor, devices: Sequence[str], *, on_device: bool = False) -> None:
-    """Raise InvalidLoadError for what the host can see, of values only on the CPU."""
+    """Raise InvalidLoadError for a bad rank, dtype or device and, on the CPU, bad values."""
     if not isinstance(load, torch.Tensor) or load.dim() not in (1, 2):
         found = tuple(load.shape) if isinstance(load, torch.Tensor) else type(load).__name__
         raise InvalidLoadError(f"load is {found}; expected a tensor [G, E] or [E]")

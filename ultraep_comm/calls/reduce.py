@@ -1,4 +1,4 @@
-"""Bringing the gradients of replicas home."""
+"""reduce_expert_grads: add the gradients of replicas to those of main instances."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ def reduce_expert_grads(
     slot gradients in ascending rank order, added in fp32, and rounded once to the main gradient's
     dtype. These bits depend neither on the mode nor on tiles, threads or ranks.
 
-    When it has finished, this rank's main gradients are complete, nobody reads its slot gradients
-    any more, and those of filled slots are zero (with ``zero=False`` undefined: sums are made in
-    their place). Gradients of empty slots and of experts without replicas are untouched.
+    When the call has finished, this rank's main gradients are complete, no peer reads its slot
+    gradients any more, and those of filled slots are zero (with ``zero=False`` undefined: they hold
+    partial sums). Gradients of empty slots and of experts without replicas are untouched.
 
-    On the CUDA engine the call belongs to a stream, its plan may stay on the device, and it can be
-    captured into a CUDA graph, as :func:`replicate_experts` says; its gradients are bound before,
-    with ``group.bind_grads``.
+    Streams, plans on the device and capture into a CUDA graph are as for
+    :func:`replicate_experts`; for a capture, bind the gradients first with ``group.bind_grads``.
 
     Args:
         grads: this rank's main gradients, ``{name: tensor [M, *shape] or sequence of M tensors}``
-            for the segments of ``group.slot_grads``, float32 or bfloat16 each, in any memory of the
+            for the segments of ``group.slot_grads``, each float32 or bfloat16, in any memory of the
             group's device; or what ``group.bind_grads`` returned. Not to be used before the call
             has finished.
-        plan: the one that the slots were filled by, the same on every rank; or its handle, which
-            this call ends; in a CUDA graph, in memory that every replay reads.
-        group: made with ``grads=``.
-        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
-        mode: "pull" (each replica's rank adds up a share, and the home loads the sums), "direct"
-            (the home loads every replica), or "auto".
-        zero: clear the slot gradients that were used, for the next microbatch. False: whoever
-            uses those slots next overwrites their gradients.
+        plan: the plan that filled the slots, the same on every rank; or its handle, which this call
+            ends. In a CUDA graph, every replay reads the plan's memory.
+        group: created with ``grads=``.
+        async_op: return a :class:`Work` at once; a CUDA group then uses its own stream.
+        mode: "pull" (each replica's rank sums a share, and the home rank loads the sums), "direct"
+            (the home rank loads every replica), or "auto".
+        zero: clear the slot gradients of filled slots, for the next microbatch. False: the next
+            pass has to overwrite them.
 
     Raises:
         InvalidGradientsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its

@@ -1,4 +1,4 @@
-"""Copying experts into the slots of a plan."""
+"""replicate_experts: copy experts into the slots of a plan."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def replicate_experts(
     mode: str = "auto",
     segments: Sequence[str] | None = None,
 ) -> Work | None:
-    """Copy the experts of a plan into the slots that it names. Collective.
+    """Copy the experts of a plan into its slots. Collective.
 
-    When it has finished, this rank's filled slots are complete, bit for bit; empty slots are
-    untouched; nobody reads this rank's main weights any more; its own sends are delivered.
+    When the call has finished, this rank's filled slots are complete, bit for bit; empty slots are
+    untouched; no peer reads this rank's main weights any more; its own sends are delivered.
 
-    On the CUDA engine the call belongs to a stream, as any CUDA operation: it comes after what the
-    current stream holds, and what the current stream gets after ``wait()`` comes after it. Without
-    ``async_op`` it runs on the current stream itself; the host does not wait. With four calls
-    under way it waits for the first.
+    On the CUDA engine the call is stream-ordered: it runs after the work that the current stream
+    already has, and work enqueued after ``wait()`` runs after it. Without ``async_op`` it runs on
+    the current stream itself. The host does not wait, unless four calls are in flight: then it
+    waits for the oldest.
 
     A plan on the device of a CUDA group stays there: the kernel checks it, chooses the mode and
-    makes the schedule. What is wrong with it is raised where the call is waited for with
-    ``synchronize()``, or by the next call. Such a call can be captured into a CUDA graph, with
-    weights that were bound before or with ``group.weight_table``. (In groups of more than 32
-    segments it is copied to the CPU, which synchronises.)
+    makes the schedule. A fault in it is raised by ``synchronize()`` of the call, or by the next
+    call. Such a call can be captured into a CUDA graph, with weights bound before the capture or
+    with ``group.weight_table``. (In groups of more than 32 segments the plan is copied to the CPU,
+    which synchronises.)
 
     Args:
         weights: this rank's main weights, ``{name: tensor [M, *shape] or sequence of M tensors}``,
             or what ``group.bind`` returned, or ``group.weight_table``. Not to be changed before the
             call has finished.
-        plan: the same on every rank, or the handle that ``group.save`` returned for it; in a CUDA
-            graph, in memory that every replay reads.
+        plan: the same on every rank, or the handle that ``group.save`` returned for it. In a CUDA
+            graph, every replay reads the plan's memory.
         group: the group.
-        async_op: return a :class:`Work` at once; a CUDA group then uses a stream of its own.
+        async_op: return a :class:`Work` at once; a CUDA group then uses its own stream.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
         segments: names of the segments to transfer; None: all.
 
@@ -78,13 +78,13 @@ def replicate_experts(
         session.selections.require(bound, selection)
         if not (call.on_device or bound.addresses or session.num_mains == 0):
             raise InvalidWeightsError(
-                f"rank {session.rank}: group.weight_table goes with a plan on the device, and this"
-                " one is on the CPU; pass the weights"
+                f"rank {session.rank}: group.weight_table was given with a plan on the CPU;"
+                " expected a plan on the device, or the weights themselves"
             )
         if mode == "pull" and bound.region < 0:
             raise InvalidWeightsError(
-                f"rank {session.rank}: mode='pull' needs weights that peers can address; fill the"
-                " tensors of group.empty_weights() and pass those, or use 'push'"
+                f"rank {session.rank}: mode='pull' needs weights that peers can address; pass the"
+                " tensors of group.empty_weights(), or use mode='push'"
             )
         transfer = _core.TransferCall(
             operation=_REPLICATE,
@@ -104,5 +104,5 @@ def replicate_experts(
         call.reject(error)
         raise
     work = call.submit(transfer, bound, selection.nbytes, async_op)
-    session.filled_by = plan  # an engine that has refused the call has filled nothing
+    session.filled_by = plan  # after submit: a call that the engine refused fills nothing
     return work

@@ -1,4 +1,4 @@
-"""The local stage from routed experts to physical instances, as ids or as a map."""
+"""reroute, reroute_map: the local stage from routed experts to physical instances."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def reroute(topk_ids: torch.Tensor, plan: Plan | PlanHandle, *, group: Group) ->
     Token j of an expert, in row-major order, goes to the first instance, by rank, whose cumulative
     share of this rank's tokens exceeds j.
 
-    With ids and plan on the device of a CUDA group it is launched on the current stream: the host
-    sees nothing of it and does not wait, and the call can be captured into a CUDA graph. What is
-    wrong with the values of such ids or plans is raised by a later call on the group, or by
-    ``group.close()``; the ids that it concerns are padding until then.
+    With ids and plan on the device of a CUDA group, this is one launch on the current stream: the
+    host does not wait, and the call can be captured into a CUDA graph. If such ids or plans have
+    bad values, the ids concerned become padding, and a later call on the group, or
+    ``group.close()``, raises the error.
 
     Args:
         topk_ids: int32 or int64 ``[T, k]``: the ids that were counted for ``plan.load``; -1 is
             padding and stays -1. On the CPU, or on the device of a CUDA group.
-        plan: or the handle of a saved one; with quotas and ``[G, E]`` load, on the CPU or on the
-            device. Where one of plan and ids is on the CPU, the other is copied there and the
-            result to where the ids are, which synchronises.
+        plan: a plan or the handle of a saved one, with quotas and ``[G, E]`` load, on the CPU or on
+            the device. If only one of plan and ids is on the CPU, the other is copied there, and
+            the result back to the ids' device, which synchronises.
         group: the group; its rank is the source.
 
     Returns:
-        The same shape, dtype and device: ``rank * P + index``, with P the largest number of mains
-        on a rank plus S, mains first in expert order, then slots. Every id stays in its place, so
-        that weights ``[T, k]`` keep belonging to it.
+        Physical ids ``rank * P + index`` of the same shape, dtype and device, with P the largest
+        number of main instances on a rank plus S; main instances come first, in expert order, then
+        slots. Every id stays in its place, so weights ``[T, k]`` still belong to it.
 
     Raises:
-        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or its sums do not match.
         InvalidLoadError: wrong dtype or device, an id out of range, or ids that are not those
             counted in ``plan.load``.
-        UnsupportedError: a stream is being captured, and something has to be copied, or the working
-            memory has to grow: the text says which call to make once before the capture; or the
-            handle's save was not captured.
+        UnsupportedError: a stream is being captured, and a copy is needed, or the working memory
+            has to grow (the text names the call to make once before the capture), or the handle's
+            save was not captured.
         PlanHandleError: the handle has ended, or is another group's.
         DeviceError: the CUDA driver refused a launch.
     """
@@ -65,27 +65,27 @@ def reroute_map(
     *,
     group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do what :func:`reroute` does, for a routing map and its probabilities. Local.
+    """Do :func:`reroute` for a routing map and its probabilities. Local.
 
-    Every token gets the instances that :func:`reroute` gives it for the list of the map's experts,
-    token by token and in ascending order within a token.
+    The result is that of :func:`reroute` for the list of the map's experts, token by token, in
+    ascending order within a token.
 
     Args:
         routing_map: bool ``[T, E]``, True where a token goes to an expert: as many per expert as
             were counted for ``plan.load``. On the CPU, or on the device of a CUDA group.
         probs: ``[T, E]`` of any floating dtype, on the map's device; None: there are none.
-        plan: a plan or a handle, with quotas and ``[G, E]`` load: what :func:`reroute` says of
-            that, and of what is launched, captured and found wrong later, holds here too.
+        plan: a plan or a handle, with quotas and ``[G, E]`` load. Devices, launches, capture and
+            late errors are as for :func:`reroute`.
         group: the group; its rank is the source.
 
     Returns:
-        ``(routing_map, probs)``, both ``[T, G * P]``, by the ids that :func:`reroute` returns;
+        ``(routing_map, probs)``, both ``[T, G * P]``, with the ids of :func:`reroute` as columns;
         columns without an instance are False and 0. Probabilities of routed tokens are moved bit
         for bit, the others dropped. ``probs`` has the dtype of the input, and gradients flow back
         through it, unless it is an 8-bit float; None if there were none.
 
     Raises:
-        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or breaks its own sums.
+        InvalidPlanError: the plan has no quotas or no ``[G, E]`` load, or its sums do not match.
         InvalidLoadError: wrong shape, dtype or device, or a map that is not the one counted in
             ``plan.load``.
         PlanHandleError, UnsupportedError, DeviceError: as :func:`reroute`.
@@ -103,15 +103,15 @@ def reroute_map(
 def reroute_gradient(
     grad: torch.Tensor, routing_map: torch.Tensor, plan: Plan, *, group: Group
 ) -> torch.Tensor:
-    """Return the gradient ``[T, E]`` of probabilities from that of the rerouted, ``[T, G * P]``."""
+    """Return the gradient ``[T, E]`` of ``probs``, given that of the result, ``[T, G * P]``."""
     session = group.session
     return session.local.reroute_gradient(grad, routing_map, _beside(routing_map, plan, session))
 
 
 def _beside(routing: torch.Tensor, plan: Plan, session: Session) -> Plan:
-    """Return a checked plan: on the device if both are there, else on the CPU.
+    """Check the plan and return it on the device if ``routing`` is there too, else on the CPU.
 
-    Raises what launches before have found.
+    Raises the faults of earlier launches first.
     """
     local = session.local
     local.raise_fault()

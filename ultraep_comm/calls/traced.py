@@ -1,6 +1,6 @@
-"""What the calls on a group become while torch.compile traces them: operators of ``ops``.
+"""The calls as torch.compile traces them: operators of ``ops``.
 
-All of them write to one tensor, in name only: so a compiler keeps each of them, once, in order.
+All of them declare a write to one tensor, so that a compiler keeps each of them, once, in order.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ultraep_comm.plan.plan import PlanCost
 
 
-# Ranks issue calls in one order across groups too, so all groups share it. An effect token of torch
-# would say the same, but not of operators that write to their arguments, as these do to slots.
+# All groups share it, as ranks have to issue calls in one order across groups too. torch's effect
+# tokens do not support operators that mutate arguments, as these mutate slots.
 ORDER = torch.zeros(1, dtype=torch.int64, device="cpu")
-TABLE = "group.weight_table"  # stands among the names of segments for the table
+TABLE = "group.weight_table"  # takes the place of the segment names
 
 
 def gather_load(topk_ids: torch.Tensor, group: Group) -> torch.Tensor:
@@ -51,7 +51,7 @@ def replicate_experts(
         given = {TABLE: weights}
     else:
         given = weights.weights if isinstance(weights, BoundWeights) else weights
-    counts: list[int] = []  # -1: stacked; else so many tensors
+    counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in given.values():
         listed = [value] if isinstance(value, torch.Tensor) else list(value)
@@ -81,8 +81,8 @@ def reduce_expert_grads(
     zero: bool,
     order: torch.Tensor = ORDER,
 ) -> Work | None:
-    """Trace :func:`ultraep_comm.reduce_expert_grads`; it has finished where it stands."""
-    counts: list[int] = []  # -1: stacked; else so many tensors
+    """Trace :func:`ultraep_comm.reduce_expert_grads`, which always completes in place."""
+    counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in grads.values():
         listed = [value] if isinstance(value, torch.Tensor) else list(value)
@@ -103,7 +103,7 @@ def reduce_expert_grads(
 
 
 class FinishedWork(Work):
-    """A call that has finished in a compiled function, though it was asked for as ``async_op``."""
+    """The result of ``async_op`` for a call that completes in place in a compiled function."""
 
     def __init__(self) -> None:
         self.mode = ""
@@ -123,7 +123,7 @@ class FinishedWork(Work):
 
 
 class TracedWork(Work):
-    """A call under way in a compiled function. ``mode`` is the one that was asked for."""
+    """A call in flight in a compiled function. ``mode`` is the requested one."""
 
     def __init__(
         self,
@@ -136,24 +136,23 @@ class TracedWork(Work):
         group_name: str,
     ) -> None:
         self.mode = mode
-        # What the transfer reads is an argument of the wait too, or a compiler might reuse its
-        # memory before.
+        # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
         self._arguments = (token, held, slot_expert, slots, names, ORDER, group_name)
 
     def wait(self) -> None:
-        """Do what :meth:`Work.wait` does."""
+        """See :meth:`Work.wait`."""
         torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False)
 
     def synchronize(self) -> None:
-        """Do what :meth:`Work.synchronize` does."""
+        """See :meth:`Work.synchronize`."""
         torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, True)
 
     def is_completed(self) -> bool:
-        """Do what :meth:`Work.is_completed` does, outside the compiled function."""
+        """See :meth:`Work.is_completed`; only outside the compiled function."""
         return self._started().is_completed()
 
     def exception(self) -> UltraEPError | None:
-        """Do what :meth:`Work.exception` does, outside the compiled function."""
+        """See :meth:`Work.exception`; only outside the compiled function."""
         return self._started().exception()
 
     def _started(self) -> Work:
@@ -200,5 +199,5 @@ def reroute_map(
 
 
 def _fields(plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """Return what a reroute reads of a plan, in the order in which its operators take it."""
+    """Return the fields of a plan that a reroute reads, in the order of its operators."""
     return plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota, plan.load

@@ -1,4 +1,4 @@
-"""What a transfer of weights and a reduction of gradients have in common."""
+"""Call: the common path of a transfer of weights and a reduction of gradients."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NAMES[None] = "auto"
 
 
 class Call:
-    """A call by a plan, or by the handle of a saved one, on its way to the engine.
+    """A call with a plan or a handle, from the checks to the engine.
 
-    Raises what is wrong with the group or the plan; peers have been told, except of a capture that
-    cannot hold the call.
+    The constructor checks group and plan, and tells the peers before it raises, unless a CUDA graph
+    being captured cannot hold the call.
 
     Attributes:
-        plan: where the engine reads it.
-        view: the same for the engine.
-        on_device: a kernel will read it.
-        tag: what ranks compare besides the plan: of the handle; 0: none was given.
+        plan: the plan as the engine reads it.
+        view: its addresses and shape.
+        on_device: a kernel reads it.
+        tag: the handle's tag, which ranks compare besides the plan; 0: no handle was given.
     """
 
     __slots__ = ("_given", "_operation", "_session", "on_device", "plan", "tag", "view")
@@ -59,7 +59,7 @@ class Call:
             raise
 
     def reject(self, error: Exception) -> None:
-        """Tell the peers that this rank's input is bad; say which saved plan's call it was for."""
+        """Tell the peers that this rank's input is bad; name the handle's call in the error."""
         if self.tag:
             name_call(error, self._operation)
         self._session.reject(error)
@@ -73,13 +73,13 @@ class Call:
         *,
         spends: bool = False,
     ) -> Work | None:
-        """Give the call to the engine.
+        """Submit the call to the engine.
 
         Args:
-            call: what the engine takes.
-            bound: what it moves, to be kept until it has finished.
-            expert_bytes: that it moves for each replica.
-            async_op: return a handle at once; else wait.
+            call: the engine's arguments.
+            bound: the tensors that it moves, kept alive until it has finished.
+            expert_bytes: the bytes that it moves for each replica.
+            async_op: return the Work at once; else wait.
             spends: the call is a handle's last use.
         """
         session, given, plan = self._session, self._given, self.plan
@@ -99,30 +99,35 @@ class Call:
             if not async_op:
                 work.wait()
         except BaseException as error:
-            session.broke_off(error)
+            session.note_failure(error)
             raise
         return work if async_op else None
 
 
 def plan_of(given: Plan | PlanHandle, operation: str, session: Session) -> Plan:
-    """Return a plan, or that of a handle.
+    """Return the plan itself, or the plan of a handle.
 
     Raises:
-        PlanHandleError: a handle that cannot be used.
-        UnsupportedError: a handle of outside in a capture, or any in a compiled function.
+        PlanHandleError: the handle has ended, or is another group's.
+        UnsupportedError: a capture is given a handle saved outside of it, or a compiled function is
+            given any handle.
     """
     if not isinstance(given, PlanHandle):
         return given
     if torch.compiler.is_dynamo_compiling():
         raise UnsupportedError(
             f"{operation} was given a PlanHandle in a compiled function, which cannot see"
-            " whether it has ended; give the plan, whose tensors autograd saves"
+            " whether it has ended; pass the plan, whose tensors autograd saves"
         )
     return session.plans.plan_of(given, operation)
 
 
 def find_mode(mode: str, modes: Collection[str], rank: int) -> _core.Mode | None:
-    """Return what an engine takes for a mode; InvalidArgumentError: it is none of ``modes``."""
+    """Return the engine's value of a mode; None: "auto".
+
+    Raises:
+        InvalidArgumentError: the mode is not one of ``modes``.
+    """
     if mode == "auto":
         return None
     if mode not in modes:
@@ -133,5 +138,5 @@ def find_mode(mode: str, modes: Collection[str], rank: int) -> _core.Mode | None
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Return where a tensor is; 0: there is none."""
+    """Return a tensor's address; None: 0."""
     return 0 if tensor is None else tensor.data_ptr()

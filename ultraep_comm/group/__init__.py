@@ -1,1 +1,1 @@
-"""Groups: ranks that replicate experts among each other, and their life."""
+"""Groups of ranks that replicate experts among each other, from creation to close."""

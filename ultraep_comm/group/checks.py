@@ -1,4 +1,4 @@
-"""Does an argument fit this group? What its values say on a device, the kernels check."""
+"""Checks of arguments against the group. The kernels check values that are on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultraep_comm.plan.plan import Plan
 
 
 def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
-    """Check a plan for a call, and return where it is; on a device, only what the CPU knows of it.
+    """Check a plan for a call and return its view; on a device, check only shape and devices.
 
     Raises:
         InvalidPlanError: wrong shape, home map, expert, or placement.
@@ -25,7 +25,7 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
     if isinstance(plan, Plan):
         view = view_of(plan)
         if session.engine.accepts(view):
-            return view  # the rest says what is wrong
+            return view  # fast path: the rest finds the error
     check_plan_fits(plan, session)
     view = view_of(plan)
     fault, rank, slot, expert = session.engine.check(view)
@@ -35,7 +35,7 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
 
 
 def view_of(plan: Plan) -> _core.PlanView:
-    """Return where a plan's tensors are, and their shape."""
+    """Return the addresses and the shape of a plan's tensors."""
     slots, home = plan.slot_expert, plan.home
     slot_quota, home_quota = plan.slot_quota, plan.home_quota
     num_ranks, slots_per_rank = slots.shape
@@ -52,7 +52,7 @@ def view_of(plan: Plan) -> _core.PlanView:
 
 
 def check_ids(topk_ids: torch.Tensor, session: Session) -> None:
-    """Raise InvalidLoadError unless ``topk_ids`` is an integer tensor where a group takes it."""
+    """Raise InvalidLoadError unless ``topk_ids`` is int32 or int64 on the CPU or our device."""
     rank, devices = session.rank, (torch.device("cpu"), session.device)
     if not isinstance(topk_ids, torch.Tensor):
         raise InvalidLoadError(
@@ -67,10 +67,10 @@ def check_ids(topk_ids: torch.Tensor, session: Session) -> None:
 
 
 def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
-    """Return where a device plan is; the kernels check what its tensors hold.
+    """Return the view of a device plan; the kernels check its values.
 
     Raises:
-        InvalidPlanError: it is not of the group's shape, or in part on another device.
+        InvalidPlanError: it has another shape than the group, or tensors on several devices.
     """
     view = view_of(plan)
     if not session.engine.has_shape(view):
@@ -86,7 +86,7 @@ def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
 
 
 def check_plan_fits(plan: Plan, session: Session) -> None:
-    """Raise InvalidPlanError unless the plan is for a group like this one, and on CPU."""
+    """Raise InvalidPlanError unless the plan is on the CPU and has the group's shape and home."""
     if not isinstance(plan, Plan):
         raise InvalidPlanError(
             f"rank {session.rank}: plan is a {type(plan).__name__}; expected a Plan, for instance"
@@ -94,7 +94,7 @@ def check_plan_fits(plan: Plan, session: Session) -> None:
         )
     view = view_of(plan)
     if session.engine.fits(view):
-        return  # the rest says what is wrong
+        return  # fast path: the rest finds the error
     if not session.engine.has_shape(view):
         raise _other_shape(plan, session)
     for tensor in (plan.slot_expert, plan.home):
@@ -115,7 +115,7 @@ def _other_shape(plan: Plan, session: Session) -> InvalidPlanError:
 
 
 def check_rerouted(plan: Plan, on_device: bool, session: Session) -> None:
-    """Raise InvalidPlanError unless the plan fits the group and says where tokens go."""
+    """Raise InvalidPlanError unless the plan fits the group and has quotas and a [G, E] load."""
     if on_device:
         check_device_plan(plan, session)
     else:

@@ -1,4 +1,4 @@
-"""Making groups: arguments are checked, ranks agree on an engine, and its own module goes on."""
+"""Creation of groups: check the arguments, agree on an engine, let its module do the rest."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ def new_group(
     tile_bytes: int | None = None,
     check: bool | None = None,
 ) -> Group:
-    """Make a group over a process group. Collective; several may live at once.
+    """Create a group over a process group. Collective; several groups may exist at once.
 
-    After Ctrl-C in it (KeyboardInterrupt) the process group can be used again only if no other
-    rank was interrupted in it too.
+    After a Ctrl-C (KeyboardInterrupt) in this call, the process group remains usable only if no
+    other rank was interrupted in it too.
 
     Args:
         process_group: None: WORLD. Any backend that moves byte tensors.
         num_experts: E.
-        slots_per_rank: S, replicas that a rank can hold at a time.
+        slots_per_rank: S, the replicas that a rank can hold at a time.
         expert: ``{name: (shape, dtype) or Segment}``: the tensors of one expert.
         home: integers ``[E]``; None: contiguous, as even as possible.
         domains: integers ``[G]``; None: ranks with load/store access to each other.
         allow_cross_domain: replicas may lie outside their home's domain.
         grads: dtype of the slots' gradients, torch.float32 or torch.bfloat16; ``{name: dtype}`` if
-            not all segments have gradients. None: slots hold none.
+            not all segments have gradients. None: no gradients.
         engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
             torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
             symmetric memory, for ranks that all reach each other by load and store); or "auto":
             "nvshmem" where every rank has it over these ranks, else "torch".
-        timeout: seconds for every wait, 0: no limit. None: the process group's timeout until every
-            rank of a plan has called, then 30 s.
-        num_sms: workers per rank: threads (None: the machine's cores, divided by its ranks) or
-            blocks on the GPU (None: 64, or all multiprocessors where there are fewer).
+        timeout: limit of every wait in seconds; 0: no limit. None: the process group's timeout
+            until every rank of a plan has called, then 30 s.
+        num_sms: workers per rank: threads (None: the machine's cores divided by its ranks) or
+            blocks on the GPU (None: 64, or all multiprocessors if there are fewer).
         tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
-        check: compare every slot with its home after each transfer, on the host engine; None:
-            ULTRAEP_CHECK, else False. The same on every rank.
+        check: compare every slot with its main instance after each transfer, on the host engine;
+            None: ULTRAEP_CHECK, else False. The same on every rank.
 
     Raises:
         InvalidArgumentError: an argument is wrong on this rank.
-        BootstrapError: ranks disagree, a rank left or cannot take part.
+        BootstrapError: ranks disagree, or a rank left or cannot take part.
         OutOfSharedMemoryError: this rank's slots do not fit into memory.
-        UnsupportedError: the engine or fabric cannot be used here; says what is missing.
-        CalibrationError: rank 0's file of measured costs is not one of this machine.
+        UnsupportedError: the engine or fabric cannot be used here; the text says what is missing.
+        CalibrationError: rank 0's calibration file is unreadable, damaged, or of another machine.
     """
     meeting = Meeting(process_group)
-    # Memory that lasts is used outside of an inference mode too.
+    # The group's tensors outlive this call: they must not be inference tensors.
     with torch.inference_mode(False), meeting.making():
         error: Exception | None = None
         options = topology = None
@@ -101,13 +101,13 @@ def new_group(
                 allow_cross_domain=allow_cross_domain,
             )
             _prepare_recording(options, topology)
-        except Exception as bad_argument:  # whatever it is, the peers must not wait for this rank
+        except Exception as bad_argument:  # of any type: peers must not wait for this rank
             error = bad_argument
         meeting.agree(error)
         assert options is not None
         assert topology is not None
 
-        # Before ranks go different ways: what follows is not the same for all engines.
+        # Compare arguments first: ranks that disagree on the engine would exchange different data.
         hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
         hellos = meeting.exchange(hello)
         check_same_arguments(hellos)
@@ -136,18 +136,17 @@ def new_loopback_groups(
     tile_bytes: int | None = None,
     check: bool | None = None,
 ) -> list[Group]:
-    """Make a group of several ranks inside this process: the same engines, all on one machine.
+    """Create a group whose ranks all live in this process; the engines are the same.
 
     With ``engine="host"`` (the default) ranks are threads. With ``engine="cuda"`` they share
-    torch's current device, and each call of theirs is one launch, made by the last rank to call.
-    A collective waits for its peers, so either call it from one thread per rank, or with
-    ``async_op=True`` on every rank before the first wait. Other arguments are those of
-    :func:`new_group`; ``num_sms`` is for each rank, and all ranks' blocks have to fit on the
-    device at a time.
+    torch's current device, and the last rank to call launches one kernel for all of them.
+    A collective waits for its peers: call it from one thread per rank, or with ``async_op=True``
+    on every rank before the first wait. Other arguments are those of :func:`new_group`;
+    ``num_sms`` is per rank, and the blocks of all ranks have to fit on the device together.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
-        UnsupportedError: the engine cannot be used here; says what is missing.
+        UnsupportedError: the engine cannot be used here; the text says what is missing.
     """
     options = Options(
         expert=expert,
@@ -197,14 +196,13 @@ def _prepare_recording(options: Options, topology: Topology) -> None:
         prepare_folder(options.record_folder, options.record_calls, topology)
 
 
-def _groups(made: list[Parts], options: Options, run: bytes) -> list[Group]:
-    """Return the groups of one making, named by it; recorded if an environment variable says so.
+def _groups(ranks: list[Parts], options: Options, run: bytes) -> list[Group]:
+    """Return a Group for each rank's parts, recorded if an environment variable asks for it.
 
-    Recordings go to a folder when the groups are closed; of those that nobody closes, when they are
-    collected, or the process ends.
+    A recording is written when its group is closed, garbage-collected, or when the process ends.
     """
     groups = []
-    for parts in made:
+    for parts in ranks:
         session = Session(parts)
         session.run = name_run(run)
         if options.record_folder is not None:

@@ -1,4 +1,4 @@
-"""Groups: ranks that replicate experts among each other, their slots, and their life."""
+"""Group: one rank's slots, weights, saved plans, recorder and health, until it is closed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ultraep_comm.weights.segments import BoundWeights, Segment, Weights, with_o
 
 
 class Group:
-    """One rank's part of a group. Made by :func:`new_group` or :func:`new_loopback_groups`.
+    """One rank's part of a group. Created by :func:`new_group` or :func:`new_loopback_groups`.
 
     Attributes:
         rank: this rank in the group.
         topology: the group's constants.
         device: where weights and slots are.
         segments: the tensors of an expert, by name.
-        slots: ``{name: [S, *shape]}``, views of this rank's slots, stable for the group's life.
-        slot_grads: the same for their gradients, zero at first; of the segments that have any.
-        name: what operators find the group by, in this process.
-        num_mains: M, of this rank.
-        session: what calls work with: for the package's own modules.
+        slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
+        slot_grads: the same for their gradients, initially zero; only segments with gradients.
+        name: the key by which operators find the group in this process.
+        num_mains: M, the main instances on this rank.
+        session: internal state, for the package's own modules.
     """
 
     def __init__(self, session: Session, grads: Mapping[str, Segment]) -> None:
@@ -50,9 +50,7 @@ class Group:
         self.slots = {name: with_own_storage(view) for name, view in slots.items()}
         self.slot_grads = {name: with_own_storage(view) for name, view in slot_grads.items()}
         register_group(self)
-        _ = (
-            self.topology.instances_per_rank
-        )  # kept there: torch.compile cannot trace how it is found
+        _ = self.topology.instances_per_rank  # caches it: torch.compile cannot trace its property
 
     @property
     def num_ranks(self) -> int:
@@ -61,7 +59,7 @@ class Group:
 
     @property
     def bytes_stored(self) -> int:
-        """Return the bytes that this rank's engine has stored into slots since the group exists.
+        """Return the bytes that this rank's engine has stored into slots since creation.
 
         Raises:
             UnsupportedError: the current stream is being captured.
@@ -74,29 +72,31 @@ class Group:
     def bind(self, weights: Weights | BoundWeights) -> BoundWeights:
         """Check main weights and take their addresses, once for repeated calls.
 
-        On a CUDA group the addresses go to the device too, and the host waits for that; what was
-        bound before a capture into a CUDA graph can be used in it.
+        On a CUDA group this also copies the addresses to the device, synchronously; weights that
+        were bound before a capture into a CUDA graph can be used in it.
 
         Args:
-            weights: ``{name: tensor [M, *shape] or sequence of M tensors}``; may leave segments
-                out that later calls do not transfer.
+            weights: ``{name: tensor [M, *shape] or sequence of M tensors}``; segments that later
+                calls do not transfer may be left out.
 
         Raises:
-            InvalidWeightsError: as the text says.
+            InvalidWeightsError: unknown segment, wrong number of experts, shape, dtype, device or
+                strides, or bound to another group.
         """
         return self.session.weights.bind_for_good(weights)
 
     def bind_grads(self, grads: Weights | BoundGrads) -> BoundGrads:
         """Check main gradients and take their addresses, once for repeated reductions.
 
-        On a CUDA group the addresses go to the device too, and the host waits for that; what was
-        bound before a capture into a CUDA graph can be used in it.
+        On a CUDA group this also copies the addresses to the device, synchronously; gradients that
+        were bound before a capture into a CUDA graph can be used in it.
 
         Args:
             grads: as for :func:`reduce_expert_grads`.
 
         Raises:
-            InvalidGradientsError: as the text says.
+            InvalidGradientsError: likewise; a segment is missing; rows share memory; or the group
+                was created without ``grads=``.
         """
         return self.session.grads.bind_for_good(grads)
 
@@ -104,12 +104,12 @@ class Group:
     def weight_table(self) -> torch.Tensor:
         """Return this rank's table of addresses, to pass in place of weights that move.
 
-        int64 ``[num_segments, M]`` on the device of a CUDA group, zero at first and stable for the
-        group's life. A call with it and a plan on the device reads it when its kernel runs, so that
+        int64 ``[num_segments, M]`` on the device of a CUDA group, initially zero; its own address
+        does not change. A call with it and a plan on the device reads it when its kernel runs, so
         replays of a graph follow :meth:`update_weight_table`.
 
         Raises:
-            UnsupportedError: a group of the host engine; or the first use is during a capture.
+            UnsupportedError: the group uses the host engine, or the first use is in a capture.
         """
         return self.session.weights.table
 
@@ -117,8 +117,8 @@ class Group:
         """Write the addresses of weights to :attr:`weight_table`, in the current stream's order.
 
         Args:
-            weights: as for :meth:`bind`. They have to stay where they are until the calls that use
-                them have finished. Addresses of segments that are left out become 0.
+            weights: as for :meth:`bind`; not to be freed before the calls that use them have
+                finished. Addresses of segments that are left out become 0.
 
         Raises:
             InvalidWeightsError: as :meth:`bind`.
@@ -133,9 +133,9 @@ class Group:
             ``{name: tensor [M, *shape]}``, zeroed.
 
         Raises:
-            OutOfSharedMemoryError: there is not enough memory on some rank.
-            UnsupportedError: some ranks have no load/store access to each other, so none can pull;
-                or the current stream is being captured.
+            OutOfSharedMemoryError: some rank has not enough memory.
+            UnsupportedError: some ranks have no load/store access to each other, which ``pull``
+                needs; or the current stream is being captured.
         """
         session = self.session
         session.refuse_capture("empty_weights()")
@@ -152,7 +152,7 @@ class Group:
         except BaseException as error:  # Ctrl-C too
             if isinstance(error, Exception):
                 session.first_error = error
-            session.abort()  # ranks may no longer agree on their regions
+            session.abort()  # peers may have the region that this rank lacks
             raise
         index = session.engine.add_region(region.bases)
         session.memory.append(region)
@@ -183,25 +183,25 @@ class Group:
     # ---- saved plans ----------------------------------------------------------------------
 
     def save(self, plan: Plan, *, layer: int = 0, microbatch: int | None = None) -> PlanHandle:
-        """Keep a plan for the calls of a layer and microbatch that are still to come. Local.
+        """Save a plan for later calls of a layer and microbatch. Local.
 
-        The group copies it, in the current stream's order: whoever made the plan may write to its
-        memory. On the device of a CUDA group a save can be captured into a CUDA graph; its memory
-        belongs to the graph, and every replay saves the plan that is there by then, unless the one
-        of the replay before is still in use, because its reduction, or a captured release, has not
-        run: that one stays, and the next call on the group raises PlanHandleError.
+        The group copies the plan, in the current stream's order; the caller may then reuse its
+        memory. On the device of a CUDA group a save can be captured into a CUDA graph: its entry
+        belongs to the graph, and every replay saves the plan's current contents. A replay does not
+        overwrite a plan whose reduction or captured release has not run: the old plan stays, and
+        the next call on the group raises PlanHandleError.
 
         Args:
             plan: of this group's shape, on the CPU or on the device of a CUDA group.
-            layer: a number from 0 up.
-            microbatch: likewise; None: how many plans of the layer this group has saved before.
+            layer: 0 or more.
+            microbatch: 0 or more; None: the number of plans of this layer saved so far.
 
         Raises:
             InvalidPlanError: the plan is for another group.
             InvalidArgumentError: ``layer`` or ``microbatch`` is out of range.
             GroupClosedError: the group is closed or failed earlier.
-            PlanHandleError, InvalidLoadError: what an earlier launch on the device has found wrong.
-            UnsupportedError: the current stream is being captured, and no entry is free:
+            PlanHandleError, InvalidLoadError: an earlier launch on the device found the error.
+            UnsupportedError: the current stream is being captured, and no entry is free; see
                 :meth:`reserve_plans`.
             DeviceError: the CUDA driver refused the launch.
         """
@@ -215,14 +215,14 @@ class Group:
         return session.plans.save(plan, layer, microbatch)
 
     def reserve_plans(self, count: int) -> None:
-        """Preallocate count entries for saved plans: for a capture, all that it saves. Local.
+        """Preallocate ``count`` entries for the plans that a capture saves. Local.
 
-        Outside of captures :meth:`save` does so by itself, and takes none of these. The host engine
+        Outside of captures :meth:`save` allocates by itself and leaves these alone. The host engine
         needs none.
 
         Raises:
             UnsupportedError: the current stream is being captured.
-            OutOfSharedMemoryError: there is not enough memory on the device.
+            OutOfSharedMemoryError: the device has not enough memory.
         """
         self.session.require_open("reserve_plans")
         self.session.plans.reserve(count)
@@ -230,14 +230,14 @@ class Group:
     def assert_idle(self) -> None:
         """Raise unless every saved plan was reduced or released, and every call has finished.
 
-        For the end of a training step. It waits for nothing: on a CUDA group, synchronize the
-        device before.
+        Meant for the end of a training step. It does not block: on a CUDA group, synchronize the
+        device first.
 
         Raises:
-            GroupBusyError: as the text says.
+            GroupBusyError: a saved plan is still live, or a call has not finished.
             GroupClosedError: the group is closed or failed earlier.
-            PlanHandleError, InvalidLoadError, InvalidPlanError: what an earlier launch on the
-                device, also of a replay, has found wrong.
+            PlanHandleError, InvalidLoadError, InvalidPlanError: an earlier launch on the device, or
+                a replay of one, found the error.
         """
         self.session.require_open("assert_idle")
         self.session.local.raise_fault()
@@ -246,17 +246,17 @@ class Group:
     # ---- recording ------------------------------------------------------------------------
 
     def start_recording(self, capacity: int = CAPACITY, *, loads: bool = True) -> Recorder:
-        """Keep the times and plans of this rank's calls from now on. Local.
+        """Start to record the times and plans of this rank's calls. Local.
 
         Args:
-            capacity: of so many calls; later ones take the place of the first.
-            loads: keep the load ``[G, E]`` of plans too, which is most of the memory.
+            capacity: calls to keep; newer calls overwrite the oldest.
+            loads: keep the load ``[G, E]`` of plans too, which takes most of the memory.
 
         Returns:
             The recorder; ``with group.start_recording() as recorder:`` stops it at the end.
 
         Raises:
-            InvalidArgumentError: the capacity is out of range, or the group is being recorded.
+            InvalidArgumentError: the capacity is out of range, or the group is already recorded.
             GroupClosedError: the group is closed or failed earlier.
         """
         self.session.require_open("start_recording")
@@ -265,36 +265,36 @@ class Group:
     # ---- health ---------------------------------------------------------------------------
 
     def health(self) -> GroupHealth:
-        """Return what this rank has done and waited for, and what it knows of its peers. Local.
+        """Return this rank's calls and waits, and the last known state of its peers. Local.
 
-        From any thread and at any time, also while a call is under way, after a failure and after
-        a close; it waits for no call, and changes nothing.
+        May be called from any thread at any time: during a call, after a failure, after a close.
+        It does not block and has no side effects.
         """
         return health_of(self.session)
 
     # ---- life -----------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Fail the calls that are under way, here and, through the peers' waits, everywhere.
+        """Fail the calls in flight, on this rank and, through their waits, on all others.
 
         The group takes no more calls; close it.
         """
         self.session.abort()
 
     def close(self) -> None:
-        """Finish submitted calls, say goodbye to the peers, and free threads and connections.
+        """Finish submitted calls, tell the peers, and free threads and connections.
 
-        Slot tensors stay valid as long as they are referenced. Closing twice is harmless, and so is
-        closing in a process that was forked from the group's: there it frees nothing but memory.
+        Slot tensors stay valid as long as they are referenced. Closing twice is harmless. In a
+        process forked from the group's, it only frees memory.
 
         Raises:
-            TransferError: a submitted call failed, and nobody has waited for it.
-            PlanMismatchError: a peer is seen to have made another last call than this rank.
+            TransferError: a submitted call failed, and no wait has raised it.
+            PlanMismatchError: a peer's last call differs from this rank's.
             InvalidLoadError, InvalidPlanError: an earlier plan or reroute on the device was given
-                bad values, and no call since then has said so.
-            PlanHandleError: likewise, a replay saved a plan before the one there was reduced.
-            GroupBusyError: plans were saved that nobody has reduced or released. The group is
-                closed all the same.
+                bad values, and no call has raised that since.
+            PlanHandleError: likewise, a replay saved a plan before the previous one was reduced.
+            GroupBusyError: a saved plan was neither reduced nor released. The group is closed
+                nevertheless.
             UnsupportedError: the current stream is being captured; the group stays open.
         """
         self.session.close()
@@ -313,7 +313,7 @@ class Group:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Group cannot be copied or pickled: it owns memory and threads of a rank")
+        raise TypeError("a Group cannot be copied or pickled: it owns a rank's memory and threads")
 
     def __repr__(self) -> str:
         t = self.topology

@@ -1,4 +1,4 @@
-"""How a group is doing: calls, bytes, waits, peers, the last error."""
+"""Health of a group: calls, bytes, waits, peers, the last error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CallCounts:
     Attributes:
         replicate: transfers.
         reduce: reductions of gradients.
-        gather: exchanges of loads, but for those that the process group makes.
-        rejected: calls that this rank refused for its own bad input: at most one.
+        gather: exchanges of loads, except those over the process group.
+        rejected: calls that this rank rejected for its own bad input: at most one.
     """
 
     replicate: int
@@ -31,15 +31,15 @@ class CallCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class LongestWait:
-    """The longest wait so far, which may be going on.
+    """The longest wait so far, finished or not.
 
     Attributes:
-        seconds: how long it took, so far.
-        peer: the rank that was waited for; -1: none in particular.
-        flag: what was waited for: "call", "open", "ready", "done", "pulled", "gathered", "summed",
+        seconds: its length, so far if it is not finished.
+        peer: the rank waited for; -1: none in particular.
+        flag: the flag waited for: "call", "open", "ready", "done", "pulled", "gathered", "summed",
             "consumed", "checked".
-        expert: of which expert; -1: of none.
-        epoch: in which call.
+        expert: the flag's expert; -1: none.
+        epoch: the call that waited.
     """
 
     seconds: float
@@ -51,15 +51,15 @@ class LongestWait:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitHealth:
-    """Waits of this rank's workers, as far as they slept; what ended while they spun is none.
+    """Waits in which this rank's workers slept; waits that ended while spinning do not count.
 
     Attributes:
-        seconds: spent in them, by all workers together.
-        over_1ms: how many waits took longer; one that goes on counts as what it is by now.
+        seconds: total over all workers.
+        over_1ms: waits longer than this; an unfinished wait counts with its length so far.
         over_10ms: likewise.
         over_100ms: likewise.
         over_1s: likewise.
-        longest: the longest of them; None: there was none.
+        longest: the longest wait; None: there was none.
     """
 
     seconds: float
@@ -72,7 +72,7 @@ class WaitHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHealth:
-    """A group on one rank, at one moment. ``str()`` is for people, :meth:`as_dict` for logs.
+    """Snapshot of a group on one rank. ``str()`` is for people, :meth:`as_dict` for logs.
 
     Attributes:
         rank: this rank.
@@ -80,18 +80,16 @@ class GroupHealth:
         state: "open", "failed" (it takes no more calls), "closed", or "inherited" (by a forked
             child of the group's process).
         epoch: calls submitted so far, which is the number of the last one.
-        completed: calls finished; None on a CUDA group, whose device would have to be asked.
-        failed_epoch: the first call that failed; 0: none is known.
+        completed: calls finished; None on a CUDA group, where it would need a device query.
+        failed_epoch: the first call known to have failed; 0: none.
         calls: calls by operation.
-        bytes_stored: bytes that finished calls have stored; None on a CUDA group, likewise.
-        waits: how long this rank has waited; None on a CUDA group, where kernels wait, and in a
-            forked child.
-        peers_gone: ranks whose processes are known to have ended, or to have closed the group after
-            a failure.
-        peers: what is known of every rank ``[G]``, this one too; by the time of the failure, or by
-            now if there was none. None on a CUDA group, and in a forked child.
-        last_error: type and text of the error that ended the group, "Type: text"; None: none.
-        saved_plans: plans in the group's store that nobody has reduced or released.
+        bytes_stored: bytes stored by finished calls; None on a CUDA group, likewise.
+        waits: this rank's waits; None on a CUDA group, where kernels wait, and in a forked child.
+        peers_gone: ranks whose processes have ended, or that closed the group after a failure.
+        peers: the last known state of every rank ``[G]``, this one included, at the time of the
+            failure, or now if there was none. None on a CUDA group, and in a forked child.
+        last_error: the error that ended the group, as "Type: text"; None: none.
+        saved_plans: saved plans that were neither reduced nor released.
     """
 
     rank: int
@@ -109,7 +107,7 @@ class GroupHealth:
     saved_plans: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same as dictionaries, lists, strings and numbers, which JSON can hold."""
+        """Return the same as dictionaries, lists, strings and numbers, ready for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -151,11 +149,11 @@ def _longest(wait: LongestWait | None) -> str:
 
 
 def health_of(session: Session) -> GroupHealth:
-    """Return how a group is doing; ``Group.health`` has the words."""
+    """Return the health of a group; see ``Group.health``."""
     engine = session.engine
     failed = engine.failed_epoch()
     error, words, waits = session.first_error, None, None
-    # In a forked child, locks are as they were at the fork, and may be held for ever.
+    # A forked child inherits locks in their state at the fork; nobody there releases them.
     if session.process == os.getpid():
         if error is None and failed:
             error = session.explain(failed, "a call")

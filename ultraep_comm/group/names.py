@@ -16,24 +16,23 @@ _numbers = itertools.count()
 
 
 def new_name() -> str:
-    """Return a name for a new group.
+    """Return a name for a new group: the number of groups created before in this process.
 
-    Groups are numbered in the order in which the process makes them: where every rank makes the
-    same groups, they have the same names, and compiled graphs are the same on all ranks.
+    If all ranks create their groups in one order, names, and so compiled graphs, are the same.
     """
     return str(next(_numbers))
 
 
 def register_group(group: uec.Group) -> None:
-    """Have a group found by its name while it lives."""
+    """Register a group under its name, without keeping it alive."""
     _groups[group.name] = group
 
 
 def find_group(name: str) -> uec.Group:
-    """Return the group of a name.
+    """Return the group with this name.
 
     Raises:
-        GroupClosedError: there is none, or it lives no more.
+        GroupClosedError: there is none, or it has been garbage-collected.
     """
     group = _groups.get(name)
     if group is None:

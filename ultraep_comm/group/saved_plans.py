@@ -1,4 +1,4 @@
-"""Saved plans: several microbatches in flight, each with the plan that its forward pass ran by."""
+"""Saved plans: several microbatches in flight, each with the plan of its forward pass."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import ultraep_comm as uec
 
 
-ALIGNMENT = 4  # int32, of an entry's fields: 16 bytes, as compilers expect it of tensors
-LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # that a tag can tell apart
+ALIGNMENT = 4  # in int32, of an entry's fields: the 16 bytes that compilers assume of tensors
+LAYERS, MICROBATCHES = 1 << 31, 1 << 32  # limits of the fields of a tag
 NAMED = 4  # live handles that an error lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """Why a handle can be used no more."""
+    """Why a handle has ended, and what to do instead."""
 
     what: str
     todo: str
@@ -47,25 +47,25 @@ _RELEASED = _End(
     what="was released", todo="release a handle after its last use, or save the plan again"
 )
 _CLOSED = _End(
-    what="belongs to a group that is closed", todo="make a new group, and save plans in that"
+    what="belongs to a group that is closed", todo="create a new group, and save plans in that"
 )
 
 
 class PlanHandle:
-    """A saved plan, for the calls of one layer and microbatch. Made by ``group.save``.
+    """A saved plan, for the calls of one layer and microbatch. Returned by ``group.save``.
 
-    It stands where those calls take a plan. ``reduce_expert_grads`` is its last use; without one,
-    :meth:`release` ends it, or leaving it as a context manager does. Ranks have to use handles in
-    the same order: calls with handles of different layers or microbatches do not match.
+    Pass it to those calls in place of the plan. ``reduce_expert_grads`` is its last use; without a
+    reduction, end it with :meth:`release` or by leaving it as a context manager. Ranks have to use
+    handles in the same order: calls with handles of different layers or microbatches do not match.
 
-    One that was saved in a capture into a CUDA graph has the plan of the latest replay, and the
-    replays of its reduction, or of its release, end that use.
+    A handle saved in a capture into a CUDA graph has the plan of the latest replay, until a replay
+    of its reduction or release.
 
     Attributes:
         layer: as given to ``save``.
         microbatch: as given, or the number of plans of this layer that were saved before.
-        generation: counts the plans that the group has saved; never twice the same.
-        saved: what the group's store has of it.
+        generation: the number of this plan among all that the group has saved; unique.
+        saved: the store's record of it.
     """
 
     def __init__(self, saved: Saved) -> None:
@@ -76,12 +76,16 @@ class PlanHandle:
 
     @property
     def group(self) -> uec.Group:
-        """Return the group that saved the plan; GroupClosedError: it lives no more."""
+        """Return the group that saved the plan.
+
+        Raises:
+            GroupClosedError: the group has been garbage-collected.
+        """
         return find_group(self.saved.store.name)
 
     @property
     def plan(self) -> Plan:
-        """Return the saved plan, in the store's memory: not to be written to, nor kept for longer.
+        """Return the saved plan, in the store's memory: read-only, and valid while the handle is.
 
         Raises:
             PlanHandleError: the handle has ended, or its group is closed.
@@ -94,11 +98,11 @@ class PlanHandle:
         return self.saved.end is None and not self.saved.store.closed
 
     def release(self) -> None:
-        """End the handle without a reduction. Harmless if it has ended.
+        """End the handle without a reduction. Does nothing if it has ended.
 
-        A handle that was saved in a capture into a CUDA graph keeps its entry for the graph's
-        replays. Released in a capture it ends in each replay, where the current stream is by then.
-        Release it, once more if it has ended, outside of captures when the graph is gone.
+        A handle saved in a capture into a CUDA graph keeps its entry for the graph's replays. A
+        release in a capture is part of the graph: each replay ends its use there. To free the
+        entry, release the handle (again) outside of captures after the graph is destroyed.
         """
         self.saved.store.release(self.saved)
 
@@ -133,9 +137,9 @@ class Entry:
 
     Attributes:
         fields: ``{field: tensor}``.
-        in_use: int64 ``[1]``, for captured saves: the generation of the one whose plan waits for
-            its reduction or release; 0: none. An earlier generation than that of the handle that
-            owns the entry is an earlier owner's, and means nothing.
+        in_use: int64 ``[1]``, for captured saves: the generation of the save whose plan has not
+            been reduced or released; 0: none. A generation below that of the entry's current
+            handle is left from an earlier handle and is ignored.
     """
 
     fields: Mapping[str, torch.Tensor]
@@ -144,15 +148,15 @@ class Entry:
 
 @dataclass(kw_only=True, eq=False)
 class Saved:
-    """A saved plan, as its store has it.
+    """The store's record of a saved plan.
 
     Attributes:
-        store: of its group.
+        store: the group's.
         plan: in the store's memory.
-        entry: that memory, if it is lent; None: the plan has its own.
-        captured: a graph saves it, in each replay.
+        entry: the store's entry that holds it; None: the plan owns its memory.
+        captured: a CUDA graph saves it, in each replay.
         layer, microbatch, generation: as :class:`PlanHandle`.
-        end: why it can be used no more; None: it can.
+        end: why it has ended; None: it is live.
     """
 
     store: PlanStore
@@ -166,38 +170,38 @@ class Saved:
 
     @property
     def in_use(self) -> int:
-        """Return the address of the mark that replays of a captured save set; 0: there is none."""
+        """Return the address of the mark set by replays of a captured save; 0: there is none."""
         if self.entry is None or not self.captured:
             return 0
         return self.entry.in_use.data_ptr()
 
     @property
     def tag(self) -> int:
-        """Return what ranks compare: never 0, which stands for calls without a handle."""
+        """Return the tag that ranks compare; never 0, the tag of calls without a handle."""
         return (self.layer + 1) << 32 | self.microbatch
 
-    def let_go(self) -> None:
-        """Release a plan that nobody has a handle of, unless a graph may: its replays save it."""
+    def release_unless_captured(self) -> None:
+        """Release the plan of a dropped pass, unless it was captured: the graph still saves it."""
         if not self.captured:
             self.store.release(self)
 
 
 class PlanStore:
-    """The plans that a group keeps, and their handles.
+    """The saved plans of a group.
 
-    A plan on the CPU is copied. One on the device goes to an entry of device memory that was there
-    before, in the order of the current stream, so that a save can be captured. An entry is used
-    again when its handle has ended and the calls on the group until then have finished; one that a
-    capture has saved to belongs to the graph. The host does not see replays, so the device keeps
-    account of those: the save's kernel marks the entry, the kernel of its reduction clears the mark
-    behind all that the rank has read, and a save that finds it leaves the plan there and reports.
+    A plan on the CPU is cloned. A plan on the device is copied to a preallocated entry of device
+    memory, in the current stream's order, so that a save can be captured. An entry is reused when
+    its handle has ended and all calls on the group up to then have finished; the entry of a
+    captured save belongs to the graph. The host does not see replays, so the device tracks them:
+    the save's kernel marks the entry, and the reduction's kernel clears the mark after the rank's
+    last read. A save that finds the mark set leaves the entry as it is and reports a fault.
 
     Args:
-        rank: for errors.
-        name: the group's.
-        topology: of its plans.
-        local: copies plans, and has the tensors that plans share and nobody writes to.
-        engine: says which calls have finished.
+        rank: for error texts.
+        name: the group's name.
+        topology: the group's topology.
+        local: copies plans, and has the constant tensors that plans share.
+        engine: tells which calls have finished.
     """
 
     def __init__(
@@ -216,17 +220,17 @@ class PlanStore:
         self._local = local
         self._engine = engine
         self._generation = 0
-        self._saved: Counter[int] = Counter()  # plans of a layer so far
+        self._saved: Counter[int] = Counter()  # number of plans by layer
         self._live: dict[int, tuple[int, int]] = {}  # layer and microbatch, by generation
         self._free: list[Entry] = []
-        self._reserved: list[Entry] = []  # for captured saves alone
-        self._ended: deque[tuple[int, Entry]] = deque()  # free behind that call
-        self._captured_saves = 0  # since the last that was not captured
+        self._reserved: list[Entry] = []  # for captured saves only
+        self._ended: deque[tuple[int, Entry]] = deque()  # free once the call has finished
+        self._captured_saves = 0  # since the last save outside of captures
 
     # ---- saving ---------------------------------------------------------------------------
 
     def save(self, plan: Plan, layer: int, microbatch: int | None) -> PlanHandle:
-        """Keep a plan that has been checked; see ``Group.save``."""
+        """Save a checked plan; see ``Group.save``."""
         layer = self._number(layer, "layer", LAYERS)
         if microbatch is None:
             microbatch = self._saved[layer]
@@ -286,10 +290,10 @@ class PlanStore:
         if not held:
             needed = self._captured_saves + 1
             raise UnsupportedError(
-                f"rank {self._rank}: save needs an entry of the plan store, and none is free after"
-                f" {self._captured_saves} captured saves; none can be had while a CUDA graph is"
-                f" being captured. Call group.reserve_plans({needed}), or more, before the capture:"
-                " one for each plan that it saves"
+                f"rank {self._rank}: the plan store has no free entry after {self._captured_saves}"
+                " captured saves, and none can be allocated while a CUDA graph is being captured."
+                f" Before the capture, call group.reserve_plans({needed}), or more: one entry for"
+                " each plan that it saves"
             )
         self._captured_saves += 1
         return held.pop()
@@ -303,7 +307,7 @@ class PlanStore:
             self._free.append(entry)
 
     def _collect(self) -> None:
-        """Free the entries whose calls have finished. Not in a capture, which forbids to ask."""
+        """Free the entries whose calls have finished. Not in a capture, which forbids the query."""
         while self._ended and self._engine.is_completed(self._ended[0][0]):
             self._free.append(self._ended.popleft()[1])
 
@@ -318,11 +322,11 @@ class PlanStore:
             "load": (t.num_ranks, t.num_experts),
             "domains": (t.num_ranks,),
         }
-        begins, total = {}, ALIGNMENT  # the mark is in front
+        begins, total = {}, ALIGNMENT  # the mark comes first
         for name, shape in shapes.items():
             begins[name] = total
             total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        with torch.inference_mode(False):  # autograd may save them
+        with torch.inference_mode(False):  # autograd may save these tensors
             memory = self._local.allocate(4 * total).view(torch.int32)
             return Entry(
                 {
@@ -340,7 +344,7 @@ class PlanStore:
         if self._local.is_capturing():
             raise UnsupportedError(
                 f"rank {self._rank}: reserve_plans({count}) in a capture into a CUDA graph; call it"
-                " before"
+                " before the capture"
             )
         self._captured_saves = 0
         self._collect()
@@ -350,12 +354,12 @@ class PlanStore:
     # ---- using ----------------------------------------------------------------------------
 
     def plan_of(self, handle: PlanHandle, operation: str) -> Plan:
-        """Return the plan of a handle that can be used here.
+        """Return the plan of a handle.
 
         Raises:
-            PlanHandleError: it cannot.
-            UnsupportedError: a capture is in progress that the handle was not saved in: the graph
-                would read the entry when it belongs to whoever saves next.
+            PlanHandleError: the handle has ended, or is another group's.
+            UnsupportedError: the current stream is being captured, and the handle was saved outside
+                of captures: replays would read the entry after it has been reused.
         """
         saved = handle.saved
         if saved.store is not self:
@@ -375,8 +379,8 @@ class PlanStore:
             raise UnsupportedError(
                 f"rank {self._rank}: {operation} in a capture into a CUDA graph was given the"
                 f" handle of layer {saved.layer}, microbatch {saved.microbatch}, which was saved"
-                " outside of captures: replays would read whatever plan is in its memory by then;"
-                " save the plan in the capture, or give the plan itself"
+                " outside of captures: replays would read whatever plan its memory holds then;"
+                " save the plan in the capture, or pass the plan itself"
             )
         return saved.plan
 
@@ -398,13 +402,13 @@ class PlanStore:
         self._end(saved, _RELEASED)
 
     def spend(self, saved: Saved, *, on_device: bool) -> None:
-        """End a plan: its reduction has been submitted, on the device with the mark to clear."""
+        """End a plan whose reduction was submitted; on the device, that clears the mark."""
         self._end(saved, _SPENT)
         if not on_device:
             self._clear(saved)
 
     def _end(self, saved: Saved, end: _End) -> None:
-        """End a plan, if it has not ended, and return its entry to the free list if that may be."""
+        """End a plan, unless it has ended, and return its entry if no graph uses it."""
         was_live = saved.end is None
         if was_live:
             saved.end = end
@@ -414,21 +418,21 @@ class PlanStore:
         entry = saved.entry
         if entry is None:
             return
-        if saved.captured and (end is _SPENT or self._local.is_capturing()):  # it is the graph's
+        if saved.captured and (end is _SPENT or self._local.is_capturing()):  # the graph keeps it
             if was_live and end is _RELEASED:
-                self._clear(saved)  # else a reduction does, which may be under way
+                self._clear(saved)  # a reduction clears it by itself
             return
         saved.entry = None
-        # Also calls that other handles were used in: what matters is that none of ours is left out.
+        # Waits for all calls so far, those of other handles included: simple, and late enough.
         self._ended.append((self._engine.epoch, entry))
 
     def _clear(self, saved: Saved) -> None:
-        """Let replays save to an entry again, from where the current stream is."""
+        """Clear the mark of a captured save in the current stream's order."""
         if saved.entry is not None and saved.captured:
             self._local.save([], saved.entry.in_use, 0, 0)
 
     def assert_idle(self) -> None:
-        """Raise GroupBusyError if handles are live or calls have not finished."""
+        """Raise GroupBusyError if a handle is live or a call has not finished."""
         error = self.busy_error("assert_idle")
         if error is not None:
             raise error
@@ -436,7 +440,7 @@ class PlanStore:
         if not self._engine.is_completed(epoch):
             raise GroupBusyError(
                 f"rank {self._rank}: assert_idle before call {epoch} on this group has finished;"
-                " synchronize() with its Work, or with the GPU that it runs on, first",
+                " first synchronize() its Work, or the GPU that it runs on",
                 rank=self._rank,
                 live=[],
             )
@@ -447,7 +451,7 @@ class PlanStore:
         return len(self._live)
 
     def busy_error(self, operation: str) -> GroupBusyError | None:
-        """Return what to raise where no handle may be live; None: none is."""
+        """Return the error for live handles; None: there are none."""
         live = list(self._live.values())  # in the order of saving
         if not live:
             return None
@@ -455,14 +459,14 @@ class PlanStore:
         rest = f"; and {len(live) - NAMED} more" if len(live) > NAMED else ""
         return GroupBusyError(
             f"rank {self._rank}: {operation} with {len(live)} saved"
-            f" {'plan' if len(live) == 1 else 'plans'} that nobody has reduced or released:"
-            f" {named}{rest}. Call reduce_expert_grads with every handle, or handle.release()",
+            f" {'plan' if len(live) == 1 else 'plans'} not reduced or released: {named}{rest}."
+            " Call reduce_expert_grads with every handle, or handle.release()",
             rank=self._rank,
             live=live,
         )
 
     def close(self) -> None:
-        """End all handles with their group. Plans that somebody holds keep their memory."""
+        """End all handles with their group. Plans still referenced keep their memory."""
         self.closed = True
         self._live.clear()
         self._free.clear()

@@ -1,4 +1,4 @@
-"""What the calls on a group work with: one rank's parts, the calls under way, and how it ends."""
+"""Session: the state that all calls on a group share, from creation to close."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
-    """One rank's side of a group, which ``Group`` and the calls share.
+    """One rank's state of a group, shared by ``Group`` and the calls.
 
     Attributes:
-        name: what operators find the group by, in this process.
+        name: the key by which operators find the group in this process.
         rank, topology, segments, layout, fabric, memory, engine, local, loads: as :class:`Parts`.
         device: where weights and slots are.
         num_mains: M.
@@ -45,13 +45,13 @@ class Session:
         selections: checks ``segments=``.
         plans: saved plans.
         filled_by: the plan or handle of the last transfer.
-        recorder: notes calls; None: nobody is recording.
+        recorder: records calls; None: recording is off.
         run: names this group in its recordings; the same on all ranks.
         on_close: called at the end of a close.
         state: "open", "closed" or "inherited".
-        aborted: this rank has ended its calls itself, and knows.
-        first_error: the one that this rank raised first.
-        process: that made the group.
+        aborted: this rank itself aborted its calls, so close() does not raise their failure.
+        first_error: the first error that this rank raised.
+        process: id of the process that created the group.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -108,15 +108,15 @@ class Session:
         watch_forks(self)
         _sessions.add(self)
 
-    # ---- may a call be made ---------------------------------------------------------------
+    # ---- before a call --------------------------------------------------------------------
 
     def enter(self, operation: str) -> None:
         """Begin a collective call.
 
         Raises:
             GroupClosedError: the group is closed or failed earlier.
-            UltraEPError: what plans and reroutes on the device found wrong. The peers are told: a
-                call of all ranks is due that this one will not make.
+            UltraEPError: an earlier plan, reroute or save on the device found a fault. The peers'
+                call fails too, as this rank does not join it.
         """
         if self.recorder is not None:
             self.recorder.enter()
@@ -130,13 +130,13 @@ class Session:
 
     def require_open(self, operation: str) -> None:
         """Raise GroupClosedError unless the group takes calls."""
-        self.require_own_process(operation)  # first: a forked child's engine may be locked for ever
+        self.require_own_process(operation)  # first: a forked child's engine may be deadlocked
         failed = self.engine.failed_epoch()
         if self.state == "open" and failed == 0:
             return
         reason = "is closed" if self.state == "closed" else f"failed in call {failed}"
         error = GroupClosedError(
-            f"rank {self.rank}: {operation} on a group that {reason}; make a new group"
+            f"rank {self.rank}: {operation} on a group that {reason}; create a new group"
         )
         raise error from (self.first_error or self.failure(failed, "a call") if failed else None)
 
@@ -144,19 +144,19 @@ class Session:
         """Raise GroupClosedError in a process that was forked from the group's."""
         if self.state == "inherited":
             raise GroupClosedError(
-                f"rank {self.rank}: {operation} in process {os.getpid()}, on a group of process"
-                f" {self.process}, which this one was forked from; make a new group here"
+                f"rank {self.rank}: {operation} in process {os.getpid()}, on a group inherited from"
+                f" process {self.process} by fork; create a new group here"
             )
 
     def refuse_capture(self, operation: str) -> None:
-        """Raise UnsupportedError for what no graph can hold, and nobody can do beside one."""
+        """Raise UnsupportedError if the current stream is being captured into a CUDA graph."""
         if self.local.is_capturing():
             raise UnsupportedError(
                 f"rank {self.rank}: {operation} while the current stream is being captured into a"
                 " CUDA graph; call it before or after the capture"
             )
 
-    # ---- calls under way ------------------------------------------------------------------
+    # ---- calls in flight ------------------------------------------------------------------
 
     def submit(
         self,
@@ -168,28 +168,28 @@ class Session:
         tag: int = 0,
         expert_bytes: int = 0,
     ) -> Work:
-        """Return the handle of a call; ``keep`` lives until it has finished, waited for or not.
+        """Return the handle of a submitted call, and keep ``keep`` alive until it has finished.
 
-        The last three are for the recorder: :meth:`Recorder.add` describes them.
+        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`.
         """
         if epoch & _core.CUDA_CAPTURED:
-            self._captured.append(keep)  # replays may come at any time
+            self._captured.append(keep)  # for replays, until the group is closed
             return Work(self, epoch, operation, mode)
         if self.recorder is not None:
             self.recorder.add(epoch, operation, mode, plan, tag, expert_bytes)
         in_flight, engine = self._in_flight, self.engine
-        in_flight.append((epoch, keep))  # before anything that may be refused
+        in_flight.append((epoch, keep))  # before anything that may raise
         while in_flight and engine.failed_epoch() == 0 and engine.is_completed(in_flight[0][0]):
             in_flight.popleft()
         return Work(self, epoch, operation, mode)
 
     def explain(self, epoch: int, operation: str) -> UltraEPError:
-        """Return the error of a call that has failed, or did not run because one before had."""
+        """Return the error of a call that failed, or did not run because an earlier one failed."""
         names = tuple(self.segments)
         return failure_of(self.engine, epoch, operation, self.rank, self.topology, names)
 
     def failure(self, epoch: int, operation: str) -> UltraEPError:
-        """Return the same for a caller who raises it."""
+        """Return the error of :meth:`explain`, and remember the group's first one."""
         error = self.explain(epoch, operation)
         if not isinstance(error, GroupClosedError):
             self.first_error = self.first_error or error
@@ -198,17 +198,17 @@ class Session:
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's own input is bad, so that none waits for it.
 
-        Not during a capture, in which nothing runs.
+        Does nothing during a capture, where no call runs.
         """
         if self.state == "open" and not self.local.is_capturing():
             self.first_error = self.first_error or error
             self.engine.reject()
 
-    def broke_off(self, error: BaseException) -> None:
-        """Remember why a call was not taken, or failed; after Ctrl-C, end the group.
+    def note_failure(self, error: BaseException) -> None:
+        """Remember why submitting or waiting failed; after Ctrl-C, abort the group.
 
-        The engine may have taken the call when the signal came, and nobody else know of it: what it
-        reads would be freed, and the peers would wait. Not during a capture, in which nothing runs.
+        The engine may have accepted the call before the signal came: nothing would keep the call's
+        memory alive, and the peers would wait. During a capture no call runs.
         """
         if isinstance(error, Exception):
             if self.engine.failed_epoch() != 0:
@@ -217,12 +217,12 @@ class Session:
             self.abort()
 
     def fail(self, error: Exception) -> None:
-        """End a group whose ranks may no longer be at the same call."""
+        """Abort a group whose ranks may no longer be at the same call."""
         self.first_error = self.first_error or error
         self._abort_engine()
 
     def abort(self) -> None:
-        """Fail the calls that are under way, here and, through the peers' waits, everywhere."""
+        """Fail the calls in flight; see ``Group.abort``."""
         if self.state == "open":
             self.aborted = True
             self._abort_engine()
@@ -233,13 +233,13 @@ class Session:
             self.loads.leave()
 
     def start_recording(self, capacity: int, loads: bool) -> Recorder:
-        """Do what ``Group.start_recording`` describes."""
+        """See ``Group.start_recording``."""
         if self.recorder is not None:
             raise InvalidArgumentError(
                 f"rank {self.rank}: start_recording on a group that is being recorded already (by"
                 " ULTRAEP_RECORD?); stop() that recorder first"
             )
-        found = weakref.ref(self)  # a recorder may outlive its group, not so its engine
+        found = weakref.ref(self)  # a recorder may outlive its group
 
         def stop() -> None:
             if (alive := found()) is not None:
@@ -260,19 +260,19 @@ class Session:
     # ---- the end --------------------------------------------------------------------------
 
     def end_with_process(self) -> None:
-        """End a group that nobody has closed: calls that wait fail."""
+        """End a group that was not closed: calls that wait fail."""
         if self.on_close is not None:
             self.on_close()
         self._finalizer()
 
     def leave_to_parent(self) -> None:
-        """Put the group out of use in a process that was forked from its own. Called there."""
+        """Disable the group in a forked child. Called in the child."""
         if self.state == "open":
             self.state = "inherited"
         self._finalizer.detach()
 
     def close(self) -> None:
-        """Do what ``Group.close`` describes."""
+        """See ``Group.close``."""
         if self.state != "open":
             self.state = "closed"
             return
@@ -282,7 +282,7 @@ class Session:
         busy = self.plans.busy_error("the group was closed")
         try:
             engine.synchronize(engine.epoch)
-        except BaseException:  # Ctrl-C while a peer keeps us waiting
+        except BaseException:  # Ctrl-C while waiting for a peer
             engine.abort()
             raise
         finally:
@@ -297,14 +297,14 @@ class Session:
             self._captured.clear()
             self._finalizer.detach()
             if self.on_close is not None:
-                self.on_close()  # writes a file, for which no peer has to wait
+                self.on_close()  # last: it writes a file, and peers must not wait for that
         failed = engine.failed_epoch()
         if failed != 0 and self.first_error is None and not self.aborted:
-            raise self.failure(failed, "a call that nobody waited for")
+            raise self.failure(failed, "a call that was not waited for")
         if peer >= 0:
             raise PlanMismatchError(
-                f"rank {self.rank}: rank {peer} made another call than this rank's last one, whose"
-                " plan gave this rank nothing to wait for. Make the same calls on every rank",
+                f"rank {self.rank}: the last call of rank {peer} differs from this rank's, in which"
+                " this rank had nothing to wait for. Make the same calls on every rank",
                 rank=self.rank,
                 peer=peer,
                 epoch=engine.epoch,
@@ -317,9 +317,9 @@ class Session:
 
 
 def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: Held) -> None:
-    """End a group that nobody closed. ``memory`` outlives the engine, which still writes to it."""
+    """End a group that was not closed. ``memory`` outlives the engine, which writes to it."""
     if not engine.is_completed(engine.epoch):
-        engine.abort()  # nobody is left to wait for the call
+        engine.abort()  # no Work is left to wait for the call
     engine.close()
     fabric.close()
     held.clear()
@@ -327,12 +327,12 @@ def _dispose(engine: Engine, fabric: Fabric, memory: list[SharedRegion], held: H
 
 
 def _end_process() -> None:
-    """End what nobody has closed, and let threads come back to the interpreter while there is one.
+    """End groups that were not closed, and wait for threads to return to the interpreter.
 
-    A thread may wait in a call of ours, as daemons do, or gloo's may be about to let go of the last
-    collective's tensors. If they ask for the interpreter lock when the interpreter has begun to
-    end, the process is aborted ("terminate called without an active exception"), hangs, or leaks
-    all that those tensors refer to, such as an engine by way of an autograd graph.
+    A daemon thread may wait inside one of our calls, or a gloo thread may be about to release the
+    tensors of the last collective. A thread that requests the GIL after finalization has begun
+    aborts the process ("terminate called without an active exception"), hangs, or leaks everything
+    that those tensors reference, such as an engine through an autograd graph.
     """
     try:
         for session in list(_sessions):

@@ -1,4 +1,4 @@
-"""Work: the handle of a call that is under way."""
+"""Work: the handle of a submitted call."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ultraep_comm.errors import UltraEPError, UnsupportedError
 
 
 class Submitter(Protocol):
-    """What a handle needs of the session that it is of."""
+    """The part of the session that a Work uses."""
 
     rank: int
     engine: Engine
     aborted: bool
 
     def failure(self, epoch: int, operation: str) -> UltraEPError:
-        """Return the error of a call that has failed."""
+        """Record and return the error of a failed call."""
 
     def require_own_process(self, operation: str) -> None:
         """Raise GroupClosedError in a forked child."""
 
 
 class Work:
-    """A call on a group, as torch.distributed's ``Work``.
+    """A call on a group, like torch.distributed's ``Work``.
 
-    When it has finished, this rank's filled slots are complete, nobody reads its main weights any
-    more, and its own sends are delivered: no barrier is needed before or after.
+    When the call has finished, this rank's filled slots are complete, no peer reads its main
+    weights any more, and its own sends are delivered: no barrier is needed before or after.
 
-    Of a call that was captured into a CUDA graph only :meth:`wait` can be used, in the capture.
+    If the call was captured into a CUDA graph, only :meth:`wait` can be used, in the capture.
 
     Attributes:
-        mode: the transfer mode that was chosen; the one that was asked for, if the device chooses.
+        mode: the chosen transfer mode; if the device chooses, the requested one.
         epoch: the call's number on its group.
     """
 
@@ -44,15 +44,15 @@ class Work:
         self._operation = operation
 
     def wait(self) -> None:
-        """Have what the caller does next come after the call.
+        """Order everything that follows after the call.
 
-        On the host engine it blocks until the call has finished. On the CUDA engine the current
+        On the host engine this blocks until the call has finished. On the CUDA engine the current
         stream waits, not the host; a failure that is not known yet surfaces in
         :meth:`synchronize`, :meth:`exception` or the next call on the group. Only ranks that share
         a launch (``new_loopback_groups``) block until all of them have called.
 
         Raises:
-            TransferError: it failed; the subclass and the text say how.
+            TransferError: the call failed; the subclass and the text say how.
         """
         self._finish(self._session.engine.wait)
 
@@ -60,7 +60,7 @@ class Work:
         """Block until the call has finished.
 
         Raises:
-            TransferError: it failed; the subclass and the text say how.
+            TransferError: the call failed; the subclass and the text say how.
         """
         self._refuse_captured("synchronize()")
         self._finish(self._session.engine.synchronize)
@@ -68,9 +68,9 @@ class Work:
     def _refuse_captured(self, what: str) -> None:
         if self.epoch & _core.CUDA_CAPTURED:
             raise UnsupportedError(
-                f"rank {self._session.rank}: {what} of a {self._operation} that is a part of a CUDA"
-                " graph: every replay runs it; synchronize with the stream of the replay. A"
-                " failure is raised by the next call on the group"
+                f"rank {self._session.rank}: {what} of a {self._operation} that is part of a CUDA"
+                " graph and runs in every replay; synchronize with the stream of the replay. The"
+                " next call on the group raises its failure"
             )
 
     def _finish(self, wait: Callable[[int], bool]) -> None:
@@ -78,7 +78,7 @@ class Work:
         try:
             done = wait(self.epoch)
         except BaseException:
-            self._session.aborted = True  # Ctrl-C ended the call, and says so itself
+            self._session.aborted = True  # by Ctrl-C: close() must not raise the call's failure too
             raise
         if not done:
             raise self._session.failure(self.epoch, self._operation)
@@ -90,7 +90,7 @@ class Work:
         return self._session.engine.is_completed(self.epoch)
 
     def exception(self) -> UltraEPError | None:
-        """Return the error of a call that failed, else None; never blocks."""
+        """Return the error if the call failed, else None; never blocks."""
         self._refuse_captured("exception()")
         self._session.require_own_process(f"exception() of a {self._operation}")
         failed = self._session.engine.failed_epoch()

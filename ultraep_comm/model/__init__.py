@@ -1,10 +1,10 @@
-"""How long a transfer would take on a machine that is not at hand.
+"""Predicted times of transfers on described machines.
 
 >>> from ultraep_comm.model import predict
 >>> predict(plan, 37_748_736, "nvl72").over_bound
 1.05
 
-docs/model.md says what is modelled, and what is left out.
+docs/model.md describes what is modelled and what is left out.
 """
 
 from ultraep_comm.model.bound import transfer_bound_us

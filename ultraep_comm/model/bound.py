@@ -1,4 +1,4 @@
-"""The time that no schedule of a plan can beat on a machine, exactly."""
+"""T*, the lower bound on the time of any schedule of a plan on a machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ Int64Array = NDArray[np.int64]
 def transfer_bound_us(
     slot_expert: Int64Array, home: Int64Array, expert_bytes: int, machine: Machine
 ) -> float:
-    """Return T* in microseconds, latencies apart.
+    """Return T* in microseconds, without latencies.
 
-    Each replicated expert leaves its home once and each slot is filled once. Where no rank both
-    exports and imports, the busiest of these links decides, unless links out are slower than links
-    in. Otherwise a linear program over who sends how much of what does. Across domains, near and
-    far links of a rank count together, and what enters or leaves a domain has to pass its far
-    links: a bound, and not always the best one. Where cores copy in one memory any of an expert's
-    ranks can make a copy, and only their sum counts: as many stores at a time as the memory bears.
+    Each replicated expert leaves its home at least once, and each slot is filled once. If no rank
+    both exports and imports, and egress is not slower than ingress, the busiest link gives T*.
+    Otherwise a linear program does, over how much of each expert each rank sends. With several
+    domains, a rank's near and far links are added up, and everything that enters or leaves a domain
+    passes its far links: a lower bound, not always tight. If cores copy in one memory, any rank
+    with an instance can make a copy, so only the sum of all copies counts, at the rate of as many
+    concurrent stores as the memory sustains.
 
     Args:
         slot_expert: ``[G, S]``, a legal plan; -1: empty.
         home: ``[E]``.
-        expert_bytes: of all segments that are transferred.
-        machine: whose rates count in full, whatever its efficiencies.
+        expert_bytes: W, of the transferred segments.
+        machine: its rates count in full; efficiencies are ignored.
 
     Raises:
         UnsupportedError: the linear program is needed and SciPy is not installed.
@@ -49,8 +50,8 @@ def transfer_bound_us(
     imports = np.bincount(rank, minlength=num_ranks)
     exports = np.bincount(home[np.unique(expert)], minlength=num_ranks)
     most_out, most_in = float(exports.max()), float(imports.max())
-    # Without such chains no set of ranks has to send more, for each of them, than the busiest home
-    # exports or the fullest rank imports.
+    # If no rank both exports and imports, no set of ranks has to send more per rank than the
+    # busiest home exports or the fullest rank imports.
     chained = bool(((exports > 0) & (imports > 0)).any())
     if chained or (most_in > most_out and out_us > in_us):
         most_out = _least_egress(rank, expert, home, num_ranks)
@@ -63,9 +64,9 @@ def transfer_bound_us(
 def _crossings(
     rank: Int64Array, expert: Int64Array, home: Int64Array, machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the experts that enter or leave each domain at least, for each rank of it.
+    """Return the least number of experts that enter or leave each domain, per rank of the domain.
 
-    Empty where none does.
+    Empty if none crosses domains.
     """
     size = machine.domain_size
     if size is None:
@@ -75,14 +76,14 @@ def _crossings(
         return np.zeros(0)
     into = np.unique(np.stack([rank[far] // size, expert[far]]), axis=1)[0]
     out_of = home[np.unique(expert[far])] // size
-    # A domain at the end may be smaller; as if it were not, the bound stays one.
+    # The last domain may be smaller; assuming full size keeps this a lower bound.
     return np.append(np.bincount(into), np.bincount(out_of)) / size
 
 
 def _least_egress(rank: Int64Array, expert: Int64Array, home: Int64Array, num_ranks: int) -> float:
-    """Return the least that the busiest rank can send, in experts.
+    """Return the least possible egress of the busiest rank, in experts.
 
-    Instances of an expert with n replicas send n in all, its home at least 1.
+    The instances of an expert with n replicas send it n times in total, its home at least once.
     """
     linprog, coo_array = _scipy()
     experts, x = np.unique(expert, return_inverse=True)
@@ -119,8 +120,8 @@ def _scipy() -> tuple[Any, Any]:
         from scipy.sparse import coo_array
     except ImportError:
         raise UnsupportedError(
-            "the bound of a plan in which ranks both export and import, or of links out that are"
-            " slower than links in, is a linear program, for which SciPy is not installed; run:"
+            "the bound of a plan in which ranks both export and import, or of a machine whose"
+            " egress is slower than its ingress, is a linear program, which needs SciPy; run:"
             " pip install 'ultraep_comm[model]'"
         ) from None
     return linprog, coo_array

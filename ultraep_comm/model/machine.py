@@ -1,4 +1,4 @@
-"""Machines to predict times for: links or cores, latencies and what a rank keeps in flight."""
+"""Machines to predict times for: links or cores, latencies, workers and tiles in flight."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ _HOST_TILE_BYTES, _HOST_STAGES = 64 << 10, 4  # of the host engine
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A described machine. Rates are in 10^9 bytes a second and one way, times in microseconds.
+    """A described machine. Rates are in 10^9 bytes per second, one way; times in microseconds.
 
-    Raises InvalidArgumentError, with the attribute's name and value, where one is impossible.
+    Raises InvalidArgumentError, with the attribute's name and value, for an impossible value.
 
     Attributes:
         name: for tables.
-        egress_gbps: what leaves a rank.
-        ingress_gbps: what enters a rank, at the same time.
-        deliver_us: from a store's last byte to its sender's knowing that it is delivered.
-        flag_us: from a publish to its being observed. The sum of both is a hop.
+        egress_gbps: rate out of a rank.
+        ingress_gbps: rate into a rank, at the same time.
+        deliver_us: from a store's last byte until its sender knows that it is delivered.
+        flag_us: from a publish until it is observed. The sum of both is a hop.
         load_us: from a remote load's issue to its first byte.
-        write_efficiency: part of the rates that stores reach, above 0 and at most 1.
-        read_efficiency: part of the rates that remote loads reach, likewise.
-        num_sms: workers of a rank; each has its own stages.
-        tiles_in_flight: stages of a rank, a multiple of ``num_sms``.
+        write_efficiency: fraction of the rates that stores reach, above 0 and at most 1.
+        read_efficiency: fraction of the rates that remote loads reach, likewise.
+        num_sms: workers of a rank; each has its own tile buffers.
+        tiles_in_flight: tile buffers of a rank, a multiple of ``num_sms``.
         tile_bytes: the largest tile.
-        fair_loads: a home serves the ranks that load from it in turns; else first come, first
-            served, so that who asks for much at once holds up the others.
-        domain_size: ranks of a domain, ascending; None: there is one domain, of any size.
-        cross_gbps: what leaves, and what enters, a rank from other domains, over a link of its own;
-            None: there is no such link.
-        cross_us: what a delivery, a flag or a load takes more between domains.
-        call_us: what a call takes before anything else.
-        parallel: None: ranks have links. Else they are processes that copy with cores of their own
-            in one memory, at least 1: how many ranks' copies it bears at their full rate. A core is
-            busy with ``egress_gbps`` for every store, also to the rank's own slot; a remote load is
-            part of the first store. ``ingress_gbps``, ``load_us`` and ``read_efficiency`` do not
-            count, and there is one domain.
-        read_gbps: of a core that reads a tile, once for all its stores; None: at no cost.
-        group_us: of a hub's core, to hand on a flag group.
+        fair_loads: a home rank serves the ranks that load from it round-robin; else first come,
+            first served, so that a rank with many loads queued holds up the others.
+        domain_size: consecutive ranks that form a domain; None: one domain of any size.
+        cross_gbps: rate of a rank's separate link to other domains, each way; None: no such link.
+        cross_us: additional time of a delivery, a flag or a load between domains.
+        call_us: fixed time of a call before anything else.
+        parallel: None: ranks have links. Else ranks are processes whose cores copy in one memory,
+            which sustains this many ranks' copies at full rate, at least 1. A core is busy at
+            ``egress_gbps`` for every store, also to the rank's own slot; a remote load is part of
+            the first store. ``ingress_gbps``, ``load_us`` and ``read_efficiency`` are not used, and
+            there is one domain.
+        read_gbps: rate at which a core reads a tile, once for all its stores; None: no cost.
+        group_us: time of a hub's core to pass on a flag group.
     """
 
     name: str = "custom"
@@ -98,11 +97,11 @@ class Machine:
     def from_calibration(cls, costs: MeasuredCosts, *, num_sms: int = 1) -> Machine:
         """Return the machine that ``bench calibrate`` measured for the host engine.
 
-        A flag takes the measured hop, the call an empty one's time. Nothing else is added.
+        A flag takes the measured hop, and a call the measured time of an empty one.
 
         Args:
-            costs: of the engine "host", as ``read_calibration(path).costs["host"]`` has them.
-            num_sms: workers of a rank, as they were calibrated with.
+            costs: of the host engine, ``read_calibration(path).costs["host"]``.
+            num_sms: workers of a rank, as in the calibration.
         """
         return cls(
             name=f"calibrated: {costs.device}",
@@ -126,14 +125,14 @@ class Machine:
                 if getattr(self, name):
                     raise InvalidArgumentError(
                         f"{name} is {getattr(self, name)!r}, but parallel is None; expected neither"
-                        " for ranks that have links, or both for ranks that copy with their cores"
+                        " for ranks with links, or both for ranks that copy with their cores"
                     )
             return
         self._check("parallel", 1.0, _MAX_GBPS)
         if self.domain_size is not None:
             raise InvalidArgumentError(
-                f"domain_size is {self.domain_size!r}; expected None with parallel, since ranks"
-                " that copy in one memory are one domain"
+                f"domain_size is {self.domain_size!r}; expected None with parallel: ranks that"
+                " copy in one memory are one domain"
             )
 
     def _check(self, name: str, least: float, most: float) -> None:
@@ -154,17 +153,17 @@ class Machine:
 
     @property
     def hop_us(self) -> float:
-        """Return the time from a store's last byte to its flag's being seen."""
+        """Return the time from a store's last byte until its flag is observed."""
         return self.deliver_us + self.flag_us
 
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        # 706-715 GB/s is what direct fan-out reaches on a 72-GPU rack, as published, and a hop of
-        # 2 us fits the published times.
+        # Published: direct fan-out reaches 706-715 GB/s on a 72-GPU rack. A hop of 2 us fits the
+        # published times.
         Machine(name="nvl72", egress_gbps=710.0, ingress_gbps=710.0, domain_size=72),
-        # Several such racks, with a 400 Gb/s card for each rank. The cards are not calibrated.
+        # Several such racks, with a 400 Gb/s NIC per rank. The NICs are not calibrated.
         Machine(
             name="nvl72-racks",
             egress_gbps=710.0,
@@ -173,8 +172,8 @@ MACHINES = {
             cross_gbps=45.0,
             cross_us=3.0,
         ),
-        # Nodes of 8 GPUs: links of 450 GB/s each way by their data sheet, of which we take the part
-        # that 710 is of NVL72's 900; the same cards. Not calibrated.
+        # Nodes of 8 GPUs: 450 GB/s each way by the data sheet, scaled by 710/900 as on NVL72; the
+        # same NICs. Not calibrated.
         Machine(
             name="hgx8",
             egress_gbps=355.0,
@@ -189,10 +188,10 @@ MACHINES = {
 
 
 def find_machine(machine: str | Machine) -> Machine:
-    """Return a machine by its name, or the machine itself.
+    """Return the machine of a name, or the machine itself.
 
     Raises:
-        InvalidArgumentError: there is none of this name.
+        InvalidArgumentError: no machine has this name.
     """
     if isinstance(machine, Machine):
         return machine

@@ -1,4 +1,4 @@
-"""Predictions: a plan's real schedule, executed by the core's own workers on a modelled machine."""
+"""Predictions: the core's own workers execute a plan's real schedule on a modelled machine."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _MAX_SEGMENT = 1 << 36
 _MAX_TILES = 1 << 22
 _MAX_RANKS = 1024
 _MAX_SEGMENTS = 1024
-_MAX_COST = 5e13  # picoseconds of all stores, one after the other, that the cost model can add up
-# What mode="auto" goes by besides links, as for groups on GPUs: picoseconds for a KiB of memory and
-# for the flag of a group.
+_MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model can add up
+# Constants of mode="auto" besides links, as for groups on GPUs: picoseconds for loading a KiB, and
+# for a flag group.
 _LOAD_PER_KIB, _GROUP = 310, 200_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """What a modelled transfer takes, from the ranks' entering the call together.
+    """A modelled transfer. All ranks enter the call at time 0.
 
     Attributes:
-        time_us: until the last rank leaves.
-        bound_us: no schedule of the plan can beat it.
-        mode: "push", "pull" or "direct": what was asked for, or what "auto" chose.
+        time_us: when the last rank leaves.
+        bound_us: T*, the lower bound for any schedule of the plan.
+        mode: "push", "pull" or "direct": the requested mode, or the one that "auto" chose.
         finish_us: float64 ``[G]``, when each rank leaves.
-        egress_us: float64 ``[G]``, how long each rank's way out was in use.
-        ingress_us: float64 ``[G]``, how long its way in was.
-        sent_bytes: int64 ``[G]`` over links, loads by others included.
+        egress_us: float64 ``[G]``, how long each rank's egress was busy.
+        ingress_us: float64 ``[G]``, how long each rank's ingress was busy.
+        sent_bytes: int64 ``[G]`` over links, loads by other ranks included.
         received_bytes: int64 ``[G, S]``, for each slot.
-        timeline: what every rank did when; None unless asked for.
+        timeline: what every rank did when; None unless requested.
     """
 
     time_us: float
@@ -57,7 +57,7 @@ class Prediction:
 
     @property
     def over_bound(self) -> float:
-        """Return the time over the bound; 1 where nothing is transferred."""
+        """Return the time over the bound; 1 if nothing is transferred."""
         return self.time_us / self.bound_us if self.bound_us else 1.0
 
 
@@ -77,15 +77,15 @@ def predict(
         expert_bytes: bytes of one expert; or of each segment, in a sequence or by name.
         machine: a name in ``MACHINES``, or a Machine.
         mode: "push", "pull", "direct", or "auto": by the cost model, with the machine's constants.
-        may_pull: "auto" considers pull; otherwise main weights are where peers cannot read them.
-        timeline: keep what happened when.
+        may_pull: "auto" considers pull, that is, peers can read the main weights.
+        timeline: keep a timeline.
 
     Raises:
-        InvalidArgumentError: an argument is none of these; or the transfer is too large to model:
-            its time, or the memory that modelling takes.
+        InvalidArgumentError: an argument is none of these, or the transfer takes too much time or
+            memory to model.
         InvalidPlanError: the plan is not legal.
-        UnsupportedError: the plan crosses domains and the machine has no links there, or the mode
-            is "pull", which needs load/store access; or SciPy is needed for the bound and not
+        UnsupportedError: the plan crosses domains and the machine has no links between them, or the
+            mode is "pull", which needs load/store access; or the bound needs SciPy, which is not
             installed.
     """
     if mode != "auto" and mode not in MODES:
@@ -111,13 +111,13 @@ def run_transfer(
     parent: Sequence[int] = (),
     chunk_tiles: int = 1,
 ) -> Prediction:
-    """Model a transfer as :func:`predict`, or along trees of relays.
+    """Model a transfer as :func:`predict` does, or along trees of relays.
 
     Args:
         plan, expert_bytes, machine, may_pull, timeline: as in :func:`predict`.
-        mode: None: by cost.
-        parent: ``[R]``, who sends to each replica, by ascending expert and then rank; empty: the
-            library's schedule.
+        mode: None: chosen by the cost model.
+        parent: ``[R]``, the rank that sends to each replica, by ascending expert and then rank;
+            empty: the library's schedule.
         chunk_tiles: tiles that a relay passes on together.
     """
     if not isinstance(plan, Plan):
@@ -133,7 +133,7 @@ def run_transfer(
         )
     host.validate(allow_cross_domain=True)
     crosses = _check_links(slots, home, on, mode)
-    cross = on.cross_gbps or on.egress_gbps  # not used where there is none
+    cross = on.cross_gbps or on.egress_gbps  # not used without such a link
     try:
         found = _core.model_transfer(
             slot_expert=slots.ravel().tolist(),
@@ -145,7 +145,7 @@ def run_transfer(
             may_pull=may_pull and not crosses,
             cost=_cost(on, len(slots), sum(segments) * host.num_replicas),
             rates=[
-                1e3 / (gbps * efficiency)  # picoseconds a byte
+                1e3 / (gbps * efficiency)  # picoseconds per byte
                 for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
                 for efficiency in (on.write_efficiency, on.read_efficiency)
                 for gbps in links
@@ -208,7 +208,7 @@ def _segment_bytes(expert_bytes: ExpertBytes, tile_bytes: int) -> list[int]:
 def _check_links(
     slots: NDArray[np.int64], home: NDArray[np.int64], machine: Machine, mode: _core.Mode | None
 ) -> bool:
-    """Return whether the plan crosses domains of the machine, if it can."""
+    """Return whether the plan crosses domains; raise UnsupportedError if it cannot."""
     size = machine.domain_size
     if size is None:
         return False
@@ -224,12 +224,12 @@ def _check_links(
     )
     if machine.cross_gbps is None:
         raise UnsupportedError(
-            f"{crossing}, and machine {machine.name!r} has no links between domains; give it"
+            f"{crossing}, and machine {machine.name!r} has no links between domains; set its"
             " cross_gbps, or plan with domains"
         )
     if mode is _core.Mode.PULL:
         raise UnsupportedError(
-            f"{crossing}, whose memory it cannot load from; expected a plan inside domains, or"
+            f"{crossing}, whose memory it cannot load from; expected a plan within domains, or"
             " mode 'push' or 'direct'"
         )
     return True
@@ -238,12 +238,12 @@ def _check_links(
 def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     """Return the constants of `CostModel` in src/core/schedule/cost.hpp.
 
-    Of a transfer that takes longer than the cost model can count, all are smaller by one factor:
-    only their proportions decide.
+    They are scaled down by one factor if the transfer would overflow the cost model: only their
+    ratios matter.
     """
     store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
     load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
-    if machine.parallel is not None:  # a host: what its calibration says, as for groups there
+    if machine.parallel is not None:  # cores: the calibrated constants, as for groups on the host
         load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
         group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))
     scale = max(1.0, max(store, load) * total_bytes / 1024 / _MAX_COST)

@@ -1,9 +1,9 @@
-"""The published relay on a modelled machine, to compare with: two levels, about sqrt(n) relays.
+"""The published relay on a modelled machine, for comparison: two levels, about sqrt(n) relays.
 
 Experts with at least 4 replicas go from their home to about sqrt(n) replicas, which pass them on to
 the others in chunks of 8 tiles with a ready flag each; other experts go to all replicas directly.
-Made from a published description. What that leaves open is taken in the relay's favour: how the
-replicas are shared among relays, and that a relay passes a chunk on as soon as it has arrived.
+Where the published description is silent, the relay gets the benefit of the doubt: in how replicas
+are assigned to relays, and in that a relay passes a chunk on as soon as it has arrived.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from ultraep_comm.model.machine import Machine
 from ultraep_comm.model.predict import ExpertBytes, Prediction, run_transfer
 from ultraep_comm.plan.plan import Plan
 
-MIN_RELAYED = 4
-
-
-"""Replicas of an expert that is relayed."""
-
-
+MIN_RELAYED = 4  # replicas from which an expert is relayed
 CHUNK_TILES = 8
 
 
@@ -33,7 +28,7 @@ def predict_relay(
     *,
     timeline: bool = False,
 ) -> Prediction:
-    """Predict the time of a plan with the published relay; as ``ultraep_comm.model.predict``.
+    """Predict the time of a plan with the published relay; see ``ultraep_comm.model.predict``.
 
     The prediction's ``mode`` is "push": homes store, and so do relays.
     """
@@ -49,9 +44,10 @@ def predict_relay(
 
 
 def relay_parents(plan: Plan) -> list[int]:
-    """Return who sends to each replica ``[R]``, by ascending expert and then rank.
+    """Return the sender of each replica ``[R]``, by ascending expert and then rank.
 
-    Experts with most replicas choose first, each the relays whose ranks send least so far.
+    Experts are taken by descending number of replicas; each gets as relays the ranks that send
+    least so far.
     """
     host = plan.cpu()
     slots, home = host.slot_expert.numpy(), host.home.numpy()

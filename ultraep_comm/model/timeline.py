@@ -1,4 +1,4 @@
-"""What happened when, on every rank, in one transfer: of a model, or as recorded."""
+"""Timeline: what every rank does when in a modelled transfer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 
 class Span(IntEnum):
-    """What a rank did for some time."""
+    """Kinds of spans."""
 
     CALL = 0
-    """The call, from its start to its end."""
+    """The whole call."""
     STORE = 1
-    """Bytes of an expert left this rank's memory, or passed through it, to ``peer``."""
+    """The rank stores bytes of an expert to ``peer``, from its own memory or loaded ones."""
     LOAD = 2
-    """Bytes came from ``peer``, loaded by this rank."""
+    """The rank loads bytes from ``peer``."""
     WAIT = 3
-    """Nothing could be done before ``peer`` had done something; -1: any of several."""
+    """The rank waits for ``peer``; -1: for any of several."""
 
 
 SPAN = np.dtype(
@@ -28,7 +28,7 @@ SPAN = np.dtype(
         ("kind", np.int32),  # a Span
         ("peer", np.int32),  # -1: none
         ("expert", np.int32),  # -1: none
-        ("piece", np.int32),  # of the rank's list of work; -1: none
+        ("piece", np.int32),  # index into the rank's worklist; -1: none
         ("begin_us", np.float64),
         ("end_us", np.float64),
         ("bytes", np.int64),

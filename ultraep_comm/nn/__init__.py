@@ -1,6 +1,6 @@
-"""Training with replicated experts: hooks for autograd, and a module that uses them all.
+"""Training with replicated experts: autograd hooks, and a module that uses them all.
 
-Imported on demand: ``import ultraep_comm.nn``.
+Not imported by ``ultraep_comm``: ``import ultraep_comm.nn``.
 """
 
 from ultraep_comm.nn.experts import ReplicatedExperts

@@ -1,4 +1,4 @@
-"""The experts of a layer on one rank, mains and replicas, as a module."""
+"""ReplicatedExperts: a layer's experts on one rank, main instances and replicas."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Experts = Callable[..., Tensor]  # (x, mains, slots, *args) -> y
 
 
 class ReplicatedExperts(torch.nn.Module):
-    """Runs a function over this rank's main experts and the replicas that a plan brings.
+    """Runs a function over this rank's main instances and a plan's replicas.
 
-    The forward pass saves the plan and replicates by it; the backward pass restores the replicas,
-    reduces their gradients, and returns complete gradients of the main weights. All of it is
-    collective: every rank runs the same layers and microbatches in the same order. Layers whose
-    experts have the same shape share a group, and so its slots: they run one after the other.
+    The forward pass saves the plan and replicates its experts; the backward pass restores the
+    replicas, reduces their gradients, and returns complete gradients of the main weights. All of it
+    is collective: every rank runs the same layers and microbatches in the same order. Layers whose
+    experts have the same shape can share a group and its slots; they run one after the other.
 
-    Its input has been dispatched, so nothing runs beside its transfers and its reduction: a layer
-    that has the dispatch between :func:`join_reduction` and :func:`start_reduction` hides them.
+    The input is already dispatched, so nothing overlaps the transfers and the reduction. A layer
+    that dispatches between :func:`join_reduction` and :func:`start_reduction` hides them.
 
-    Without gradients nothing is saved. A graph that is dropped without a backward pass lets its
-    plan go; so does one that torch.utils.checkpoint makes only to compute activations again.
+    Without gradients nothing is saved. If a graph is dropped without a backward pass, its plan is
+    released; so is the plan of a graph that torch.utils.checkpoint builds only to recompute.
 
     Attributes:
         weights: the main weights, a ParameterDict.
@@ -44,17 +44,17 @@ class ReplicatedExperts(torch.nn.Module):
         mode: str = "auto",
         backward_segments: Sequence[str] | None = None,
     ) -> None:
-        """Make the module.
+        """Create the module.
 
         Args:
-            group: made with ``grads=`` for those weights that need gradients.
+            group: created with ``grads=`` for the weights that need gradients.
             experts: ``experts(x, mains, slots, *args) -> y``, differentiable in the three, with
                 ``mains`` as ``{name: [M, *shape]}`` and ``slots`` as ``{name: [S, *shape]}``, both
                 in the order of the group's segments.
             weights: ``{name: [M, *shape]}``, for all segments of the group.
             layer: the layer's number, the same on every rank.
             mode: of the transfers.
-            backward_segments: those that the backward pass needs; None: all.
+            backward_segments: segments that the backward pass needs; None: all.
         """
         super().__init__()
         if set(weights) != set(group.segments):
@@ -76,15 +76,15 @@ class ReplicatedExperts(torch.nn.Module):
 
         Args:
             x: the tokens of this rank's instances, in whatever order ``experts`` expects.
-            plan: that they were sent by.
-            args: for ``experts``, such as the number of tokens of each instance.
+            plan: the plan by which the tokens were dispatched.
+            args: more arguments of ``experts``, such as the number of tokens of each instance.
             microbatch: as for ``group.save``.
 
         Returns:
             What ``experts`` returns.
         """
         group = self.group
-        weights = {name: self.weights[name] for name in group.segments}  # as slots are ordered
+        weights = {name: self.weights[name] for name in group.segments}  # in the order of slots
         if torch.compiler.is_dynamo_compiling():
             return traced.run_experts(
                 x,

@@ -1,4 +1,4 @@
-"""Identities on a layer's tensors whose backward passes make the layer's calls.
+"""Hooks: identities on a layer's tensors whose backward passes make the layer's calls.
 
 In the order of a forward pass::
 
@@ -6,12 +6,13 @@ In the order of a forward pass::
     x, mains, slots = start_reduction(x, pass_, mains, group.slots)   # on the experts' input
     y = restore_replicas(experts(x, mains, slots), pass_, anchor=x)   # on the experts' output
 
-A backward pass meets them from the bottom: replica weights come back before the experts need them,
-the gradient reduction starts when the experts are done, and it is joined before the gradient of the
-layer's input leaves. Data decides the order: what a hook returns is what the next one gets.
+The backward pass runs them from the bottom up: replica weights are restored before the experts need
+them, the gradient reduction starts when the experts are done, and it is joined before the gradient
+of the layer's input leaves. Data dependences enforce this order: each hook takes what the previous
+one returned.
 
-Without ``mains`` and ``slots`` the hooks pass activations alone, for frameworks whose experts add
-to gradients by themselves; the pass is then given ``main_grads``.
+Without ``mains`` and ``slots`` the hooks take activations only, for frameworks whose experts
+accumulate gradients by themselves; the pass is then given ``main_grads``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass
 class PassCalls:
-    """The calls that a pass's hooks have under way, and whether one has restored replicas."""
+    """The calls of a pass's hooks that are in flight, and whether replicas were restored."""
 
     restoring: uec.Work | None = None
     reducing: uec.Work | None = None
@@ -46,18 +47,18 @@ class PassCalls:
 
 
 class ExpertPass:
-    """One forward and backward pass of one layer's experts: what its hooks share.
+    """The state that the hooks of one forward and backward pass of a layer's experts share.
 
-    It ends its handle: by the reduction or, where nothing is reduced or the graph is dropped, by
-    releasing it. A handle that was saved in a capture into a CUDA graph belongs to that graph, and
-    is not released because the pass is dropped.
+    The pass ends its handle by the reduction or, if nothing is reduced or the graph is dropped, by
+    releasing it. A handle saved in a capture into a CUDA graph belongs to that graph and is not
+    released when the pass is dropped.
 
     Attributes:
-        handle: of the plan that the forward pass runs by.
-        weights: main weights, which replicas are restored from.
-        main_grads: where the experts add the gradients of main weights, and replicas' are added;
-            None: autograd passes them through :func:`start_reduction`.
-        calls: of the hooks.
+        handle: of the forward pass's plan.
+        weights: main weights, from which replicas are restored.
+        main_grads: where the experts accumulate the gradients of main weights, and the reduction
+            adds those of replicas; None: autograd passes them through :func:`start_reduction`.
+        calls: the hooks' calls in flight.
     """
 
     def __init__(
@@ -73,22 +74,23 @@ class ExpertPass:
         """Describe a pass.
 
         Args:
-            handle: its last use is this pass's.
-            weights: as for ``replicate_experts``; their addresses are asked for in the backward.
+            handle: of the plan; this pass is its last use.
+            weights: as for ``replicate_experts``; their addresses are read in the backward pass.
             main_grads: as for ``reduce_expert_grads``: ``{name: tensor [M, *shape] or sequence of
                 M}``, or what ``group.bind_grads`` returned for them.
             mode: of the transfers.
             reduce_mode: of the reduction.
-            segments: those that the backward pass needs; None: all.
+            segments: segments that the backward pass needs; None: all.
         """
-        self.handle = handle  # not the group: graphs hold passes, and errors of groups hold graphs
+        # Not the group: graphs reference passes, and errors of groups reference graphs.
+        self.handle = handle
         self.weights = weights
         self.main_grads = main_grads
         self.mode = mode
         self.reduce_mode = reduce_mode
         self.segments = segments
         self.calls = PassCalls()
-        weakref.finalize(self, handle.saved.let_go).atexit = False
+        weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
 
 
 # ---- what the backward pass calls ----------------------------------------------------------------
@@ -120,7 +122,7 @@ def _replicate(run: ExpertPass) -> uec.Work:
 
 
 def _check_slots(run: ExpertPass, direction: str) -> None:
-    """Raise InvalidArgumentError if the experts that ran last had another pass's replicas."""
+    """Raise InvalidArgumentError if another pass has filled the slots since this one's transfer."""
     group, mine = run.handle.group, run.handle
     last = group.session.filled_by
     if last is None or _brings_the_same(last, mine):
@@ -131,16 +133,15 @@ def _check_slots(run: ExpertPass, direction: str) -> None:
     error = InvalidArgumentError(
         f"rank {group.rank}: the experts of layer {mine.layer}, microbatch {mine.microbatch}"
         f" had the replicas of {found} in their {direction} pass; passes that share a group's"
-        " slots have to run one after the other: let nothing replicate between a pass's"
-        " transfer and its experts, and let each layer's input depend on the output of the one"
-        " before"
+        " slots have to run one after the other: start no transfer between a pass's transfer"
+        " and its experts, and make each layer's input depend on the output of the previous one"
     )
     group.session.reject(error)
     raise error
 
 
 def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) -> Grads:
-    """Reduce gradients; those of ``mains`` and of the slots named follow that of the input."""
+    """Start the reduction. ``grads`` are those of the input, of ``mains``, of ``slots``."""
     if run.calls.has_restored:
         _check_slots(run, "backward")
     grad_x, *rest = grads
@@ -148,12 +149,12 @@ def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) 
         run.handle.release()
         return (grad_x,)
     for name, grad in zip(slots, rest[len(mains) :], strict=True):
-        # Not added: an empty slot's gradient may be of anything, and no reduction clears it.
+        # Copied, not added: no reduction clears the gradients of empty slots.
         slot_grad = run.handle.group.slot_grads[name]
         slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
     own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
     run.calls.reducing = uec.reduce_expert_grads(
-        # Other tensors on the same memory: autograd takes over those that nobody else has.
+        # Detached: autograd reuses a gradient's memory only if nothing else holds the tensor.
         {name: grad.detach() for name, grad in zip(mains, own, strict=True)}
         if run.main_grads is None
         else run.main_grads,
@@ -169,9 +170,8 @@ def _join(run: ExpertPass, grads: Grads) -> Grads:
     if run.calls.reducing is None and run.handle.is_live:
         error = InvalidArgumentError(
             f"rank {run.handle.group.rank}: the reduction of layer {run.handle.layer}, microbatch"
-            f" {run.handle.microbatch} is to be joined, and has not been started; pass the"
-            " experts' input, and the main weights, through start_reduction behind"
-            " join_reduction"
+            f" {run.handle.microbatch} is joined but has not been started; pass the experts'"
+            " input, and the main weights, through start_reduction after join_reduction"
         )
         run.handle.group.session.reject(error)
         raise error
@@ -182,17 +182,17 @@ def _join(run: ExpertPass, grads: Grads) -> Grads:
 
 
 def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) -> bool:
-    """Return whether a transfer that was made by ``last`` brings what one by ``handle`` does.
+    """Return whether transfers of ``last`` and of ``handle`` fill the slots with the same replicas.
 
-    Recomputed activations have a handle of their own, of the same layer and an equal plan. Plans on
-    a device are not read: that would synchronise.
+    A recomputed forward pass has another handle, of the same layer and with an equal plan. Plans on
+    a device count as equal: to read them would synchronise.
     """
     if last is handle:
         return True
     mine = handle.saved.plan.slot_expert
     readable = mine.device.type == "cpu"
     if readable and not (mine >= 0).any():
-        return True  # nothing: frameworks may leave that transfer out
+        return True  # no replicas: frameworks may skip the transfer
     if isinstance(last, uec.PlanHandle):
         if last.layer != handle.layer:
             return False
@@ -204,20 +204,20 @@ def _brings_the_same(last: uec.Plan | uec.PlanHandle, handle: uec.PlanHandle) ->
 
 
 def _own_gradient(main: Tensor, grad: Tensor | None) -> Tensor:
-    """Return a gradient that nobody else has: a sum for several tensors is often one of them all.
+    """Return a copy of a gradient, as autograd may share one tensor among several gradients.
 
-    Also without a gradient: replicas may have some.
+    None becomes zeros, as replicas may have a gradient.
     """
     if grad is None:
         return torch.zeros_like(main)
-    return torch.empty_like(main).copy_(grad)  # as the main weights lie
+    return torch.empty_like(main).copy_(grad)  # with the strides of the main weights
 
 
 # ---- the hooks ----------------------------------------------------------------------------------
 
 
 class _Hook(torch.autograd.Function):
-    """Tensors as they are; ``at_backward`` makes their gradients of those that come."""
+    """Identity; ``at_backward`` maps the gradients of its outputs to those of its inputs."""
 
     @staticmethod
     def forward(
@@ -226,7 +226,7 @@ class _Hook(torch.autograd.Function):
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
         x, *weights = tensors[:num_outputs]
-        # As the same tensor it could not be added to in place, as residuals are.
+        # Detached: the input itself could not be modified in place, as residual additions do.
         return x if x.is_leaf and x.requires_grad else x.detach(), *weights
 
     @staticmethod
@@ -245,18 +245,18 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
     Args:
         y: the experts' output.
         pass_: of this layer and microbatch.
-        anchor: the experts' input from :func:`start_reduction`: where ``y`` does not depend on it,
-            because no token came, the backward pass takes part in the calls all the same.
+        anchor: the experts' input from :func:`start_reduction`: keeps the backward pass in the
+            collective calls when ``y`` does not depend on it, because the rank got no tokens.
 
     Raises:
-        InvalidArgumentError: ``y`` is no tensor; or another transfer has filled the slots since
-            this pass's, and peers fail likewise.
+        InvalidArgumentError: ``y`` is not a tensor; or another transfer has filled the slots since
+            this pass's, and peers fail too.
     """
     if not isinstance(y, Tensor):
         raise InvalidArgumentError(
             f"rank {pass_.handle.group.rank}: the output of the experts of layer"
-            f" {pass_.handle.layer} is a {type(y).__name__}; expected one tensor: hand the rest on"
-            " beside the hooks"
+            f" {pass_.handle.layer} is a {type(y).__name__}; expected one tensor: pass other"
+            " outputs around the hook"
         )
     if torch.is_grad_enabled():
         _check_slots(pass_, "forward")
@@ -265,10 +265,10 @@ def restore_replicas(y: Tensor, pass_: ExpertPass, *, anchor: Tensor | None = No
 
 
 def prefetch_replicas(y: Tensor, pass_: ExpertPass) -> Tensor:
-    """Return a later tensor of the layer, such as its output; the backward pass starts to restore.
+    """Return ``y``, a later tensor of the layer; its backward pass starts to restore replicas.
 
-    So that the transfer runs beside the backward pass of what lies between it and the experts, such
-    as the combination of tokens. :func:`restore_replicas` waits for it.
+    The transfer then overlaps the backward pass of what lies between ``y`` and the experts' output,
+    such as the combine. :func:`restore_replicas` waits for it.
     """
     return _hook(partial(_prefetch, pass_), 1, y)[0]  # type: ignore[no-any-return]
 
@@ -278,41 +278,42 @@ def start_reduction(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
-    Gradients of slots go to ``group.slot_grads``. Those of the main weights are copied, have the
-    replicas' added, and go on to :func:`join_reduction`: take ``mains`` from there, and use them
-    for nothing else.
+    Gradients of slots go to ``group.slot_grads``. Gradients of main weights are copied, the
+    reduction adds the replicas' to them, and they go on to :func:`join_reduction`: take ``mains``
+    from there, and use them for nothing else.
 
     Args:
         x: the experts' input.
         pass_: of this layer and microbatch.
-        mains: ``{name: [M, *shape]}``; None: the pass has ``main_grads``, and what gives the
-            gradient of ``x`` has added to those, and to ``group.slot_grads``, by then.
+        mains: ``{name: [M, *shape]}``; None: the pass has ``main_grads``, and whatever computes the
+            gradient of ``x`` has by then accumulated into those and into ``group.slot_grads``.
         slots: ``{name: [S, *shape]}``, ``group.slots``.
 
     Raises:
-        InvalidArgumentError: ``mains`` and ``main_grads``, or none of them; weights whose gradients
-            the group does not reduce, that have no slots, or that do not come from
-            :func:`join_reduction`; or nothing that needs a gradient, with ``main_grads``.
+        InvalidArgumentError: both ``mains`` and ``main_grads``, or neither; main weights whose
+            gradients the group does not reduce, that have no slots, or that do not come from
+            :func:`join_reduction`; or ``main_grads`` and an ``x`` that needs no gradient.
     """
     mains, slots = dict(mains or {}), dict(slots or {})
     group = pass_.handle.group
     if bool(mains) == (pass_.main_grads is not None):
         raise InvalidArgumentError(
             f"rank {group.rank}: start_reduction was given {len(mains)} main weights, and a pass"
-            f" {'without' if pass_.main_grads is None else 'with'} main_grads; expected one of them"
+            f" {'without' if pass_.main_grads is None else 'with'} main_grads; expected either"
+            " main weights or main_grads"
         )
     wanted = find_trained(mains, group)
     missing = [name for name in wanted if name not in slots]
     if missing:
         raise InvalidArgumentError(
-            f"rank {group.rank}: start_reduction was given no slots of {missing}, whose main"
+            f"rank {group.rank}: start_reduction was given no slots for {missing}, whose main"
             " weights need gradients; pass group.slots"
         )
     if torch.is_grad_enabled():
         _check_graph(x, pass_, {name: mains[name] for name in wanted})
     passed_mains = {name: mains[name] for name in wanted}
     passed_slots = {name: slot for name, slot in slots.items() if name in wanted}
-    like = {name: main.detach() for name, main in passed_mains.items()}  # not the graph
+    like = {name: main.detach() for name, main in passed_mains.items()}  # without their graph
     names = list(passed_slots)
     tensors = (x, *passed_mains.values(), *passed_slots.values())
     x, *rest = _hook(lambda grads: _start(pass_, grads, like, names), len(tensors), *tensors)
@@ -325,7 +326,7 @@ def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
     """Return the names of the main weights that need gradients.
 
     Raises:
-        InvalidArgumentError: those are neither all that the group reduces, nor none.
+        InvalidArgumentError: only some of the weights that the group reduces need gradients.
     """
     wanted = [name for name, main in mains.items() if main.requires_grad]
     if wanted and set(wanted) != set(group.slot_grads):
@@ -337,7 +338,7 @@ def find_trained(mains: Tensors, group: uec.Group) -> list[str]:
 
 
 def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
-    """Raise InvalidArgumentError where gradients would not pass by, or leave too early."""
+    """Raise InvalidArgumentError if gradients would bypass the reduction or leave before it."""
     rank = pass_.handle.group.rank
     if pass_.main_grads is not None and not x.requires_grad:
         raise InvalidArgumentError(
@@ -356,14 +357,14 @@ def _check_graph(x: Tensor, pass_: ExpertPass, mains: Tensors) -> None:
 def join_reduction(
     x: Tensor, pass_: ExpertPass, mains: Tensors | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the layer's input and main weights; their gradients leave behind the reduction.
+    """Return the layer's input and main weights; their gradients wait for the reduction.
 
     Args:
-        x: the layer's input: whatever has the gradient that leaves the layer last.
+        x: the layer's input: the tensor whose gradient leaves the layer last.
         pass_: of this layer and microbatch.
-        mains: the parameters, ``{name: [M, *shape]}``. None: the pass has ``main_grads``, and
-            nobody takes hooks of parameters, or their ``.grad``, for a sign that those are
-            complete. Else the experts take what is returned, and give it some gradient.
+        mains: the parameters, ``{name: [M, *shape]}``; the experts have to use the returned ones.
+            None: the pass has ``main_grads``, and no code takes a parameter's hook or ``.grad`` as
+            a sign that those are complete.
     """
     mains = dict(mains or {})
     names = [name for name, main in mains.items() if main.requires_grad]

@@ -1,11 +1,12 @@
-"""The hooks as torch.compile traces them: the plan's tensors are saved by autograd, not a handle.
+"""The hooks as torch.compile traces them: autograd saves the plan's tensors, not a handle.
 
-The calls become operators (``ultraep_comm.ops``), of the graphs of the forward and the backward
-pass. The reduction has finished where it stands, so that nothing is left to join.
+The calls become operators (``ultraep_comm.ops``) in the graphs of the forward and the backward
+pass. The reduction completes in place, so there is nothing to join.
 
-Operators of a backward pass write, in name, to the gradient that passes by: so what needs it comes
-behind them, and they stay in the backward pass. The tensor that orders the others will not do: what
-a backward pass writes to must not have been written to since its forward pass.
+Operators of a backward pass declare a write to the gradient that passes through: that keeps them in
+the backward pass, before everything that uses this gradient. ``ORDER``, which the other operators
+write to, cannot be used: a backward pass must not write to a tensor that was modified since its
+forward pass.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def run_experts(
     mode: str,
     segments: Sequence[str] | None,
 ) -> Tensor:
-    """Trace what :class:`ReplicatedExperts` does."""
+    """Trace :class:`ReplicatedExperts`."""
     slots = dict(group.slots)
     trained = find_trained(weights, group) if torch.is_grad_enabled() else []
     uec.replicate_experts(weights, plan, group=group, mode=mode)

@@ -1,4 +1,4 @@
-"""Recordings: times and plans of calls, kept while they run, and their files."""
+"""Recordings of calls, with times and plans: the recorder, and its files."""
 
 from ultraep_comm.recording.file import (
     Known,

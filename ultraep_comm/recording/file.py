@@ -1,22 +1,22 @@
-"""The file of a recorder: one rank's calls, with the plans that they were made by.
+"""The file of a recorder: one rank's calls, with their plans.
 
 An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E experts:
 
 | array                        | what                                                         |
 |------------------------------|--------------------------------------------------------------|
 | ``magic``, ``version``       | ``"ultraep_comm recording"``, 1                              |
-| ``run``                      | a text: the same in files of one group of one run, and no others |
-| ``rank``                     | whose calls these are                                        |
-| ``machine``                  | a text: ranks where it is the same have one monotonic clock  |
-| ``epoch_ns``                 | to be added to times, for nanoseconds since 1970             |
-| ``num_calls``                | calls made while it recorded, of which the last N are here   |
+| ``run``                      | a string that names one group of one run                     |
+| ``rank``                     | the rank that made the calls                                 |
+| ``machine``                  | a string; ranks with the same one share a monotonic clock    |
+| ``epoch_ns``                 | added to times, gives nanoseconds since 1970                 |
+| ``num_calls``                | calls made while recording; the last N of them are here      |
 | ``failed_epoch``             | the first call that failed, which may not be here; 0: none   |
 | ``home [E]``, ``domain [G]`` | the group's constants                                        |
-| ``calls [N]`` of ``CALL``    | what was called, when, and what is known of its plan         |
+| ``calls [N]`` of ``CALL``    | each call: operation, times, what is known of its plan       |
 | ``slot_expert [N, G, S]``    | -1 where the plan is not known                               |
 | ``slot_quota [N, G, S]``     | 0 where quotas are not known                                 |
 | ``home_quota [N, E]``        | likewise                                                     |
-| ``load [N, G, E]``           | 0 where the load is not known; no rows if loads were left out |
+| ``load [N, G, E]``           | 0 where not known; no rows if loads were not recorded        |
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ class Known(IntFlag):
 
 CALL = np.dtype(
     [
-        ("operation", np.int32),  # of OPERATIONS
+        ("operation", np.int32),  # index into OPERATIONS
         ("mode", np.int32),  # a Mode; -1: none, or chosen on the device
         ("epoch", np.int64),
-        ("layer", np.int64),  # of the handle that was given; -1: a plan, or none
+        ("layer", np.int64),  # of the handle; -1: the call took a plan, or none
         ("microbatch", np.int64),  # likewise
-        ("begin_ns", np.int64),  # the caller entered the call; the rank's monotonic clock
-        ("end_ns", np.int64),  # the rank's part was finished; -1: not known, or it failed
-        ("expert_bytes", np.int64),  # that the call moves for each replica
-        ("known", np.int32),  # of the plan: Known
+        ("begin_ns", np.int64),  # when the caller entered the call; the rank's monotonic clock
+        ("end_ns", np.int64),  # when the rank's part finished; -1: not known, or it failed
+        ("expert_bytes", np.int64),  # bytes that the call moves for each replica
+        ("known", np.int32),  # Known flags of the plan
     ]
 )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    """One rank's calls; the module's text describes the arrays.
+    """One rank's calls; the module's docstring describes the arrays.
 
     Attributes:
-        source: where it comes from, for messages.
-        run: the same in recordings of one group of one run, and in no others.
-        rank: whose calls these are.
-        machine: ranks where it is the same have one monotonic clock.
-        epoch_ns: added to times of ``calls`` it gives nanoseconds since 1970.
-        num_calls: calls that were made while it recorded, of which the last N are here.
-        failed_epoch: the first call that failed, which may not be among these; 0: none.
+        source: the file or rank, for messages.
+        run: names one group of one run.
+        rank: the rank that made the calls.
+        machine: ranks with the same one share a monotonic clock.
+        epoch_ns: added to times of ``calls``, gives nanoseconds since 1970.
+        num_calls: calls made while recording; ``calls`` has the last N of them.
+        failed_epoch: the first call that failed, which may not be in ``calls``; 0: none.
         home: int32 ``[E]``.
         domain: int32 ``[G]``.
         calls: ``[N]`` of :data:`CALL`, oldest first.
@@ -124,10 +124,9 @@ class Recording:
         return int(self.slot_expert.shape[2])
 
     def bytes_of_rank(self) -> NDArray[np.int64]:
-        """Return, of each call ``[N]``, the bytes of the replicas in this rank's slots.
+        """Return the bytes that each call ``[N]`` moves into or out of this rank's slots.
 
-        A transfer brings them, a reduction takes them away. -1 where the plan is not known; 0 for
-        calls without a plan.
+        -1 where the plan is not known; 0 for calls without a plan.
         """
         filled = (self.slot_expert[:, self.rank] >= 0).sum(axis=1)
         known = self.calls["known"] & Known.PLACEMENT > 0
@@ -143,10 +142,10 @@ def _has_plan(calls: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def save_recording(recording: Recording, path: Path) -> None:
-    """Write a recording; the same bytes for the same recording.
+    """Write a recording; equal recordings give equal bytes.
 
     Raises:
-        OSError: the file cannot be written. There is none then, or the one of before.
+        OSError: the file cannot be written. An existing file is left as it was.
     """
     arrays: dict[str, Any] = {"magic": MAGIC, "version": VERSION}
     arrays |= {f.name: getattr(recording, f.name) for f in fields(recording) if f.name != "source"}
@@ -161,42 +160,42 @@ def save_recording(recording: Recording, path: Path) -> None:
 
 
 def load_recording(path: Path, *, loads: bool = True) -> Recording:
-    """Read a recording, and check all of it.
+    """Read a recording and check every value.
 
     Args:
         path: the file.
-        loads: read ``load`` too, which is most of it; else it has no rows.
+        loads: read ``load`` too, which is most of the file; else it has no rows.
 
     Raises:
-        RecordingError: it is something else, damaged, or of another version; names the file.
-        OSError: it cannot be read.
+        RecordingError: not a recording, damaged, or of another version; the text names the file.
+        OSError: the file cannot be read.
     """
     try:
         with ArrayFile(path) as file:
             return _read(_Checker(path, file), loads)
     except ArrayFileError as error:
         raise RecordingError(
-            f"{path} is no recording, or a damaged one: {error}; expected what recorder.dump()"
-            " writes"
+            f"{path} is not a recording, or is damaged: {error}; expected a file written"
+            " by recorder.dump()"
         ) from error
 
 
 class _Checker:
-    """The arrays of a file, and what to say of one that is not as expected."""
+    """Reads the arrays of a file and raises RecordingError for unexpected ones."""
 
     def __init__(self, path: Path, file: ArrayFile) -> None:
         self.path = path
         self._file = file
 
     def fail(self, text: str) -> RecordingError:
-        return RecordingError(f"{self.path} is no recording of version {VERSION}: {text}")
+        return RecordingError(f"{self.path} is not a recording of version {VERSION}: {text}")
 
     def magic(self) -> None:
-        """Raise unless the file says that it is a recording, of this version."""
+        """Raise unless the file has the magic string and this version."""
         if "magic" not in self._file.names or self.text("magic") != MAGIC:
             raise RecordingError(
-                f"{self.path} has the arrays {sorted(self._file.names)[:20]}, and no magic word"
-                f" {MAGIC!r}; expected what recorder.dump() writes"
+                f"{self.path} has the arrays {sorted(self._file.names)[:20]}, and no magic string"
+                f" {MAGIC!r}; expected a file written by recorder.dump()"
             )
         version = self.integer("version")
         if version != VERSION:
@@ -206,7 +205,7 @@ class _Checker:
             )
 
     def shape(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> list[int]:
-        """Return the shape of an array, which is not read; None: any length."""
+        """Check an array's dtype and shape (None: any length) and return the shape, unread."""
         if name not in self._file.names:
             raise self.fail(f"it has no array {name!r}")
         found, lengths = self._file.header(name)
@@ -234,8 +233,8 @@ class _Checker:
         dtype, shape = self._file.header(name)
         if dtype.kind != "U" or shape != () or dtype.itemsize > 4 * MAX_TEXT:
             raise self.fail(
-                f"{name} has dtype {dtype} and shape {shape}; expected a text of at most {MAX_TEXT}"
-                " characters"
+                f"{name} has dtype {dtype} and shape {shape}; expected a string of at most"
+                f" {MAX_TEXT} characters"
             )
         return str(self._file.read(name))
 
@@ -319,18 +318,18 @@ def _check_values(check: _Checker, recording: Recording) -> None:
 
 
 def load_recordings(paths: Iterable[Path], *, loads: bool = True) -> list[Recording]:
-    """Read the files of one group's ranks, and check that they belong together.
+    """Read the files of one group's ranks and check that they belong together.
 
     Args:
-        paths: files; a folder stands for all files ``*.npz`` in it.
+        paths: files, or folders for all ``*.npz`` files in them.
         loads: as for :func:`load_recording`.
 
     Returns:
-        A recording of each rank that has a file, by rank.
+        One recording for each rank that has a file, in rank order.
 
     Raises:
-        RecordingError: as :func:`load_recording`; a rank has two files; or the files are of
-            different groups or runs. Names the file.
+        RecordingError: as :func:`load_recording`; a rank has two files; or the files are from
+            different groups or runs. The text names the file.
         OSError: a file cannot be read.
     """
     files: list[Path] = []
@@ -339,7 +338,7 @@ def load_recordings(paths: Iterable[Path], *, loads: bool = True) -> list[Record
         if path.is_dir() and not files:
             raise RecordingError(f"{path} has no *.npz files; expected recordings")
     if not files:
-        raise RecordingError("no file was named; expected recordings of one group's ranks")
+        raise RecordingError("no files were given; expected recordings of one group's ranks")
     found = (load_recording(file, loads=loads) for file in files)
     recordings = sorted(found, key=lambda r: r.rank)
     first = recordings[0]
@@ -356,8 +355,8 @@ def load_recordings(paths: Iterable[Path], *, loads: bool = True) -> list[Record
 def _check_same_run(first: Recording, other: Recording) -> None:
     if other.run != first.run:
         raise RecordingError(
-            f"{other.source} and {first.source} are of two groups, or of two runs; expected one"
-            " group's files of one run"
+            f"{other.source} and {first.source} are from two groups or two runs; expected files of"
+            " one group and one run"
         )
     constants = ("num_ranks", "num_experts", "slots_per_rank")
     found, expected = ([getattr(r, name) for name in constants] for r in (other, first))
@@ -365,8 +364,9 @@ def _check_same_run(first: Recording, other: Recording) -> None:
         np.array_equal(first.home, other.home) and np.array_equal(first.domain, other.domain)
     ):
         raise RecordingError(
-            f"{other.source} is of a group with ranks, experts and slots {found}, {first.source} of"
-            f" one with {expected}, or with other homes or domains; expected files of one group"
+            f"{other.source} is from a group with ranks, experts and slots {found},"
+            f" {first.source} from one with {expected}, or their homes or domains differ; expected"
+            " files of one group"
         )
     _, ours, theirs = np.intersect1d(
         first.calls["epoch"], other.calls["epoch"], assume_unique=True, return_indices=True
@@ -378,22 +378,22 @@ def _check_same_run(first: Recording, other: Recording) -> None:
     )
     if differ.any():
         raise RecordingError(
-            f"call {one['epoch'][differ][0]} is not the same in {first.source} and {other.source};"
+            f"call {one['epoch'][differ][0]} differs between {first.source} and {other.source};"
             " expected files of one run"
         )
 
 
 _CHUNK = 1 << 24
 _TEXT = 200  # characters
-# What damaged zip files and headers of arrays make the standard library and NumPy raise.
+# Errors of the standard library and NumPy for damaged zip files and array headers.
 _DAMAGE = (
     ArithmeticError,
     AttributeError,
     EOFError,
     LookupError,
     MemoryError,
-    OSError,  # what is no bz2 stream, or an offset before the file's beginning
-    RuntimeError,  # a zip file that says it is encrypted, or compressed otherwise
+    OSError,  # an invalid bz2 stream, or an offset before the start of the file
+    RuntimeError,  # a zip file marked as encrypted, or with an unknown compression
     TypeError,
     ValueError,
     struct.error,
@@ -404,12 +404,12 @@ _DAMAGE = (
 
 
 class ArrayFileError(UltraEPError, ValueError):
-    """A file has no plain arrays, or none that could be read. The text does not name the file."""
+    """A file has no readable plain arrays. The text does not name the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """What a file says of an array; its bytes are as many as that takes."""
+    """An array's header, checked against the size of its data."""
 
     shape: tuple[int, ...]
     fortran_order: bool
@@ -417,24 +417,24 @@ class _Header:
 
 
 class ArrayFile:
-    """An open file. A context manager.
+    """An open ``.npz`` file. A context manager.
 
     Attributes:
-        names: of its arrays, and of what else is in it.
+        names: of all members, without ``.npy``.
     """
 
     def __init__(self, path: Path) -> None:
         """Open a file.
 
         Raises:
-            ArrayFileError: it is no ``.npz`` file, or is larger unpacked than half of the memory.
-            OSError: it cannot be read.
+            ArrayFileError: not an ``.npz`` file, or larger than half of the memory when unpacked.
+            OSError: the file cannot be read.
         """
         self._file: BinaryIO = path.open("rb")
         try:
-            # A device such as /dev/zero would be read until memory is full, to find its end.
+            # zipfile would read a device such as /dev/zero until memory is full.
             if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                raise ArrayFileError("it is no regular file; expected an .npz file")
+                raise ArrayFileError("it is not a regular file; expected an .npz file")
             if self._file.read(6) == b"\x93NUMPY":
                 raise ArrayFileError("it is a single array; expected an .npz file")
             self._zip = zipfile.ZipFile(self._file)
@@ -442,21 +442,22 @@ class ArrayFile:
             total, most = sum(info.file_size for info in members), physical_bytes() // 2
             if total > most:
                 raise ArrayFileError(
-                    f"its arrays take {total} bytes; this machine's memory has room for {most}"
+                    f"its arrays take {total} bytes; expected at most {most}, half of this"
+                    " machine's memory"
                 )
         except ArrayFileError:
             self._file.close()
             raise
         except _DAMAGE as error:
             self._file.close()
-            raise ArrayFileError(f"it is no .npz file: {_brief(error)}") from error
+            raise ArrayFileError(f"it is not an .npz file: {_brief(error)}") from error
         self.names = [info.filename.removesuffix(".npy") for info in members]
 
     def header(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Return dtype and shape of an array without reading it.
+        """Return the dtype and shape of an array without reading it.
 
         Raises:
-            ArrayFileError: it is damaged, or no plain array, or has other bytes than it says.
+            ArrayFileError: it is damaged, not a plain array, or its size differs from its header.
         """
         try:
             with self._zip.open(f"{name}.npy") as member:
@@ -473,10 +474,10 @@ class ArrayFile:
         """
         try:
             with self._zip.open(f"{name}.npy") as opened:
-                member: Any = opened  # which has a method that its type does not
+                member: Any = opened  # its type lacks readinto
                 header = _read_header(member, self._zip.getinfo(f"{name}.npy").file_size)
                 flat = np.empty(math.prod(header.shape), header.dtype)
-                # With its last byte the member compares its checksum.
+                # Reading the last byte checks the member's checksum.
                 data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
                 at = 0
                 while at < len(data):
@@ -502,7 +503,7 @@ class ArrayFile:
 
 
 def physical_bytes() -> int:
-    """Return how much memory the machine has."""
+    """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -513,7 +514,7 @@ def _unreadable(name: str, error: Exception) -> ArrayFileError:
 
 
 def _brief(error: Exception) -> str:
-    """Return an error's text, which may quote a file's bytes, as far as a line has room."""
+    """Return an error's text, truncated, as it may quote a file's bytes."""
     text = str(error)
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
 
@@ -530,9 +531,9 @@ def _read_header(member: Any, num_bytes: int) -> _Header:
         raise ArrayFileError(
             f"has dtype {dtype}; expected plain values, no Python objects and no arrays"
         )
-    said, there = math.prod(shape) * dtype.itemsize, num_bytes - member.tell()
-    if any(length < 0 for length in shape) or said != there:
+    expected, found = math.prod(shape) * dtype.itemsize, num_bytes - member.tell()
+    if any(length < 0 for length in shape) or expected != found:
         raise ArrayFileError(
-            f"says that it is {dtype} {list(shape)}, which is {said} bytes; it has {there}"
+            f"has {found} bytes; expected {expected} by its header, {dtype} {list(shape)}"
         )
     return _Header(shape=shape, fortran_order=fortran_order, dtype=dtype)

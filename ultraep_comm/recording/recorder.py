@@ -1,4 +1,4 @@
-"""The recorder: a ring of a group's last calls, with their plans and times."""
+"""The recorder: a ring buffer of a group's last calls, with their plans and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,6 @@ from ultraep_comm.recording.file import (
     save_recording,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
 CAPACITY = 1024
 MAX_CAPACITY = 1 << 24
 _PLACEMENT, _QUOTAS, _LOAD = (int(known) for known in Known)
@@ -39,22 +34,20 @@ _OPERATION = {name: i for i, name in enumerate(OPERATIONS)}
 
 
 class Recorder:
-    """A group's last calls. Made by ``group.start_recording``; a context manager that stops it.
+    """Records a group's last calls. Returned by ``group.start_recording``; a context manager.
 
-    The ring is allocated at the start; a call copies its line and its plan into it. What is
-    recorded of a call:
+    The ring is allocated at the start; each call copies its data and its plan into it:
 
-    - its operation, epoch, mode, the layer and microbatch of a handle, and bytes of an expert;
-    - when the caller entered it, and when this rank's part of it was finished: the host engine
-      notes that, also of calls that nobody has waited for. The CUDA engine's calls belong to
-      streams, and have no end here;
-    - which call was the first that failed: it and those after it have no end;
-    - of a plan on the CPU its slots, quotas and load; of one on a device nothing, because reading
-      it would synchronise.
+    - operation, epoch, mode, layer and microbatch of a handle, and bytes of an expert;
+    - when the caller entered the call, and when this rank's part of it finished, waited for or not.
+      Calls of the CUDA engine are stream-ordered and have no end;
+    - the first call that failed; it and later ones have no end;
+    - slots, quotas and load of a plan on the CPU. Plans on a device are not recorded, as reading
+      them would synchronise.
 
-    Calls that are captured into a CUDA graph are left out: the host does not see their replays. So
-    are calls that an engine never got: rejected ones, and loads that the process group exchanges.
-    One thread at a time may make calls, dump and stop, as with the group itself.
+    Calls captured into a CUDA graph are not recorded: the host does not see their replays. Neither
+    are calls that do not reach the engine: rejected ones, and loads exchanged by the process group.
+    Like the group, a recorder must not be used by two threads at the same time.
     """
 
     def __init__(
@@ -73,7 +66,7 @@ class Recorder:
         check_capacity(count, topology, loads=loads, what=f"rank {rank}: capacity")
         t = topology
         slots, experts = (count, t.num_ranks, t.slots_per_rank), t.num_experts
-        # Filled, so that the memory is there before the first call.
+        # Filled rather than empty: the first calls must not take page faults.
         self._calls = np.full(count, -1, CALL)
         self._epochs, self._ends = self._calls["epoch"], self._calls["end_ns"]  # views
         self._slot_expert = np.full(slots, -1, np.int32)
@@ -86,7 +79,7 @@ class Recorder:
         self._loads = loads
         self._count = 0
         self._begin = 0
-        self._unfinished: deque[tuple[int, int]] = deque()  # place in the ring, epoch
+        self._unfinished: deque[tuple[int, int]] = deque()  # index in the ring, epoch
         self._finished_at = finished_at
         self._failed_epoch = failed_epoch
         self._run = run
@@ -95,7 +88,7 @@ class Recorder:
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls were made since the start, also of those that the ring has lost."""
+        """Return the number of calls since the start, overwritten ones included."""
         return self._count
 
     @property
@@ -107,21 +100,21 @@ class Recorder:
     # ---- what the group calls ---------------------------------------------------------------
 
     def enter(self) -> None:
-        """Note the time at which the caller entered a call."""
+        """Record the time at which the caller entered a call."""
         self._begin = time.monotonic_ns()
 
     def add(
         self, epoch: int, operation: str, mode: str, plan: Plan | None, tag: int, expert_bytes: int
     ) -> None:
-        """Note a call that an engine has taken.
+        """Record a submitted call.
 
         Args:
-            epoch: of the call.
-            operation: begins with its name.
-            mode: that was chosen; "" or "auto": not known.
-            plan: that it was made by, on the CPU; None: there is none, or it is on a device.
-            tag: of the handle that was given; 0: none.
-            expert_bytes: that it moves for each replica.
+            epoch: the call's number.
+            operation: starts with the operation's name.
+            mode: the chosen mode; "" or "auto": not known.
+            plan: the call's plan, if it is on the CPU; else None.
+            tag: the handle's tag; 0: no handle.
+            expert_bytes: bytes that the call moves for each replica.
         """
         self._collect()
         i = self._count % self._capacity
@@ -168,7 +161,7 @@ class Recorder:
             self._load[i] = 0
 
     def _collect(self) -> None:
-        """Note the ends of calls that have finished. Often enough that the engine knows them."""
+        """Record the ends of finished calls, before the engine forgets them."""
         while self._unfinished:
             i, epoch = self._unfinished[0]
             end = self._finished_at(epoch)
@@ -176,13 +169,13 @@ class Recorder:
                 if self._epochs[i] == epoch:
                     self._ends[i] = end
             elif len(self._unfinished) <= 8:
-                return  # it may be under way
+                return  # it may still be in flight
             self._unfinished.popleft()
 
     # ---- what users call --------------------------------------------------------------------
 
     def recording(self) -> Recording:
-        """Return a copy of what the ring holds, oldest call first."""
+        """Return a copy of the ring, oldest call first."""
         self._collect()
         kept = min(self._count, self._capacity)
         order: NDArray[np.int64] = np.arange(self._count - kept, self._count) % self._capacity
@@ -204,10 +197,10 @@ class Recorder:
         )
 
     def dump(self, path: str | Path) -> Path:
-        """Write what the ring holds to a file; :func:`load_recording` reads it. Local.
+        """Write the ring to a file for :func:`load_recording`. Local.
 
         Args:
-            path: ``{rank}`` in it stands for the rank. A file that is there is replaced.
+            path: ``{rank}`` in it stands for the rank. An existing file is replaced.
 
         Returns:
             The path with the rank.
@@ -220,7 +213,7 @@ class Recorder:
         return target
 
     def stop(self) -> None:
-        """Record no more. What is in the ring stays. Harmless if it has stopped."""
+        """Stop recording. The ring keeps its contents. Stopping twice is harmless."""
         if self._on_stop is not None:
             self._collect()
             self._on_stop()
@@ -243,7 +236,7 @@ class Recorder:
 
 
 def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str) -> None:
-    """Raise InvalidArgumentError for a ring of no calls, or of more than could be held."""
+    """Raise InvalidArgumentError for a ring without calls, or larger than half of the memory."""
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidArgumentError(f"{what} is {capacity}; expected 1 to {MAX_CAPACITY} calls")
     t = topology
@@ -258,18 +251,18 @@ def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str)
 
 
 def new_run() -> bytes:
-    """Return 16 bytes that name a group of a run: when it was made, and a random number."""
+    """Return 16 bytes that name a group of a run: the time of creation and a random number."""
     return time.time_ns().to_bytes(8, "big") + secrets.token_bytes(8)
 
 
 def name_run(run: bytes) -> str:
-    """Return the name of such bytes: names sort by time."""
+    """Return those bytes as a name; names sort by time."""
     seconds = int.from_bytes(run[:8], "big") // 10**9
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds)) + f"-{run[8:12].hex()}"
 
 
 def _machine() -> str:
-    """Name this boot of this machine: ranks where it is the same have one monotonic clock."""
+    """Return a name for this boot of this machine; ranks with the same share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -277,10 +270,11 @@ def _machine() -> str:
 
 
 def prepare_folder(folder: Path, capacity: int, topology: Topology) -> None:
-    """Make the folder of recordings, before a group is made whose calls go there.
+    """Create the folder for recordings, before the group is created.
 
     Raises:
-        InvalidArgumentError: it cannot be made or written to, or so many calls cannot be held.
+        InvalidArgumentError: the folder cannot be created or written to, or the capacity is out of
+            range.
     """
     check_capacity(capacity, topology, loads=True, what="ULTRAEP_RECORD_CALLS")
     try:
@@ -295,9 +289,9 @@ def prepare_folder(folder: Path, capacity: int, topology: Topology) -> None:
 
 
 def dump_at_end(recorder: Recorder, path: Path, process: int) -> None:
-    """Write a recording, unless this is a fork of the process that made it.
+    """Write a recording, unless this is a forked child of the process that recorded it.
 
-    A file that cannot be written is a warning: closing a group has worked all the same.
+    If the file cannot be written, this only warns: the group has been closed.
     """
     if os.getpid() != process:
         return

@@ -1,4 +1,4 @@
-"""The picture of time over bound by mode, over fan-outs or loads, from a file of results."""
+"""The bound picture: time over bound by mode, against fan-outs or loads, from a result file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colour and marker of each mode; others follow in the order in which they come.
+# Colour and marker of each mode; other modes take those of _MORE in order of appearance.
 LOOKS = {
     "push": (BLUE, "o"),
     "pull": (GREEN, "s"),
@@ -46,18 +46,18 @@ LOOKS = {
 }
 _MORE = [("#8c6d00", "P"), (MUTED, "X"), (SKY, "*"), (ORANGE, "p"), (INK, "h"), (YELLOW, "<")]
 _COLUMNS = 3
-_MOST = 1e9  # of a fan-out, or times the bound
+_MOST = 1e9  # largest fan-out, and largest time over bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A time over the least time that any schedule needs.
+    """A time over the lower bound of any schedule.
 
     Attributes:
-        size: of experts in bytes, or a text for what is of one size.
+        size: of experts in bytes, or a string that names the panel.
         mode: of the transfer.
         case: replicas of an expert, or the name of a kind of load.
-        over_bound: the ratio; of several plans their mean.
+        over_bound: the ratio; the mean if of several plans.
         worst: the largest ratio of these plans.
     """
 
@@ -71,17 +71,17 @@ class Result:
 def load_results(path: Path) -> list[Result]:
     """Read a JSON file: records, or a document that has them under ``records``.
 
-    Each has ``size`` (bytes, or a text), ``mode``, ``fan_out`` and ``over_bound``; or it is one of
-    ``python -m ultraep_comm.bench model --json``. What else is there does not matter.
+    Each record has ``size`` (bytes, or a string), ``mode``, ``fan_out`` and ``over_bound``; or it
+    is one of ``python -m ultraep_comm.bench model --json``. Other fields are ignored.
 
     Raises:
-        InvalidArgumentError: it is something else; names the file and the record.
-        OSError: it cannot be read.
+        InvalidArgumentError: the file has no such records; the text names the file and the record.
+        OSError: the file cannot be read.
     """
     try:
         document = read_json(path)
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is no JSON file: {error}") from None
+        raise InvalidArgumentError(f"{path} is not a JSON file: {error}") from None
     records = document.get("records") if isinstance(document, dict) else document
     if not isinstance(records, list) or not records:
         raise InvalidArgumentError(
@@ -130,7 +130,7 @@ def _check(record: Any, place: str) -> list[Result]:
 
 
 def _check_model(record: dict[str, Any], place: str) -> list[Result]:
-    """Return what a row of the model's benchmark says, of every way that it compares."""
+    """Return the results of a record of the ``model`` benchmark, one for each mode."""
     try:
         size = ", ".join(count(record[f"{what}s"], what) for what in ("rank", "expert", "slot"))
         results = [
@@ -145,29 +145,27 @@ def _check_model(record: dict[str, Any], place: str) -> list[Result]:
         ]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"{place} is no record of the model's benchmark: {reprlib.repr(error)} is wrong or"
+            f"{place} is not a record of the model benchmark: {reprlib.repr(error)} is wrong or"
             " missing"
         ) from None
     if not all(0 < r.over_bound <= r.worst <= _MOST for r in results):
         raise InvalidArgumentError(
-            f"{place} has times over the bound that are no numbers above 0, at most the worst, and"
-            f" that at most {_MOST:g}"
+            f"{place} has impossible times over the bound; expected 0 < mean <= worst <= {_MOST:g}"
         )
     return results
 
 
 @plain_settings()
 def draw_bound(results: list[Result], *, source: str) -> Figure:
-    """Return the picture: a panel for each size, a line for each mode, over fan-outs or loads.
+    """Return the picture: a panel for each size, a line for each mode, against fan-outs or loads.
 
-    Where several results are of one point, the line has their median, and a band reaches from the
-    least to the worst.
+    If a point has several results, the line shows their median, and a band their range.
 
     Raises:
-        UnsupportedError: there is no matplotlib.
+        UnsupportedError: matplotlib is not installed.
     """
     sizes: list[int | str] = list(dict.fromkeys(r.size for r in results))
-    sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # texts stay in their order
+    sizes.sort(key=lambda size: size if isinstance(size, int) else 0)  # strings keep their order
     cases: list[int | str] = list(dict.fromkeys(r.case for r in results))
     named = isinstance(cases[0], str)
     columns = min(_COLUMNS, len(sizes))
@@ -224,7 +222,7 @@ def _looks(results: list[Result]) -> dict[str, tuple[str, str]]:
 
 
 def _places(cases: list[int | str]) -> dict[int | str, int]:
-    """Return where each case is on the x axis: numbers at themselves, names in their order."""
+    """Return the x coordinate of each case: a number's value, a name's index."""
     return {case: case if isinstance(case, int) else i for i, case in enumerate(cases)}
 
 
@@ -240,7 +238,7 @@ def _draw_mode(
     middle = [float(np.median([r.over_bound for r in group])) for group in groups]
     low = [min(r.over_bound for r in group) for group in groups]
     high = [max(r.worst for r in group) for group in groups]
-    # Lines of modes that are as good lie on each other; both markers can be seen.
+    # Lines of equally fast modes coincide: a large hollow marker keeps both visible.
     size, fill = (8.5, "none") if mode == "pull" else (5.5, colour)
     axis.plot(at, middle, color=colour, marker=marker, ms=size, mfc=fill, lw=1.8, gid=mode)
     if low != high:
@@ -248,7 +246,7 @@ def _draw_mode(
 
 
 def _scale(axis: Axes, results: list[Result], cases: list[int | str]) -> None:
-    """Set the scales, which all panels share: by powers of two, and of time where it is far off."""
+    """Set the scales of all panels: fan-outs by powers of two, large ratios logarithmic."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     names = {place: str(case) for case, place in _places(cases).items()}

@@ -1,7 +1,4 @@
-"""Bars in rows of ranks: what a timeline, recorded calls or a prediction come to.
-
-`predict_charts` is the one place that asks the model for a transfer's timeline.
-"""
+"""Charts, rows of bars by rank: of a timeline, of recorded calls, of a predicted transfer."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ from ultraep_comm.viz.style import count
 
 CALL_LANE = -1
 NEVER = 2**63 - 1
-FAILED = "failed"  # the kind of a call that failed, or came after such a one
+FAILED = "failed"  # kind of a call that failed, or came after a failed one
 WIDTH = 12.0  # inches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Some time of a rank.
+    """A time span of a rank.
 
     Attributes:
-        rank: whose row.
-        lane: in the row, from 0 up, so that no two bars overlap; :data:`CALL_LANE`: behind them.
-        kind: what the legend calls it.
+        rank: its row.
+        lane: in the row, 0 or more, so that no two bars overlap; :data:`CALL_LANE`: behind them.
+        kind: key of the legend.
         begin_us: microseconds.
-        end_us: microseconds; the same: when it ended is not known.
-        label: a few characters to write into it.
-        details: numbers by name.
+        end_us: microseconds; equal to ``begin_us`` if the end is not known.
+        label: a few characters to write into the bar.
+        details: values by name.
     """
 
     rank: int
@@ -58,11 +55,11 @@ class Chart:
 
     Attributes:
         title: what the picture shows.
-        subtitle: of what.
+        subtitle: where the data is from.
         num_ranks: rows.
-        bars: by rank, lane and begin.
-        marks: times in microseconds that a line is drawn at, by what they are.
-        width: of the picture in inches; texts keep their size.
+        bars: sorted by rank, lane and begin.
+        marks: times in microseconds to mark by a line, by label.
+        width: of the picture in inches; text keeps its size.
     """
 
     title: str
@@ -73,17 +70,17 @@ class Chart:
     width: float = WIDTH
 
     def lanes_of(self, rank: int) -> int:
-        """Return how many lanes a row has, at least 1."""
+        """Return the number of lanes of a row, at least 1."""
         return 1 + max((bar.lane for bar in self.bars if bar.rank == rank), default=0)
 
     @property
     def end_us(self) -> float:
-        """Return the last end of a bar."""
+        """Return the end of the last bar."""
         return max((bar.end_us for bar in self.bars), default=0.0)
 
 
 KINDS = {Span.CALL: "call", Span.STORE: "store", Span.LOAD: "load", Span.WAIT: "wait"}
-_PIECE = ["kind", "expert", "piece"]  # what spans of one piece have in common
+_PIECE = ["kind", "expert", "piece"]  # identifies the spans of one piece
 
 
 def chart_timeline(
@@ -97,16 +94,16 @@ def chart_timeline(
 ) -> Chart:
     """Return the chart of one transfer: pieces and waits in lanes, the calls behind them.
 
-    A piece is what a rank stores, or loads, of one expert from its list of work: its tiles, to
-    whichever peers, are one bar while they overlap, and keep to one lane.
+    A piece is an entry of a rank's worklist: tiles of one expert that it stores or loads. Its
+    overlapping tiles, to any peers, form one bar, and all its bars share a lane.
 
     Args:
         timeline: of the transfer.
-        title: what it is.
-        subtitle: of what.
-        marks: times in microseconds to point out, by what they are.
-        gap_us: a piece's pauses up to this long are not shown.
-        max_lanes: a rank that needs more has its pieces joined by expert; None: none has.
+        title: what the chart shows.
+        subtitle: where the data is from.
+        marks: times in microseconds to mark, by label.
+        gap_us: pauses of a piece up to this long are not shown.
+        max_lanes: pieces of a rank that needs more lanes are merged by expert; None: no limit.
     """
     bars = []
     for rank in range(timeline.num_ranks):
@@ -132,7 +129,7 @@ def _bars_of_rank(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
     work = [piece for piece in pieces if piece[0].kind in (KINDS[Span.STORE], KINDS[Span.LOAD])]
     lanes = _pack([(piece[0].begin_us, piece[-1].end_us) for piece in work])
     bars = [replace(b, lane=n) for piece, n in zip(work, lanes, strict=True) for b in piece]
-    # Who waits does nothing else, as a rule: its waits are between the bars of the first lane.
+    # A rank that waits rarely does anything else: its waits fit between the bars of lane 0.
     paused = [bar for piece in waits for bar in piece]
     if _are_apart([*paused, *(bar for bar in bars if bar.lane == 0)]):
         bars += [replace(bar, lane=0) for bar in paused]
@@ -149,7 +146,7 @@ def _are_apart(bars: list[Bar]) -> bool:
 
 
 def _join(spans: NDArray[np.void], gap_us: float) -> list[Bar]:
-    """Return the bars of a piece, whose spans are given by their begin."""
+    """Return the bars of a piece, whose spans are sorted by begin."""
     reached = np.maximum.accumulate(spans["end_us"])
     new = np.ones(len(spans), bool)
     new[1:] = spans["begin_us"][1:] > reached[:-1] + gap_us
@@ -183,7 +180,7 @@ def _bar_of(spans: NDArray[np.void]) -> Bar:
 
 
 def _pack(extents: Sequence[tuple[float, float]]) -> list[int]:
-    """Return a lane for each extent: the lowest that is free when it begins."""
+    """Return a lane for each (begin, end): the lowest that is free at its begin."""
     busy: list[tuple[float, int]] = []  # end, lane
     free: list[int] = []
     result, lanes = [0] * len(extents), 0
@@ -202,8 +199,8 @@ def chart_calls(
 ) -> Chart:
     """Return the chart of recorded calls, one after the other on every rank.
 
-    Times count from the first call that is shown. Ranks of one machine have one clock; those of
-    several are laid side by side by their wall clocks, which agree as far as the machines' do.
+    Times are relative to the first call shown. Ranks on one machine share a clock; several machines
+    are aligned by their wall clocks, as accurately as those are synchronised.
 
     Args:
         recordings: of one run.
@@ -216,7 +213,7 @@ def chart_calls(
         for i, epoch in enumerate(r.calls["epoch"].tolist())
         if epochs is None or epoch in epochs
     ]
-    clocks: dict[str, int] = {}  # of each machine, to wall time: as one of its ranks saw it
+    clocks: dict[str, int] = {}  # offset of each machine's clock to wall time, by its first rank
     for recording in recordings:
         clocks.setdefault(recording.machine, recording.epoch_ns)
     shift = {id(r): clocks[r.machine] - min(clocks.values()) for r in recordings}
@@ -248,7 +245,7 @@ def chart_calls(
             )
     subtitle = f"{source}: {count(len(recordings), 'rank')} of {recordings[0].num_ranks}"
     subtitle += f", {count(len(shown), 'call')}"
-    subtitle += f"; of {count(endless, 'call')} only the begin is known" if endless else ""
+    subtitle += f"; {count(endless, 'call')} without a known end" if endless else ""
     subtitle += f"; call {failed} failed" if failed else ""
     title = "Calls of every rank, as recorded"
     return _sorted_chart(title, subtitle, recordings[0].num_ranks, bars, {})
@@ -282,25 +279,25 @@ def _sorted_chart(
 # ---- predictions --------------------------------------------------------------------------------
 
 _MODEL = "ultraep_comm.model"
-_WIDTHS = 400  # pauses of less than this part of a transfer are too short for a picture
+_WIDTHS = 400  # pauses shorter than the transfer over this are too short for a picture
 _LANES = 6  # of a rank, in a picture
 
 
 def predict_charts(
     plan: Plan, expert_bytes: int, *, machine: str, mode: str, source: str, width: float = WIDTH
 ) -> tuple[Chart, Chart]:
-    """Return the charts of one transfer as the model predicts it: for a picture, and in full.
+    """Return two charts of one predicted transfer: simplified for a picture, and in full.
 
     Args:
         plan: of the transfer.
         expert_bytes: W.
-        machine: a name that the model knows.
+        machine: name of one of the model's machines.
         mode: of the transfer, or "auto".
-        source: what the plan is, for the subtitle.
+        source: where the plan is from, for the subtitle.
         width: of the picture in inches.
 
     Raises:
-        UltraEPError: the model refuses the machine, the mode or the plan.
+        UltraEPError: the model rejects the machine, the mode or the plan.
         UnsupportedError: this installation has no model.
     """
     if importlib.util.find_spec(_MODEL) is None:

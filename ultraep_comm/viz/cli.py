@@ -33,8 +33,8 @@ from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
 
 FAILED = 2
-MOST = 1 << 20  # of ranks, slots, tokens of a rank, and layers
-_TOKENS, _TOPK, _EXPERT_BYTES = 4096, 8, "36M"  # of a generated load, as the benchmark has them
+MOST = 1 << 20  # limit of ranks, slots, tokens per rank, and layers
+_TOKENS, _TOPK, _EXPERT_BYTES = 4096, 8, "36M"  # of a generated load, as in the benchmarks
 Shown = TypeVar("Shown")
 Writers = dict[str, Callable[[Shown, Path], None]]
 
@@ -42,7 +42,7 @@ LOAD_WRITERS: Writers[LoadSeries] = {
     ".png": lambda series, path: save_png(draw_load(series), path),
     ".html": lambda series, path: save_text(make_page(series), path),
 }
-# A chart for a picture, and one with all that there is.
+# The chart for a picture, and the full one.
 TIMELINE_WRITERS: Writers[tuple[Chart, Chart]] = {
     ".png": lambda charts, path: save_png(draw_timeline(charts[0]), path),
     ".json": lambda charts, path: save_text(format_trace(charts[1]), path),
@@ -61,7 +61,7 @@ The JSON file opens in https://ui.perfetto.dev or chrome://tracing.
 """
 BOUND_EXAMPLES = """example:
   python -m ultraep_comm.viz bound results.json --out bound.png
-Results are of python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
+Results are from python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
 fan_out and over_bound; see docs/pictures.md.
 """
 
@@ -97,11 +97,11 @@ def _load(options: argparse.Namespace) -> None:
 
 def _planned(options: argparse.Namespace) -> LoadSeries:
     if options.layers is not None:
-        raise InvalidArgumentError("--layers is for recordings; a trace has layers of its own")
+        raise InvalidArgumentError("--layers is for recordings; a trace has its own layers")
     trace = open_trace(options.trace)
     ranks = options.ranks or (trace.array.shape[2] if trace.array.ndim == 4 else None)
     if ranks is None:
-        raise InvalidArgumentError(f"{options.trace} has no number of ranks; expected --ranks")
+        raise InvalidArgumentError(f"{options.trace} has no number of ranks; pass --ranks")
     return plan_trace(
         trace,
         source=short(options.trace.name),
@@ -126,7 +126,7 @@ def _timeline(options: argparse.Namespace) -> None:
     ways = ("calls", "predict", "imbalance")
     given = [f"--{name}" for name in ways if getattr(options, name) is not None]
     if len(given) > 1:
-        raise InvalidArgumentError(f"{' and '.join(given)} are given; expected one of them at most")
+        raise InvalidArgumentError(f"{' and '.join(given)} are given; expected at most one of them")
     if options.imbalance is not None:
         _write(_generated(options), options.out, TIMELINE_WRITERS)
         return
@@ -153,7 +153,7 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
-    """Return the charts of the transfer that a load of the benchmark needs, as predicted."""
+    """Return the charts of the predicted transfer for a generated load."""
     ranks, experts = options.ranks, options.experts
     load = generate_load(
         num_ranks=ranks,
@@ -165,8 +165,8 @@ def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
     plan = plan_replicas(torch.from_numpy(load), num_ranks=ranks, slots_per_rank=options.slots)
     if not plan.num_replicas:
         raise InvalidArgumentError(
-            f"a load with --imbalance {options.imbalance:g} gets no replicas in --slots"
-            f" {options.slots}; expected more of one of them"
+            f"a load with --imbalance {options.imbalance:g} and --slots {options.slots} gets no"
+            " replicas; increase one of them"
         )
     size = parse_size(options.expert_bytes or _EXPERT_BYTES)
     source = f"{ranks} ranks, {experts} experts of {format_size(size)}, imbalance"
@@ -227,11 +227,11 @@ def _bound(options: argparse.Namespace) -> None:
     _write(options.file, options.out, writers)
 
 
-# ---- what they share ----------------------------------------------------------------------------
+# ---- shared by the commands ---------------------------------------------------------------------
 
 
 def _name(files: Sequence[Path]) -> str:
-    """Return what to call some files in a subtitle."""
+    """Return a name for the files, for a subtitle."""
     first = files[0].resolve()
     if len(files) == 1:
         return short(first.name)
@@ -239,15 +239,15 @@ def _name(files: Sequence[Path]) -> str:
 
 
 def _check_outputs(paths: Sequence[Path], writers: Writers[Shown]) -> None:
-    """Refuse outputs before anything is computed."""
+    """Raise InvalidArgumentError for bad outputs, before anything is computed."""
     for path in paths:
         if path.suffix.lower() not in writers:
             raise InvalidArgumentError(
-                f"--out {path} is of no kind that is known here; expected a name that ends in"
+                f"--out {path} has an unknown kind; expected a name that ends in"
                 f" {' or '.join(writers)}"
             )
         if not path.parent.is_dir():
-            raise InvalidArgumentError(f"--out {path}: there is no folder {path.parent}; make it")
+            raise InvalidArgumentError(f"--out {path}: there is no folder {path.parent}; create it")
 
 
 def _write(shown: Shown, paths: Sequence[Path], writers: Writers[Shown]) -> None:
@@ -279,13 +279,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens",
         type=_positive,
         default=4096,
-        help="with a trace of tokens: how many of them a rank has in a step (4096)",
+        help="with a trace of tokens: tokens per rank and step (4096)",
     )
     load.add_argument("--target", type=float, default=1.01, help="with --trace: imbalance (1.01)")
     load.add_argument(
         "--layers",
         type=_positive,
-        help="of a recording without saved plans: how many transfers make a step (1)",
+        help="of a recording without saved plans: transfers per step (1)",
     )
     _add_out(load, LOAD_WRITERS)
     load.set_defaults(run=_load)
@@ -293,8 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     timeline = commands.add_parser(
         "timeline",
         help="what every rank did when",
-        description="Draw the recorded calls of all ranks; or one of them, piece by piece, as the"
-        " model predicts it.",
+        description="Draw the recorded calls of all ranks; or one predicted transfer, piece by"
+        " piece.",
         epilog=TIMELINE_EXAMPLES,
         formatter_class=plain,
     )
@@ -304,13 +304,13 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("--machine", default="nvl72", help="of the prediction (nvl72)")
     timeline.add_argument("--mode", default="auto", help="of the prediction (auto)")
     timeline.add_argument(
-        "--expert-bytes", help="of the prediction, as 36M (what was recorded; generated: 36M)"
+        "--expert-bytes", help="of the prediction, such as 36M (as recorded; generated: 36M)"
     )
     timeline.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="draw the transfer for a generated load instead, that of the benchmark's --imbalance",
+        help="draw the transfer for a generated load instead, as in the benchmarks",
     )
     timeline.add_argument("--ranks", type=_positive, default=8, help="of a generated load (8)")
     timeline.add_argument("--experts", type=_positive, default=32, help="of a generated load (32)")
@@ -327,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     bound = commands.add_parser(
         "bound",
         help="time over the least possible time, by mode",
-        description="Draw time over bound by mode, over fan-outs or loads, a panel for each size.",
+        description="Draw time over bound by mode, against fan-outs or loads, a panel per size.",
         epilog=BOUND_EXAMPLES,
         formatter_class=plain,
     )
@@ -343,7 +343,7 @@ def _add_files(parser: argparse.ArgumentParser, nargs: str) -> None:
         type=Path,
         nargs=nargs,
         metavar="RECORDING",
-        help="one run's files, which recorder.dump() wrote; a folder stands for all in it",
+        help="one run's files, written by recorder.dump(), or their folder",
     )
 
 
@@ -354,7 +354,7 @@ def _add_out(parser: argparse.ArgumentParser, writers: Writers[Shown]) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=f"what to write; the kind is that of the name: {', '.join(writers)}",
+        help=f"files to write; the kind follows the name: {', '.join(writers)}",
     )
 
 
@@ -364,7 +364,7 @@ def _inches(text: str) -> float:
     except ValueError:
         width = 0.0
     if not 4 <= width <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no width from 4 to 100 inches")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a width from 4 to 100 inches")
     return width
 
 
@@ -378,5 +378,5 @@ def _not_negative(text: str) -> int:
 
 def _number(text: str, least: int) -> int:
     if not (text.isascii() and text.isdecimal() and least <= int(text[:11]) <= MOST):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {MOST}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {MOST}")
     return int(text)

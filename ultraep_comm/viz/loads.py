@@ -1,7 +1,6 @@
-"""Loads of ranks before and after replication, by step and layer: as a picture, and as a page.
+"""Loads of ranks before and after replication, by step and layer: as a picture or an HTML page.
 
-They come from a trace or a recording. The page is one HTML file with its data inside, which needs
-no network.
+They come from a trace or a recording. The page is one self-contained HTML file.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadSeries:
-    """Plans over steps (T of them) and layers (L), with all that their quotas say.
+    """The plans of T steps and L layers, with their quotas.
 
     Attributes:
         source: where the loads come from, for a subtitle.
         steps: ``[T]``, the steps' numbers.
         layers: ``[L]``, the layers' numbers.
-        known: bool ``[T, L]``: of which there is a plan. Arrays are 0 elsewhere, slots empty.
+        known: bool ``[T, L]``: whether there is a plan; if not, quotas are 0 and slots empty.
         home: ``[E]``.
         slot_expert: ``[T, L, G, S]``.
         slot_quota: ``[T, L, G, S]`` tokens.
@@ -75,7 +74,7 @@ class LoadSeries:
 
     @property
     def expert_load(self) -> Ints:
-        """Return the tokens of each expert, ``[T, L, E]``: its quotas' sum."""
+        """Return the tokens of each expert, ``[T, L, E]``: the sum of its quotas."""
         load: Ints = self.home_quota.copy()
         t, layer, rank, slot = np.nonzero(self.slot_expert >= 0)
         experts = self.slot_expert[t, layer, rank, slot]
@@ -84,7 +83,7 @@ class LoadSeries:
 
     @property
     def before(self) -> Ints:
-        """Return the tokens of each rank if every expert were at home only, ``[T, L, G]``."""
+        """Return the tokens of each rank without replicas, ``[T, L, G]``."""
         return self._at_home(self.expert_load)
 
     @property
@@ -101,7 +100,7 @@ class LoadSeries:
 
 
 def relative(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return loads ``[T, L, G]`` over their mean; nan where nothing is known, 1 without tokens."""
+    """Return loads ``[T, L, G]`` over their mean; nan without a plan, 1 without tokens."""
     mean = loads.mean(axis=-1, keepdims=True)
     shares: NDArray[np.float64] = np.ones(loads.shape)
     np.divide(loads, mean, out=shares, where=mean > 0)
@@ -110,7 +109,7 @@ def relative(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def imbalance(loads: Ints, known: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the largest load of a rank over the mean, ``[T, L]``; nan where nothing is known."""
+    """Return the largest load of a rank over the mean, ``[T, L]``; nan without a plan."""
     largest: NDArray[np.float64] = relative(loads, known).max(axis=-1)
     return largest
 
@@ -136,8 +135,8 @@ def plan_trace(
         source: for the subtitle.
         num_ranks: G.
         slots_per_rank: S.
-        tokens_per_rank: length of a rank's window, of files of tokens.
-        target: imbalance that is good enough.
+        tokens_per_rank: length of a rank's window, for files of tokens.
+        target: as for :func:`plan_replicas`.
         steps: their numbers; None: all.
         layers: likewise.
 
@@ -189,16 +188,16 @@ def plan_trace(
 def series_of(
     recordings: Sequence[Recording], *, source: str, num_layers: int | None = None
 ) -> LoadSeries:
-    """Return the plans that a recorded run transferred by.
+    """Return the plans of a recorded run's transfers.
 
-    Steps and layers are microbatches and layers of saved plans. Of several transfers of one plan
-    (forward and backward) the first counts, and all ranks' files say the same of it. Plans that
-    were not saved take turns as layers, ``num_layers`` of them to a step.
+    Steps and layers are the microbatches and layers of saved plans. Of several transfers of one
+    plan (forward and backward) the first is used, from any rank's file. Plans that were not saved
+    are numbered in order, ``num_layers`` layers to a step.
 
     Args:
         recordings: of one run.
         source: for the subtitle.
-        num_layers: of plans that were not saved; None: 1.
+        num_layers: layers per step of plans that were not saved; None: 1.
 
     Raises:
         InvalidArgumentError: no transfer has a plan with quotas, or ``num_layers`` is below 1.
@@ -215,8 +214,8 @@ def series_of(
             place[key] = (recording, i)
     if not place:
         raise InvalidArgumentError(
-            f"{source} has no replicate_experts with the quotas of its plan; expected plans on the"
-            " CPU, with quotas"
+            f"{source} has no replicate_experts call with quotas; expected plans on the CPU, with"
+            " quotas"
         )
     steps, step_of = _numbered(step for step, _ in place)
     layers, layer_of = _numbered(layer for _, layer in place)
@@ -244,7 +243,7 @@ def series_of(
 
 
 def _transfers(recordings: Sequence[Recording]) -> list[tuple[Recording, int]]:
-    """Return every transfer with quotas once, by epoch: a recording that knows it, and where."""
+    """Return every transfer with known quotas once, by epoch, as (recording, index)."""
     found: dict[int, tuple[Recording, int]] = {}
     for recording in recordings:
         calls = recording.calls
@@ -257,7 +256,7 @@ def _transfers(recordings: Sequence[Recording]) -> list[tuple[Recording, int]]:
 
 
 def _numbered(values: Iterable[int]) -> tuple[Ints, Callable[[int], int]]:
-    """Return the distinct values in order, and where each is."""
+    """Return the sorted distinct values, and a function from value to index."""
     array = np.unique(np.fromiter(values, np.int64))
     return array, {int(value): i for i, value in enumerate(array)}.__getitem__
 
@@ -265,18 +264,18 @@ def _numbered(values: Iterable[int]) -> tuple[Ints, Callable[[int], int]]:
 # ---- the picture --------------------------------------------------------------------------------
 
 TITLE = "Load per rank before and after replication"
-_MAX_GROUPS = 16  # of columns that have a label and a line each; of more, some
+_MAX_GROUPS = 16  # groups of columns with a label and a line each; of more, only every n-th
 
 
 @plain_settings()
 def draw_load(series: LoadSeries) -> Figure:
     """Return the picture: imbalance over steps and layers, and every rank's load as a colour.
 
-    Columns are steps, each with its layers in order; or layers, each with its steps, where those
-    are more.
+    Columns are steps, each with its layers in order; or, if there are more steps than layers,
+    layers, each with its steps.
 
     Raises:
-        UnsupportedError: there is no matplotlib.
+        UnsupportedError: matplotlib is not installed.
     """
     figure = new_figure(11, 7.6)
     axes = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [1.15, 1, 1]})
@@ -313,7 +312,7 @@ def draw_load(series: LoadSeries) -> Figure:
 
 
 def describe_series(series: LoadSeries) -> str:
-    """Return a line for below a title: the source and the numbers of everything."""
+    """Return the subtitle: the source, and the numbers of ranks, experts, slots, steps, layers."""
     slots, experts = series.slot_expert.shape[3], len(series.home)
     lost = int((~series.known).sum())
     return (
@@ -325,7 +324,7 @@ def describe_series(series: LoadSeries) -> str:
 
 
 def _outer_first(values: NDArray[Any]) -> NDArray[Any]:
-    """Return ``[T, L, ...]`` with the shorter of its two axes first: columns go by that."""
+    """Return ``[T, L, ...]`` with the shorter of the two axes first, the outer one of columns."""
     return values.swapaxes(0, 1) if values.shape[0] > values.shape[1] else values
 
 
@@ -335,7 +334,7 @@ def _draw_imbalance(axis: Axes, before: NDArray[np.float64], after: NDArray[np.f
         label = f"{text}: mean {np.nanmean(values):.3f}, worst {np.nanmax(values):.3f}"
         at = np.arange(values.size, dtype=np.float64).reshape(values.shape)
         lines = values
-        if outer > 1 and inner > 1:  # none from a step's last layer to the next one's first
+        if outer > 1 and inner > 1:  # no line from one group of columns to the next
             gap = np.full((outer, 1), np.nan)
             at, lines = np.hstack([at, gap]), np.hstack([values, gap])
         marker = "o" if values.size <= 60 else ""
@@ -358,7 +357,7 @@ def _ticks(top: float) -> list[float]:
 
 
 def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:
-    """Number the outer ones of steps and layers, or the inner ones if there is one outer one."""
+    """Label the outer axis of the columns, or the inner one if the outer has a single entry."""
     outer, inner = (series.steps, "step"), (series.layers, "layer")
     if len(outer[0]) > len(inner[0]):
         outer, inner = inner, outer
@@ -388,15 +387,15 @@ def _label_columns(series: LoadSeries, axes: list[Axes]) -> None:
 
 
 def make_page(series: LoadSeries) -> str:
-    """Return the page: step and layer, then rank, then expert; the same text for equal series."""
+    """Return the HTML page; equal series give equal text."""
     template = resources.files("ultraep_comm.viz").joinpath("load.html").read_text("utf-8")
     text = json.dumps(page_data(series), separators=(",", ":"))
-    # In a script element "</script" and "<!--" would be read as HTML, wherever they stand.
+    # In a script element, "</script" and "<!--" are parsed as HTML even inside strings.
     return template.replace("@DATA@", text.replace("<", "\\u003c"))
 
 
 def page_data(series: LoadSeries) -> dict[str, Any]:
-    """Return what the page shows: plans by step and layer, null where none is known."""
+    """Return the page's data: plans by step and layer, null without a plan."""
     before, after = series.before, series.after
     cells = [
         [

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, matplotlib, and writing a picture to a file."""
+"""Shared by all pictures: colours, matplotlib settings, writing files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart with any kind of colour vision, and in grey: Okabe and Ito's set.
+# Okabe and Ito's palette: distinguishable with any kind of colour vision, and in grey.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW = "#56B4E9", "#CC79A7", "#F0E442"
 INK, MUTED, FAINT = "#1a1a1a", "#5c5c5c", "#d9d9d9"
-# From nothing by way of the mean, in the middle, to the most.
+# From no load through the mean, in the middle, to the largest.
 DIVERGING = (
     (0.0, "#0072B2"),
     (0.25, "#8fc1e0"),
@@ -34,17 +34,17 @@ _MARGIN = 0.1  # inches
 
 @contextmanager
 def plain_settings() -> Iterator[None]:
-    """Draw as matplotlib does by itself, whatever a user has set; ``$`` in names is no formula.
+    """Use matplotlib's defaults instead of the user's settings; ``$`` in names is literal.
 
     Raises:
-        UnsupportedError: there is no matplotlib.
+        UnsupportedError: matplotlib is not installed.
     """
     try:
         import matplotlib
         import matplotlib.figure
     except ImportError:
         raise UnsupportedError(
-            "PNG pictures need matplotlib, and there is none; run: .venv/bin/pip install -c"
+            "PNG pictures need matplotlib, which is not installed; run: .venv/bin/pip install -c"
             " constraints.txt -e '.[viz]'. Other kinds of output do without it"
         ) from None
     with matplotlib.rc_context():
@@ -54,17 +54,17 @@ def plain_settings() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, **options: Any) -> Figure:
-    """Return an empty figure of so many inches, laid out by itself."""
+    """Return an empty figure of this size in inches, with automatic layout."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white", **options)
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure; the same bytes for the same figure.
+    """Write a figure; equal figures give equal bytes.
 
     Raises:
-        OSError: the file cannot be written. There is none then, or the one of before.
+        OSError: the file cannot be written. An existing file is left as it was.
     """
 
     def write(file: BinaryIO) -> None:
@@ -75,7 +75,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def save_text(text: str, path: Path) -> None:
-    """Write a text file in the same way."""
+    """Write a text file; errors as for :func:`save_png`."""
 
     def write(file: BinaryIO) -> None:
         file.write(text.encode())
@@ -84,9 +84,9 @@ def save_text(text: str, path: Path) -> None:
 
 
 def set_titles(figure: Figure, title: str, subtitle: str) -> None:
-    """Put a title and a line below it over the axes and their legend, left-aligned.
+    """Put a title and a subtitle above the axes and their legend, left-aligned.
 
-    The layout does not know of them: a long line would push columns of axes apart.
+    The layout ignores them: a long line would push columns of axes apart.
     """
     width, height = figure.get_size_inches()
     x = _MARGIN / width
@@ -103,7 +103,7 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 
 
 def add_legend(axis: Axes, *shown: Any, **options: Any) -> None:
-    """Put a legend without a frame above an axis, left-aligned; arguments as of matplotlib."""
+    """Put a legend without a frame above an axis, left-aligned; arguments as for matplotlib."""
     place: dict[str, Any] = {
         "loc": "lower left",
         "bbox_to_anchor": (0, 1),
@@ -114,7 +114,7 @@ def add_legend(axis: Axes, *shown: Any, **options: Any) -> None:
 
 
 def clean(axis: Axes) -> None:
-    """Leave of an axis' frame what is needed."""
+    """Remove the top and right edges of an axis' frame, and soften the rest."""
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -125,7 +125,7 @@ def clean(axis: Axes) -> None:
 
 
 def short(name: str, most: int = 60) -> str:
-    """Return a file's name for a subtitle: on one line, and not longer than there is room for."""
+    """Return a file's name for a subtitle: printable, shortened in the middle."""
     text = "".join(c if c.isprintable() else "?" for c in name)
     return text if len(text) <= most else f"{text[: most // 2]}\u2026{text[1 - most // 2 :]}"
 

@@ -1,4 +1,4 @@
-"""A chart as a picture, and as a file for Perfetto or chrome://tracing."""
+"""A chart as a picture, or as a file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colour and what the legend says; waits are hatched, so that they stand out without colour too.
+# Colour and legend text by kind; waits are hatched, to stand out without colour too.
 LOOKS = {
     "call": ("#e9eef2", "in the call"),
     "store": (BLUE, "stores to a peer"),
@@ -38,7 +38,7 @@ LOOKS = {
     "reduce_expert_grads": (VERMILION, "reduce_expert_grads"),
     "failed": (INK, "failed call"),
 }
-_ROW, _GAP = 1.0, 0.16  # heights in the axis' units: a row, and the room between two
+_ROW, _GAP = 1.0, 0.16  # heights in axis units: a row, and the space between two
 _MARGINS = 1.2  # inches beside the plot
 _NARROW = 0.04  # inches
 _MAX_HEIGHT = 17.0
@@ -46,10 +46,10 @@ _MAX_HEIGHT = 17.0
 
 @plain_settings()
 def draw_timeline(chart: Chart) -> Figure:
-    """Return the picture: a row for each rank, bars for what it did.
+    """Return the picture: a row of bars for each rank.
 
     Raises:
-        UnsupportedError: there is no matplotlib.
+        UnsupportedError: matplotlib is not installed.
     """
     lanes = [chart.lanes_of(rank) for rank in range(chart.num_ranks)]
     row_inches = min(max(0.2 * max(lanes, default=1), 0.24), 0.9)
@@ -112,7 +112,7 @@ def _draw_bars(
         top, height = _box(bar, lanes)
         left, right = bar.begin_us / scale, bar.end_us / scale
         corners.append([(left, top), (right, top), (right, top + height), (left, top + height)])
-        # A white edge parts bars that touch. Of a bar of few pixels it would leave nothing.
+        # A white edge separates touching bars, but would cover a bar of few pixels.
         narrow = right - left < _NARROW / plot_inches * end
         edges.append(colour if narrow or kind == "call" else "white")
     drawn = PolyCollection(
@@ -142,7 +142,7 @@ def _draw_bars(
 def _write_labels(
     axis: Axes, chart: Chart, lanes: list[int], scale: float, end: float, row_inches: float
 ) -> None:
-    """Write into the bars that have room for it what they are."""
+    """Write the labels into the bars that have room for them."""
     inches = (chart.width - _MARGINS) / (end * 1.01)
     for bar in chart.bars:
         if bar.lane == CALL_LANE or not bar.label or bar.kind == "wait":
@@ -172,9 +172,9 @@ def _write_labels(
 def trace_events(chart: Chart) -> dict[str, Any]:
     """Return the chart in the Trace Event Format: a process for each rank, a thread for each lane.
 
-    Times are microseconds, in whole nanoseconds: readers round to those, and drop bars of a thread
-    that overlap after it. What has no known end is an instant. Numbers of processes and threads
-    begin at 1, because Perfetto takes 0 for the idle task.
+    Times are in microseconds, rounded to nanoseconds: readers round to these, and drop bars of a
+    thread that then overlap. A bar without a known end becomes an instant. Process and thread ids
+    start at 1, as Perfetto takes 0 for the idle task.
     """
     events: list[dict[str, Any]] = []
     for rank in range(chart.num_ranks):
@@ -220,5 +220,5 @@ def _meta(what: str, rank: int, lane: int, **arguments: str | int) -> dict[str, 
 
 
 def format_trace(chart: Chart) -> str:
-    """Return the same as the text of a file."""
+    """Return :func:`trace_events` as JSON text."""
     return json.dumps(trace_events(chart), separators=(",", ":")) + "\n"

@@ -100,8 +100,8 @@ def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
 
 def _child(kept: list[Any], what: str) -> None:
     texts = _refusals(*kept)
-    assert all(f"a group of process {os.getppid()}" in text for text in texts), texts
-    assert all("make a new group" in text for text in texts), texts
+    assert all(f"a group inherited from process {os.getppid()}" in text for text in texts), texts
+    assert all("create a new group" in text for text in texts), texts
     sockets = [f for f in os.listdir("/proc/self/fd") if _is_ours(f)]
     assert not sockets, sockets
     group: uec.Group = kept[0]

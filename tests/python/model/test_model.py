@@ -378,7 +378,7 @@ def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert predict(make_plan([[-1], [0]], 2), W).bound_us > 0
     with pytest.raises(UnsupportedError, match=r"pip install 'ultraep_comm\[model\]'"):
         predict(make_plan([[1], [0]], 2), W)
-    with pytest.raises(UnsupportedError, match="links out that are slower"):
+    with pytest.raises(UnsupportedError, match="egress is slower than its ingress"):
         predict(
             make_plan([[-1, -1], [-1, -1], [0, 1]], 3, home=[0, 1, 2]),
             W,

@@ -53,7 +53,7 @@ def test_files_outside_the_order_are_found(tmp_path: Path) -> None:
     write(tmp_path, {"core/a.hpp": "", "host/a.cc": '"b.hpp"', "host/b.hpp": ""})
     assert list(violations(tmp_path)) == [
         f"{tmp_path}/core/a.hpp:1: core has no place in the order",
-        f"{tmp_path}/host/a.cc:3: b.hpp is no path below {tmp_path.name}/",
+        f"{tmp_path}/host/a.cc:3: b.hpp is not a path below {tmp_path.name}/",
     ]
 
 

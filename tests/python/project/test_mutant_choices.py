@@ -79,9 +79,9 @@ def test_every_mutant_is_chosen(cpp: CppBuild, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("find", "new", "error"),
     [
-        ("nowhere", "", "contains 0 times, not once"),
+        ("nowhere", "", "found 0 times, not once"),
         ("at", "", "not once"),
-        ("2 * x", "2 * x", "nothing is replaced"),
+        ("2 * x", "2 * x", "FIND and REPLACE are the same"),
         ("int at{0}", "int at{1}", "no function is changed by {'a'}"),
     ],
 )

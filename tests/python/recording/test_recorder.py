@@ -260,7 +260,7 @@ def test_groups_and_runs_have_files_of_their_own(
         runs.add(made[0].session.run)
     assert len(runs) == 2
     assert len(list(tmp_path.iterdir())) == 4
-    with pytest.raises(errors.RecordingError, match="two groups, or of two runs"):
+    with pytest.raises(errors.RecordingError, match="two groups or two runs"):
         load_recordings([tmp_path])
     for run in runs:
         assert len(load_recordings(sorted(tmp_path.glob(f"{run}-*")))) == 2

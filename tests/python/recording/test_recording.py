@@ -225,7 +225,7 @@ def _edit(name: str, field: str | None, value: Any) -> Callable[[dict[str, Any]]
 
 
 BAD_ARRAYS = {
-    "magic word": _with(magic="something else"),
+    "magic string": _with(magic="something else"),
     "version 9": _with(version=np.int64(9)),
     "no array 'home'": lambda arrays: {k: v for k, v in arrays.items() if k != "home"},
     "rank has values from 2": _with(rank=np.int64(2)),
@@ -275,22 +275,22 @@ def test_every_array_is_checked(recorded: list[Recording], tmp_path: Path, text:
 def test_foreign_files(tmp_path: Path) -> None:
     path = tmp_path / "f.npz"
     np.savez(path, counts_src=np.zeros(3))
-    with pytest.raises(errors.RecordingError, match=r"\['counts_src'\], and no magic word"):
+    with pytest.raises(errors.RecordingError, match=r"\['counts_src'\], and no magic string"):
         load_recording(path)
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
     with pytest.raises(errors.RecordingError, match="single array"):
         load_recording(path)
     path.write_text("a text")
-    with pytest.raises(errors.RecordingError, match="no recording"):
+    with pytest.raises(errors.RecordingError, match="not a recording"):
         load_recording(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("hello.txt", "hello")
-    with pytest.raises(errors.RecordingError, match="no magic word"):
+    with pytest.raises(errors.RecordingError, match="no magic string"):
         load_recording(path)
     with path.open("wb") as file:
         np.savez(file, magic=np.array([{}], dtype=object))
-    with pytest.raises(errors.RecordingError, match="no recording"):
+    with pytest.raises(errors.RecordingError, match="not a recording"):
         load_recording(path)
     with pytest.raises(FileNotFoundError):
         load_recording(tmp_path / "missing.npz")
@@ -307,15 +307,15 @@ def test_files_have_to_belong_together(recorded: list[Recording], tmp_path: Path
 
     first, second = recorded
     refused("both of rank 0", first, first)
-    refused("two groups, or of two runs", first, replace(second, run="another"))
+    refused("two groups or two runs", first, replace(second, run="another"))
     refused("with ranks, experts and slots", first, replace(second, home=second.home[::-1].copy()))
     other = second.slot_expert.copy()
     other[1] = np.where(other[1] >= 0, (other[1] + 1) % E, -1)
-    refused("call 2 is not the same", first, replace(second, slot_expert=other))
+    refused("call 2 differs between", first, replace(second, slot_expert=other))
     calls = second.calls.copy()
     calls["operation"][0] = OPERATIONS.index("reduce_expert_grads")
-    refused("call 1 is not the same", first, replace(second, calls=calls))
-    with pytest.raises(errors.RecordingError, match="no file was named"):
+    refused("call 1 differs between", first, replace(second, calls=calls))
+    with pytest.raises(errors.RecordingError, match="no files were given"):
         load_recordings([])
     (tmp_path / "empty").mkdir()
     with pytest.raises(errors.RecordingError, match=r"no \*.npz files"):

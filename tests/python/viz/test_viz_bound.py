@@ -137,8 +137,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 BAD = {
-    "[" * 100_000: "is no JSON file",
-    "{": "is no JSON file",
+    "[" * 100_000: "is not a JSON file",
+    "{": "is not a JSON file",
     "[]": "has no records",
     '{"records": 3}': "has no records",
     "[3]": "record 0 is 3",
@@ -149,7 +149,7 @@ BAD = {
     '[{"size": 1, "mode": "push", "fan_out": 1, "over_bound": NaN}]': "over_bound nan",
     '[{"size": 1, "mode": "push", "fan_out": 1, "over_bound": "1"}]': "over_bound '1'",
     '[{"op": "model", "ranks": 64}]': "KeyError('experts') is wrong or missing",
-    json.dumps([model_record(8, "x", push=(1.2, 1.1))]): "no numbers above 0, at most the worst",
+    json.dumps([model_record(8, "x", push=(1.2, 1.1))]): "impossible times over the bound",
     json.dumps(
         [
             model_record(8, "x", push=(1.0, 1.1)),
@@ -174,6 +174,6 @@ def test_files_that_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "results.json"
     path.write_bytes(b"\xff\xfe\x00")
     assert main(["bound", str(path), "--out", str(tmp_path / "o.png")]) == 2
-    assert "is no JSON file" in capsys.readouterr().err
+    assert "is not a JSON file" in capsys.readouterr().err
     assert main(["bound", str(tmp_path / "none.json"), "--out", str(tmp_path / "o.png")]) == 2
     assert "No such file" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_what_one_rank_lost_another_has() -> None:
 
 def test_recordings_without_quotas() -> None:
     bare = uec.Plan.from_slots(torch.full((G, S), -1), num_experts=E)
-    with pytest.raises(errors.InvalidArgumentError, match="no replicate_experts with the quotas"):
+    with pytest.raises(errors.InvalidArgumentError, match="no replicate_experts call with quotas"):
         series_of([record([("replicate_experts", bare, 0)])], source="run")
 
 
@@ -441,7 +441,7 @@ BAD = {
     "one of the two": ["load", "x.npz", "--trace", "TRACE"],
     "missing.npz: No such file": ["load", "--trace", "missing.npz"],
     "gone.npz: No such file": ["load", "gone.npz"],
-    "no magic word": ["load", "TRACE"],
+    "no magic string": ["load", "TRACE"],
     "target imbalance is 0.5": ["load", "--trace", "TRACE", "--target", "0.5"],
     "--layers is for recordings": ["load", "--trace", "TRACE", "--layers", "2"],
     "damaged": ["load", "--trace", "DAMAGED"],

@@ -154,7 +154,7 @@ def test_recorded_calls_are_bars() -> None:
     ]
     chart = chart_calls(runs, source="run")
     assert chart.num_ranks == G
-    assert chart.subtitle == "run: 2 ranks of 3, 6 calls; of 1 call only the begin is known"
+    assert chart.subtitle == "run: 2 ranks of 3, 6 calls; 1 call without a known end"
     found = [(b.rank, b.lane, b.kind, b.begin_us, b.end_us, b.label) for b in chart.bars]
     assert found == [
         (0, 0, "replicate_experts", 0.0, 5.0, "L4 m1"),
@@ -467,8 +467,8 @@ GENERATED_BAD = {
     "--predict and --imbalance are given": ["--imbalance", "2", "--predict", "3"],
     "--calls and --imbalance are given": ["--imbalance", "2", "--calls", "1:2"],
     "expected 1 to 8": ["--imbalance", "9"],
-    "gets no replicas in --slots 2": ["--imbalance", "1"],
-    "gets no replicas in --slots 0": ["--imbalance", "2", "--slots", "0"],
+    "--slots 2 gets no replicas": ["--imbalance", "1"],
+    "--slots 0 gets no replicas": ["--imbalance", "2", "--slots", "0"],
 }
 
 
