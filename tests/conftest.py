@@ -95,6 +95,21 @@ def models() -> Iterator[Callable[..., Model]]:
 
 
 @pytest.fixture
+def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
+    """``uec.new_loopback_groups``, whose groups are aborted and closed after the test."""
+    made: list[uec.Group] = []
+
+    def make(num_ranks: int, **options: Any) -> list[uec.Group]:
+        made.extend(groups := uec.new_loopback_groups(num_ranks, **options))
+        return groups
+
+    yield make
+    for group in made:
+        group.abort()
+        group.close()
+
+
+@pytest.fixture
 def groups(request: pytest.FixtureRequest) -> Iterator[list[uec.Group]]:
     """What the module's `make_groups` makes; its calls are ended."""
     made = request.module.make_groups()

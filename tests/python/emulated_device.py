@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import ultraep_comm as uec
 from ultraep_comm import _core
 
 
@@ -112,6 +113,10 @@ class EmulatedDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device, there by now."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def put_plan(self, plan: uec.Plan) -> uec.Plan:
+        values = vars(plan).items()
+        return uec.Plan(**{name: None if v is None else self.put(v) for name, v in values})
 
     def current_stream(self) -> int:
         return int(getattr(self._threads, "stream", self.stream))

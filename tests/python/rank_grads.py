@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from ranks import start_all, synchronize_all
 from reference.reduce_oracle import reduced, same_bits
 
 import ultraep_comm as uec
@@ -66,16 +67,11 @@ class RankGrads:
 
     def start(self, plan: uec.Plan, given: Sequence[Any] = (), **options: Any) -> list[uec.Work]:
         """Make every rank's call; with ``given`` in place of ``mains``."""
-        works = []
-        for group, own in zip(self.groups, given or self.mains, strict=True):
-            work = uec.reduce_expert_grads(own, plan, group=group, async_op=True, **options)
-            assert work is not None
-            works.append(work)
-        return works
+        grads = given or self.mains
+        return start_all(self.groups, grads, plan, call=uec.reduce_expert_grads, **options)
 
     def reduce(self, plan: uec.Plan, seed: int, **options: Any) -> None:
         """Fill, call, wait and compare."""
         self.fill(seed)
-        for work in self.start(plan, **options):
-            work.synchronize()
+        synchronize_all(self.start(plan, **options))
         self.check(plan.cpu(), zero=options.get("zero", True))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -126,6 +129,41 @@ def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
     return uec.Plan.from_slots(slot_expert, num_experts=num_experts)
 
 
+def start_all(
+    groups: Sequence[uec.Group],
+    given: Sequence[Any],
+    plan: Any,
+    *,
+    call: Callable[..., uec.Work | None] = uec.replicate_experts,
+    **options: Any,
+) -> list[uec.Work]:
+    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank."""
+    works = []
+    for group in groups:
+        own = plan[group.rank] if isinstance(plan, list) else plan
+        work = call(given[group.rank], own, group=group, async_op=True, **options)
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def synchronize_all(works: Sequence[uec.Work]) -> None:
+    for work in works:
+        work.synchronize()
+
+
+def prepare_all(groups: Sequence[uec.Group], weights: Sequence[Any], epoch: int) -> None:
+    """Give every rank's weights the bytes of an epoch, and clear its slots."""
+    for group in groups:
+        fill_weights(group, weights[group.rank], epoch)
+        clear_slots(group)
+
+
+def close_all(groups: Sequence[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
 def loopback(num_ranks: int, fn: Callable[[int], Any]) -> list[Any]:
     """Run ``fn(rank)`` on one thread per rank, as collectives in one process need."""
     with ThreadPoolExecutor(num_ranks) as threads:
@@ -139,6 +177,19 @@ def raised(fn: Callable[[], Any]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
+
+
+def run_python(
+    *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 # ---- processes -----------------------------------------------------------------------------

@@ -16,10 +16,7 @@ FIELDS = ("slot_expert", "slot_quota", "home_quota", "home", "load", "domains")
 
 
 def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the gradient's gather come after launches.
-
-    What torch does with tensors of the emulated device is not in the order of its streams.
-    """
+    """Run the gradient's gather after all launches: torch ignores the emulated device's streams."""
     gather = stages_module.gather_gradient
 
     def gather_behind_launches(grad: torch.Tensor, instances: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -24,6 +23,7 @@ from ranks import (
     fill_weights,
     make_weights,
     random_plan,
+    run_python,
     wrong_bytes,
 )
 
@@ -542,7 +542,5 @@ dist.destroy_process_group()
 added = set(sys.modules) - before
 raise SystemExit("imported" if "torch.distributed._symmetric_memory" in added else 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr

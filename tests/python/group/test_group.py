@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -15,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import MIXED, RankPool, clear_slots, fill_weights, loopback, make_weights, wrong_bytes
+from ranks import (
+    MIXED,
+    RankPool,
+    clear_slots,
+    fill_weights,
+    loopback,
+    make_weights,
+    run_python,
+    wrong_bytes,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ultraep_comm as uec
@@ -465,13 +472,7 @@ groups[0].close()
 
 @pytest.mark.parametrize("end", list(_ENDS))
 def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT + _ENDS[end]],
-        capture_output=True,
-        text=True,
-        timeout=20,  # the limit of the calls is 30 s
-        check=False,
-    )
+    done = run_python("-c", _SCRIPT + _ENDS[end], timeout=20)  # the limit of the calls is 30 s
     assert done.returncode == 0, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_device import EmulatedDevice
-from ranks import RankPool, fill_weights, make_weights
+from ranks import RankPool, fill_weights, make_weights, run_python
 from recorded_groups import EXPERT, GRADS, E, G, S, W, make_groups, plan_of, transfer
 
 import ultraep_comm as uec
@@ -362,11 +360,7 @@ if sys.argv[1] == "collected":
 
 @pytest.mark.parametrize("how", ["at the end", "collected"])
 def test_groups_that_nobody_closes_write_recordings_too(tmp_path: Path, how: str) -> None:
-    environment = {**os.environ, "ULTRAEP_RECORD": str(tmp_path)}
-    command = [sys.executable, "-c", FORGOTTEN, how]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", FORGOTTEN, how, ULTRAEP_RECORD=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     for recording in load_recordings([tmp_path]):
         assert recording.calls["epoch"].tolist() == [1]
