@@ -302,25 +302,18 @@ DEATHS = [
         cues=(start(), strike("SIGKILL", 1, at="calling", by=_but(1))),
         **_gone(1),
     ),
-    Scene(
-        name="killed between calls",
-        item="killed after a transfer",
-        part=partial(between_calls, at_once=False),
-        cues=(start(), start("done")),
-        **{
-            **_gone(1),
-            "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
-        },
-    ),
-    Scene(
-        name="killed as its call returns",
-        item="killed after a transfer",
-        part=partial(between_calls, at_once=True),
-        cues=(start(),),
-        **{
-            **_gone(1),
-            "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
-        },
+    *(
+        Scene(
+            name=f"killed {when}",
+            item="killed after a transfer",
+            part=partial(between_calls, at_once=at_once),
+            cues=(start(),) if at_once else (start(), start("done")),
+            **{
+                **_gone(1),
+                "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
+            },
+        )
+        for when, at_once in (("between calls", False), ("as its call returns", True))
     ),
     *(
         Scene(
@@ -357,26 +350,26 @@ DEATHS = [
         )
         for how in ("at once", "as an interpreter does")
     ),
-    Scene(
-        name="an exception of the caller's within its group",
-        item="calls one collective too few",
-        part=raises_within,
-        cues=(
-            start(),
-            Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
-            go(1, at="raising", fault=True),
-        ),
-        expect={"call": {1: Expect(kinds=("KeyError",)), **told("TransferAbortedError", 1)}},
-    ),
-    Scene(
-        name="abort()",
-        item="calls one collective too few",
-        part=aborts,
-        cues=(
-            start(),
-            Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
-            go(1, at="raising", fault=True),
-        ),
-        expect={"call": told("TransferAbortedError", 1), "again": refuses()},
+    *(
+        Scene(
+            name=name,
+            item="calls one collective too few",
+            part=part,
+            cues=(
+                start(),
+                Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
+                go(1, at="raising", fault=True),
+            ),
+            expect={"call": told("TransferAbortedError", 1) | own, **more},
+        )
+        for name, part, own, more in (
+            (
+                "an exception of the caller's within its group",
+                raises_within,
+                {1: Expect(kinds=("KeyError",))},
+                {},
+            ),
+            ("abort()", aborts, {}, {"again": refuses()}),
+        )
     ),
 ]

@@ -62,63 +62,47 @@ CONTINUED = Expect(
     within=60.0,
 )
 
+ITEM = "stopped past the limit, then continued"
+IN_CALL = (
+    start(),
+    strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
+    go(3, at="late"),
+)
+BEFORE_CALL = (
+    start(),
+    strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
+    Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
+)
+CONTINUE = strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False)
+
 STOPS = [
-    Scene(
-        name="stopped in a call past the limit, and continued",
-        item="stopped past the limit, then continued",
-        part=partial(stands_still, calls_before=True, limit=LIMIT),
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
-            go(3, at="late"),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
-        expect={
-            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
-            "again": refuses(),
-        },
-        first_hand=("TransferTimeoutError",),
-        limit=LIMIT,
-    ),
-    Scene(
-        name="stopped before its call past the limit, and continued",
-        item="stopped past the limit, then continued",
-        part=partial(stands_still, calls_before=False, limit=LIMIT),
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
-            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
-        expect={
-            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
-            "again": refuses(),
-        },
-        first_hand=("TransferTimeoutError",),
-        limit=LIMIT,
+    *(
+        Scene(
+            name=f"stopped {when} past the limit, and continued",
+            item=ITEM,
+            part=partial(stands_still, calls_before=cues == IN_CALL, limit=LIMIT),
+            cues=(*cues, CONTINUE),
+            expect={"call": {**timed_out(LIMIT), STOPPED: CONTINUED}, "again": refuses()},
+            first_hand=("TransferTimeoutError",),
+            limit=LIMIT,
+        )
+        for when, cues in (("in a call", IN_CALL), ("before its call", BEFORE_CALL))
     ),
     Scene(
         name="stopped in a call for less than the limit",
-        item="stopped past the limit, then continued",
+        item=ITEM,
         part=partial(stands_still, calls_before=True, limit=20.0),
         cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
-            go(3, at="late"),
+            *IN_CALL,
             strike("SIGCONT", STOPPED, at="calling", by=ALL, after=1.0, fault=False),
         ),
         expect={"call": everybody(ALL, Expect(within=5.0)), "next": everybody(ALL, OK)},
     ),
     Scene(
         name="stopped before new_group past the process group's limit",
-        item="stopped past the limit, then continued",
+        item=ITEM,
         part=stands_still_in_new_group,
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
-            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
+        cues=(*BEFORE_CALL, CONTINUE),
         expect={
             "new_group": {
                 **everybody(
