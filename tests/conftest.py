@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
@@ -107,6 +108,17 @@ def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
     for group in made:
         group.abort()
         group.close()
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Dynamo without compiled code, and torch on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

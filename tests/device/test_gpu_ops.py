@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def place(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     new_groups: Callable[..., list[uec.Group]],
-) -> Iterator[Place]:
+    nothing_compiled: None,
+) -> Place:
     """A device. On the emulated one torch's work is on no stream: operators end settled there."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no graphs of earlier runs
     made = Place(new_groups)
@@ -69,12 +70,7 @@ def place(
         _settle_behind_calls(made, monkeypatch)
         order_gathers(made.device, monkeypatch)  # type: ignore[arg-type]
         monkeypatch.setattr(type(made.device), "holds", lambda self, tensor: True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield made
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
+    return made
 
 
 def _settle_behind_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,11 +170,8 @@ def test_expert_pointers_and_regions(device: FakeDevice) -> None:
     assert groups[1].expert_pointers(weights[1])["w"].tolist() == [
         t.data_ptr() for t in [*weights[1]["w"], *groups[1].slots["w"]]
     ]
-    works = [
-        uec.replicate_experts(w, PLAN, group=g, async_op=True, mode="pull")
-        for g, w in zip(groups, weights, strict=True)
-    ]
-    assert [work.mode for work in works if work is not None] == ["pull", "pull"]
+    works = start_all(groups, weights, PLAN, mode="pull")
+    assert [work.mode for work in works] == ["pull", "pull"]
     close_all(groups)
 
 
