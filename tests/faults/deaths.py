@@ -16,7 +16,7 @@ from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike,
 import ultraep_comm as uec
 from ultraep_comm.fabrics.shm import ShmFabric
 
-# Expert 0 (home 0) and expert 6 (home 3) on all other ranks: nobody ends before ranks 0 and 3.
+# Experts 0 (home 0) and 6 (home 3) on all other ranks: no rank finishes before ranks 0 and 3 call.
 BOTH = [[6, -1], [0, 6], [0, 6], [0, -1]]
 # The same, but rank 3 need not be there for expert 0.
 EARLY = [[6, -1], [0, 6], [0, 6], [-1, -1]]
@@ -45,7 +45,7 @@ def before_the_call(actor: Actor) -> None:
 
 
 def between_calls(actor: Actor, *, at_once: bool) -> None:
-    """Rank 1 ends after a call, or in the moment in which that returns."""
+    """Rank 1 ends after a call, or just as it returns."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()
@@ -170,7 +170,7 @@ def in_close_with_a_call(actor: Actor) -> None:
 
 
 def exits(actor: Actor, *, how: str) -> None:
-    """Rank 1 leaves without its last call, its group open."""
+    """Rank 1 exits without its last call and with its group open."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.attempt("first", lambda: own.replicate(plan))
@@ -185,7 +185,7 @@ def exits(actor: Actor, *, how: str) -> None:
 
 
 def raises_within(actor: Actor) -> None:
-    """The block of rank 1's ``with group:`` ends with an exception of the caller's own."""
+    """Rank 1's ``with group:`` block raises an exception of the caller."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()
@@ -219,7 +219,7 @@ def _but(*victims: int) -> tuple[int, ...]:
 
 
 def _gone(victim: int, again: bool = True) -> dict[str, Any]:
-    """What survivors of a death see."""
+    """Return what survivors of a death expect."""
     expect = {"call": told("PeerGoneError", victim)}
     if again:
         expect["again"] = refuses(_but(victim))

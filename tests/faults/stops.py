@@ -1,4 +1,4 @@
-"""Scenes in which a rank stands still."""
+"""Scenes in which a rank is stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPPED = 2
 
 
 def stands_still(actor: Actor, *, calls_before: bool, limit: float) -> None:
-    """Rank 2 is stopped before its call, or in it, with rank 3 late; and continued in the end."""
+    """Rank 2 is stopped before or in its call, with rank 3 late, and continued at the end."""
     own = actor.make(timeout=limit)
     plan = plan_of(BOTH)
     actor.together()
@@ -34,7 +34,7 @@ def stands_still(actor: Actor, *, calls_before: bool, limit: float) -> None:
 
 
 def stands_still_in_new_group(actor: Actor) -> None:
-    """Rank 2 is stopped before it comes to new_group, for longer than the process group waits."""
+    """Rank 2 is stopped before new_group for longer than the process group's timeout."""
     actor.together()
     if actor.rank == STOPPED:
         actor.hold("late")
@@ -44,7 +44,7 @@ def stands_still_in_new_group(actor: Actor) -> None:
 
 
 def timed_out(limit: float) -> Expected:
-    """What the others see: each at first hand, or told by one of them, within the limit."""
+    """Expect the others to fail within the limit: at first hand, or told by a peer."""
     each = Expect(
         kinds=("TransferTimeoutError", "TransferAbortedError"),
         peers={"TransferTimeoutError": ALL, "TransferAbortedError": OTHERS},
@@ -54,7 +54,7 @@ def timed_out(limit: float) -> Expected:
     return everybody(OTHERS, each)
 
 
-# When it goes on, the others have long since given up, and it hears so at once.
+# When it continues, the others have given up and it is told at once.
 CONTINUED = Expect(
     kinds=("TransferAbortedError",),
     peers={"TransferAbortedError": OTHERS},

@@ -26,13 +26,13 @@ def make_groups(**options: Any) -> list[uec.Group]:
 
 
 def make_recorder(rank: int, topology: Topology, **options: Any) -> Recorder:
-    """A recorder without a group."""
+    """Return a recorder without a group."""
     options = {"capacity": 100, "finished_at": lambda epoch: 0, **options}
     return Recorder(rank=rank, topology=topology, on_stop=lambda: None, **options)
 
 
 def plan_of(first: int) -> uec.Plan:
-    """A plan with quotas and load; rank 0 has so many tokens of expert 0."""
+    """Return a plan with quotas and load; rank 0 has ``first`` tokens of expert 0."""
     load = torch.tensor([[first, 1, 1, 1], [7, 2, 2, 2]], dtype=torch.int32)
     return uec.plan_replicas(load, slots_per_rank=S)
 

@@ -1,4 +1,4 @@
-"""Random groups on a device, loads, and what their sources route."""
+"""Random groups on a device, with loads and routings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Case:
-    """A loopback group, loads, and what its sources route."""
+    """A loopback group, its loads and routings."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         self.draw = torch.Generator().manual_seed(seed)
@@ -67,7 +67,7 @@ class Case:
         return drawn * (torch.rand(shape, generator=self.draw) < 0.8)
 
     def ids(self, load: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """What this source's row counts, in any order, with padding."""
+        """Return the ids that this source's row counts, shuffled and padded."""
         row = load[self.rank].long()
         ids = torch.repeat_interleave(torch.arange(self.num_experts), row)
         ids = torch.cat([ids, ids.new_full((self.number(0, 3),), -1)])
