@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent / "python"))
@@ -26,7 +27,7 @@ import ultraep_comm as uec
 from ultraep_comm.engines.cuda import device as device_module
 from ultraep_comm.engines.cuda import kernels as kernels_module
 
-# --hypothesis-profile=long: for an hour or so instead of seconds.
+# --hypothesis-profile=long runs for about an hour instead of seconds.
 settings.register_profile("long", deadline=None, max_examples=100_000)
 
 
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # --hypothesis-profile comes after it
+@pytest.hookimpl(tryfirst=True)  # before --hypothesis-profile is applied
 def pytest_configure(config: pytest.Config) -> None:
     tiers.choose(exhaustive=config.option.exhaustive)
     # Wall-clock deadlines fail on a busy machine. CI draws the same examples in every run.
@@ -50,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run all tests in two processes; what a command line names, in this one."""
+    """Run all tests in two processes, but tests named on the command line in this one."""
     option = config.option
     named = config.args_source == pytest.Config.ArgsSource.ARGS
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
@@ -61,7 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def traces_dir() -> Path:
-    """Folder of the recorded routing traces: $ULTRAEP_TRACES, else beside the repository."""
+    """Folder of the recorded routing traces: $ULTRAEP_TRACES, or beside the repository."""
     named = os.environ.get("ULTRAEP_TRACES")
     default = Path(__file__).resolve().parents[1].parent / "shared" / "traces"
     folder = Path(named) if named else default
@@ -80,7 +81,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def models() -> Iterator[Callable[..., Model]]:
-    """What makes models of a seed, whose groups it closes in the end."""
+    """A factory of models from a seed; it closes their groups after the test."""
     made: list[Model] = []
 
     def make(seed: int, **options: Any) -> Model:
@@ -95,8 +96,34 @@ def models() -> Iterator[Callable[..., Model]]:
 
 
 @pytest.fixture
+def new_groups() -> Iterator[Callable[..., list[uec.Group]]]:
+    """``uec.new_loopback_groups``, whose groups are aborted and closed after the test."""
+    made: list[uec.Group] = []
+
+    def make(num_ranks: int, **options: Any) -> list[uec.Group]:
+        made.extend(groups := uec.new_loopback_groups(num_ranks, **options))
+        return groups
+
+    yield make
+    for group in made:
+        group.abort()
+        group.close()
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Dynamo without compiled code, and torch on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def groups(request: pytest.FixtureRequest) -> Iterator[list[uec.Group]]:
-    """What the module's `make_groups` makes; its calls are ended."""
+    """The groups of the module's `make_groups`, aborted and closed after the test."""
     made = request.module.make_groups()
     yield made
     for group in made:
@@ -110,7 +137,7 @@ EARLY_BUILDS = pytest.StashKey[EarlyBuilds]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Count what tries more cases as part of the second tier, where that is what runs."""
+    """Mark tests that try more cases as `exhaustive` when the second tier runs."""
     of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     if item.config.option.exhaustive and (of_hypothesis or item.get_closest_marker("cases")):
         item.add_marker("exhaustive")
@@ -132,7 +159,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Count what was left out, as without pytest-xdist: each process leaves out the same."""
+    """Report the deselected tests once: every worker deselects the same ones."""
     reporter = node.config.pluginmanager.getplugin("terminalreporter")
     reporter.stats["deselected"] = [SimpleNamespace()] * getattr(node, "workeroutput", {}).get(
         "deselected", 0
@@ -143,7 +170,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = wanted_builds(session.items)
     if not wanted or session.config.option.collectonly:
         return
-    with contextlib.suppress(pytest.skip.Exception):  # the tests say so
+    with contextlib.suppress(pytest.skip.Exception):  # the tests that need it skip
         session.config.stash[TOOL_CHAIN] = CppBuild()
         session.config.stash[EARLY_BUILDS] = EarlyBuilds(session.config.stash[TOOL_CHAIN], wanted)
 
@@ -153,19 +180,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[EARLY_BUILDS].stop()
 
 
-SAID = "said"  # of a test's properties
+SUMMARY = "summary"  # a test's property
 
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """What prints a line after all tests, whichever process runs this one."""
-    return lambda line: request.node.user_properties.append((SAID, line))
+    """A function that prints a line after all tests, also from a worker process."""
+    return lambda line: request.node.user_properties.append((SUMMARY, line))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [r for kind in terminalreporter.stats.values() for r in kind]
     calls = [r for r in reports if getattr(r, "when", None) == "call"]
-    lines = [line for r in calls for key, line in r.user_properties if key == SAID]
+    lines = [line for r in calls for key, line in r.user_properties if key == SUMMARY]
     if not lines:
         return
     terminalreporter.section("what tests found")
@@ -190,7 +217,7 @@ def emulated_library(cpp: CppBuild) -> Path:
 
 @pytest.fixture
 def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    """A device on the CPU, which groups of the CUDA engine find."""
+    """A device on the CPU that groups of the CUDA engine use."""
     device = EmulatedDevice(emulated_library)
     monkeypatch.setattr(device_module, "find_device", lambda: device)
     monkeypatch.setattr(kernels_module, "load_kernels", lambda device, nvshmem: device.kernels)
@@ -199,7 +226,7 @@ def emulated(emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> Emulate
 
 @pytest.fixture(scope="session")
 def cubins(request: pytest.FixtureRequest) -> Path:
-    """Folder of the device kernels: $ULTRAEP_CUBINS, else of the preset `cuda`, built once."""
+    """Folder of the device kernels: $ULTRAEP_CUBINS, or the preset `cuda`, built once."""
     named = os.environ.get("ULTRAEP_CUBINS")
     if named:
         assert list(Path(named).glob("*.cubin")), f"ULTRAEP_CUBINS={named} has no cubins"

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from cpp_build import CppBuild
-from emulated_device import EmulatedDevice
 from gpu import give_up, missing
-
-from ultraep_comm.engines.cuda import device, kernels
 
 
 @pytest.fixture
@@ -21,37 +15,25 @@ def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture(scope="session")
-def emulation(cpp: CppBuild) -> Path:
-    """The library that runs the kernels on the CPU."""
-    return cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
-
-
-def _prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cuda":
-        request.getfixturevalue("gpu")
-    if request.param == "emulated":
-        emulated = EmulatedDevice(request.getfixturevalue("emulation"))
-        monkeypatch.setattr(device, "find_device", lambda: emulated)
-        monkeypatch.setattr(kernels, "load_kernels", lambda device, nvshmem: emulated.kernels)
+def _prepare(request: pytest.FixtureRequest) -> str:
+    if request.param != "host":
+        request.getfixturevalue("gpu" if request.param == "cuda" else request.param)
     return str(request.param)
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated", "host"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels on a GPU, the same kernels on the CPU, or the host engine: one test for all."""
-    return _prepare(request, monkeypatch)
+def engine(request: pytest.FixtureRequest) -> str:
+    """The kernels on a GPU, the same kernels on the CPU, and the host engine."""
+    return _prepare(request)
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "emulated"])
-def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def streams(request: pytest.FixtureRequest) -> str:
     """An engine with streams."""
-    return _prepare(request, monkeypatch)
+    return _prepare(request)
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "host"])
 def process_engine(request: pytest.FixtureRequest) -> str:
     """An engine whose ranks are processes."""
-    if request.param == "cuda":
-        request.getfixturevalue("gpu")
-    return str(request.param)
+    return _prepare(request)

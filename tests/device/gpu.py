@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
+from process_ranks import REFUSED
+from ranks import run_python
 
 from ultraep_comm.errors import UltraEPError
 
@@ -40,6 +44,16 @@ def give_up(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def script_environment(**more: str) -> dict[str, str]:
-    """Return the environment of a script that imports what tests import."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **more}
+def script_environment() -> dict[str, str]:
+    """Return what lets a script import what tests import."""
+    return {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def run_process_ranks(*arguments: str) -> tuple[subprocess.CompletedProcess[str], str | None]:
+    """Run process_ranks.py; return also why it was refused, if it was."""
+    script = str(Path(__file__).with_name("process_ranks.py"))
+    done = run_python(script, *arguments, timeout=500, **script_environment())
+    print(done.stdout, done.stderr, sep="\n")  # what happened, also where it skips
+    if done.returncode != REFUSED:
+        return done, None
+    return done, next(line[8:] for line in done.stdout.splitlines() if line.startswith("REFUSED"))

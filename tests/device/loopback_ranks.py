@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import loopback, raw
+from ranks import loopback, raw, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
@@ -20,6 +20,13 @@ Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Slots = list[list[int]]
 LONG = 500_000_000  # cycles: some tenths of a second
 EMULATED_SMS = 16  # of emulated_device
+
+
+def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
+    """Return a copy on the group's device, without a load."""
+    stages = group.session.local
+    assert stages is not None
+    return uec.Plan(slot_expert=stages.put(plan.slot_expert), home=stages.put(plan.home))
 
 
 class Rank:
@@ -164,12 +171,7 @@ class Ranks:
         return [rank.stacked() for rank in self.ranks]
 
     def start(self, weights: Sequence[Any], plan: uec.Plan, **options: Any) -> list[uec.Work]:
-        works = []
-        for group, own in zip(self.groups, weights, strict=True):
-            work = uec.replicate_experts(own, plan, group=group, async_op=True, **options)
-            assert work is not None
-            works.append(work)
-        return works
+        return start_all(self.groups, weights, plan, **options)
 
     def call(
         self, weights: Sequence[Any], plan: uec.Plan, *, blocking: bool = False, **options: Any

@@ -248,7 +248,7 @@ def main() -> int:
     num_gpus = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     if num_gpus < num_ranks:
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    # A rank may end at once, and peers that are still connecting to it would fail: all connect first.
+    # A rank that ends while a peer still connects to it would fail that peer: connect all first.
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(256 << 20))

@@ -12,7 +12,7 @@ import sys
 import torch
 from loopback_ranks import Ranks
 from rank_grads import RankGrads
-from ranks import loopback, random_plan
+from ranks import close_all, loopback, random_plan
 
 import ultraep_comm as uec
 
@@ -115,8 +115,7 @@ def run_reductions(engine: str) -> int:
             for seed in range(2):
                 grads.reduce(random_plan(seed, 4, 6, 2), seed, mode=mode)
                 calls += 1
-        for group in groups:
-            group.close()
+        close_all(groups)
     return calls
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import MAKERS, Graphs, on_each, on_forks
-from loopback_ranks import Ranks
+from loopback_ranks import Ranks, put_plan
 from ranks import raised
 from stage_cases import assert_same
 
@@ -61,8 +61,7 @@ class Layer(Ranks):
         return stages.put(tensor)
 
     def put_plan(self, plan: uec.Plan) -> uec.Plan:
-        """Return a plan on the device, without a load."""
-        return uec.Plan(slot_expert=self.put(plan.slot_expert), home=self.put(plan.home))
+        return put_plan(self.groups[0], plan)
 
     def bind(self, weights: list[Any]) -> list[Any]:
         pairs = zip(self.groups, weights, strict=True)
@@ -123,8 +122,16 @@ class Layer(Ranks):
         assert self.wrong(expected) == [0] * self.num_ranks
         return expected.num_replicas
 
+    def run(self, weights: list[Any], path: Call) -> list[Any]:
+        """Change ids and weights, make every rank's calls, and compare."""
+        self.route()
+        self.fill(weights)
+        found = self.each(path)
+        self.check(found)
+        return found
+
     def replay(self, weights: list[Any], found: list[Any], replay: Callable[[], None]) -> int:
-        """Give ids and weights other values, replay, and compare."""
+        """Change ids and weights, replay, and compare."""
         self.route()
         self.fill(weights)
         replay()
@@ -144,18 +151,14 @@ def test_a_thousand_replays(streams: str, made: str, forks: str) -> None:
     with Layer(streams, made, forks, num_ranks, num_experts) as layer:
         weights = layer.stacked()
         bound = layer.bind(weights)
-        layer.route()
-        layer.fill(weights)
-        layer.check(layer.each(layer.path(bound)))  # what is loaded lazily, is
+        layer.run(weights, layer.path(bound))  # what is loaded lazily, is
         found, replay = layer.capture(layer.path(bound))
         assert layer.eager_epochs() == {2}  # gather_load and replicate_experts
         replicas = sum(layer.replay(weights, found, replay) for _ in range(replays))
         assert replicas > replays  # plans that do something
         assert layer.eager_epochs() == {2}
         # What graphs do counts on the device: a call behind them is as any other.
-        layer.route()
-        layer.fill(weights)
-        layer.check(layer.each(layer.path(weights)))
+        layer.run(weights, layer.path(weights))
         assert layer.eager_epochs() == {4}
         del replay
 
@@ -176,9 +179,7 @@ def test_a_rank_alone(streams: str, made: str, forks: str) -> None:
             return plan.load, plan, uec.reroute(ids, plan, group=group)
 
         for path in (in_place, layer.path(bound)):
-            layer.route()
-            layer.fill(weights)
-            layer.check(layer.each(path))
+            layer.run(weights, path)
             found, replay = layer.capture(path)
             for _ in range(replays):
                 layer.replay(weights, found, replay)
@@ -213,9 +214,7 @@ def test_every_mode(streams: str, made: str, forks: str, mode: str) -> None:
     with Layer(streams, made, forks, num_ranks, 2 * num_ranks + 1) as layer:
         weights = layer.shared()
         bound = layer.bind(weights)
-        layer.route()
-        layer.fill(weights)
-        layer.check(layer.each(layer.path(bound, mode=mode)))
+        layer.run(weights, layer.path(bound, mode=mode))
         found, replay = layer.capture(layer.path(bound, mode=mode))
         assert sum(layer.replay(weights, found, replay) for _ in range(replays)) > 0
         del replay
@@ -236,9 +235,7 @@ def test_weights_that_move(streams: str, made: str, forks: str) -> None:
             return weights
 
         weights: Any = move(0)
-        layer.route()
-        layer.fill(weights)
-        layer.check(layer.each(layer.path(tables)))
+        layer.run(weights, layer.path(tables))
         found, replay = layer.capture(layer.path(tables))
         for turn in range(replays):
             layer.replay(move(turn), found, replay)
@@ -257,9 +254,7 @@ def test_graphs_and_eager_calls_take_turns(streams: str, made: str, forks: str) 
         def transfer(rank: int) -> None:
             uec.replicate_experts(bound[rank], held, group=layer.groups[rank], mode="push")
 
-        layer.route()
-        layer.fill(weights)
-        layer.check(layer.each(layer.path(bound)))
+        layer.run(weights, layer.path(bound))
         layer.each(transfer)
         layer.finish()
         found, replay = layer.capture(layer.path(bound))
@@ -271,19 +266,19 @@ def test_graphs_and_eager_calls_take_turns(streams: str, made: str, forks: str) 
             if what == 0:
                 layer.replay(weights, found, replay)
                 continue
+            if what == 3:
+                layer.run(weights, layer.path(weights))
+                eager += 2
+                continue
             layer.route()
             layer.fill(weights)
             if what == 1:
                 layer.settle()
                 held.slot_expert.copy_(plan.slot_expert)
                 replay_transfer()
-            elif what == 2:
+            else:
                 layer.call(weights, plan, blocking=turn % 2 == 0)
                 eager += 1
-            else:
-                layer.check(layer.each(layer.path(weights)))
-                eager += 2
-                continue
             layer.finish()
             assert layer.wrong(plan) == [0] * 4
         assert layer.eager_epochs() == {eager}
@@ -347,10 +342,7 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
     with Layer(streams, made, forks, 2, 5, slots=1) as layer:
         weights = layer.stacked()
         bound = layer.bind(weights)
-        layer.route()
-        layer.fill(weights)
-        found = layer.each(layer.path(bound))
-        layer.check(found)
+        found = layer.run(weights, layer.path(bound))
         on_host = uec.plan_replicas(found[0][0].cpu().clone(), group=layer.groups[0])
         # More than there is working memory for, and not what has been counted.
         many = [layer.put(torch.zeros(70_000, 1, dtype=torch.int64)) for _ in layer.groups]
@@ -450,9 +442,7 @@ def test_replays_behind_a_close_move_nothing(streams: str, made: str, forks: str
     layer = Layer(streams, made, forks, 2, 5)
     weights = layer.stacked()
     bound = layer.bind(weights)
-    layer.route()
-    layer.fill(weights)
-    layer.check(layer.each(layer.path(bound)))
+    layer.run(weights, layer.path(bound))
     found, replay = layer.capture(layer.path(bound))
     assert layer.replay(weights, found, replay) > 0
     for group in layer.groups:
@@ -470,9 +460,7 @@ def test_bad_ids_end_the_group(streams: str, made: str, forks: str) -> None:
     layer = Layer(streams, made, forks, 2, 4)
     weights = layer.stacked()
     bound = layer.bind(weights)
-    layer.route()
-    layer.fill(weights)
-    layer.check(layer.each(layer.path(bound)))
+    layer.run(weights, layer.path(bound))
     found, replay = layer.capture(layer.path(bound))
     layer.replay(weights, found, replay)
     layer.route()

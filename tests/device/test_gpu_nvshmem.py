@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from gpu import give_up, script_environment
-from process_ranks import CASES, MADE, REFUSED
+from gpu import give_up, run_process_ranks
+from process_ranks import CASES, MADE
 from tiers import sampled
-
-SCRIPT = Path(__file__).with_name("process_ranks.py")
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def run(engine: str, case: str, num_ranks: int) -> None:
     fabric = "nvshmem" if engine == "cuda" else "shm"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), fabric, case, str(num_ranks)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env=script_environment(),
-    )
-    print(done.stdout, done.stderr, sep="\n")  # what happened, also where it skips
-    if done.returncode == REFUSED:
-        reasons = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
-        give_up(f"NVSHMEM with {num_ranks} processes on one GPU: {reasons[0][8:]}")
+    done, refusal = run_process_ranks(fabric, case, str(num_ranks))
+    if refusal is not None:
+        give_up(f"NVSHMEM with {num_ranks} processes on one GPU: {refusal}")
     if engine == "cuda" and done.returncode != 0 and MADE not in done.stdout:
         last = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])
         give_up(f"NVSHMEM ended {num_ranks} processes on one GPU as it started: {last}")

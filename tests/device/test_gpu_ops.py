@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,10 @@ needs_compiler = pytest.mark.skipif(
 class Place:
     """Where tensors go, and what orders torch's own work with the library's."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_groups: Callable[..., list[uec.Group]]) -> None:
         self.device = device.find_device()
-        self.groups: list[uec.Group] = []
-
-    def make(self, num_ranks: int) -> list[uec.Group]:
-        made = uec.new_loopback_groups(
-            num_ranks,
+        self.make = partial(
+            new_groups,
             num_experts=EXPERTS,
             slots_per_rank=SLOTS,
             expert=EXPERT,
@@ -49,8 +47,6 @@ class Place:
             num_sms=2,
             timeout=120,  # the first rank to call waits while others compile
         )
-        self.groups += made
-        return made
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -60,23 +56,21 @@ class Place:
 
 
 @pytest.fixture
-def place(streams: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Place]:
+def place(
+    streams: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    new_groups: Callable[..., list[uec.Group]],
+    nothing_compiled: None,
+) -> Place:
     """A device. On the emulated one torch's work is on no stream: operators end settled there."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no graphs of earlier runs
-    made = Place()
+    made = Place(new_groups)
     if streams == "emulated":
         _settle_behind_calls(made, monkeypatch)
         order_gathers(made.device, monkeypatch)  # type: ignore[arg-type]
         monkeypatch.setattr(type(made.device), "holds", lambda self, tensor: True)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield made
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
-    for group in made.groups:
-        group.abort()
-        group.close()
+    return made
 
 
 def _settle_behind_calls(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

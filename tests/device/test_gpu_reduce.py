@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from graphs import MAKERS, on_each
-from loopback_ranks import EMULATED_SMS, random_slots
+from loopback_ranks import EMULATED_SMS, put_plan, random_slots
 from rank_grads import RankGrads
+from ranks import close_all, start_all, synchronize_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -41,19 +43,6 @@ def random_plan(groups: list[uec.Group], seed: int) -> uec.Plan:
     home = t.home.tolist()
     slots = random_slots(seed, t.num_ranks, t.num_experts, t.slots_per_rank, home)
     return uec.Plan.from_slots(slots, num_experts=t.num_experts, home=home)
-
-
-def on_device(engine: str, plan: uec.Plan) -> uec.Plan:
-    if engine == "host":
-        return plan
-    found: Any = device.find_device()
-    put = found.put if engine == "emulated" else lambda t: t.to(found.torch_device)
-    return uec.Plan(slot_expert=put(plan.slot_expert), home=put(plan.home))
-
-
-def close(groups: list[uec.Group]) -> None:
-    for group in groups:
-        group.close()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +73,10 @@ def test_random_reductions(
         grads = RankGrads(groups, dict.fromkeys(EXPERT, main_dtype))
         for seed in range(calls):
             plan = random_plan(groups, seed)
-            given = plan if draw.random() < 0.5 else on_device(engine, plan)
+            on_host = engine == "host" or draw.random() < 0.5
+            given = plan if on_host else put_plan(groups[0], plan)
             grads.reduce(given, seed, mode=draw.choice(MODES), zero=draw.random() < 0.8)
-        close(groups)
+        close_all(groups)
 
 
 def test_all_numbers_of_blocks_add_the_same_bits(engine: str) -> None:
@@ -97,7 +87,7 @@ def test_all_numbers_of_blocks_add_the_same_bits(engine: str) -> None:
         for mode in MODES:
             grads.reduce(random_plan(groups, 3), 7, mode=mode)
         found.append(torch.cat([t.cpu().flatten() for m in grads.mains for t in m.values()]))
-        close(groups)
+        close_all(groups)
     assert all(torch.equal(found[0], other) for other in found)
 
 
@@ -108,7 +98,7 @@ def test_large_experts(engine: str) -> None:
     grads = RankGrads(groups, dict.fromkeys(expert, F32))
     for mode in MODES:
         grads.reduce(random_plan(groups, 1), 1, mode=mode)
-    close(groups)
+    close_all(groups)
 
 
 def test_special_numbers(engine: str) -> None:
@@ -128,17 +118,16 @@ def test_special_numbers(engine: str) -> None:
                     which = torch.randint(len(special), tensor.shape, generator=draw)
                     tensor.copy_(special[which])
             grads.remember()
-            for work in grads.start(plan, mode=mode):
-                work.synchronize()
+            synchronize_all(grads.start(plan, mode=mode))
             grads.check(plan)
-        close(groups)
+        close_all(groups)
 
 
 def test_a_graph_adds_fresh_gradients(streams: str) -> None:
     groups = make_groups(streams, 4, num_experts=6, grads=F32)
     grads = RankGrads(groups, dict.fromkeys(EXPERT, F32))
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
-    held = on_device(streams, random_plan(groups, 0))
+    held = put_plan(groups[0], random_plan(groups, 0))
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
 
     def call(rank: int) -> None:
@@ -152,7 +141,7 @@ def test_a_graph_adds_fresh_gradients(streams: str) -> None:
         replay()
         device.find_device().settle()
         grads.check(plan)
-    close(groups)
+    close_all(groups)
 
 
 def test_a_rank_that_calls_differently_is_named(engine: str) -> None:
@@ -161,14 +150,12 @@ def test_a_rank_that_calls_differently_is_named(engine: str) -> None:
     plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, 1]], num_experts=3)
     works = []
     for rank, group in enumerate(groups):
-        own = grads.mains[rank]
-        work = uec.reduce_expert_grads(own, plan, group=group, async_op=True, zero=rank != 1)
-        assert work is not None
-        works.append(work)
+        call = partial(uec.reduce_expert_grads, zero=rank != 1)
+        works += start_all([group], grads.mains, plan, call=call)
     found = []
     for work in works:
         with pytest.raises(errors.TransferError) as caught:
             work.synchronize()
         found.append(type(caught.value))
     assert errors.PlanMismatchError in found
-    close(groups)
+    close_all(groups)

@@ -42,14 +42,14 @@ def sanitizer(gpu: torch.device) -> str:
 
 
 def run(program: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = script_environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # each tensor its own memory
+    separate = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # no two tensors in one allocation
     return subprocess.run(
         [*program, sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
         timeout=1100,
         check=False,
-        env=environ,
+        env=os.environ | script_environment() | separate,
     )
 
 

@@ -6,14 +6,13 @@ Each test runs the kernels on the CPU too: no GPU is needed to know that the tes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from graphs import MAKERS, on_each
-from loopback_ranks import random_slots
+from loopback_ranks import put_plan, random_slots
 from rank_grads import RankGrads
 from ranks import raised
 
@@ -24,49 +23,25 @@ from ultraep_comm.engines.cuda import device
 EXPERT = {"w": Segment((33, 47), torch.float32), "b": Segment((3,), torch.float32)}
 LAYER, MICROBATCH = 3, 7
 Replay = Callable[[], None]
+NewGroups = Callable[..., list[uec.Group]]
 
 
 class Passes:
     """Ranks whose plan is in memory that stays, and graphs of their forward and backward passes."""
 
-    def __init__(self, streams: str, expert: Any = None, num_ranks: int = 3) -> None:
-        found: Any = device.find_device()
-        self._device = found
-        expert = expert or EXPERT
-        self.groups = uec.new_loopback_groups(
-            num_ranks,
-            num_experts=5,
-            slots_per_rank=2,
-            expert=expert,
-            grads=torch.float32,
-            engine="cuda",
-            num_sms=2,
-            timeout=30.0,
-        )
+    def __init__(self, streams: str, new_groups: NewGroups, expert: Any = EXPERT) -> None:
+        self._device = device.find_device()
+        options = {"grads": torch.float32, "engine": "cuda", "num_sms": 2, "timeout": 30.0}
+        self.groups = new_groups(3, num_experts=5, slots_per_rank=2, expert=expert, **options)
         self.graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
         self.grads = RankGrads(self.groups, dict.fromkeys(expert, torch.float32))
         pairs = zip(self.groups, self.grads.mains, strict=True)
         self.bound = [group.bind_grads(own) for group, own in pairs]
-        put = found.put if streams == "emulated" else lambda t: t.to(found.torch_device)
-        first = self.plan(0)
-        self.given = uec.Plan(slot_expert=put(first.slot_expert), home=put(first.home))
+        self.given = put_plan(self.groups[0], self.plan(0))
         # What is loaded lazily, is.
         self.each(lambda rank: self.groups[rank].save(self.given).release())
         self.each(lambda rank: self.reduce(rank, self.given))
         self._device.settle()
-
-    def __enter__(self) -> Passes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for group in self.groups:
-            group.abort()
-            group.close()
 
     def plan(self, seed: int) -> uec.Plan:
         home = self.groups[0].topology.home.tolist()
@@ -125,9 +100,8 @@ class Passes:
 
 
 @pytest.fixture
-def passes(streams: str) -> Iterator[Passes]:
-    with Passes(streams) as made:
-        yield made
+def passes(streams: str, new_groups: NewGroups) -> Passes:
+    return Passes(streams, new_groups)
 
 
 def test_passes_take_turns(streams: str, passes: Passes) -> None:
@@ -249,16 +223,18 @@ def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> 
 
 
 @pytest.mark.parametrize("num_segments", [2, 33])  # 33: the plan goes by way of the host
-def test_an_eager_reduction_ends_the_use(streams: str, num_segments: int) -> None:
+def test_an_eager_reduction_ends_the_use(
+    streams: str, new_groups: NewGroups, num_segments: int
+) -> None:
     expert = {f"s{i}": Segment((5,), torch.float32) for i in range(num_segments)}
-    with Passes(streams, expert) as passes:
-        handles, forward = passes.capture_save()
-        passes.run(forward, 1)
-        passes.grads.fill(1)
-        passes.each(lambda rank: passes.reduce(rank, handles[rank]))
-        passes._device.settle()
-        passes.grads.check(passes.plan(1))
-        passes.run(forward, 2)
-        passes.assert_no_fault()
-        passes.run(forward, 3)
-        passes.assert_refused(handles)
+    passes = Passes(streams, new_groups, expert)
+    handles, forward = passes.capture_save()
+    passes.run(forward, 1)
+    passes.grads.fill(1)
+    passes.each(lambda rank: passes.reduce(rank, handles[rank]))
+    passes._device.settle()
+    passes.grads.check(passes.plan(1))
+    passes.run(forward, 2)
+    passes.assert_no_fault()
+    passes.run(forward, 3)
+    passes.assert_refused(handles)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from gpu import script_environment
 from process_ranks import REFUSED, outcome, status_of
+from ranks import run_python
 
 from ultraep_comm import errors
 
@@ -60,13 +59,6 @@ def test_a_bug_on_one_rank_is_no_refusal(tmp_path: Path) -> None:
     """Though its peer says that the group could not be made."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), "shm", "case", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=script_environment(),
-    )
+    done = run_python(str(script), "shm", "case", "2", **script_environment())
     assert done.returncode == 1, done.stdout + done.stderr
     assert "TypeError: a wrong argument" in done.stderr

@@ -1,4 +1,4 @@
-"""One rank of a scene, in a process of its own: what it plays, and what it finds afterwards."""
+"""One rank of a scene, a process: plays its part and reports what it finds afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BIG = {"w": Segment(((8 << 20) + 3,), torch.uint8), "s": Segment((5,), torch.uin
 
 @dataclass(kw_only=True)
 class Event:
-    """What one attempt on one rank came to. ``kind`` is the error's type, or "ok"."""
+    """The outcome of one attempt on one rank. ``kind`` is the error's type, or "ok"."""
 
     name: str
     began: float
@@ -47,16 +47,16 @@ class Event:
 
 @dataclass(kw_only=True)
 class Report:
-    """What a rank that lives to the end has seen.
+    """The report of a rank that lives to the end.
 
     Attributes:
-        events: its attempts, in order.
-        stray: bytes that changed and must not have: outside filled slots, or of main weights.
-        wrong: bytes of filled slots that are not right after a call that succeeded.
-        left: descriptors, threads and mappings that are more than before the scene.
-        afterwards: "ok", or why the survivors could not make a group and transfer in it.
-        broken: what the part itself raised, which no part should.
-        figures: what else a part has measured.
+        events: the rank's attempts, in order.
+        stray: bytes that changed although they must not: outside filled slots, or in main weights.
+        wrong: wrong bytes in filled slots after a successful call.
+        left: descriptors, threads and mappings leaked since the start of the scene.
+        afterwards: "ok", or why the survivors could not create a group and transfer in it.
+        broken: the error that the part itself raised; no part should.
+        figures: other measurements of the part.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Report:
 
 
 def plan_of(rows: list[list[int]], num_experts: int = E) -> uec.Plan:
-    """The plan with these experts in the ranks' slots."""
+    """Return the plan with these experts in the ranks' slots."""
     return uec.Plan.from_slots(torch.tensor(rows, dtype=torch.int32), num_experts=num_experts)
 
 
@@ -90,7 +90,7 @@ class RankGroup:
         return uec.replicate_experts(self.weights, plan, group=self.group, **options)
 
     def note(self, plan: uec.Plan) -> None:
-        """From now on this plan may have filled its slots."""
+        """Note that this plan may fill its slots from now on."""
         row = plan.slot_expert[self.group.rank].tolist()
         indices = range(len(self.group.segments))
         self._filled |= {(i, s) for i in indices for s, expert in enumerate(row) if expert >= 0}
@@ -99,7 +99,7 @@ class RankGroup:
         return uec.replicate_experts(self.weights, handle, group=self.group, async_op=True)
 
     def replicate_others(self, weights: Any, plan: uec.Plan) -> Any:
-        """With other weights than its own."""
+        """Make a call with ``weights`` instead of the group's own."""
         return uec.replicate_experts(weights, plan, group=self.group)
 
     def gather(self, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,7 +110,7 @@ class RankGroup:
         return wrong_bytes(self.group, plan, self.salt, sentinel=GUARD)
 
     def stray(self) -> int:
-        """Bytes that changed outside the slots that plans may have filled, and of main weights."""
+        """Return the number of bytes that changed in main weights or slots that no plan filled."""
         group, offset = self.group, self.group.session.layout.slots_base
         if group.slot_grads:
             return 0  # their scenes compare values
@@ -130,7 +130,7 @@ class RankGroup:
 
 
 class Actor:
-    """What a part is played with: ``part(actor)`` is one rank's side of a scene."""
+    """The argument of a part: ``part(actor)`` is one rank's side of a scene."""
 
     def __init__(self, rank: int, size: int, pipe: Connection, victims: tuple[int, ...]) -> None:
         self.rank, self.size, self.victims = rank, size, victims
@@ -140,7 +140,7 @@ class Actor:
         self._pipe = pipe
         self._pids: list[int] = []
         survivors = [r for r in range(size) if r not in victims]
-        made = dist.new_group(survivors)  # for what comes afterwards
+        made = dist.new_group(survivors)  # for the group made afterwards
         self.survivors: Any = made if rank not in victims else None
 
     @property
@@ -150,16 +150,16 @@ class Actor:
     # ---- the director ---------------------------------------------------------------------
 
     def say(self, point: str) -> None:
-        """Tell the director that this rank has come to a point."""
+        """Tell the director that this rank has reached a point."""
         self._pipe.send(("at", point, time.monotonic()))
 
     def hold(self, point: str) -> None:
-        """Say so, and wait until the director lets this rank go on."""
+        """Tell the director of a point, and wait until it lets this rank go on."""
         self.say(point)
         self._pipe.recv()
 
     def together(self, point: str = "ready") -> None:
-        """Wait until the director has seen every rank here."""
+        """Wait until every rank has reached this point."""
         self.hold(point)
 
     def die(self) -> None:
@@ -169,7 +169,7 @@ class Actor:
     # ---- playing --------------------------------------------------------------------------
 
     def make(self, *, process_group: Any = None, shared: bool = False, **options: Any) -> RankGroup:
-        """Make a group that the end looks at and closes."""
+        """Create a group that is checked and closed at the end."""
         options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "num_sms": 1, **options}
         options.setdefault("timeout", 20.0)
         group = uec.new_group(process_group or self.world, **options)
@@ -193,7 +193,7 @@ class Actor:
         return result
 
     def when_slot_fills(self, own: RankGroup, then: Callable[[], None]) -> None:
-        """Call ``then`` once bytes have begun to arrive in this rank's slots, while they do."""
+        """Call ``then`` while bytes are arriving in this rank's slots."""
         slots = own.group.slots["w"].flatten()[4096::4096]  # of every piece
 
         def watch() -> None:
@@ -223,7 +223,7 @@ class Actor:
     # ---- the end --------------------------------------------------------------------------
 
     def stop_here(self) -> None:
-        """Compare every byte and close what is open: the errors of close are recorded too."""
+        """Compare every byte and close every open group; errors of close are recorded too."""
         for own in self.groups:
             self.report.stray += own.stray()
         for own in self.groups:
@@ -232,7 +232,7 @@ class Actor:
         self.groups.clear()
 
     def go_on(self) -> None:
-        """Make a group of the survivors, and transfer in it."""
+        """Create a group of the survivors and transfer in it."""
         if self.survivors is None:
             return
         try:
@@ -253,7 +253,7 @@ class Actor:
 
 
 def descriptors() -> dict[str, int]:
-    """How often each thing is open in this process. Sockets are one kind: their numbers change."""
+    """Count the open descriptors by target; all sockets count as one, as their numbers change."""
     count: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -266,7 +266,7 @@ def descriptors() -> dict[str, int]:
 
 
 def holdings() -> dict[str, int]:
-    """Descriptors, threads, mappings of groups' memory, and child processes."""
+    """Return this process's descriptors, threads, group memory mappings and children."""
     held = {f"descriptor {kind}": n for kind, n in descriptors().items()}
     held["thread"] = len(list(Path("/proc/self/task").iterdir()))
     held["mapping"] = Path("/proc/self/maps").read_text().count("memfd:ultraep_comm")
@@ -276,7 +276,7 @@ def holdings() -> dict[str, int]:
 
 
 def more_than(before: dict[str, int]) -> list[str]:
-    """What this process holds beyond ``before``; ending threads get a moment."""
+    """Return what this process holds beyond ``before``, once ending threads are gone."""
     end = time.monotonic() + 2
     while True:
         gc.collect()
@@ -295,7 +295,7 @@ def more_than(before: dict[str, int]) -> list[str]:
 
 
 def _warm_up(actor: Actor) -> None:
-    """Have what the first use makes for good: modules, torch's threads, gloo's connections."""
+    """Create what the first use leaves behind: modules, torch's threads, gloo's connections."""
     for group in (actor.world, actor.survivors):
         if group is None:
             continue
@@ -316,11 +316,11 @@ def play(
     pg_timeout: float,
     pipe: Connection,
 ) -> None:
-    """The process of one rank: joins the cast, plays, and reports."""
+    """Run the process of one rank: join the cast, play the part, and report."""
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # torch's records of its last collectives would be memory that grows for a while.
+    # torch's records of its last collectives would look like a leak.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     try:
         dist.init_process_group(
@@ -348,5 +348,5 @@ def play(
     except BaseException:
         pipe.send(("broken", traceback.format_exc()))
     with contextlib.suppress(EOFError):
-        pipe.recv()  # until every rank has reported: nobody's connections end before
+        pipe.recv()  # keep connections open until every rank has reported
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The director of a scene: starts the ranks, gives the cues, and lets nobody hang."""
+"""The director of a scene: starts the ranks, gives the cues, and kills ranks that hang."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ STARTING = 60.0  # seconds until every rank is on stage, on a busy machine
 
 @dataclass(frozen=True, kw_only=True)
 class Cue:
-    """One thing that the director does, once ranks have come to a point.
+    """An action of the director, once ranks have reached a point.
 
     Attributes:
         at: the point.
-        by: the ranks that have to be there.
-        act: "go" (on from the point where they hold), or the name of a signal.
-        to: the ranks that it is done to.
-        after: seconds to wait before, for ranks that have said that they enter a call.
-        fault: this is the fault, from which times count.
+        by: the ranks that have to reach it.
+        act: "go" (release ranks that hold), or the name of a signal.
+        to: the ranks that it applies to.
+        after: seconds to wait first, so that ranks that announced a call have entered it.
+        fault: this action is the fault; times are measured from it.
     """
 
     at: str
@@ -44,14 +44,14 @@ class Cue:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a cast.
+    """The outcome of a scene.
 
     Attributes:
         reports: of the ranks that lived to the end.
-        ends: by rank, how its process ended if it did before: the exit code.
-        fault_at: the moment of the fault; 0: nobody has said.
-        troubles: what should not have been: ranks that hung, or broke.
-        seconds: from the first process to the last report.
+        ends: exit codes, by rank, of processes that ended early.
+        fault_at: the time of the fault; 0: none was reported.
+        troubles: what went wrong: ranks that hung or broke, leaked shared memory.
+        seconds: from the first process's start to the last report.
     """
 
     reports: dict[int, Report] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class Outcome:
 
 
 def shared_memory_entries(pids: list[int]) -> set[str]:
-    """What /dev/shm has that could be of these processes or of the library."""
+    """Return the entries of /dev/shm that may belong to these processes or to the library."""
     marks = ["ultraep", *(f"_{pid}" for pid in pids)]
     return {p.name for p in Path("/dev/shm").iterdir() if any(m in p.name for m in marks)}
 
 
 def forkserver() -> Any:
-    """A context whose processes are forked from one with torch loaded and a single thread."""
+    """Return a context that forks from a single-threaded process with torch loaded."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
     return context
@@ -78,7 +78,7 @@ _starting = threading.Lock()  # of two casts at a time
 
 
 class Cast:
-    """Processes of a scene; a context manager that leaves none behind."""
+    """The processes of a scene; a context manager that ends all of them."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Cast:
         self._folder.cleanup()
 
     def perform(self, cues: tuple[Cue, ...], seconds: float) -> Outcome:
-        """Give the cues in order and collect the reports, all of it within ``seconds``."""
+        """Give the cues in order and collect the reports, all within ``seconds``."""
         everybody = tuple(range(self.size))
         opening = Cue(at="on stage", by=everybody, act="go", to=everybody)
         end = time.monotonic() + STARTING
@@ -169,7 +169,7 @@ class Cast:
             missing = self._missing()
             if not missing:
                 return true()
-            # Not the end of its pipe, of which a forked child may hold a copy.
+            # Not the end of its pipe: a forked child may hold a copy.
             ended = {self._processes[r].sentinel: r for r in missing}
             pipes = {self._pipes[r]: r for r in missing}
             ready = wait([*pipes, *ended], min(left, 1.0))
@@ -221,7 +221,7 @@ def run_cast(
     pg_timeout: float = 30.0,
     seconds: float = 45.0,
 ) -> Outcome:
-    """Start a cast, direct it, and return what became of it."""
+    """Start a cast, direct it, and return the outcome."""
     with Cast(part, size=size, victims=victims, pg_timeout=pg_timeout) as cast:
         cast.perform(cues, seconds)
     return cast.outcome

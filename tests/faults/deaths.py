@@ -16,7 +16,7 @@ from scene import ALL, OK, Expect, Scene, everybody, go, refuses, start, strike,
 import ultraep_comm as uec
 from ultraep_comm.fabrics.shm import ShmFabric
 
-# Expert 0 (home 0) and expert 6 (home 3) on all other ranks: nobody ends before ranks 0 and 3.
+# Experts 0 (home 0) and 6 (home 3) on all other ranks: no rank finishes before ranks 0 and 3 call.
 BOTH = [[6, -1], [0, 6], [0, 6], [0, -1]]
 # The same, but rank 3 need not be there for expert 0.
 EARLY = [[6, -1], [0, 6], [0, 6], [-1, -1]]
@@ -45,7 +45,7 @@ def before_the_call(actor: Actor) -> None:
 
 
 def between_calls(actor: Actor, *, at_once: bool) -> None:
-    """Rank 1 ends after a call, or in the moment in which that returns."""
+    """Rank 1 ends after a call, or just as it returns."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()
@@ -170,7 +170,7 @@ def in_close_with_a_call(actor: Actor) -> None:
 
 
 def exits(actor: Actor, *, how: str) -> None:
-    """Rank 1 leaves without its last call, its group open."""
+    """Rank 1 exits without its last call and with its group open."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.attempt("first", lambda: own.replicate(plan))
@@ -185,7 +185,7 @@ def exits(actor: Actor, *, how: str) -> None:
 
 
 def raises_within(actor: Actor) -> None:
-    """The block of rank 1's ``with group:`` ends with an exception of the caller's own."""
+    """Rank 1's ``with group:`` block raises an exception of the caller."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()
@@ -219,7 +219,7 @@ def _but(*victims: int) -> tuple[int, ...]:
 
 
 def _gone(victim: int, again: bool = True) -> dict[str, Any]:
-    """What survivors of a death see."""
+    """Return what survivors of a death expect."""
     expect = {"call": told("PeerGoneError", victim)}
     if again:
         expect["again"] = refuses(_but(victim))
@@ -302,25 +302,18 @@ DEATHS = [
         cues=(start(), strike("SIGKILL", 1, at="calling", by=_but(1))),
         **_gone(1),
     ),
-    Scene(
-        name="killed between calls",
-        item="killed after a transfer",
-        part=partial(between_calls, at_once=False),
-        cues=(start(), start("done")),
-        **{
-            **_gone(1),
-            "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
-        },
-    ),
-    Scene(
-        name="killed as its call returns",
-        item="killed after a transfer",
-        part=partial(between_calls, at_once=True),
-        cues=(start(),),
-        **{
-            **_gone(1),
-            "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
-        },
+    *(
+        Scene(
+            name=f"killed {when}",
+            item="killed after a transfer",
+            part=partial(between_calls, at_once=at_once),
+            cues=(start(),) if at_once else (start(), start("done")),
+            **{
+                **_gone(1),
+                "expect": {**_gone(1)["expect"], "first": everybody(_but(1), OK)},
+            },
+        )
+        for when, at_once in (("between calls", False), ("as its call returns", True))
     ),
     *(
         Scene(
@@ -357,26 +350,26 @@ DEATHS = [
         )
         for how in ("at once", "as an interpreter does")
     ),
-    Scene(
-        name="an exception of the caller's within its group",
-        item="calls one collective too few",
-        part=raises_within,
-        cues=(
-            start(),
-            Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
-            go(1, at="raising", fault=True),
-        ),
-        expect={"call": {1: Expect(kinds=("KeyError",)), **told("TransferAbortedError", 1)}},
-    ),
-    Scene(
-        name="abort()",
-        item="calls one collective too few",
-        part=aborts,
-        cues=(
-            start(),
-            Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
-            go(1, at="raising", fault=True),
-        ),
-        expect={"call": told("TransferAbortedError", 1), "again": refuses()},
+    *(
+        Scene(
+            name=name,
+            item="calls one collective too few",
+            part=part,
+            cues=(
+                start(),
+                Cue(at="calling", by=_but(1), act="go", to=(), after=0.2),
+                go(1, at="raising", fault=True),
+            ),
+            expect={"call": told("TransferAbortedError", 1) | own, **more},
+        )
+        for name, part, own, more in (
+            (
+                "an exception of the caller's within its group",
+                raises_within,
+                {1: Expect(kinds=("KeyError",))},
+                {},
+            ),
+            ("abort()", aborts, {}, {"again": refuses()}),
+        )
     ),
 ]

@@ -76,7 +76,7 @@ def _ctrl_c(where: str) -> Scene:
 
 
 def forks(actor: Actor, *, then: str) -> None:
-    """Rank 1 forks between two calls; what the child does must not be seen in the next ones."""
+    """Rank 1 forks between two calls; what the child does must not affect later calls."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()
@@ -107,7 +107,7 @@ def forks(actor: Actor, *, then: str) -> None:
 
 
 def forks_and_dies(actor: Actor) -> None:
-    """Rank 1's child lives on when rank 1 is killed in a call, and hides its end from nobody."""
+    """Rank 1 is killed in a call and its child lives on; all ranks must still see the death."""
     own = actor.make()
     plan = plan_of(BOTH)
     actor.together()

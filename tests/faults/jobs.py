@@ -1,4 +1,4 @@
-"""Scenes of two jobs on one machine that call everything the same."""
+"""Scenes of two jobs on one machine with the same names for everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLS = 15
 
 
 def works(actor: Actor) -> None:
-    """A job without a fault: two groups, and call after call."""
+    """A job without a fault: two groups and many calls."""
     first, second = actor.make(), actor.make()
     plan = plan_of(BOTH)
     actor.together()

@@ -1,4 +1,4 @@
-"""Groups opened and closed in one process, which leave nothing: no memory either."""
+"""Groups opened and closed in one process, which must leak nothing, memory included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ultraep_comm as uec
 
 PLAN = [[6, -1], [0, 1]]
 WARM = 30
-# What is allowed to be in use beyond what was: the allocator's own, and containers that double.
+# Growth that is allowed: the allocator's own, and containers that double.
 FIXED_BYTES, BYTES_PER_GROUP = 48 << 10, 64
 FIXED_OBJECTS, OBJECTS_PER_GROUP = 300, 0.5
 
@@ -42,7 +42,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """Bytes that malloc has given out in this process; -1: this C library does not say."""
+    """Return the bytes allocated by malloc in this process; -1: the C library cannot tell."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return -1
@@ -53,7 +53,7 @@ def bytes_in_use() -> int:
 
 
 def open_and_close(actor: Actor, *, groups: int) -> None:
-    """Open and close so many groups, with a checked call in every tenth."""
+    """Open and close ``groups`` groups, with a checked call in every tenth."""
     actor.together()
     expert = {name: MIXED[name] for name in ("w13", "scale", "bias")}
 
@@ -89,7 +89,7 @@ def open_and_close(actor: Actor, *, groups: int) -> None:
 
 
 def lives_scene(groups: int) -> Scene:
-    """So many groups of two ranks."""
+    """Return the scene of ``groups`` groups of two ranks."""
     seconds = 60.0 + 0.3 * groups
     return Scene(
         name=f"{groups} groups opened and closed",

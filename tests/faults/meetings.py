@@ -1,4 +1,4 @@
-"""Scenes in which a group cannot be made: deaths in new_group, memory and descriptors at an end."""
+"""Scenes in which no group can be created: deaths in new_group, no memory, no descriptors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GROUP = Expect(kinds=("BootstrapError",), roots=(ODD,), says=f"rank {ODD}")
 
 
 def _replace(owner: Any, name: str, act: Callable[[], None], number: int, *, behind: bool) -> None:
-    """Have the ``number``-th call of a function, from 1, do ``act`` before or behind itself."""
+    """Patch a function so that its ``number``-th call, from 1, runs ``act`` before or after it."""
     function, calls = getattr(owner, name), 0
 
     def replaced(*arguments: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def dies_making(actor: Actor, *, point: str) -> None:
 
 
 def dies_when_made(actor: Actor) -> None:
-    """The last that the peers need of rank 1 has been said."""
+    """Rank 1 dies when its peers need nothing more from it."""
     actor.together()
     if actor.rank == ODD:
         own = actor.make()
@@ -85,7 +85,7 @@ def dies_when_made(actor: Actor) -> None:
 
 
 def _limited(kind: int, value: int, call: Callable[[], Any]) -> Any:
-    """Run with a soft limit of the system's."""
+    """Run with a soft resource limit."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (value, before[1]))
     try:
@@ -99,7 +99,7 @@ def _address_space() -> int:
 
 
 def _descriptors(free: int) -> int:
-    """The limit under which so many descriptors are left."""
+    """Return the limit that leaves ``free`` descriptors."""
     used = {int(p.name) for p in Path("/proc/self/fd").iterdir()}
     limit = 0
     while free > 0 or limit == 0:

@@ -19,7 +19,7 @@ OTHER = [[6, -1], [0, 4], [0, 6], [0, -1]]
 
 
 def disagrees(actor: Actor, *, how: str) -> None:
-    """Rank 1 makes another call than the others."""
+    """Rank 1 makes a different call from the others."""
     own = actor.make(shared=how == "mode")
     odd = actor.rank == ODD
     plan, other = plan_of(BOTH), plan_of(OTHER)
@@ -43,7 +43,7 @@ def _layers(own: Any, plan: Any, order: list[int]) -> None:
 
 
 def swaps_groups(actor: Actor) -> None:
-    """Rank 1 calls on the second group first. Blocking calls: each group misses somebody."""
+    """Rank 1 calls on the second group first. Calls block: each group waits for a rank."""
     first, second = actor.make(timeout=LIMIT), actor.make(timeout=LIMIT)
     plan = plan_of(BOTH)
     order = [second, first] if actor.rank == ODD else [first, second]
@@ -53,7 +53,7 @@ def swaps_groups(actor: Actor) -> None:
 
 
 def one_too_few(actor: Actor, *, then: str) -> None:
-    """Rank 1 leaves a call out, and closes its group or is busy elsewhere."""
+    """Rank 1 skips a call, and closes its group or is busy elsewhere."""
     own = actor.make(timeout=20.0 if then == "closes" else LIMIT)
     plan = plan_of(BOTH)
     actor.attempt("first", lambda: own.replicate(plan))
@@ -87,7 +87,7 @@ def bad_input(actor: Actor, *, what: str) -> None:
 
 
 def _mismatch(*, within: float = 1.0) -> Expected:
-    """The others name rank 1; rank 1 names one of them. Who disagrees with whom has no first."""
+    """The others name rank 1; rank 1 names any of them, as a mismatch is symmetric."""
     rest = Expect(
         kinds=("PlanMismatchError", "TransferAbortedError"),
         peers={"PlanMismatchError": (ODD,), "TransferAbortedError": ALL},
@@ -116,7 +116,7 @@ def _scene(name: str, item: str, how: str, **options: Any) -> Scene:
 
 
 def _waits_in_other_group(rank: int) -> Expect:
-    """Its group misses rank 1; rank 1's misses all the others."""
+    """The first group waits for rank 1; rank 1's waits for all the others."""
     roots = REST if rank == ODD else (ODD,)
     return Expect(
         kinds=("TransferTimeoutError", "TransferAbortedError"),

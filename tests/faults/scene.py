@@ -1,4 +1,4 @@
-"""A fault as data: what every rank plays, what the director does, and what has to come of it."""
+"""A fault as data: every rank's part, the director's cues, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from actor import Actor, Event
 from cast import Cue, Outcome, run_cast
 
-AT_ONCE = 1.0  # seconds, where the death of a process, or a peer's word, can be seen
+AT_ONCE = 1.0  # seconds until the death of a process, or a peer's abort, is seen
 SIZE = 4
 ALL = tuple(range(SIZE))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expect:
-    """What an attempt of a rank has to come to.
+    """The expected outcome of one rank's attempt.
 
     Attributes:
-        kinds: the types of error that are right, or "ok".
-        peers: the ranks that it may name as its peer; by kind where that differs. None: not asked.
-        roots: the ranks that it may name as the end of the chain. None: not asked.
-        within: seconds from the fault, or from its beginning where that is later.
-        says: what its text has to have in it.
+        kinds: the accepted types of error, or "ok".
+        peers: by kind, the ranks that the error may name as its peer. None: not checked.
+        roots: the ranks that the error may name as the root cause. None: not checked.
+        within: seconds from the fault, or from the attempt's start if that is later.
+        says: text that the error has to contain.
     """
 
     kinds: tuple[str, ...] = ("ok",)
@@ -43,18 +43,17 @@ class Scene:
     """One fault.
 
     Attributes:
-        name: what the tests and the table call it.
-        item: which fault of the list of faults it is; scenes of a kind share one.
+        name: its name in the tests and the table.
+        item: its entry in the list of faults; scenes of a kind share one.
         part: one rank's side.
         cues: what the director does, in order.
-        expect: by attempt and rank. Attempts that are not here may end as they like only if no
-            rank makes them: :func:`judge` complains of others.
-        first_hand: types of which at least one rank has to raise one: who saw it itself.
-        ends: by rank, the exit code of a process that does not live to the end.
-        victims: ranks that take no part in the group that is made afterwards.
+        expect: by attempt and rank. :func:`judge` rejects attempts that are not listed here.
+        first_hand: types of error of which at least one rank has to raise one.
+        ends: exit codes, by rank, of processes that do not live to the end.
+        victims: ranks that are not in the group created afterwards.
         limit: the groups' timeout, for the table.
-        seconds: after which a rank that has not reported hangs.
-        beside: another job that plays at the same time, with the same names.
+        seconds: after which a rank without a report counts as hung.
+        beside: another job that runs at the same time, with the same names.
         long: run only on request.
     """
 
@@ -99,15 +98,15 @@ class Scene:
 
 
 def everybody(ranks: tuple[int, ...], expect: Expect) -> Expected:
-    """The same for all of them."""
+    """Expect the same of all these ranks."""
     return dict.fromkeys(ranks, expect)
 
 
 def told(first: str, culprit: int, ranks: tuple[int, ...] = ALL, **options: Any) -> Expected:
-    """Ranks that fail because of ``culprit``: at first hand, or because one of them told them so.
+    """Expect ranks to fail because of ``culprit``: at first hand, or told by a peer.
 
-    Whoever sees it itself names the culprit; whoever is told names who told, and both know that the
-    chain ends at the culprit.
+    A rank that sees the fault names the culprit as its peer, a rank that is told names the teller;
+    both name the culprit as the root.
     """
     others = tuple(r for r in ranks if r != culprit)
     return {
@@ -122,7 +121,7 @@ def told(first: str, culprit: int, ranks: tuple[int, ...] = ALL, **options: Any)
 
 
 def refuses(ranks: tuple[int, ...] = ALL) -> Expected:
-    """A group that has failed takes no more calls."""
+    """Expect a failed group to refuse further calls."""
     return everybody(ranks, Expect(kinds=("GroupClosedError",)))
 
 
@@ -130,19 +129,19 @@ def refuses(ranks: tuple[int, ...] = ALL) -> Expected:
 
 
 def start(point: str = "ready", by: tuple[int, ...] = ALL) -> Cue:
-    """Ranks go on together from a point where all of them hold."""
+    """Release ranks together from a point where all of them hold."""
     return Cue(at=point, by=by, act="go", to=by)
 
 
 def strike(
     name: str, rank: int, *, at: str, by: tuple[int, ...], after: float = 0.2, fault: bool = True
 ) -> Cue:
-    """Send a signal to a rank once others have said that they enter a call, and have entered it."""
+    """Send a signal to a rank ``after`` seconds after others have announced a call."""
     return Cue(at=at, by=by, act=name, to=(rank,), after=after, fault=fault)
 
 
 def go(rank: int, *, at: str, after: float = 0.0, fault: bool = False) -> Cue:
-    """Let a rank go on that held back."""
+    """Release a rank that holds."""
     return Cue(at=at, by=(rank,), act="go", to=(rank,), after=after, fault=fault)
 
 
@@ -150,14 +149,14 @@ def go(rank: int, *, at: str, after: float = 0.0, fault: bool = False) -> Cue:
 
 
 def times(outcome: Outcome) -> Iterator[tuple[int, Event, float]]:
-    """Rank, attempt, and the seconds that it took, of those that had to do with the fault."""
+    """Yield rank, attempt, and seconds since its start or the fault, whichever is later."""
     for rank, report in outcome.reports.items():
         for event in report.events:
             yield rank, event, event.ended - max(event.began, outcome.fault_at)
 
 
 def judge(scene: Scene, outcome: Outcome) -> list[str]:
-    """What was not as it has to be; nothing: all is right."""
+    """Return every deviation from what the scene expects."""
     wrong = list(outcome.troubles)
     wrong += [
         f"rank {rank} ended with {code}, expected {scene.ends.get(rank)}"

@@ -17,7 +17,7 @@ from ultraep_comm import Segment
 from ultraep_comm.bench.payload import Payload
 
 E, S = 10, 3  # uneven: home ranks have 3, 3, 2 and 2 experts
-# A tensor that is long against a tile, an odd one, and one of a few bytes.
+# A tensor much longer than a tile, one of odd size, and one of a few bytes.
 EXPERT = {
     "w": Segment((96, 130), torch.bfloat16),
     "odd": Segment((10_007,), torch.uint8),
@@ -56,7 +56,7 @@ class Soak:
     # ---- transfers ------------------------------------------------------------------------
 
     def transfer(self, epoch: int) -> int:
-        """Fill the mains anew, make a call, and return the number of bytes that are wrong."""
+        """Refill the mains, make a call, and return the number of wrong bytes."""
         draw = np.random.default_rng((self.seed, epoch))
         fill = float(draw.choice([0.2, 0.7, 1.0]))
         plan = random_plan(self.seed + epoch, self.size, E, S, fill=fill)
@@ -97,13 +97,13 @@ class Soak:
     # ---- reductions and loads -------------------------------------------------------------
 
     def _numbers(self, epoch: int, what: int, rank: int, name: str, count: int) -> torch.Tensor:
-        """Integers, so that a sum in any order is the same."""
+        """Fill gradients with integers, so that their sum does not depend on the order."""
         shape, _ = GRAD[name]
         draw = np.random.default_rng((self.seed, epoch, what, rank, len(name)))
         return torch.from_numpy(draw.integers(-9, 10, (count, *shape)).astype(np.float32))
 
     def reduce(self, epoch: int) -> int:
-        """Bring gradients home, and return the number of values that are wrong."""
+        """Reduce gradients, and return the number of wrong values."""
         group = self.reducing
         plan = random_plan(self.seed - epoch, self.size, E, S)
         mode = str(np.random.default_rng((self.seed, epoch, 7)).choice(["auto", "pull", "direct"]))
@@ -128,7 +128,7 @@ class Soak:
         return wrong
 
     def load(self, epoch: int) -> int:
-        """Exchange loads, and return the number of entries that are wrong."""
+        """Exchange loads, and return the number of wrong entries."""
 
         def routed(rank: int) -> torch.Tensor:
             draw = np.random.default_rng((self.seed, epoch, 3, rank))
@@ -142,7 +142,7 @@ class Soak:
 
 
 def soak(actor: Actor, *, transfers: int, seed: int) -> None:
-    """Make so many transfers; every fifth is followed by a reduction, every seventh by loads."""
+    """Make the transfers; a reduction follows every fifth, an exchange of loads every seventh."""
     actor.together()
     own = Soak(actor, seed)
 
@@ -168,7 +168,7 @@ def soak(actor: Actor, *, transfers: int, seed: int) -> None:
 
 
 def soak_scene(transfers: int, seed: int) -> Scene:
-    """The soak as a scene: nothing is broken, and all the rest is looked at as ever."""
+    """Return the soak as a scene without a fault, with all the usual checks."""
     seconds = 60.0 + 0.2 * transfers
     return Scene(
         name=f"{transfers} transfers by random plans",

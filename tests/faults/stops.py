@@ -1,4 +1,4 @@
-"""Scenes in which a rank stands still."""
+"""Scenes in which a rank is stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPPED = 2
 
 
 def stands_still(actor: Actor, *, calls_before: bool, limit: float) -> None:
-    """Rank 2 is stopped before its call, or in it, with rank 3 late; and continued in the end."""
+    """Rank 2 is stopped before or in its call, with rank 3 late, and continued at the end."""
     own = actor.make(timeout=limit)
     plan = plan_of(BOTH)
     actor.together()
@@ -34,7 +34,7 @@ def stands_still(actor: Actor, *, calls_before: bool, limit: float) -> None:
 
 
 def stands_still_in_new_group(actor: Actor) -> None:
-    """Rank 2 is stopped before it comes to new_group, for longer than the process group waits."""
+    """Rank 2 is stopped before new_group for longer than the process group's timeout."""
     actor.together()
     if actor.rank == STOPPED:
         actor.hold("late")
@@ -44,7 +44,7 @@ def stands_still_in_new_group(actor: Actor) -> None:
 
 
 def timed_out(limit: float) -> Expected:
-    """What the others see: each at first hand, or told by one of them, within the limit."""
+    """Expect the others to fail within the limit: at first hand, or told by a peer."""
     each = Expect(
         kinds=("TransferTimeoutError", "TransferAbortedError"),
         peers={"TransferTimeoutError": ALL, "TransferAbortedError": OTHERS},
@@ -54,7 +54,7 @@ def timed_out(limit: float) -> Expected:
     return everybody(OTHERS, each)
 
 
-# When it goes on, the others have long since given up, and it hears so at once.
+# When it continues, the others have given up and it is told at once.
 CONTINUED = Expect(
     kinds=("TransferAbortedError",),
     peers={"TransferAbortedError": OTHERS},
@@ -62,63 +62,47 @@ CONTINUED = Expect(
     within=60.0,
 )
 
+ITEM = "stopped past the limit, then continued"
+IN_CALL = (
+    start(),
+    strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
+    go(3, at="late"),
+)
+BEFORE_CALL = (
+    start(),
+    strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
+    Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
+)
+CONTINUE = strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False)
+
 STOPS = [
-    Scene(
-        name="stopped in a call past the limit, and continued",
-        item="stopped past the limit, then continued",
-        part=partial(stands_still, calls_before=True, limit=LIMIT),
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
-            go(3, at="late"),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
-        expect={
-            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
-            "again": refuses(),
-        },
-        first_hand=("TransferTimeoutError",),
-        limit=LIMIT,
-    ),
-    Scene(
-        name="stopped before its call past the limit, and continued",
-        item="stopped past the limit, then continued",
-        part=partial(stands_still, calls_before=False, limit=LIMIT),
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
-            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
-        expect={
-            "call": {**timed_out(LIMIT), STOPPED: CONTINUED},
-            "again": refuses(),
-        },
-        first_hand=("TransferTimeoutError",),
-        limit=LIMIT,
+    *(
+        Scene(
+            name=f"stopped {when} past the limit, and continued",
+            item=ITEM,
+            part=partial(stands_still, calls_before=cues == IN_CALL, limit=LIMIT),
+            cues=(*cues, CONTINUE),
+            expect={"call": {**timed_out(LIMIT), STOPPED: CONTINUED}, "again": refuses()},
+            first_hand=("TransferTimeoutError",),
+            limit=LIMIT,
+        )
+        for when, cues in (("in a call", IN_CALL), ("before its call", BEFORE_CALL))
     ),
     Scene(
         name="stopped in a call for less than the limit",
-        item="stopped past the limit, then continued",
+        item=ITEM,
         part=partial(stands_still, calls_before=True, limit=20.0),
         cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="calling", by=(0, 1, STOPPED)),
-            go(3, at="late"),
+            *IN_CALL,
             strike("SIGCONT", STOPPED, at="calling", by=ALL, after=1.0, fault=False),
         ),
         expect={"call": everybody(ALL, Expect(within=5.0)), "next": everybody(ALL, OK)},
     ),
     Scene(
         name="stopped before new_group past the process group's limit",
-        item="stopped past the limit, then continued",
+        item=ITEM,
         part=stands_still_in_new_group,
-        cues=(
-            start(),
-            strike("SIGSTOP", STOPPED, at="late", by=(STOPPED,), after=0.0),
-            Cue(at="late", by=(STOPPED,), act="go", to=(STOPPED,)),
-            strike("SIGCONT", STOPPED, at="failed", by=OTHERS, after=0.1, fault=False),
-        ),
+        cues=(*BEFORE_CALL, CONTINUE),
         expect={
             "new_group": {
                 **everybody(

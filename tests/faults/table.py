@@ -1,4 +1,4 @@
-"""The table of faults: what survivors get, and how soon."""
+"""The table of faults: the survivors' errors and times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scene import Scene, judge, times
 
 from ultraep_comm.bench.table import format_table
 
-# The attempts in which a fault comes to light; others are what follows, or went before.
+# The attempts in which a fault is detected; others come before or after.
 FIRST = ("call", "new_group", "empty_weights", "calls", "soak", "lives")
 HEADERS = ("fault", "survivors get", "p50 s", "max s", "within s", "runs", "unexpected")
 
@@ -30,7 +30,7 @@ class Row:
     figures: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> list[str]:
-        """Take in one run; return what was not as it has to be."""
+        """Add one run; return its deviations from the scene."""
         self.runs += 1
         wrong = judge(self.scene, outcome)
         self.wrong += wrong
@@ -43,13 +43,13 @@ class Row:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The attempts that the row is about."""
+        """Return the attempts that the row reports."""
         named = [name for name in FIRST if name in self.scene.expect]
         return tuple(named) or ("close",)
 
     @property
     def within(self) -> float:
-        """Seconds that the slowest of them may take."""
+        """Return the seconds that the slowest of them may take."""
         return max(
             expect.within
             for name in self.shown
@@ -73,7 +73,7 @@ class Row:
         )
 
     def record(self) -> dict[str, Any]:
-        """The row for a file of results."""
+        """Return the row for a result file."""
         return {
             "op": "fault",
             "fault": self.scene.name,
@@ -93,12 +93,12 @@ class Row:
 
 
 def render(rows: Iterable[Row]) -> None:
-    """Print the table: with rich where it is installed, else aligned text."""
+    """Print the table, with rich if it is installed, else as aligned text."""
     rows = list(rows)
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:  # an extra
+    except ImportError:  # an optional dependency
         print(format_table([HEADERS], [row.cells() for row in rows]))
         return
     console = Console()

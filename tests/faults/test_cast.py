@@ -1,4 +1,4 @@
-"""Whoever looks for faults must see them: what the director and the judge are there for."""
+"""Negative controls: the director and the judge must see the faults they look for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scene import ALL, Expect, Scene, everybody, judge, start, told
 from scenes import SCENES
 from tiers import sampled
 
-# The list of faults that the scenes are for; each has one that runs by default.
+# The list of faults; each has a scene that runs by default.
 ITEMS = {
     "killed before a transfer",
     "killed during a transfer",
@@ -129,7 +129,7 @@ SCENE = Scene(
 
 
 def _outcome() -> Outcome:
-    """As it has to be: rank 0 sees the death, and tells the others."""
+    """Return a correct outcome: rank 0 sees the death and tells the others."""
     outcome = Outcome(ends={1: -9}, fault_at=100.0)
     for rank in (0, 2, 3):
         kind = "PeerGoneError" if rank == 0 else "TransferAbortedError"

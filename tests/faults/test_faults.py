@@ -1,4 +1,4 @@
-"""Faults of real processes: nobody hangs, nothing is corrupted, nothing leaks."""
+"""Faults of real processes: no rank hangs, nothing is corrupted, nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many transfers, and many groups: what only shows after a while."""
+"""Many transfers and many groups: faults that only show after a while."""
 
 from __future__ import annotations
 

@@ -139,6 +139,20 @@ class Ranks {
     return list;
   }
 
+  // Submits a copy of experts and returns its epoch.
+  uint64_t replicate(int32_t rank, const std::vector<int32_t>& plan,
+                     const std::vector<uint64_t>& mains, uec::Mode mode, bool background,
+                     const std::vector<int32_t>& segments = {0}) {
+    return engine(rank).replicate({.slot_expert = plan.data(),
+                                   .plan_digest = 0,
+                                   .mains = mains.data(),
+                                   .segments = segments.data(),
+                                   .num_segments = static_cast<int32_t>(segments.size()),
+                                   .mode = static_cast<int32_t>(mode),
+                                   .region = mode == uec::Mode::kPull ? 0 : -1},
+                                  background, &mode);
+  }
+
   void fill_slots(int32_t rank) {
     for (size_t i = 0; i < num_segments(); ++i)
       std::memset(slot(rank, 0, i), kUntouched, group_.slots_per_rank * options_.segment_bytes[i]);

@@ -78,17 +78,7 @@ using uec::host::Engine;
 
 uint64_t submit(Ranks& ranks, int32_t rank, const std::vector<int32_t>& plan, uint8_t* region,
                 bool background) {
-  const std::vector<uint64_t> mains = ranks.addresses(rank, region);
-  const int32_t segment = 0;
-  Mode mode;
-  return ranks.engine(rank).replicate({.slot_expert = plan.data(),
-                                       .plan_digest = 0,
-                                       .mains = mains.data(),
-                                       .segments = &segment,
-                                       .num_segments = 1,
-                                       .mode = static_cast<int32_t>(Mode::kDirect),
-                                       .region = -1},
-                                      background, &mode);
+  return ranks.replicate(rank, plan, ranks.addresses(rank, region), Mode::kDirect, background);
 }
 
 // Every other thread of this process is asleep, and stays so unless somebody wakes it.

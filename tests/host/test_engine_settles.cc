@@ -79,17 +79,8 @@ struct Scene {
 
   uint64_t submit(int32_t rank, bool background) {
     static const std::vector<int32_t> plan{-1, -1, -1, 0, 1, 2, 3, -1, -1, 0, 1, 2};
-    static const int32_t segment = 0;
     const std::vector<uint64_t> mains = rank == 0 ? weights->addresses() : std::vector<uint64_t>(1);
-    Mode mode;
-    return ranks.engine(rank).replicate({.slot_expert = plan.data(),
-                                         .plan_digest = 0,
-                                         .mains = mains.data(),
-                                         .segments = &segment,
-                                         .num_segments = 1,
-                                         .mode = static_cast<int32_t>(Mode::kDirect),
-                                         .region = -1},
-                                        background, &mode);
+    return ranks.replicate(rank, plan, mains, Mode::kDirect, background);
   }
 
   bool rank_has_aborted(int32_t rank) {

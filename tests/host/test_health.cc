@@ -105,16 +105,8 @@ class Callers {
   }
 
   uint64_t submit(int32_t rank, const std::vector<int32_t>& plan) {
-    const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
-    const int32_t segment = 0;
-    Mode mode;
-    return ranks.engine(rank).replicate({.slot_expert = plan.data(),
-                                         .mains = mains.data(),
-                                         .segments = &segment,
-                                         .num_segments = 1,
-                                         .mode = static_cast<int32_t>(Mode::kDirect),
-                                         .region = -1},
-                                        true, &mode);
+    return ranks.replicate(rank, plan, ranks.addresses(rank, regions_[rank].get()), Mode::kDirect,
+                           true);
   }
 
   Ranks ranks;

@@ -75,16 +75,8 @@ class Calls {
     for (int32_t r = 0; r < kRanks; ++r)
       for (int32_t slot = 0; slot < kRanks - 1; ++slot) plan.push_back(expert_in(r, slot));
     ranks.fill_weights(rank, regions_[rank].get(), payload_, seed);
-    const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
-    const int32_t segment = 0;
-    return ranks.engine(rank).replicate({.slot_expert = plan.data(),
-                                         .plan_digest = 0,
-                                         .mains = mains.data(),
-                                         .segments = &segment,
-                                         .num_segments = 1,
-                                         .mode = static_cast<int32_t>(mode),
-                                         .region = mode == Mode::kPull ? 0 : -1},
-                                        background, &mode);
+    return ranks.replicate(rank, plan, ranks.addresses(rank, regions_[rank].get()), mode,
+                           background);
   }
 
   // What the call promised, then what it allows: reading and writing the slots.

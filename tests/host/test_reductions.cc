@@ -26,16 +26,7 @@ uint64_t copy_experts(GradientRanks& g, int32_t rank, const ReductionCase& call)
   static const uint8_t weights[4096] = {};
   const std::vector<uint64_t> mains(g.ranks.num_segments() * g.ranks.layout().num_mains[rank],
                                     reinterpret_cast<uint64_t>(weights));
-  const int32_t segment = 0;
-  uec::Mode mode;
-  return g.ranks.engine(rank).replicate({.slot_expert = call.slot_expert.data(),
-                                         .plan_digest = 0,
-                                         .mains = mains.data(),
-                                         .segments = &segment,
-                                         .num_segments = 1,
-                                         .mode = static_cast<int32_t>(uec::Mode::kPush),
-                                         .region = -1},
-                                        call.background, &mode);
+  return g.ranks.replicate(rank, call.slot_expert, mains, uec::Mode::kPush, call.background);
 }
 
 GroupOptions draw_options(Random& random) {

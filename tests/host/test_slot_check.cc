@@ -38,15 +38,8 @@ class Checked {
   uint64_t submit(int32_t rank, uint64_t seed, bool background, Mode mode = Mode::kDirect) {
     ranks.fill_weights(rank, regions_[rank].get(), payload_, seed);
     const std::vector<uint64_t> mains = ranks.addresses(rank, regions_[rank].get());
-    const int32_t segments[] = {0, 1};
     std::vector<int32_t> plan = kPlan;  // the engine keeps what it compares
-    const uint64_t epoch = ranks.engine(rank).replicate({.slot_expert = plan.data(),
-                                                         .mains = mains.data(),
-                                                         .segments = segments,
-                                                         .num_segments = 2,
-                                                         .mode = static_cast<int32_t>(mode),
-                                                         .region = mode == Mode::kPull ? 0 : -1},
-                                                        background, &mode);
+    const uint64_t epoch = ranks.replicate(rank, plan, mains, mode, background, {0, 1});
     std::fill(plan.begin(), plan.end(), 7);
     return epoch;
   }

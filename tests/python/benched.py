@@ -1,4 +1,4 @@
-"""Runs of the benchmark for tests: in this process, but for ranks, forks of one server."""
+"""Runs the benchmark in this process, with ranks forked from one server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_on(meter: Meter, command: str, *arguments: str) -> int:
 
 
 def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
-    """The same with settings."""
+    """Run a command with these settings."""
     report = Report.of(settings)
     runs: dict[str, Callable[..., int]] = {
         "critical-path": critical_path.run_on,
@@ -67,7 +67,7 @@ def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
 
 @dataclass(frozen=True)
 class Done:
-    """What a run said, as `subprocess.CompletedProcess` has it, and the folder of its files."""
+    """The output of a run, like `subprocess.CompletedProcess`, and the folder of its files."""
 
     returncode: int
     stdout: str
@@ -75,12 +75,12 @@ class Done:
     folder: Path
 
     def document(self, name: str = "o.json") -> dict[str, Any]:
-        """A JSON file that it has written."""
+        """Return a JSON file that the run wrote."""
         found: dict[str, Any] = json.loads((self.folder / name).read_text())
         return found
 
     def rows(self) -> dict[str, list[str]]:
-        """Its table's rows by mode, without the mode that `auto` took."""
+        """Return the table's rows by mode, without the mode that `auto` chose."""
         lines = [line.split() for line in self.stdout.splitlines() if not line.startswith("#")]
         return {
             line[0]: [cell for cell in line[1:] if not cell.startswith("(")]
@@ -91,7 +91,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Rank:
-    """Runs as one of the ranks, and writes what it says to files."""
+    """Run as one of the ranks, with the output redirected to files."""
 
     run: Callable[[Any], int]
     folder: Path
@@ -106,7 +106,7 @@ class Rank:
 
 
 def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None) -> Done:
-    """Run a command. Names of files are those of the folder; ranks begin with a fault."""
+    """Run a command in the folder; ranks begin with a fault."""
     named = list(arguments)
     for i, flag in enumerate(named[:-1]):
         if flag in FILES:
@@ -134,17 +134,17 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of a process that no launcher has started."""
+    """Return the environment of a process that no launcher has started."""
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 
 
 def cells_of(text: str) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
+    """Return the rows of a CSV file."""
     return list(csv.DictReader(io.StringIO(text)))
 
 
 def check_csv(path: Path, records: list[dict[str, Any]]) -> None:
-    """Hold every cell against the records."""
+    """Compare every cell with the records."""
     cells = cells_of(path.read_text())
     assert len(cells) == len(records)
     for row, record in zip(cells, records, strict=True):
@@ -155,12 +155,12 @@ def check_csv(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def check_times(record: dict[str, Any]) -> None:
-    """Times grow with their percentiles, and no rank's mean is beyond the longest."""
+    """Check that times grow with their percentiles and no rank's mean exceeds the maximum."""
     times, ranks = record["time_us"], record["rank_time_us"]
     assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
     assert 0 < ranks["min"] <= ranks["avg"] <= ranks["max"] <= times["max"]
 
 
 def table_cells(output: str) -> list[list[str]]:
-    """The cells of a table's rows."""
+    """Return the cells of a table's rows."""
     return [line.split() for line in output.splitlines() if not line.startswith("#")]

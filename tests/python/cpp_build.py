@@ -1,4 +1,4 @@
-"""CMake, Ninja and ctest as the C++ tests use them."""
+"""Runs CMake, Ninja and ctest for the C++ tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # of the tests, in all processes
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # of pytest, in all its processes
 
 
 def find_program(name: str, module: str, folder: str) -> str:
-    """Return the tool of the environment's package, wherever its scripts went, or of PATH."""
+    """Return the tool from the environment's package, wherever its scripts are, or from PATH."""
     try:
         found = shutil.which(name, path=getattr(importlib.import_module(module), folder))
     except ImportError:
@@ -56,7 +56,7 @@ def can_fix_addresses() -> bool:
 
 
 class CppBuild:
-    """Presets of this repository, each in its folder under build/, which later runs only update."""
+    """The presets of this repository, built in build/<preset> and only updated by later runs."""
 
     def __init__(self) -> None:
         if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++")):
@@ -77,7 +77,7 @@ class CppBuild:
 
     @contextmanager
     def _alone(self, preset: str) -> Iterator[None]:
-        """Keep other threads, and processes of this run of the tests, from building the preset."""
+        """Lock the preset's build against other threads and processes of this pytest run."""
         (ROOT / "build").mkdir(exist_ok=True)
         with (ROOT / "build" / f"{preset}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -87,7 +87,7 @@ class CppBuild:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
 
     def _stamp(self, preset: str, *targets: str) -> Path:
-        """File that names the run of the tests in which the targets were last built."""
+        """Return the file that names the pytest run in which the targets were last built."""
         name = hashlib.sha256(" ".join(targets).encode()).hexdigest()[:16]
         return ROOT / "build" / preset / f"built-{name}"
 
@@ -96,9 +96,9 @@ class CppBuild:
         return stamp.exists() and stamp.read_text() == RUN
 
     def build(self, preset: str, *targets: str) -> Path:
-        """Build targets, or everything, once in this run of the tests, and return the folder."""
+        """Build targets, or everything, once in this pytest run, and return the folder."""
         if not self._is_built(preset, *targets):
-            with self._alone(preset):  # perhaps an early build ends first
+            with self._alone(preset):  # an early build may have built it meanwhile
                 if not self._is_built(preset, *targets):
                     for command in self._commands(preset, *targets):
                         run(command)
@@ -106,7 +106,7 @@ class CppBuild:
         return ROOT / "build" / preset
 
     def build_early(self, preset: str, *targets: str) -> None:
-        """Build with what other programs leave of the cores, until it fails or is stopped."""
+        """Build at the lowest priority until it fails or is stopped."""
         with self._alone(preset):
             for command in self._commands(preset, *targets):
                 if self._stopped:

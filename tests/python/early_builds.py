@@ -1,4 +1,4 @@
-"""Building what the C++ tests need beside the Python tests that come before them."""
+"""Builds what the C++ tests need while the Python tests before them run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpp_build import CppBuild
 
 
 class EarlyBuilds:
-    """A thread that builds presets one after the other, at the lowest priority.
+    """A thread that builds presets one after another, at the lowest priority.
 
     It decides nothing: a test that needs a preset builds it too, which then has little left to do,
     and shows what went wrong.
@@ -41,7 +41,9 @@ def wanted_builds(items: Sequence[pytest.Item]) -> list[tuple[str, ...]]:
         return []
     marks = [mark.args for item in items for mark in item.iter_markers("builds")]
     if marks and any(_rank(item) == 1 for item in items):
-        marks.insert(0, ("cpu", "emulated_device"))  # Python tests ask for it, long before
+        marks.insert(
+            0, ("cpu", "emulated_device")
+        )  # needed by Python tests, long before the others
     return list(dict.fromkeys(marks))
 
 
@@ -52,7 +54,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def put_last(items: list[pytest.Item]) -> None:
-    """Move the files with tests of what takes long to build behind all others."""
+    """Move files whose tests need long builds behind all others."""
     latest: dict[object, int] = {}
     for item in items:
         latest[item.path] = max(latest.get(item.path, 0), _rank(item))

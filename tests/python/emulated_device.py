@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import ultraep_comm as uec
 from ultraep_comm import _core
 
 
@@ -29,7 +30,7 @@ class EmulatedKernels:
 
 
 class EmulatedDevice:
-    """Streams are numbers; the current one is ``stream``, unless a thread is ``on`` another."""
+    """Streams are numbers; a thread's current one is ``stream``, or the one it is ``on``."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -67,13 +68,15 @@ class EmulatedDevice:
         self._threads = threading.local()
         self._memory: list[torch.Tensor] = []
         self._uploads: list[torch.Tensor] = []
-        self._held: dict[int, torch.Tensor] = {}  # of empty(): kept, so that no address comes twice
-        self._kept: set[tuple[int, int]] = set()  # of keep(): memory and stream
+        self._held: dict[
+            int, torch.Tensor
+        ] = {}  # of empty(): kept so that addresses are never reused
+        self._kept: set[tuple[int, int]] = set()  # of keep(): (memory, stream)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self._memory.append(torch.zeros(num_bytes + 4096, dtype=torch.uint8, device="cpu"))
         address = self._memory[-1].data_ptr()
-        # Memory of its own, as from a device: at the beginning of a tensor's storage.
+        # Like memory from a device: it begins a tensor's storage.
         return self.view(address + -address % 4096, max(1, num_bytes)).narrow(0, 0, num_bytes)
 
     pinned = allocate
@@ -99,7 +102,7 @@ class EmulatedDevice:
         self._kept.update((t.untyped_storage().data_ptr(), stream) for t in tensors)
 
     def is_kept(self, tensor: torch.Tensor, stream: int) -> bool:
-        """Return whether memory that is freed now would wait for what the stream holds."""
+        """Return whether memory that is freed now would outlive the work queued on the stream."""
         return (tensor.untyped_storage().data_ptr(), stream) in self._kept
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
@@ -110,15 +113,19 @@ class EmulatedDevice:
         return bool(self.library.emulated_is_capturing(self.current_stream()))
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, there by now."""
+        """Return a copy on the device; the copy is complete."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def put_plan(self, plan: uec.Plan) -> uec.Plan:
+        values = vars(plan).items()
+        return uec.Plan(**{name: None if v is None else self.put(v) for name, v in values})
 
     def current_stream(self) -> int:
         return int(getattr(self._threads, "stream", self.stream))
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """Make a stream this thread's current one."""
+        """Make a stream this thread's current stream."""
         self._threads.stream = stream
         try:
             yield
@@ -126,7 +133,7 @@ class EmulatedDevice:
             del self._threads.stream
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """Let a stream wait for what another holds: in a capture, fork or join it."""
+        """Make a stream wait for the work queued on another; in a capture, fork or join it."""
         event = ctypes.c_void_p()
         self.library.cuEventCreate(ctypes.byref(event), 0)
         assert self.library.cuEventRecord(event, other) == 0
@@ -150,7 +157,7 @@ class EmulatedDevice:
     # ---- graphs
 
     def begin_capture(self) -> None:
-        """Capture what the current stream gets from now on."""
+        """Capture what is queued on the current stream from now on."""
         self.library.emulated_begin_capture(self.current_stream())
 
     def end_capture(self) -> int:
@@ -162,7 +169,7 @@ class EmulatedDevice:
     def replay(self, graph: int) -> None:
         self.library.emulated_replay(graph, self.current_stream())
 
-    # ---- work of the caller's, in the order of its stream
+    # ---- the caller's own work, in stream order
 
     def delay(self, microseconds: int) -> None:
         self.library.emulated_delay(self.current_stream(), microseconds)

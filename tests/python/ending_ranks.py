@@ -35,7 +35,7 @@ def _experts(x: torch.Tensor, mains: Any, slots: Any) -> torch.Tensor:
 
 
 class Rank:
-    """A group, and a step of training with it: hooks, a backward pass, an exchange over gloo."""
+    """A group and one training step with it: hooks, a backward pass, an exchange over gloo."""
 
     def __init__(self) -> None:
         self.group = uec.new_group(
@@ -48,7 +48,7 @@ class Rank:
         weight = torch.nn.Parameter(torch.ones(self.group.num_mains, H, H))
         self.layer = nn.ReplicatedExperts(self.group, _experts, {"w": weight})
         ranks = self.group.num_ranks
-        first = [(rank + 1) % ranks * E // ranks for rank in range(ranks)]  # of the next rank
+        first = [(rank + 1) % ranks * E // ranks for rank in range(ranks)]  # the next rank's
         self.plan = uec.Plan.from_slots([[expert] for expert in first], num_experts=E)
 
     def step(self) -> None:
@@ -133,14 +133,14 @@ def _forgets_work() -> None:
 
 
 def _leaves_call() -> None:
-    """Rank 0 never makes the call that the others have under way."""
+    """Rank 0 never makes the call that the others have in flight."""
     _keeps()
     if dist.get_rank() != 0:
         KEPT.append(KEPT[0].start())
 
 
 def _leaves_thread() -> None:
-    """As before, and a thread that nobody joins waits for it."""
+    """The same, with a thread that is never joined waiting for the call."""
     _leaves_call()
     if dist.get_rank() != 0:
         threading.Thread(target=KEPT[1].wait, daemon=True).start()
@@ -148,7 +148,7 @@ def _leaves_thread() -> None:
 
 
 def _leaves_planner() -> None:
-    """A thread that nobody joins goes in and out of the core for ever."""
+    """A thread that is never joined keeps calling the core."""
 
     load, home = np.arange(256) % 7, np.arange(256, dtype=np.int32) // 4
     domain = np.zeros(64, np.int32)
@@ -162,7 +162,7 @@ def _leaves_planner() -> None:
 
 
 def _drops_graph() -> None:
-    """What was exchanged last refers to the group by its autograd graph."""
+    """The last exchanged tensor refers to the group through its autograd graph."""
     rank = Rank()
     rank.step()
     y = rank.layer(torch.ones(4, H, requires_grad=True), rank.plan)

@@ -1,4 +1,4 @@
-"""A device that writes down what it is asked and moves no experts, and an NVSHMEM without network.
+"""A device that logs its calls and moves no experts, and an NVSHMEM without a network.
 
 Memory is the host's; kernels do nothing but what a test hooks in.
 """
@@ -94,7 +94,7 @@ class FakeDevice:
         self.capturing = 0
         self.launch_result = 0
         self.on_launch: Callable[[str, list[int]], None] | None = None
-        self.reaches = reaches  # [G] of the peers kernel; None: everybody
+        self.reaches = reaches  # [G] written by the peers kernel; None: all ranks
         self.memory: list[torch.Tensor] = []
         self.pages: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []  # of empty()
@@ -151,15 +151,15 @@ class FakeDevice:
     # ---- what tests look at
 
     def launches(self) -> list[str]:
-        """Names of the kernels launched so far."""
+        """Return the names of the kernels launched so far."""
         return [self.kernels.names[h] for what, h, _ in self.log if what == "launch"]
 
     def launcher_page(self) -> torch.Tensor:
-        """Page-locked memory of the latest launcher; that of stages is small."""
+        """Return the page-locked memory of the latest launcher; that of stages is small."""
         return [page for page in self.pages if page.numel() > _core.cuda_stage_faults_bytes()][-1]
 
     def fail(self, index: int, epoch: int, fault: int, *, root: int = -1) -> None:
-        """Do as the ``index``-th rank of a launch does when its call fails."""
+        """Fail the call of a launch's ``index``-th rank."""
         layout = _core.cuda_layout()
         status_bytes = -(-layout[3] // 128) * 128
         at = self.launcher_page()[index * status_bytes :].numpy()
@@ -245,7 +245,7 @@ class FakeDevice:
 
 
 class FakeNvshmem:
-    """One PE. Collective calls do not check that the others make them too."""
+    """One PE. Collective calls do not check that the other PEs make them too."""
 
     def __init__(self, *, pes: tuple[int, int] | None = None, room: int = 1 << 30) -> None:
         self.heap = Heap(self)

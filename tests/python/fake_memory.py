@@ -1,4 +1,4 @@
-"""torch's symmetric memory on the CPU: files that the ranks' processes map.
+"""torch's symmetric memory on the CPU: files mapped by the ranks' processes.
 
 Memory is really shared, so kernels of an emulated device move bytes between processes over it.
 """
@@ -19,7 +19,7 @@ PAGE = 4096
 
 
 class FakeMemory:
-    """One rank's. ``log`` holds the names of the steps taken.
+    """One rank's symmetric memory. ``log`` holds the names of the steps taken.
 
     Args:
         folder: the same on every rank, empty.
@@ -60,7 +60,7 @@ class FakeMemory:
         self._step("allocate")
         size = -(-(num_bytes + self._offset) // PAGE) * PAGE
         path = self._folder / f"{len(self._made)}-{self.rank()}"
-        path.write_bytes(b"\xa5" * size)  # nobody promises zeros
+        path.write_bytes(b"\xa5" * size)  # zeros are not guaranteed
         memory = self._map(path)
         tensor = memory[self._offset : self._offset + num_bytes]
         self._made[tensor.data_ptr()] = memory, len(self._made)
@@ -100,7 +100,7 @@ class FakeMemory:
 
 
 class Handle:
-    """Keeps what is mapped."""
+    """Holds the mappings."""
 
     def __init__(self, maps: list[Any]) -> None:
         self.maps = maps

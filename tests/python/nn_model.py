@@ -16,9 +16,9 @@ Order = list[tuple[str, int]]  # "F" or "B", and the microbatch
 
 
 def experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> torch.Tensor:
-    """Two matrices and a fixed scale for each instance; mains first, then slots.
+    """Two matrices and a fixed scale per instance; main instances first, then slots.
 
-    Its backward pass reads the weights where they lie.
+    The backward pass reads the weights in place.
     """
     num_mains = len(mains["w1"])
     rows, outputs = [x.new_zeros(0, dtype=torch.int64)], [x[:0]]
@@ -31,9 +31,9 @@ def experts(x: torch.Tensor, mains: Any, slots: Any, instance: torch.Tensor) -> 
 
 
 class Model:
-    """Layers over loopback ranks; each token goes through instances of its own rank.
+    """Layers over loopback ranks; tokens go through instances on their own rank.
 
-    Every layer and microbatch has a plan of its own, and each rank's tokens their instances.
+    Plans differ by layer and microbatch, instances also by rank.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Model:
         return uec.Plan.from_slots(slots, num_experts=self.num_experts)
 
     def held(self, rank: int, plan: uec.Plan) -> list[int]:
-        """The experts of a rank's instances; -1: an empty slot."""
+        """Return the experts of a rank's instances; -1: an empty slot."""
         mains = torch.nonzero(self.home == rank)[:, 0]
         return [*mains.tolist(), *plan.slot_expert[rank].tolist()]
 
@@ -116,7 +116,7 @@ class Model:
     # ---- with and without replicas
 
     def expected(self, microbatches: list[int]) -> tuple[list[Any], dict[Any, torch.Tensor]]:
-        """Gradients of all experts, by layer, and of inputs, in one process, without replicas."""
+        """Return the gradients of all experts, by layer, and of inputs, without replicas."""
         weights = [
             {name: w.float().clone().requires_grad_() for name, w in layer.items()}
             for layer in self.weights
@@ -163,7 +163,7 @@ class Model:
         return {key: x.grad for key, x in inputs.items() if x.grad is not None}
 
     def error(self, found_inputs: dict[Any, torch.Tensor], microbatches: list[int]) -> float:
-        """The largest relative error, by norm, of any gradient."""
+        """Return the largest relative error, by norm, of any gradient."""
         weights, inputs = self.expected(microbatches)
         assert set(inputs) == set(found_inputs)
         pairs = [(found_inputs[key], inputs[key]) for key in inputs]

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from ranks import start_all, synchronize_all
 from reference.reduce_oracle import reduced, same_bits
 
 import ultraep_comm as uec
 
 
 class RankGrads:
-    """Main gradients in ``mains``, of the dtypes given by segment; slots are the groups' own."""
+    """Main gradients in ``mains``, with a dtype per segment, and the groups' slot gradients."""
 
     def __init__(self, groups: Sequence[uec.Group], dtypes: Mapping[str, torch.dtype]) -> None:
         self.groups = groups
@@ -28,7 +29,7 @@ class RankGrads:
         self._before: list[list[dict[str, torch.Tensor]]] = []
 
     def fill(self, seed: int) -> None:
-        """Give all of them values of very different sizes: every order of adding rounds its way."""
+        """Fill all with values of very different sizes, so that the order of adding matters."""
         draw = torch.Generator().manual_seed(seed)
         for own in self._all():
             for tensor in own.values():
@@ -37,7 +38,7 @@ class RankGrads:
         self.remember()
 
     def remember(self) -> None:
-        """Take what there is for what the next call begins with."""
+        """Take the present values as the input of the next call."""
         given = [{name: t.detach().cpu().clone() for name, t in own.items()} for own in self._all()]
         self._before = [given[: len(self.groups)], given[len(self.groups) :]]
 
@@ -45,7 +46,7 @@ class RankGrads:
         return [*self.mains, *(group.slot_grads for group in self.groups)]
 
     def check(self, plan: uec.Plan, *, zero: bool = True) -> None:
-        """Compare with main + (r1 + ... + rn), and slots with what the call leaves of them."""
+        """Check main + (r1 + ... + rn), and that slots are cleared or unchanged."""
         mains, slots = self._before
         rows = plan.slot_expert.tolist()
         for group, own, before in zip(self.groups, self.mains, mains, strict=True):
@@ -65,17 +66,12 @@ class RankGrads:
                         assert not tensor[s].any()
 
     def start(self, plan: uec.Plan, given: Sequence[Any] = (), **options: Any) -> list[uec.Work]:
-        """Make every rank's call; with ``given`` in place of ``mains``."""
-        works = []
-        for group, own in zip(self.groups, given or self.mains, strict=True):
-            work = uec.reduce_expert_grads(own, plan, group=group, async_op=True, **options)
-            assert work is not None
-            works.append(work)
-        return works
+        """Start every rank's call, with ``given`` in place of ``mains`` if it is not empty."""
+        grads = given or self.mains
+        return start_all(self.groups, grads, plan, call=uec.reduce_expert_grads, **options)
 
     def reduce(self, plan: uec.Plan, seed: int, **options: Any) -> None:
-        """Fill, call, wait and compare."""
+        """Fill, call, wait and check."""
         self.fill(seed)
-        for work in self.start(plan, **options):
-            work.synchronize()
+        synchronize_all(self.start(plan, **options))
         self.check(plan.cpu(), zero=options.get("zero", True))

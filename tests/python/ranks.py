@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -22,8 +25,7 @@ from ultraep_comm.plan.topology import Topology, contiguous_home
 MAX_RANKS = 8
 SUBGROUPS: dict[int, dist.ProcessGroup] = {}
 
-# One of each kind that experts are made of: bf16, fp8, packed bytes, a scale of a few
-# bytes, an odd size, a transposed layout.
+# One segment of each kind: bf16, fp8, packed bytes, a small scale, an odd size, transposed.
 MIXED = {
     "w13": Segment((64, 48), torch.bfloat16),
     "w2": Segment((48, 33), torch.float8_e4m3fn),
@@ -36,20 +38,20 @@ MIXED = {
 
 
 def expert_bytes(epoch: int, expert: int, index: int, segment: Segment) -> torch.Tensor:
-    """The bytes of one segment of an expert in an epoch: random, from the four numbers alone."""
+    """Return random bytes that depend on the four arguments alone."""
     seed = ((epoch * 65_537 + expert) * 257 + index) & 0x7FFFFFFF
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (segment.nbytes,), dtype=torch.uint8, generator=generator)
 
 
 def raw(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The bytes of one expert's tensor, in the order they lie in memory."""
+    """Return the bytes of one expert's tensor in memory order."""
     elements = segment.nbytes // segment.dtype.itemsize
     return tensor.as_strided((elements,), (1,)).view(torch.uint8)
 
 
 def make_weights(group: uec.Group) -> dict[str, torch.Tensor]:
-    """Plain stacked weights for a group's mains."""
+    """Return stacked weights for a group's main instances."""
     result = {}
     for name, segment in group.segments.items():
         storage = torch.zeros(group.num_mains * segment.nbytes, dtype=torch.uint8)
@@ -67,7 +69,7 @@ def fill_weights(
 
 
 def clear_slots(group: uec.Group, value: int = 0xA5) -> None:
-    """Set every byte of symmetric memory from the first slot on, gaps between segments too."""
+    """Set every byte of symmetric memory from the first slot on, including gaps."""
     group.session.memory[0].local[group.session.layout.slots_base :] = value
 
 
@@ -79,7 +81,7 @@ def wrong_bytes(
     names: Sequence[str] | None = None,
     sentinel: int = 0xA5,
 ) -> int:
-    """Bytes of symmetric memory, from the first slot on, that are not what they should be."""
+    """Return the number of wrong bytes in symmetric memory from the first slot on."""
     offset = group.session.layout.slots_base
     expected = torch.full_like(group.session.memory[0].local[offset:], sentinel)
     for index, (name, segment) in enumerate(group.segments.items()):
@@ -96,7 +98,7 @@ def wrong_bytes(
 def random_plan(
     seed: int, num_ranks: int, num_experts: int, slots: int, home: Any = None, fill: float = 0.7
 ) -> uec.Plan:
-    """A legal plan with chains: slots are filled at random with any expert of another rank."""
+    """Return a legal plan with chains: random slots hold random experts of other ranks."""
     generator = torch.Generator().manual_seed(seed)
     topology = Topology.make(
         num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=slots, home=home
@@ -106,7 +108,7 @@ def random_plan(
         legal = torch.tensor([e for e in range(num_experts) if topology.home[e] != rank])
         if len(legal) == 0:
             continue
-        # Low ids are likelier: some experts then get many replicas.
+        # Low ids are more likely, so that some experts get many replicas.
         order = legal[(torch.rand(len(legal), generator=generator) ** 2).argsort()]
         order = order[: max(slots, 1)]
         for slot in range(min(slots, len(order))):
@@ -116,7 +118,7 @@ def random_plan(
 
 
 def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
-    """Expert 0 on every other rank, and expert 1 on every rank but its home where it fits."""
+    """Return a plan with expert 0 on every other rank, and expert 1 too where slots allow."""
     slot_expert = torch.full((num_ranks, slots), -1, dtype=torch.int32)
     home = contiguous_home(num_experts, num_ranks)
     for slot, expert in enumerate(range(min(slots, num_experts, 2))):
@@ -126,6 +128,41 @@ def fan_out_plan(num_ranks: int, num_experts: int, slots: int) -> uec.Plan:
     return uec.Plan.from_slots(slot_expert, num_experts=num_experts)
 
 
+def start_all(
+    groups: Sequence[uec.Group],
+    given: Sequence[Any],
+    plan: Any,
+    *,
+    call: Callable[..., uec.Work | None] = uec.replicate_experts,
+    **options: Any,
+) -> list[uec.Work]:
+    """Start ``call`` on every group; ``given``, and ``plan`` where it is a list, are by rank."""
+    works = []
+    for group in groups:
+        own = plan[group.rank] if isinstance(plan, list) else plan
+        work = call(given[group.rank], own, group=group, async_op=True, **options)
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def synchronize_all(works: Sequence[uec.Work]) -> None:
+    for work in works:
+        work.synchronize()
+
+
+def prepare_all(groups: Sequence[uec.Group], weights: Sequence[Any], epoch: int) -> None:
+    """Give every rank's weights the bytes of an epoch, and clear its slots."""
+    for group in groups:
+        fill_weights(group, weights[group.rank], epoch)
+        clear_slots(group)
+
+
+def close_all(groups: Sequence[uec.Group]) -> None:
+    for group in groups:
+        group.close()
+
+
 def loopback(num_ranks: int, fn: Callable[[int], Any]) -> list[Any]:
     """Run ``fn(rank)`` on one thread per rank, as collectives in one process need."""
     with ThreadPoolExecutor(num_ranks) as threads:
@@ -133,12 +170,25 @@ def loopback(num_ranks: int, fn: Callable[[int], Any]) -> list[Any]:
 
 
 def raised(fn: Callable[[], Any]) -> BaseException | None:
-    """The error that ``fn`` raises, if any."""
+    """Return the error that ``fn`` raises, if any."""
     try:
         fn()
     except BaseException as error:
         return error
     return None
+
+
+def run_python(
+    *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 # ---- processes -----------------------------------------------------------------------------

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import make_weights
+from ranks import make_weights, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
+from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import Recording
+from ultraep_comm.recording.recorder import Recorder
 
 G, E, S = 2, 4, 1
 EXPERT = {"w": Segment((8, 4), torch.float32), "s": Segment((3,), torch.uint8)}
@@ -23,21 +25,21 @@ def make_groups(**options: Any) -> list[uec.Group]:
     return uec.new_loopback_groups(G, num_experts=E, slots_per_rank=S, expert=EXPERT, **options)
 
 
+def make_recorder(rank: int, topology: Topology, **options: Any) -> Recorder:
+    """Return a recorder without a group."""
+    options = {"capacity": 100, "finished_at": lambda epoch: 0, **options}
+    return Recorder(rank=rank, topology=topology, on_stop=lambda: None, **options)
+
+
 def plan_of(first: int) -> uec.Plan:
-    """A plan with quotas and load; rank 0 has so many tokens of expert 0."""
+    """Return a plan with quotas and load; rank 0 has ``first`` tokens of expert 0."""
     load = torch.tensor([[first, 1, 1, 1], [7, 2, 2, 2]], dtype=torch.int32)
     return uec.plan_replicas(load, slots_per_rank=S)
 
 
 def transfer(groups: list[uec.Group], plans: Any, **options: Any) -> None:
-    works = []
-    for group in groups:
-        plan = plans[group.rank] if isinstance(plans, list) else plans
-        weights = make_weights(group)
-        work = uec.replicate_experts(weights, plan, group=group, async_op=True, **options)
-        assert work is not None
-        works.append(work)
-    for work in works:
+    weights = [make_weights(group) for group in groups]
+    for work in start_all(groups, weights, plans, **options):
         work.wait()
 
 

@@ -1,4 +1,4 @@
-"""Ranks that live for one test: processes of their own, which may fork, die, or be stopped."""
+"""Ranks that live for one test, in processes that may fork, die, or be stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, task: Any) -
         pipe.send(("ok", function(rank, *args)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
-    pipe.recv()  # until the others have ended too: a process group that goes wakes its peers
+    pipe.recv()  # wait for the others: peers notice when a process group is destroyed
     os._exit(0)
 
 
@@ -49,8 +49,8 @@ def run_ranks(
 
     Args:
         folder: for the process group's file.
-        silent: ranks that end, or hang, without a result; theirs is None.
-        timeout: seconds for all of it.
+        silent: ranks that end, or hang, without a result; their result is None.
+        timeout: seconds for all ranks together.
         hosted: the process group's store is in rank 0's process and ends with it; else in a file.
 
     Returns:

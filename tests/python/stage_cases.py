@@ -1,4 +1,4 @@
-"""Random groups on a device, loads, and what their sources route."""
+"""Random groups on a device, with loads and routings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ FIELDS = ("slot_expert", "slot_quota", "home_quota", "home", "load", "domains")
 
 
 def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the gradient's gather come after launches.
-
-    What torch does with tensors of the emulated device is not in the order of its streams.
-    """
+    """Run the gradient's gather after all launches: torch ignores the emulated device's streams."""
     gather = stages_module.gather_gradient
 
     def gather_behind_launches(grad: torch.Tensor, instances: torch.Tensor) -> torch.Tensor:
@@ -30,7 +27,7 @@ def order_gathers(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Case:
-    """A loopback group, loads, and what its sources route."""
+    """A loopback group, its loads and routings."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         self.draw = torch.Generator().manual_seed(seed)
@@ -70,7 +67,7 @@ class Case:
         return drawn * (torch.rand(shape, generator=self.draw) < 0.8)
 
     def ids(self, load: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """What this source's row counts, in any order, with padding."""
+        """Return the ids that this source's row counts, shuffled and padded."""
         row = load[self.rank].long()
         ids = torch.repeat_interleave(torch.arange(self.num_experts), row)
         ids = torch.cat([ids, ids.new_full((self.number(0, 3),), -1)])

@@ -22,7 +22,7 @@ class StandIn(HostMeter):
 
 
 class Emulated(StandIn):
-    """The emulated device. Calls only order its streams; who reads memory has to wait."""
+    """The emulated device. Calls only order its streams: wait before reading memory."""
 
     engine = "cuda"
 

@@ -1,4 +1,4 @@
-"""The two tiers of tests: what the first has of what the second tries in full."""
+"""The two tiers of tests: the first tries a part of what the second tries in full."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _exhaustive = False
 
 
 def choose(*, exhaustive: bool) -> None:
-    """Say which tier runs, before modules of tests are imported."""
+    """Set which tier runs, before test modules are imported."""
     global _exhaustive
     _exhaustive = exhaustive
 
 
 def cases(few: int, many: int) -> int:
-    """Return how many cases a generator is asked for: ``many`` with ``--exhaustive``."""
+    """Return how many cases a generator should try: ``many`` with ``--exhaustive``."""
     return many if _exhaustive else few
 
 
 def sampled(values: Iterable[Any], first: Callable[[Any], bool]) -> list[ParameterSet]:
-    """Return values to parametrize with, of which the first tier has those that ``first`` takes."""
+    """Return values to parametrize with; the first tier runs those that ``first`` accepts."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "core/base/digest.hpp"
-#include "core/crowd.hpp"
 #include "core/transfer/announce.hpp"
 #include "core/transfer/fetcher.hpp"
 #include "core/transfer/storer.hpp"
+#include "core/transfer/team_flags.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
 #include "support/worklists.hpp"
@@ -30,14 +30,6 @@ using uec::Mode;
 using uec::RecordKind;
 using uec::Step;
 using uec::Wait;
-
-inline constexpr uint64_t kFirstEpoch = 7, kDigest = 0x123456789ABCDEF;
-inline constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
-
-inline uint64_t record_of(uint64_t epoch, RecordKind kind = RecordKind::kCall,
-                          uint64_t digest = kDigest) {
-  return CallRecord::make(epoch, digest, kind).word;
-}
 
 // ---- a group in plain memory --------------------------------------------------------------------
 
@@ -179,22 +171,12 @@ struct World {
 
 // ---- the policies -------------------------------------------------------------------------------
 
-template <class AnyTeam>
-class TeamMemory {
+template <class Team>
+class TeamMemory : public FlagMemory<World, Team> {
  public:
-  using Team = AnyTeam;
+  using FlagMemory<World, Team>::FlagMemory;
 
-  TeamMemory(World& world, int32_t rank) : world_(world), rank_(rank) {}
-
-  uint64_t observe(int64_t offset) {
-    return world_.word(rank_, offset).load(std::memory_order_acquire);
-  }
-  void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) {
-    world_.counts[rank][offset / 8].fetch_add(1, std::memory_order_relaxed);
-    world_.word(rank, offset).store(value, std::memory_order_release);
-  }
   bool flags_delivered() { return true; }
-  bool peer_gone(int32_t rank) { return world_.gone[rank].load(std::memory_order_acquire); }
   int32_t load(const int32_t* counter) {
     return std::atomic_ref(*const_cast<int32_t*>(counter)).load(std::memory_order_relaxed);
   }
@@ -208,10 +190,6 @@ class TeamMemory {
   int32_t arrive(Delivered, int32_t* counter, int32_t count) {
     return std::atomic_ref(*counter).fetch_sub(count, std::memory_order_acq_rel) - count;
   }
-
- private:
-  World& world_;
-  int32_t rank_;
 };
 
 // The leader does all, and tells.
@@ -263,12 +241,6 @@ class TeamMover : public uec::DeliveryPolicy {
   Ring& ring_;
   Team team_;
 };
-
-// All members have this value.
-template <class Team>
-void agree(uint64_t value) {
-  if constexpr (std::is_same_v<Team, Crowd>) Crowd::agree(value);
-}
 
 using Fields = std::vector<int64_t>;
 

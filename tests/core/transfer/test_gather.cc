@@ -5,36 +5,34 @@
 #include <thread>
 #include <vector>
 
-#include "core/crowd.hpp"
 #include "core/transfer/gather.hpp"
+#include "core/transfer/team_flags.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
 #include "support/watchdog.hpp"
 
 namespace {
 
+using team_tests::agree;
+using team_tests::kFirstEpoch;
+using team_tests::kSizes;
+using team_tests::record_of;
 using uec::Alone;
 using uec::Call;
 using uec::CallRecord;
-using uec::Delivered;
 using uec::Fault;
 using uec::FlagKind;
 using uec::RecordKind;
 using uec::Step;
 
-constexpr uint64_t kFirstEpoch = 7, kDigest = 0x123456789ABCDEF;
-constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
-
-uint64_t record_of(uint64_t epoch, RecordKind kind = RecordKind::kCall, uint64_t digest = kDigest) {
-  return CallRecord::make(epoch, digest, kind).word;
-}
 int32_t load_of(uint64_t epoch, int32_t rank, int32_t expert) {
   return static_cast<int32_t>(epoch * 10007 + rank * 101 + expert);
 }
 
 // A group in plain memory.
 struct World {
-  World(int32_t num_ranks, int32_t num_experts) : num_ranks(num_ranks), num_experts(num_experts) {
+  World(int32_t num_ranks, int32_t num_experts)
+      : num_ranks(num_ranks), num_experts(num_experts), gone(num_ranks) {
     const PlanCase group = make_group(num_ranks, num_experts, 0);
     layout = uec::SymmetricLayout::make(group.topology(), num_experts, 1, 0, nullptr, nullptr);
     for (int32_t r = 0; r < num_ranks; ++r) {
@@ -44,7 +42,6 @@ struct World {
       rows.emplace_back(num_experts);
     }
     involved.assign(num_ranks, 1);
-    gone.assign(num_ranks, 0);
   }
 
   std::atomic_ref<uint64_t> word(int32_t rank, int64_t offset) {
@@ -73,29 +70,12 @@ struct World {
   std::vector<std::vector<std::atomic<int32_t>>> counts;  // publishes to each flag
   std::vector<uint8_t*> bases;
   std::vector<std::vector<int32_t>> rows;
-  std::vector<uint8_t> involved, gone;
+  std::vector<uint8_t> involved;
+  std::vector<std::atomic<bool>> gone;
 };
 
-template <class AnyTeam>
-class TeamMemory {
- public:
-  using Team = AnyTeam;
-
-  TeamMemory(World& world, int32_t rank) : world_(world), rank_(rank) {}
-
-  uint64_t observe(int64_t offset) {
-    return world_.word(rank_, offset).load(std::memory_order_acquire);
-  }
-  void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) {
-    world_.counts[rank][offset / 8].fetch_add(1, std::memory_order_relaxed);
-    world_.word(rank, offset).store(value, std::memory_order_release);
-  }
-  bool peer_gone(int32_t rank) { return world_.gone[rank] != 0; }
-
- private:
-  World& world_;
-  int32_t rank_;
-};
+template <class Team>
+using TeamMemory = team_tests::FlagMemory<World, Team>;
 
 // What the members of a team share of their mover.
 struct Stores {
@@ -141,11 +121,6 @@ class TeamMover : public uec::DeliveryPolicy {
   const uint8_t* source_ = nullptr;
   std::vector<uint8_t*> pending_;
 };
-
-template <class Team>
-void agree(uint64_t value) {
-  if constexpr (std::is_same_v<Team, Crowd>) Crowd::agree(value);
-}
 
 // What one member runs of a rank's calls.
 template <class Team>
@@ -270,7 +245,7 @@ Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) 
         break;
       case Trouble::kGone:
         record = record_of(kFirstEpoch - 1);
-        world.gone[r] = 1;
+        world.gone[r] = true;
         answer.fault = Fault::kGone;
         break;
       case Trouble::kRowMissing:

@@ -26,6 +26,7 @@ OPERATORS = torch.ops.ultraep_comm
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
 )
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])
 
 Weights = dict[str, torch.Tensor]
@@ -37,16 +38,6 @@ def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 def make_groups(num_ranks: int = RANKS) -> list[uec.Group]:

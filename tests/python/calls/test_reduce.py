@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool, loopback, raised, random_plan
+from ranks import RankPool, close_all, loopback, raised, random_plan, start_all
 from reference.reduce_oracle import reduced, same_bits
 
 import ultraep_comm as uec
@@ -126,8 +126,7 @@ def test_every_bit(num_ranks: int, options: dict[str, Any], slot_dtype: torch.dt
     for seed, (mode, main_dtype, zero) in enumerate(ways):
         plan = random_plan(seed, num_ranks, t.num_experts, t.slots_per_rank, list(t.home), fill=0.9)
         reduce_once(groups, plan, seed, mode=mode, main_dtype=main_dtype, zero=zero)
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_many_replicas_of_one_expert() -> None:
@@ -140,8 +139,7 @@ def test_many_replicas_of_one_expert() -> None:
         modes = ("pull", "direct")
         a, b = (reduce_once(groups, plan, 3, mode=mode) for mode in modes)
         assert all(same_bits(a[0][name], b[0][name]) for name in NAMES)
-        for group in groups:
-            group.close()
+        close_all(groups)
 
 
 def test_special_values_are_added_as_torch_adds_them() -> None:
@@ -158,16 +156,10 @@ def test_special_values_are_added_as_torch_adds_them() -> None:
         mains[0]["w"][0] = triples[:, 0]
         parts = [groups[1].slot_grads["w"][0].clone(), groups[2].slot_grads["w"][1].clone()]
         wanted = reduced(mains[0]["w"][0], parts)
-        works = [
-            uec.reduce_expert_grads(main, plan, group=group, async_op=True)
-            for group, main in zip(groups, mains, strict=True)
-        ]
-        for work in works:
-            assert work is not None
+        for work in start_all(groups, mains, plan, call=uec.reduce_expert_grads):
             work.wait()
         assert same_bits(mains[0]["w"][0], wanted)
-        for group in groups:
-            group.close()
+        close_all(groups)
 
 
 def test_main_gradients_may_be_any_memory() -> None:
@@ -186,26 +178,19 @@ def test_main_gradients_may_be_any_memory() -> None:
     assert same_bits(spaced, wanted[1])
     changed = (flat != rest).nonzero().flatten().tolist()
     assert set(changed) <= {*range(101, 116), *range(7, 22)}
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_the_chosen_mode_is_told_and_work_can_be_waited_for_later() -> None:
     groups = make_groups(3)
     plan = uec.Plan.from_slots([[-1, -1], [0, -1], [0, -1]], num_experts=7)
     mains = [make_mains(group, 1, F32) for group in groups]
-    works = [
-        uec.reduce_expert_grads(main, plan, group=group, async_op=True, mode="pull")
-        for group, main in zip(groups, mains, strict=True)
-    ]
-    for work in works:
-        assert work is not None
+    for work in start_all(groups, mains, plan, call=uec.reduce_expert_grads, mode="pull"):
         assert work.mode == "pull"
         work.wait()
         assert work.is_completed()
         assert work.exception() is None
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 # ---- real processes, with transfers in between --------------------------------------------------
@@ -306,8 +291,7 @@ def test_bad_gradients_are_refused_and_peers_do_not_wait(fault: str) -> None:
     assert isinstance(peer, errors.PeerRejectedError)
     assert "main gradients of replicated experts are undefined" in str(peer)
     assert (groups[1].slot_grads["w"] == 2).all()
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_segments_with_one_gradient() -> None:
@@ -379,8 +363,7 @@ def test_ranks_that_make_different_calls_fail(other: str) -> None:
     assert any(isinstance(error, errors.PlanMismatchError) for error in found), found
     for error in found:
         assert isinstance(error, errors.TransferError), found
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:
@@ -389,8 +372,7 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     with pytest.raises(errors.TransferTimeoutError, match=r"reduce_expert_grads.* rank 1") as error:
         uec.reduce_expert_grads(make_mains(groups[0], 0, F32), plan, group=groups[0])
     assert error.value.peer == 1
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 # ---- saved plans --------------------------------------------------------------------------------
@@ -421,8 +403,7 @@ def test_a_handle_ends_with_its_reduction() -> None:
         if isinstance(error, errors.PlanHandleError):
             assert "layer 3, microbatch 5" in str(error)
             assert "backward twice" in str(error)
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 @pytest.mark.parametrize("operation", ["reduce_expert_grads", "replicate_experts"])
@@ -462,5 +443,4 @@ def test_layers_reduced_in_another_order_do_not_match() -> None:
     for rank, error in enumerate(loopback(2, call)):
         assert isinstance(error, errors.PlanMismatchError | errors.TransferAbortedError)
         assert f"rank {rank}: reduce_expert_grads of layer {3 + rank}, microbatch 0" in str(error)
-    for group in groups:
-        group.close()
+    close_all(groups)

@@ -18,32 +18,22 @@ EXPERT = {"w": ((8,), torch.float32)}
 
 @pytest.fixture
 def group(emulated: EmulatedDevice) -> Iterator[uec.Group]:
-    (made,) = make_groups()
+    made = make_group()
     yield made
     emulated.settle()
     made.abort()
     made.close()
 
 
-def make_groups(num_ranks: int = 1, **options: Any) -> list[uec.Group]:
-    return uec.new_loopback_groups(
-        num_ranks,
-        num_experts=4,
-        slots_per_rank=1,
-        expert=EXPERT,
-        engine="cuda",
-        num_sms=2,
-        timeout=60.0,
-        **options,
-    )
+def make_group(**options: Any) -> uec.Group:
+    options = {"slots_per_rank": 1, "expert": EXPERT, "num_sms": 2, "timeout": 60.0, **options}
+    (group,) = uec.new_loopback_groups(1, num_experts=4, engine="cuda", **options)
+    return group
 
 
 def empty_plan(device: EmulatedDevice, group: uec.Group) -> uec.Plan:
-    t = group.topology
-    return uec.Plan(
-        slot_expert=device.put(torch.full((t.num_ranks, t.slots_per_rank), -1).int()),
-        home=device.put(torch.tensor(t.home)),
-    )
+    slots = torch.full((1, group.topology.slots_per_rank), -1)
+    return device.put_plan(uec.Plan.from_slots(slots, num_experts=4))
 
 
 def caller(device: EmulatedDevice, group: uec.Group) -> Callable[[], uec.Work]:
@@ -200,9 +190,7 @@ def test_groups_whose_plans_no_kernel_reads(
     emulated: EmulatedDevice, slots: int, segments: int, text: str
 ) -> None:
     expert = {f"w{i}": ((8,), torch.float32) for i in range(segments)}
-    (group,) = uec.new_loopback_groups(
-        1, num_experts=4, slots_per_rank=slots, expert=expert, engine="cuda", timeout=60.0
-    )
+    group = make_group(slots_per_rank=slots, expert=expert)
     bound = group.bind({name: torch.zeros(4, 8) for name in expert})
     plan = empty_plan(emulated, group)
     emulated.begin_capture()
@@ -285,7 +273,7 @@ class Refusing:
 
 
 def test_closing_behind_a_replay_of_stages_alone(emulated: EmulatedDevice) -> None:
-    (group,) = make_groups()
+    group = make_group()
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     uec.plan_replicas(load, group=group)
     emulated.settle()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from ranks import MIXED, clear_slots, fill_weights, make_weights, wrong_bytes
+from ranks import MIXED, loopback, make_weights, prepare_all, wrong_bytes
 
 import ultraep_comm as uec
 
@@ -17,47 +16,15 @@ SIZES = [(2, 6, 1), (4, 9, 2)]
 TOKENS, TOPK = 40, 2
 
 
-def each(count: int, call: Callable[[int], Any]) -> list[Any]:
-    """Return what ``call(rank)`` returns, each rank in a thread."""
-    found: list[Any] = [None] * count
-    failed: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = call(rank)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    return found
-
-
 class Layer:
     """All ranks of a group, their weights, and ids in memory that stays."""
 
-    def __init__(self, device: EmulatedDevice, size: tuple[int, int, int]) -> None:
-        num_ranks, num_experts, slots = size
-        self.device = device
-        self.groups = uec.new_loopback_groups(
-            num_ranks,
-            num_experts=num_experts,
-            slots_per_rank=slots,
-            expert=MIXED,
-            timeout=60.0,
-            num_sms=1,
-            engine="cuda",
-        )
-        self.weights = [make_weights(group) for group in self.groups]
-        pairs = zip(self.groups, self.weights, strict=True)
-        self.bound = [group.bind(weights) for group, weights in pairs]
-        self.ids = [device.put(torch.zeros(TOKENS, TOPK, dtype=torch.int64)) for _ in self.groups]
-        self.rng = torch.Generator().manual_seed(num_ranks)
+    def __init__(self, device: EmulatedDevice, groups: list[uec.Group]) -> None:
+        self.groups = groups
+        self.weights = [make_weights(group) for group in groups]
+        self.bound = [group.bind(w) for group, w in zip(groups, self.weights, strict=True)]
+        self.ids = [device.put(torch.zeros(TOKENS, TOPK, dtype=torch.int64)) for _ in groups]
+        self.rng = torch.Generator().manual_seed(len(groups))
 
     def draw_ids(self) -> None:
         """Route most tokens to a few experts, others from one time to the next."""
@@ -86,9 +53,7 @@ class Layer:
 
     def prepare(self, epoch: int) -> None:
         self.draw_ids()
-        for group in self.groups:
-            fill_weights(group, self.weights[group.rank], epoch)
-            clear_slots(group)
+        prepare_all(self.groups, self.weights, epoch)
 
     def check(self, found: list[Any], epoch: int) -> int:
         """Compare everything with what the host makes of the same ids; return the replicas."""
@@ -116,18 +81,15 @@ class Layer:
 
 
 @pytest.fixture
-def layer_of(emulated: EmulatedDevice) -> Iterator[Callable[[tuple[int, int, int]], Layer]]:
-    made: list[Layer] = []
+def layer_of(emulated: EmulatedDevice, new_groups: Callable[..., Any]) -> Callable[..., Layer]:
+    options = {"expert": MIXED, "timeout": 60.0, "num_sms": 1, "engine": "cuda"}
 
     def make(size: tuple[int, int, int]) -> Layer:
-        made.append(Layer(emulated, size))
-        return made[-1]
+        num_ranks, num_experts, slots = size
+        shape = {"num_experts": num_experts, "slots_per_rank": slots}
+        return Layer(emulated, new_groups(num_ranks, **shape, **options))
 
-    yield make
-    for layer in made:
-        for group in layer.groups:
-            group.abort()
-            group.close()
+    return make
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -139,7 +101,7 @@ def test_every_stage_is_that_of_the_host(
     replicas = 0
     for epoch in range(1, 5):
         layer.prepare(epoch)
-        found = each(size[0], lambda rank: layer.path(rank, at_once))
+        found = loopback(size[0], lambda rank: layer.path(rank, at_once))
         emulated.settle()
         replicas += layer.check(found, epoch)
     assert replicas > 0
@@ -154,13 +116,13 @@ def test_one_graph_replays_with_fresh_ids_and_weights(
     layer.prepare(1)
     emulated.settle()
     emulated.begin_capture()
-    captured = each(size[0], lambda rank: layer.path(rank, at_once))
+    captured = loopback(size[0], lambda rank: layer.path(rank, at_once))
     graph = emulated.end_capture()
     replicas = 0
     for epoch in range(2, 10):
         layer.prepare(epoch)
         if epoch == 5:  # the same calls, one by one, between replays
-            found = each(size[0], lambda rank: layer.path(rank, at_once))
+            found = loopback(size[0], lambda rank: layer.path(rank, at_once))
         else:
             emulated.replay(graph)
             found = captured
@@ -178,7 +140,7 @@ def test_ids_to_slots_are_two_launches(emulated: EmulatedDevice, layer_of: Any) 
         uec.replicate_experts(layer.bound[rank], plan, group=layer.groups[rank])
 
     before = emulated.launches()
-    each(3, launches)
+    loopback(3, launches)
     assert emulated.launches() - before == 2  # of all ranks, which share them
 
 
@@ -196,7 +158,7 @@ def test_ranks_that_plan_for_something_else_are_told(
         except uec.errors.UltraEPError as error:
             found[rank] = error
 
-    each(2, call)
+    loopback(2, call)
     assert isinstance(found[0], uec.errors.PlanMismatchError)
     assert isinstance(found[1], uec.errors.TransferAbortedError)
 
@@ -205,7 +167,7 @@ def test_bad_ids_leave_an_empty_plan_and_an_error(emulated: EmulatedDevice, laye
     layer = layer_of((2, 6, 1))
     layer.prepare(1)
     layer.ids[1][3, 1] = 6
-    plans = each(2, lambda rank: uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank]))
+    plans = loopback(2, lambda rank: uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank]))
     emulated.settle()
     assert all(plan.num_replicas == 0 and not plan.home_quota.any() for plan in plans)
     with pytest.raises(uec.errors.GroupClosedError) as raised:
@@ -217,7 +179,7 @@ def test_bad_ids_leave_an_empty_plan_and_an_error(emulated: EmulatedDevice, laye
 def test_ids_on_the_host_give_a_plan_on_the_host(emulated: EmulatedDevice, layer_of: Any) -> None:
     layer = layer_of((2, 6, 1))
     layer.draw_ids()
-    plans = each(
+    plans = loopback(
         2, lambda rank: uec.gather_and_plan(layer.ids[rank].clone(), group=layer.groups[rank])
     )
     for plan in plans:

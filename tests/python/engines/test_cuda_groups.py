@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from fake_device import FakeDevice
-from ranks import RankPool, make_weights
+from ranks import RankPool, close_all, make_weights, run_python, start_all
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
@@ -40,20 +38,8 @@ def _groups(num_ranks: int = 2, **options: Any) -> list[uec.Group]:
     return uec.new_loopback_groups(num_ranks, engine="cuda", **options)
 
 
-def _call_all(groups: list[uec.Group], **options: Any) -> list[uec.Work]:
-    works = []
-    for group in groups:
-        work = uec.replicate_experts(
-            make_weights(group), PLAN, group=group, async_op=True, **options
-        )
-        assert work is not None
-        works.append(work)
-    return works
-
-
-def _close(groups: list[uec.Group]) -> None:
-    for group in groups:
-        group.close()
+def _call_all(groups: list[uec.Group]) -> list[uec.Work]:
+    return start_all(groups, [make_weights(group) for group in groups], PLAN)
 
 
 # ---- without a GPU -----------------------------------------------------------------------------
@@ -79,9 +65,7 @@ group.close()
 dist.destroy_process_group()
 raise SystemExit("nvshmem was imported" if "nvshmem" in sys.modules else 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
@@ -140,7 +124,7 @@ def test_the_last_rank_to_call_launches_for_all(device: FakeDevice) -> None:
         work.synchronize()
         assert work.is_completed()
         assert work.exception() is None
-    _close(groups)
+    close_all(groups)
     assert device.launches()[1:] == ["ultraep_replicate_notice"] * 3
 
 
@@ -158,7 +142,7 @@ def test_wait_orders_the_current_stream_and_does_not_block(device: FakeDevice) -
     device.complete = True
     device.pending.clear()
     assert works[0].is_completed()
-    _close(groups)
+    close_all(groups)
 
 
 def test_weights_live_until_the_device_has_finished(device: FakeDevice) -> None:
@@ -176,7 +160,7 @@ def test_weights_live_until_the_device_has_finished(device: FakeDevice) -> None:
     _call_all(groups)
     gc.collect()
     assert alive() is None
-    _close(groups)
+    close_all(groups)
 
 
 def test_expert_pointers_and_regions(device: FakeDevice) -> None:
@@ -186,12 +170,9 @@ def test_expert_pointers_and_regions(device: FakeDevice) -> None:
     assert groups[1].expert_pointers(weights[1])["w"].tolist() == [
         t.data_ptr() for t in [*weights[1]["w"], *groups[1].slots["w"]]
     ]
-    works = [
-        uec.replicate_experts(w, PLAN, group=g, async_op=True, mode="pull")
-        for g, w in zip(groups, weights, strict=True)
-    ]
-    assert [work.mode for work in works if work is not None] == ["pull", "pull"]
-    _close(groups)
+    works = start_all(groups, weights, PLAN, mode="pull")
+    assert [work.mode for work in works] == ["pull", "pull"]
+    close_all(groups)
 
 
 # ---- what a group refuses -----------------------------------------------------------------------
@@ -200,9 +181,9 @@ def test_expert_pointers_and_regions(device: FakeDevice) -> None:
 def test_tile_sizes(device: FakeDevice) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=r"\[16384, 32768\]"):
         _groups(tile_bytes=65536)
-    _close(_groups(tile_bytes=16384))
+    close_all(_groups(tile_bytes=16384))
     device.max_shared_bytes = 99 << 10  # of sm_89: tiles of 32 KiB do not fit
-    _close(_groups())
+    close_all(_groups())
     assert "ultraep_replicate_16384" in device.kernels.shared_bytes
     with pytest.raises(errors.UnsupportedError, match="tiles of 32768, but this device has 101376"):
         _groups(tile_bytes=32768)
@@ -216,7 +197,7 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
     groups = _groups()
     _call_all(groups)
     assert device.grids == [(4, 2)]
-    _close(groups)
+    close_all(groups)
     with pytest.raises(errors.InvalidArgumentError, match="num_sms is 5 for each of 2 ranks"):
         _groups(num_sms=5)
     with pytest.raises(errors.InvalidArgumentError, match="fewer ranks"):
@@ -238,7 +219,7 @@ def test_weights_on_another_device_are_named(device: FakeDevice) -> None:
     weights = make_weights(groups[0])
     with pytest.raises(errors.InvalidWeightsError, match="is on meta; expected cpu"):
         groups[0].bind({**weights, "w": weights["w"].to("meta")})
-    _close(groups)
+    close_all(groups)
 
 
 def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
@@ -255,7 +236,7 @@ def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
     assert isinstance(closed.value.__cause__, errors.DeviceError)
     with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
         work.wait()  # for a launch that does not come any more
-    _close(groups)
+    close_all(groups)
 
 
 def test_captured_streams_are_refused_before_anything_is_done(device: FakeDevice) -> None:
@@ -267,7 +248,7 @@ def test_captured_streams_are_refused_before_anything_is_done(device: FakeDevice
     groups[0].session.first_error = None
     for work in _call_all(groups):
         work.synchronize()
-    _close(groups)
+    close_all(groups)
 
 
 # ---- failures on the device ---------------------------------------------------------------------
@@ -288,7 +269,7 @@ def test_a_failure_surfaces_in_exception_synchronize_and_the_next_call(device: F
         works[0].wait()
     with pytest.raises(errors.GroupClosedError, match="failed in call 1"):
         uec.replicate_experts(make_weights(groups[0]), PLAN, group=groups[0])
-    _close(groups)
+    close_all(groups)
 
 
 def test_a_failure_that_nobody_looked_at_surfaces_in_close(device: FakeDevice) -> None:
@@ -307,7 +288,7 @@ def test_a_rank_that_does_not_call_is_named(device: FakeDevice) -> None:
     with pytest.raises(errors.TransferTimeoutError, match="Look at rank 0") as caught:
         work.wait()
     assert (caught.value.peer, caught.value.root, caught.value.epoch) == (0, 0, 1)
-    _close(groups)
+    close_all(groups)
 
 
 def test_bad_input_reaches_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
@@ -318,7 +299,7 @@ def test_bad_input_reaches_the_other_ranks_of_the_launch(device: FakeDevice) -> 
     assert work is not None
     with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected"):
         work.wait()
-    _close(groups)
+    close_all(groups)
 
 
 def test_abort_and_close_reach_the_other_ranks_of_the_launch(device: FakeDevice) -> None:
@@ -332,7 +313,7 @@ def test_abort_and_close_reach_the_other_ranks_of_the_launch(device: FakeDevice)
         assert work is not None
         with pytest.raises(error):
             work.wait()
-        _close(groups)
+        close_all(groups)
 
 
 def test_close_tells_of_another_last_call(device: FakeDevice) -> None:

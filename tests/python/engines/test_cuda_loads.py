@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
+from ranks import loopback
 
 import ultraep_comm as uec
 from ultraep_comm import errors
@@ -17,40 +18,21 @@ E = 7
 
 
 @pytest.fixture
-def groups_of(emulated: EmulatedDevice) -> Iterator[Any]:
-    made: list[uec.Group] = []
-
-    def make(num_ranks: int, **options: Any) -> list[uec.Group]:
-        expert = {"w": ((64,), torch.uint8)}
-        options = {"expert": expert, "timeout": 60.0, "num_sms": 1, **options}
-        groups = uec.new_loopback_groups(
-            num_ranks, num_experts=E, slots_per_rank=1, engine="cuda", **options
-        )
-        made.extend(groups)
-        return groups
-
-    yield make
-    for group in made:
-        group.abort()
-        group.close()
+def groups_of(emulated: EmulatedDevice, new_groups: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"expert": {"w": ((64,), torch.uint8)}, "timeout": 60.0, "num_sms": 1}
+    return partial(new_groups, num_experts=E, slots_per_rank=1, engine="cuda", **options)
 
 
 def each(count: int, call: Callable[[int], Any]) -> list[Any]:
     """Return what ``call(rank)`` returns or raises, each rank in a thread."""
-    found: list[Any] = [None] * count
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
-            found[rank] = call(rank)
+            return call(rank)
         except errors.UltraEPError as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return loopback(count, run)
 
 
 def counts_of(ids: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,6 @@ def test_gradients_are_those_without_replicas(
     model = models(3, num_ranks=2, num_layers=2, num_microbatches=2, engine="cuda")
     assert model.plans[0, 0].num_replicas > 0
     if on_device:
-        model.plans = {
-            call: uec.Plan(slot_expert=emulated.put(plan.slot_expert), home=emulated.put(plan.home))
-            for call, plan in model.plans.items()
-        }
+        model.plans = {call: emulated.put_plan(plan) for call, plan in model.plans.items()}
     order = [("F", 0), ("F", 1), ("B", 0), ("B", 1)]
     assert model.error(model.train(order), [0, 1]) < 1e-5

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
+from ranks import make_weights, prepare_all, raised, start_all, synchronize_all, wrong_bytes
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, errors
@@ -21,51 +21,13 @@ PLANS = [[[2], [0]], [[3], [1]], [[-1], [1]]]  # experts 0 and 1 are rank 0's
 
 
 @pytest.fixture
-def groups(emulated: EmulatedDevice) -> Iterator[list[uec.Group]]:
-    made = uec.new_loopback_groups(
-        2,
-        num_experts=E,
-        slots_per_rank=S,
-        expert=EXPERT,
-        timeout=60.0,
-        num_sms=2,
-        engine="cuda",
-    )
-    yield made
-    for group in made:
-        group.abort()
-        group.close()
+def groups(emulated: EmulatedDevice, new_groups: Callable[..., Any]) -> Any:
+    options = {"expert": EXPERT, "timeout": 60.0, "num_sms": 2}
+    return new_groups(2, num_experts=E, slots_per_rank=S, engine="cuda", **options)
 
 
 def plan_of(index: int) -> uec.Plan:
     return uec.Plan.from_slots(PLANS[index], num_experts=E)
-
-
-def on_device(device: EmulatedDevice, plan: uec.Plan) -> uec.Plan:
-    fields = ("slot_expert", "home", "slot_quota", "home_quota", "load", "domains")
-    values = {name: getattr(plan, name) for name in fields}
-    return uec.Plan(**{k: v if v is None else device.put(v) for k, v in values.items()})
-
-
-def start(groups: list[uec.Group], weights: Any, plans: Any) -> list[uec.Work]:
-    works = []
-    for group in groups:
-        plan = plans[group.rank] if isinstance(plans, list) else plans
-        work = uec.replicate_experts(weights[group.rank], plan, group=group, async_op=True)
-        assert work is not None
-        works.append(work)
-    return works
-
-
-def settle(works: list[uec.Work]) -> None:
-    for work in works:
-        work.synchronize()
-
-
-def prepare(groups: list[uec.Group], weights: Any, epoch: int) -> None:
-    for group in groups:
-        fill_weights(group, weights[group.rank], epoch)
-        clear_slots(group)
 
 
 def test_saved_plans_are_copies_on_the_device(
@@ -91,8 +53,8 @@ def test_saved_plans_are_copies_on_the_device(
         for name, tensor in vars(kept).items():
             assert torch.equal(tensor, getattr(expected, name)), name
     weights = [make_weights(group) for group in groups]
-    prepare(groups, weights, 1)
-    settle(start(groups, weights, handles))
+    prepare_all(groups, weights, 1)
+    synchronize_all(start_all(groups, weights, handles))
     assert [wrong_bytes(group, expected, 1) for group in groups] == [0, 0]
 
 
@@ -100,10 +62,10 @@ def test_plans_by_hand_and_of_the_cpu_are_saved_too(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     weights = [make_weights(group) for group in groups]
-    handles = [groups[0].save(plan_of(0)), groups[1].save(on_device(emulated, plan_of(0)))]
+    handles = [groups[0].save(plan_of(0)), groups[1].save(emulated.put_plan(plan_of(0)))]
     assert handles[0].saved.entry is None
-    prepare(groups, weights, 1)
-    settle(start(groups, weights, handles))
+    prepare_all(groups, weights, 1)
+    synchronize_all(start_all(groups, weights, handles))
     assert [wrong_bytes(group, plan_of(0), 1) for group in groups] == [0, 0]
 
 
@@ -111,16 +73,16 @@ def test_entries_are_used_again_when_their_calls_have_finished(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     weights = [make_weights(group) for group in groups]
-    plans = [on_device(emulated, plan_of(index)) for index in range(2)]
+    plans = [emulated.put_plan(plan_of(index)) for index in range(2)]
     emulated.delay(50_000)  # the calls cannot finish before
     handles = [group.save(plans[0]) for group in groups]
     at = handles[0].plan.slot_expert.data_ptr()
-    works = start(groups, weights, handles)
+    works = start_all(groups, weights, handles)
     for handle in handles:
         handle.release()
     other = groups[0].save(plans[1])
     assert other.plan.slot_expert.data_ptr() != at  # somebody is still to read it
-    settle(works)
+    synchronize_all(works)
     again = groups[0].save(plans[1])
     assert again.plan.slot_expert.data_ptr() == at
     assert (other.generation, again.generation) == (2, 3)
@@ -133,9 +95,9 @@ def test_handles_in_another_order_do_not_match(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     weights = [make_weights(group) for group in groups]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     handles = [group.save(plan, layer=3 + group.rank, microbatch=1) for group in groups]
-    found = [raised(work.synchronize) for work in start(groups, weights, handles)]
+    found = [raised(work.synchronize) for work in start_all(groups, weights, handles)]
     assert isinstance(found[0], errors.PlanMismatchError)
     for rank, error in enumerate(found):  # rank 0 looks first, and the others hear of it
         assert isinstance(error, errors.TransferError)
@@ -146,11 +108,11 @@ def test_ended_handles_are_refused_and_peers_told(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     weights = [make_weights(group) for group in groups]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     handles = [group.save(plan, layer=3) for group in groups]
-    (work,) = start(groups[1:], weights, handles)
+    (work,) = start_all(groups[1:], weights, handles)
     handles[0].saved.store.spend(handles[0].saved, on_device=True)
-    error = raised(lambda: start(groups[:1], weights, handles))
+    error = raised(lambda: start_all(groups[:1], weights, handles))
     assert isinstance(error, errors.PlanHandleError)
     assert "rank 0: replicate_experts was given the handle of layer 3, microbatch 0" in str(error)
     with pytest.raises(errors.PeerRejectedError, match="of layer 3, microbatch 0"):
@@ -165,14 +127,14 @@ def test_replays_save_the_plan_that_is_there(
 ) -> None:
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    given = on_device(emulated, plan_of(0))
+    given = emulated.put_plan(plan_of(0))
     for group in groups:
         group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     handles = [group.save(given, layer=3) for group in groups]
     emulated.upload(given.slot_expert, torch.full((2, 1), -1, dtype=torch.int32))
-    for work in start(groups, bound, handles):
+    for work in start_all(groups, bound, handles):
         work.wait()
     for handle in handles:
         handle.release()
@@ -181,7 +143,7 @@ def test_replays_save_the_plan_that_is_there(
     for epoch in range(1, 4):
         index = epoch % 3
         emulated.upload(given.slot_expert, plan_of(index).slot_expert)
-        prepare(groups, weights, epoch)
+        prepare_all(groups, weights, epoch)
         emulated.replay(graph)
         emulated.settle()
         assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
@@ -197,13 +159,13 @@ def test_captured_handles_in_another_order_do_not_match(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     bound = [group.bind(make_weights(group)) for group in groups]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     for group in groups:
         group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
     handles = [group.save(plan, layer=3 + group.rank) for group in groups]
-    error = raised(lambda: [work.wait() for work in start(groups, bound, handles)])
+    error = raised(lambda: [work.wait() for work in start_all(groups, bound, handles)])
     emulated.end_capture()
     assert isinstance(error, errors.PlanMismatchError)
     assert "replicate_experts of layer 3, microbatch 0" in str(error)
@@ -213,7 +175,7 @@ def test_a_capture_has_the_entries_that_were_reserved(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     group = groups[0]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     group.reserve_plans(2)
     group.reserve_plans(2)  # not two more
     emulated.settle()
@@ -247,7 +209,7 @@ def test_reserved_entries_outlast_warm_ups(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
     group = groups[0]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     group.reserve_plans(2)
     emulated.delay(20_000)
     for _ in range(2):  # as often as is usual
@@ -267,7 +229,7 @@ def test_handles_of_outside_are_refused_in_a_capture(
 ) -> None:
     """The graph would follow whoever saves to their memory next."""
     bound = [group.bind(make_weights(group)) for group in groups]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
     routing = emulated.put(torch.zeros(3, E, dtype=torch.bool))
     handles = [group.save(plan, layer=3) for group in groups]
@@ -286,7 +248,7 @@ def test_handles_of_outside_are_refused_in_a_capture(
         with pytest.raises(errors.UnsupportedError, match=match):
             call()
     emulated.end_capture()
-    settle(start(groups, bound, handles))  # the group and its peers are as they were
+    synchronize_all(start_all(groups, bound, handles))  # the group and its peers are as they were
     for each in handles:
         each.release()
 
@@ -296,7 +258,7 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
     emulated: EmulatedDevice, groups: list[uec.Group], other_capture: bool
 ) -> None:
     group = groups[0]
-    given, other = on_device(emulated, plan_of(0)), on_device(emulated, plan_of(1))
+    given, other = emulated.put_plan(plan_of(0)), emulated.put_plan(plan_of(1))
     group.reserve_plans(1)
     emulated.settle()
     emulated.begin_capture()
@@ -322,7 +284,7 @@ def test_a_pass_that_is_dropped_leaves_its_entry_to_the_graph(
 def test_a_pass_that_is_dropped_in_a_capture_is_no_part_of_it(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
-    handle = groups[0].save(on_device(emulated, plan_of(0)))
+    handle = groups[0].save(emulated.put_plan(plan_of(0)))
     run = ExpertPass(handle, {})
     emulated.settle()
     emulated.begin_capture()
@@ -338,7 +300,7 @@ def test_a_save_that_is_refused_keeps_no_entry(
     emulated: EmulatedDevice, groups: list[uec.Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = groups[0]
-    plan = on_device(emulated, plan_of(0))
+    plan = emulated.put_plan(plan_of(0))
     group.reserve_plans(1)
     with group.save(plan) as handle:
         at = handle.plan.slot_expert.data_ptr()

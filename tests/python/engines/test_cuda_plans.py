@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from ranks import (
     MIXED,
     clear_slots,
     fan_out_plan,
-    fill_weights,
     make_weights,
+    prepare_all,
     random_plan,
+    start_all,
+    synchronize_all,
     wrong_bytes,
 )
 
@@ -26,38 +29,8 @@ SIZES = [(2, 5, 1), (3, 7, 2), (5, 8, 2)]
 
 
 @pytest.fixture
-def groups_of(emulated: EmulatedDevice) -> Iterator[Any]:
-    made: list[uec.Group] = []
-
-    def make(num_ranks: int, num_experts: int, slots: int, **options: Any) -> list[uec.Group]:
-        options = {"expert": MIXED, "timeout": 60.0, "num_sms": 2, **options}
-        groups = uec.new_loopback_groups(
-            num_ranks, num_experts=num_experts, slots_per_rank=slots, engine="cuda", **options
-        )
-        made.extend(groups)
-        return groups
-
-    yield make
-    for group in made:
-        group.abort()
-        group.close()
-
-
-def on_device(device: EmulatedDevice, plan: uec.Plan) -> uec.Plan:
-    fields = ("slot_expert", "home", "slot_quota", "home_quota", "load", "domains")
-    values = {name: getattr(plan, name) for name in fields}
-    return uec.Plan(**{k: v if v is None else device.put(v) for k, v in values.items()})
-
-
-def start(groups: list[uec.Group], weights: Any, plan: uec.Plan, **options: Any) -> list[uec.Work]:
-    works = []
-    for group in groups:
-        work = uec.replicate_experts(
-            weights[group.rank], plan, group=group, async_op=True, **options
-        )
-        assert work is not None
-        works.append(work)
-    return works
+def groups_of(emulated: EmulatedDevice, new_groups: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(new_groups, engine="cuda", expert=MIXED, timeout=60.0, num_sms=2)
 
 
 def check_bytes(groups: list[uec.Group], plan: uec.Plan, epoch: int) -> None:
@@ -68,7 +41,7 @@ def check_bytes(groups: list[uec.Group], plan: uec.Plan, epoch: int) -> None:
 def test_every_mode_moves_every_byte(
     emulated: EmulatedDevice, groups_of: Any, num_ranks: int, num_experts: int, slots: int
 ) -> None:
-    groups = groups_of(num_ranks, num_experts, slots)
+    groups = groups_of(num_ranks, num_experts=num_experts, slots_per_rank=slots)
     weights = [group.empty_weights() for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     plans = [
@@ -80,11 +53,9 @@ def test_every_mode_moves_every_byte(
     for mode in MODES:
         for plan in plans:
             epoch += 1
-            for group in groups:
-                fill_weights(group, weights[group.rank], epoch)
-                clear_slots(group)
+            prepare_all(groups, weights, epoch)
             given = (weights, bound)[epoch % 2]
-            for work in start(groups, given, on_device(emulated, plan), mode=mode):
+            for work in start_all(groups, given, emulated.put_plan(plan), mode=mode):
                 work.synchronize()
                 assert work.is_completed()
                 assert work.mode == mode
@@ -94,32 +65,26 @@ def test_every_mode_moves_every_byte(
 def test_ranks_may_hold_the_same_plan_on_host_and_device(
     emulated: EmulatedDevice, groups_of: Any
 ) -> None:
-    groups = groups_of(3, 7, 2)
+    groups = groups_of(3, num_experts=7, slots_per_rank=2)
     weights = [make_weights(group) for group in groups]
     for epoch in range(1, 6):
         plan = random_plan(epoch, 3, 7, 2)
-        for group in groups:
-            fill_weights(group, weights[group.rank], epoch)
-            clear_slots(group)
+        prepare_all(groups, weights, epoch)
         works = []
         for group in groups:
-            given = plan if (group.rank + epoch) % 2 else on_device(emulated, plan)
-            works += start([group], weights, given)
-        for work in works:
-            work.synchronize()
+            given = plan if (group.rank + epoch) % 2 else emulated.put_plan(plan)
+            works += start_all([group], weights, given)
+        synchronize_all(works)
         check_bytes(groups, plan, epoch)
 
 
 def test_segments_are_chosen(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 5, 1)
+    groups = groups_of(2, num_experts=5, slots_per_rank=1)
     names = list(groups[0].segments)
     weights = [make_weights(group) for group in groups]
     plan = fan_out_plan(2, 5, 1)
-    for group in groups:
-        fill_weights(group, weights[group.rank], 1)
-        clear_slots(group)
-    for work in start(groups, weights, on_device(emulated, plan), segments=names[1:]):
-        work.synchronize()
+    prepare_all(groups, weights, 1)
+    synchronize_all(start_all(groups, weights, emulated.put_plan(plan), segments=names[1:]))
     before = [group.slots[names[0]].clone() for group in groups]
     for group in groups:
         clear_slots(group)
@@ -132,36 +97,36 @@ def test_segments_are_chosen(emulated: EmulatedDevice, groups_of: Any) -> None:
 def test_illegal_plan_is_refused_where_it_is_waited_for(
     emulated: EmulatedDevice, groups_of: Any
 ) -> None:
-    groups = groups_of(2, 4, 1)  # experts 0 and 1 are rank 0's
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)  # experts 0 and 1 are rank 0's
     weights = [make_weights(group) for group in groups]
-    legal = on_device(emulated, uec.Plan.from_slots([[2], [0]], num_experts=4))
-    illegal = on_device(emulated, uec.Plan.from_slots([[2], [0]], num_experts=4))
+    legal = emulated.put_plan(uec.Plan.from_slots([[2], [0]], num_experts=4))
+    illegal = emulated.put_plan(uec.Plan.from_slots([[2], [0]], num_experts=4))
     illegal.slot_expert[0, 0] = 1
-    works = start(groups[:1], weights, illegal) + start(groups[1:], weights, legal)
+    works = start_all(groups[:1], weights, illegal) + start_all(groups[1:], weights, legal)
     with pytest.raises(errors.InvalidPlanError, match="slot 0 of rank 0 holds expert 1: which is"):
         works[0].synchronize()
     with pytest.raises(errors.PeerRejectedError, match="rank 0 rejected its own input"):
         works[1].synchronize()
     with pytest.raises(errors.GroupClosedError) as raised:
-        start(groups[:1], weights, legal)
+        start_all(groups[:1], weights, legal)
     assert isinstance(raised.value.__cause__, errors.InvalidPlanError)
 
 
 def test_home_map_of_another_group_is_refused(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     weights = [make_weights(group) for group in groups]
-    plan = on_device(emulated, uec.Plan.from_slots([[2], [0]], num_experts=4, home=[0, 1, 1, 0]))
-    works = start(groups, weights, plan)
+    plan = emulated.put_plan(uec.Plan.from_slots([[2], [0]], num_experts=4, home=[0, 1, 1, 0]))
+    works = start_all(groups, weights, plan)
     with pytest.raises(errors.InvalidPlanError, match="home map is not the group's, from expert 1"):
         works[0].synchronize()
 
 
 def test_shapes_are_refused_at_once(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     weights = [make_weights(group) for group in groups]
-    plan = on_device(emulated, uec.Plan.from_slots([[4], [0]], num_experts=5))
+    plan = emulated.put_plan(uec.Plan.from_slots([[4], [0]], num_experts=5))
     with pytest.raises(errors.InvalidPlanError, match="2 ranks, 1 slots and 5 experts"):
-        start(groups[:1], weights, plan)
+        start_all(groups[:1], weights, plan)
 
 
 def capture(device: EmulatedDevice, groups: list[uec.Group], calls: Any) -> int:
@@ -176,20 +141,17 @@ def capture(device: EmulatedDevice, groups: list[uec.Group], calls: Any) -> int:
 def test_graph_replays_with_fresh_plans_and_weights(
     emulated: EmulatedDevice, groups_of: Any, num_ranks: int, num_experts: int, slots: int
 ) -> None:
-    groups = groups_of(num_ranks, num_experts, slots)
+    groups = groups_of(num_ranks, num_experts=num_experts, slots_per_rank=slots)
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    held = on_device(emulated, fan_out_plan(num_ranks, num_experts, slots))
+    held = emulated.put_plan(fan_out_plan(num_ranks, num_experts, slots))
     emulated.settle()
-    graph = capture(emulated, groups, lambda: start(groups, bound, held))
+    graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     for epoch in range(1, 9):
         plan = random_plan(epoch, num_ranks, num_experts, slots)
-        for group in groups:
-            fill_weights(group, weights[group.rank], epoch)
-            clear_slots(group)
+        prepare_all(groups, weights, epoch)
         if epoch % 4 == 3:  # calls of both kinds take turns
-            for work in start(groups, weights, plan):
-                work.synchronize()
+            synchronize_all(start_all(groups, weights, plan))
         else:
             held.slot_expert.copy_(plan.slot_expert)
             emulated.replay(graph)
@@ -199,18 +161,17 @@ def test_graph_replays_with_fresh_plans_and_weights(
 
 
 def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(3, 7, 2)
+    groups = groups_of(3, num_experts=7, slots_per_rank=2)
     plan = fan_out_plan(3, 7, 2)
-    held = on_device(emulated, plan)
+    held = emulated.put_plan(plan)
     tables = [group.weight_table for group in groups]
-    graph = capture(emulated, groups, lambda: start(groups, tables, held))
+    graph = capture(emulated, groups, lambda: start_all(groups, tables, held))
     kept = []
     for epoch in range(1, 5):
         weights = [make_weights(group) for group in groups]
         kept.append(weights)
+        prepare_all(groups, weights, epoch)
         for group in groups:
-            fill_weights(group, weights[group.rank], epoch)
-            clear_slots(group)
             group.update_weight_table(weights[group.rank])
         emulated.replay(graph)
         emulated.settle()
@@ -219,9 +180,9 @@ def test_graph_follows_weights_that_move(emulated: EmulatedDevice, groups_of: An
 
 
 def test_table_without_addresses_is_refused(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
-    plan = on_device(emulated, uec.Plan.from_slots([[-1], [0]], num_experts=4))
-    works = start(groups, [group.weight_table for group in groups], plan)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
+    plan = emulated.put_plan(uec.Plan.from_slots([[-1], [0]], num_experts=4))
+    works = start_all(groups, [group.weight_table for group in groups], plan)
     with pytest.raises(errors.InvalidWeightsError, match=r"no address of segment '.*' of expert 0"):
         works[0].synchronize()
     with pytest.raises(errors.PeerRejectedError):
@@ -229,35 +190,35 @@ def test_table_without_addresses_is_refused(emulated: EmulatedDevice, groups_of:
 
 
 def test_table_goes_with_plans_on_the_device(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     with pytest.raises(errors.InvalidWeightsError, match="was given with a plan on the CPU"):
-        start(groups[:1], [groups[0].weight_table], plan)
+        start_all(groups[:1], [groups[0].weight_table], plan)
     with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
         groups[1].expert_pointers(groups[1].weight_table)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidWeightsError, match="the weights themselves"):
         groups[1].update_weight_table(groups[1].weight_table)  # type: ignore[arg-type]
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     with pytest.raises(errors.InvalidWeightsError, match=r"weights is a tensor; expected \{name"):
-        start(groups[:1], [torch.zeros(2, 2)], on_device(emulated, plan))
+        start_all(groups[:1], [torch.zeros(2, 2)], emulated.put_plan(plan))
 
 
 def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
-    held = on_device(emulated, plan)
+    held = emulated.put_plan(plan)
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     emulated.settle()
     emulated.begin_capture()
     with pytest.raises(errors.UnsupportedError, match="the plan is on the CPU"):
-        start(groups[:1], bound, plan)
+        start_all(groups[:1], bound, plan)
     with pytest.raises(errors.UnsupportedError, match="addresses of the weights are not on the"):
-        start(groups[:1], weights, held)
+        start_all(groups[:1], weights, held)
     with pytest.raises(errors.UnsupportedError, match=r"read group.weight_table once before"):
         _ = groups[0].weight_table
     with pytest.raises(errors.InvalidArgumentError, match="mode is 'shove'"):
-        start(groups[:1], bound, held, mode="shove")
+        start_all(groups[:1], bound, held, mode="shove")
     emulated.end_capture()
     _ = groups[0].weight_table
     emulated.begin_capture()
@@ -266,12 +227,10 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     emulated.end_capture()
     # None of it has hurt the group. A capture that one rank left early is forgotten.
     emulated.begin_capture()
-    start(groups[:1], bound, held)
+    start_all(groups[:1], bound, held)
     emulated.library.emulated_end_capture(emulated.stream, _nowhere())
-    for group in groups:
-        fill_weights(group, weights[group.rank], 1)
-        clear_slots(group)
-    graph = capture(emulated, groups, lambda: start(groups, bound, held))
+    prepare_all(groups, weights, 1)
+    graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     emulated.replay(graph)
     emulated.settle()
     check_bytes(groups, plan, 1)
@@ -284,13 +243,13 @@ def _nowhere() -> Any:
 
 
 def test_captured_work_is_for_the_capture(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
-    held = on_device(emulated, uec.Plan.from_slots([[-1], [0]], num_experts=4))
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
+    held = emulated.put_plan(uec.Plan.from_slots([[-1], [0]], num_experts=4))
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     emulated.settle()
     emulated.begin_capture()
-    works = start(groups, bound, held)
+    works = start_all(groups, bound, held)
     for work in works:
         work.wait()
         with pytest.raises(errors.UnsupportedError, match="part of a CUDA graph and runs in"):
@@ -303,21 +262,21 @@ def test_captured_work_is_for_the_capture(emulated: EmulatedDevice, groups_of: A
 
 
 def test_failed_replay_poisons_the_group(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
-    held = on_device(emulated, plan)
+    held = emulated.put_plan(plan)
     weights = [make_weights(group) for group in groups]
     bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     emulated.settle()
-    graph = capture(emulated, groups, lambda: start(groups, bound, held))
-    done = start(groups, weights, plan)
+    graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
+    done = start_all(groups, weights, plan)
     for work in done:
         work.wait()  # so that the replay comes behind
     held.slot_expert[0, 0] = 9
     emulated.replay(graph)
     emulated.settle()
     with pytest.raises(errors.GroupClosedError, match="failed in call 2") as raised:
-        start(groups[:1], weights, plan)
+        start_all(groups[:1], weights, plan)
     assert isinstance(raised.value.__cause__, errors.InvalidPlanError)
     for work in done:  # what was finished before stays finished
         work.synchronize()
@@ -333,9 +292,8 @@ def test_too_many_ranks_for_a_launch(emulated: EmulatedDevice) -> None:
 def test_groups_without_slots_take_plans_of_the_device(
     emulated: EmulatedDevice, groups_of: Any
 ) -> None:
-    groups = groups_of(2, 4, 0)
+    groups = groups_of(2, num_experts=4, slots_per_rank=0)
     weights = [make_weights(group) for group in groups]
     load = emulated.put(torch.ones(2, 4, dtype=torch.int32))
     plan = uec.plan_replicas(load, group=groups[0])
-    for work in start(groups, weights, plan):
-        work.synchronize()
+    synchronize_all(start_all(groups, weights, plan))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
 from rank_grads import RankGrads
-from ranks import fan_out_plan, random_plan
+from ranks import fan_out_plan, random_plan, start_all, synchronize_all
 from reference.reduce_oracle import same_bits
 
 import ultraep_comm as uec
@@ -25,37 +26,12 @@ MAINS = {"w": torch.float32, "b": torch.bfloat16}
 
 
 @pytest.fixture
-def groups_of(emulated: EmulatedDevice) -> Iterator[Any]:
-    made: list[uec.Group] = []
-
-    def make(num_ranks: int, num_experts: int, slots: int, **options: Any) -> list[uec.Group]:
-        options = {"expert": EXPERT, "grads": GRADS, "timeout": 60.0, **options}
-        if options.get("engine") != "host":
-            options = {"engine": "cuda", "num_sms": 2, **options}
-        groups = uec.new_loopback_groups(
-            num_ranks, num_experts=num_experts, slots_per_rank=slots, **options
-        )
-        made.extend(groups)
-        return groups
-
-    yield make
-    for group in made:
-        group.abort()
-        group.close()
+def groups_of(emulated: EmulatedDevice, new_groups: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"engine": "cuda", "expert": EXPERT, "grads": GRADS, "timeout": 60.0}
+    return partial(new_groups, num_sms=2, **options)
 
 
-def start(groups: list[uec.Group], grads: Any, plan: uec.Plan, **options: Any) -> list[uec.Work]:
-    works = []
-    for group in groups:
-        own = grads[group.rank]
-        work = uec.reduce_expert_grads(own, plan, group=group, async_op=True, **options)
-        assert work is not None
-        works.append(work)
-    return works
-
-
-def on_device(device: EmulatedDevice, plan: uec.Plan) -> uec.Plan:
-    return uec.Plan(slot_expert=device.put(plan.slot_expert), home=device.put(plan.home))
+start = partial(start_all, call=uec.reduce_expert_grads)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +48,10 @@ def test_both_engines_add_the_same_bits(
 ) -> None:
     num_ranks, num_experts, slots = 4, 6, 2
     plans = [fan_out_plan(num_ranks, num_experts, slots), random_plan(5, num_ranks, num_experts, 2)]
+    options = {"grads": slot_dtype, "tile_bytes": 16384}
     engines = [
-        groups_of(num_ranks, num_experts, slots, grads=slot_dtype, engine=engine, tile_bytes=16384)
-        for engine in ("cuda", "host")
+        groups_of(num_ranks, num_experts=num_experts, slots_per_rank=slots, engine=name, **options)
+        for name in ("cuda", "host")
     ]
     mains = dict.fromkeys(EXPERT, main_dtype)
     seed = 0
@@ -84,7 +61,7 @@ def test_both_engines_add_the_same_bits(
             found = []
             for i, groups in enumerate(engines):
                 grads = RankGrads(groups, mains)
-                given = plan if i or seed % 2 else on_device(emulated, plan)
+                given = plan if i or seed % 2 else emulated.put_plan(plan)
                 grads.reduce(given, seed, mode=mode)
                 found.append(grads.mains)
             for here, there in zip(*found, strict=True):
@@ -93,7 +70,7 @@ def test_both_engines_add_the_same_bits(
 
 def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any) -> None:
     """From plans here and there, zeroing or not, between transfers: the slots are used again."""
-    groups = groups_of(3, 7, 2)
+    groups = groups_of(3, num_experts=7, slots_per_rank=2)
     grads = RankGrads(groups, MAINS)
     weights = [
         {n: torch.ones((g.num_mains, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
@@ -102,7 +79,7 @@ def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     for seed in range(8):
         plan = random_plan(seed, 3, 7, 2)
-        moved = on_device(emulated, plan)
+        moved = emulated.put_plan(plan)
         for group in groups:
             uec.replicate_experts(weights[group.rank], plan, group=group, async_op=True)
         emulated.settle()
@@ -112,19 +89,18 @@ def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any)
             given = (grads.mains, bound)[(seed + group.rank) % 2]
             own = moved if (seed // 2 + group.rank) % 2 else plan
             works += start([group], given, own, zero=seed % 4 != 0)
-        for work in works:
-            work.synchronize()
+        synchronize_all(works)
         grads.check(plan, zero=seed % 4 != 0)
     stored = [group.bytes_stored for group in groups]
     assert all(stored)
 
 
 def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(3, 7, 2)
+    groups = groups_of(3, num_experts=7, slots_per_rank=2)
     grads = RankGrads(groups, MAINS)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
     plan = fan_out_plan(3, 7, 2)
-    held = on_device(emulated, plan)
+    held = emulated.put_plan(plan)
     emulated.settle()
     emulated.begin_capture()
     for work in grads.start(held, bound):
@@ -135,8 +111,7 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
         plan = random_plan(seed, 3, 7, 2)
         held.slot_expert.copy_(plan.slot_expert)
         if seed == 2:  # calls of both kinds take turns
-            for work in grads.start(plan, bound):
-                work.synchronize()
+            synchronize_all(grads.start(plan, bound))
         else:
             emulated.replay(graph)
             emulated.settle()
@@ -144,11 +119,11 @@ def test_a_graph_adds_fresh_gradients(emulated: EmulatedDevice, groups_of: Any) 
 
 
 def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
     grads = RankGrads(groups, MAINS)
     bound = [group.bind_grads(own) for group, own in zip(groups, grads.mains, strict=True)]
-    held = on_device(emulated, plan)
+    held = emulated.put_plan(plan)
     emulated.settle()
     emulated.begin_capture()
     with pytest.raises(errors.UnsupportedError, match=r"^rank 0: .*the plan is on the CPU"):
@@ -170,7 +145,7 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
     plan = uec.Plan.from_slots([[-1], [0]], num_experts=4)
 
     def fails(what: str, grads: Any, **options: Any) -> None:
-        groups = groups_of(2, 4, 1)
+        groups = groups_of(2, num_experts=4, slots_per_rank=1)
         mains = RankGrads(groups, MAINS).mains
         (work,) = start(groups[1:], mains, plan)
         with pytest.raises(errors.InvalidGradientsError, match=what):
@@ -180,15 +155,15 @@ def test_bad_input_is_refused_and_peers_hear_of_it(
 
     fails("lack segment 'b'", lambda own: {"w": own["w"]})
     fails("expected torch.float32 or", lambda own: {**own, "b": own["b"].to(torch.float16)})
-    other = groups_of(2, 4, 1)
+    other = groups_of(2, num_experts=4, slots_per_rank=1)
     fails("bound to another group", other[0].bind_grads)
 
 
 def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups_of: Any) -> None:
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     grads = RankGrads(groups, MAINS)
     legal = uec.Plan.from_slots([[2], [0]], num_experts=4)
-    illegal = on_device(emulated, legal)
+    illegal = emulated.put_plan(legal)
     illegal.slot_expert[0, 0] = 1
     works = start(groups[:1], grads.mains, illegal) + start(groups[1:], grads.mains, legal)
     with pytest.raises(errors.InvalidPlanError, match="slot 0 of rank 0 holds expert 1: which is"):
@@ -196,7 +171,7 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
     with pytest.raises(errors.PeerRejectedError):
         works[1].synchronize()
 
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     grads = RankGrads(groups, MAINS)
     works = start(groups[:1], grads.mains, legal) + start(
         groups[1:], grads.mains, legal, zero=False
@@ -208,7 +183,7 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
         found.append(type(caught.value))
     assert errors.PlanMismatchError in found
 
-    groups = groups_of(2, 4, 1)
+    groups = groups_of(2, num_experts=4, slots_per_rank=1)
     weights = {n: torch.zeros((2, *s.shape), dtype=s.dtype) for n, s in EXPERT.items()}
     (reduction,) = start(groups[:1], RankGrads(groups, MAINS).mains, legal)
     transfer = uec.replicate_experts(weights, legal, group=groups[1], async_op=True)
@@ -218,6 +193,6 @@ def test_refusals_of_the_device_and_other_calls(emulated: EmulatedDevice, groups
     with pytest.raises(errors.TransferError):
         transfer.synchronize()
 
-    (without,) = groups_of(1, 2, 1, grads=None)
+    (without,) = groups_of(1, num_experts=2, slots_per_rank=1, grads=None)
     with pytest.raises(errors.InvalidGradientsError, match="hold no gradients"):
         uec.reduce_expert_grads({}, uec.Plan.from_slots([[-1]], num_experts=2), group=without)

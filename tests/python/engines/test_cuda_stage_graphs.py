@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from stage_cases import EXPERT, Case, assert_same, order_gathers
+from stage_cases import EXPERT, Case, assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.calls import traced
-from ultraep_comm.engines.cuda import stages as stages_module
-
-
-@pytest.fixture
-def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    order_gathers(emulated, monkeypatch)
-    monkeypatch.setattr(stages_module, "MIN_RUNS", 4)
-    return emulated
-
 
 # ---- order --------------------------------------------------------------------------------------
 
@@ -143,16 +134,15 @@ def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) 
     uec.plan_replicas(there[0], group=case.group)  # outside, on the same stream
     device.begin_capture()
     main = device.stream
-    fork = device_events(device, main, 55)
+    device.wait_stream(55, main)
     first = uec.plan_replicas(there[0], group=case.group)
     outs = [uec.reroute(ids_there[0], first, group=case.group)]
     device.stream = 55
     second = uec.plan_replicas(there[1], group=case.group)
     outs.append(uec.reroute(ids_there[1], second, group=case.group))
-    device_events(device, 55, main)
+    device.wait_stream(main, 55)
     device.stream = main
     graph = device.end_capture()
-    assert fork
     outside = uec.plan_replicas(there[1], group=case.group)
     device.replay(graph)
     device.settle()
@@ -161,18 +151,6 @@ def test_captures_order_their_own_streams_and_no_others(device: EmulatedDevice) 
         assert torch.equal(out, uec.reroute(i, here, group=case.group))
     assert_same(outside, uec.plan_replicas(loads[1], group=case.group))
     case.close()
-
-
-def device_events(device: EmulatedDevice, before: int, after: int) -> bool:
-    """Make one stream wait for another, as a caller's events do."""
-    import ctypes
-
-    event = ctypes.c_void_p()
-    assert device.library.cuEventCreate(ctypes.byref(event), 0) == 0
-    pointer = ctypes.c_void_p
-    assert device.library.cuEventRecord(event, pointer(before)) == 0
-    assert device.library.cuStreamWaitEvent(pointer(after), event, 0) == 0
-    return True
 
 
 def test_what_cannot_be_captured_says_what_to_do(device: EmulatedDevice) -> None:

@@ -8,19 +8,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from stage_cases import FIELDS, Case, assert_same, order_gathers
+from stage_cases import FIELDS, Case, assert_same
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
 from ultraep_comm.engines.cuda.device import CudaDevice
-
-
-@pytest.fixture
-def device(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
-    order_gathers(emulated, monkeypatch)
-    monkeypatch.setattr(stages_module, "MIN_RUNS", 4)
-    return emulated
 
 
 def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:

@@ -9,13 +9,15 @@ import torch
 from emulated_device import EmulatedDevice
 from ranks import (
     MIXED,
-    clear_slots,
+    close_all,
     expert_bytes,
     fan_out_plan,
-    fill_weights,
     make_weights,
+    prepare_all,
     random_plan,
     raw,
+    start_all,
+    synchronize_all,
     wrong_bytes,
 )
 
@@ -37,22 +39,6 @@ def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> lis
     )
 
 
-def _submit(groups: list[uec.Group], weights: Any, plan: uec.Plan, **options: Any) -> Any:
-    works = []
-    for group in groups:
-        work = uec.replicate_experts(
-            weights[group.rank], plan, group=group, async_op=True, **options
-        )
-        assert work is not None
-        works.append(work)
-    return works
-
-
-def _close(groups: list[uec.Group]) -> None:
-    for group in groups:
-        group.close()
-
-
 @pytest.mark.parametrize("num_ranks, num_experts, slots", [(2, 5, 1), (3, 7, 2), (5, 8, 2)])
 @pytest.mark.parametrize("tile_bytes", [None, 16384])
 def test_every_mode_moves_every_byte(
@@ -69,14 +55,12 @@ def test_every_mode_moves_every_byte(
     for mode in MODES:
         for plan in plans:
             epoch += 1
-            for group in groups:
-                fill_weights(group, weights[group.rank], epoch)
-                clear_slots(group)
-            for work in _submit(groups, weights, plan, mode=mode):
+            prepare_all(groups, weights, epoch)
+            for work in start_all(groups, weights, plan, mode=mode):
                 work.synchronize()
                 assert work.is_completed()
             assert [wrong_bytes(group, plan, epoch) for group in groups] == [0] * num_ranks
-    _close(groups)
+    close_all(groups)
 
 
 def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevice) -> None:
@@ -92,7 +76,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
             fresh.append(own)
             device.delay(20_000)  # the weights come late,
             device.copy(raw(weights[group.rank]["w"][0], expert["w"]), own)
-            works += _submit([group], weights, plan)
+            works += start_all([group], weights, plan)
         for group, work in zip(groups, works, strict=True):
             device.stream = 100 + group.rank
             work.wait()  # orders the stream, and returns at once
@@ -103,7 +87,7 @@ def test_calls_come_between_the_work_of_the_callers_stream(device: EmulatedDevic
         device.settle()
         assert torch.equal(seen[0], fresh[1])
         assert torch.equal(seen[1], fresh[0])
-    _close(groups)
+    close_all(groups)
 
 
 def test_several_calls_are_under_way_and_several_groups(device: EmulatedDevice) -> None:
@@ -111,18 +95,15 @@ def test_several_calls_are_under_way_and_several_groups(device: EmulatedDevice) 
     plans = [fan_out_plan(2, 5, 1), fan_out_plan(3, 7, 2)]
     weights = [[make_weights(group) for group in groups] for groups in (first, second)]
     for groups, own in zip((first, second), weights, strict=True):
-        for group in groups:
-            fill_weights(group, own[group.rank], 1)
-            clear_slots(group)
+        prepare_all(groups, own, 1)
     works = []
     for _ in range(7):  # more than the ring of calls holds
         for groups, own, plan in zip((first, second), weights, plans, strict=True):
-            works += _submit(groups, own, plan)
-    for work in works:
-        work.synchronize()
+            works += start_all(groups, own, plan)
+    synchronize_all(works)
     for groups, plan in zip((first, second), plans, strict=True):
         assert sum(wrong_bytes(group, plan, 1) for group in groups) == 0
-        _close(groups)
+        close_all(groups)
 
 
 def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedDevice) -> None:
@@ -132,7 +113,7 @@ def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedD
     other = uec.Plan.from_slots([[-1], [0], [1]], num_experts=6)
     works = []
     for group in groups:
-        works += _submit([group], weights, other if group.rank == 2 else plan)
+        works += start_all([group], weights, other if group.rank == 2 else plan)
     device.settle()
     found = []
     for work in works:
@@ -154,9 +135,9 @@ def test_a_group_that_is_aborted_ends_what_its_peers_wait_for(device: EmulatedDe
     groups[0].abort()
     with pytest.raises(errors.GroupClosedError):
         uec.replicate_experts(weights[0], plan, group=groups[0])
-    (work,) = _submit(groups[1:], weights, plan)
+    (work,) = start_all(groups[1:], weights, plan)
     device.settle()
     with pytest.raises(errors.TransferAbortedError) as caught:
         work.synchronize()
     assert caught.value.root == 0
-    _close(groups)
+    close_all(groups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpp_build import CppBuild
 from emulated_device import EmulatedDevice
 from fake_device import FakeDevice, FakeNvshmem
 from fake_memory import FABRIC, POSIX, FakeMemory
@@ -24,6 +22,7 @@ from ranks import (
     fill_weights,
     make_weights,
     random_plan,
+    run_python,
     wrong_bytes,
 )
 
@@ -93,14 +92,6 @@ def _every_mode(rank: int, process_group: Any, folder: Path, library: Path) -> N
     group.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_kernels_move_every_byte_between_processes(
-    ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
-) -> None:
-    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
-    ranks.run(num_ranks, _every_mode, tmp_path, library, timeout=300)
-
-
 def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -> None:
     """From ids to slots and physical ids on the device, each call by itself and in a graph."""
     device, memory = EmulatedDevice(library), FakeMemory(folder, offset=640)
@@ -153,11 +144,11 @@ def _critical_path(rank: int, process_group: Any, folder: Path, library: Path) -
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_critical_path_stays_on_the_device(
-    ranks: RankPool, cpp: CppBuild, tmp_path: Path, num_ranks: int
+@pytest.mark.parametrize("calls", [_every_mode, _critical_path])
+def test_kernels_run_between_processes(
+    ranks: RankPool, emulated_library: Path, tmp_path: Path, num_ranks: int, calls: Any
 ) -> None:
-    library = cpp.build("cpu", "emulated_device") / "tests" / "libemulated_device.so"
-    ranks.run(num_ranks, _critical_path, tmp_path, library, timeout=300)
+    ranks.run(num_ranks, calls, tmp_path, emulated_library, timeout=300)
 
 
 # ---- the fabric ----------------------------------------------------------------------------------
@@ -540,7 +531,5 @@ dist.destroy_process_group()
 added = set(sys.modules) - before
 raise SystemExit("imported" if "torch.distributed._symmetric_memory" in added else 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ending_ranks import LIMIT, PROGRAMS
+from ranks import run_python
 
 HERE = Path(__file__).parents[1]
 RAISE = ("raises", "raises in context", "fails")
@@ -26,15 +27,8 @@ def _end(
     """Run programs; return what is wrong with their ends, and what they wrote that is not."""
     program = f"{before}\nimport ending_ranks, pathlib\n"
     program += f"ending_ranks.main(pathlib.Path({str(folder)!r}), {num_ranks}, {names})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=HERE,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT * len(names),
-        check=False,
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    done = run_python("-c", program, timeout=LIMIT * len(names), **environment)
     wrong = [] if done.returncode == 0 else [done.stderr]
     wrong += [line for line in done.stderr.splitlines() if any(bad in line for bad in BAD)]
     ends = done.stdout.splitlines()

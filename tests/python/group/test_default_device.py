@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from ranks import loopback
+from ranks import close_all, loopback
 from torch.utils._device import _device_constructors
 
 import ultraep_comm as uec
@@ -117,8 +117,7 @@ def test_every_call_of_tensors_on_the_device(emulated: EmulatedDevice) -> None:
         expert = int(plan.slot_expert[rank, 0])
         assert expert < 0 or groups[rank].slots["w"].eq(expert).all()
         assert physical.shape == ids[rank].shape
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_every_tensor_is_made_on_a_named_device() -> None:

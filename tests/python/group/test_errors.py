@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, clear_slots, fill_weights, make_weights, raised, wrong_bytes
+from ranks import RankPool, clear_slots, close_all, fill_weights, make_weights, raised, wrong_bytes
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
@@ -177,8 +177,7 @@ def test_a_slot_outside_the_domain_is_rejected() -> None:
     weights = make_weights(groups[0])
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
         uec.replicate_experts(weights, _plan(RING), group=groups[0])
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 # ---- ranks that disagree --------------------------------------------------------------------

@@ -7,8 +7,6 @@ import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -20,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import clear_slots, fill_weights, make_weights, raised, wrong_bytes
+from ranks import clear_slots, fill_weights, make_weights, raised, run_python, wrong_bytes
 from short_ranks import run_ranks
 from tiers import cases
 
@@ -256,13 +254,7 @@ for group in groups:
 
 @pytest.mark.cases
 def test_forks_in_the_middle_of_calls_of_another_thread() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(cases(6, 20))],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", _SCRIPT, str(cases(6, 20)), timeout=60)
     assert done.returncode == 0, done.stderr
 
 

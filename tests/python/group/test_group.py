@@ -6,8 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -15,7 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import MIXED, RankPool, clear_slots, fill_weights, loopback, make_weights, wrong_bytes
+from ranks import (
+    MIXED,
+    RankPool,
+    clear_slots,
+    close_all,
+    fill_weights,
+    loopback,
+    make_weights,
+    prepare_all,
+    run_python,
+    start_all,
+    wrong_bytes,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ultraep_comm as uec
@@ -31,11 +41,6 @@ def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
     return uec.new_loopback_groups(num_ranks, **options)
 
 
-def _close(groups: list[uec.Group]) -> None:
-    for group in groups:
-        group.close()
-
-
 def test_slots_are_stable_views() -> None:
     groups = _groups(2, expert=MIXED)
     slots = groups[0].slots
@@ -48,20 +53,13 @@ def test_slots_are_stable_views() -> None:
     plan = uec.Plan.from_slots([[3, -1], [0, 1]], num_experts=E)
     weights = [make_weights(g) for g in groups]
     for epoch in (1, 2):
-        for group, tensors in zip(groups, weights, strict=True):
-            fill_weights(group, tensors, epoch)
-            clear_slots(group)
-        works = [
-            uec.replicate_experts(w, plan, group=g, async_op=True)
-            for g, w in zip(groups, weights, strict=True)
-        ]
-        for work in works:
-            assert work is not None
+        prepare_all(groups, weights, epoch)
+        for work in start_all(groups, weights, plan):
             work.wait()
             work.synchronize()
         assert [wrong_bytes(g, plan, epoch) for g in groups] == [0, 0]
     assert slots["w13"].data_ptr() == before == groups[0].slots["w13"].data_ptr()
-    _close(groups)
+    close_all(groups)
     assert int(slots["scale"].sum()) > 0  # views outlive the group
 
 
@@ -76,7 +74,7 @@ def test_expert_pointers_are_mains_then_slots() -> None:
             assert pointers[name].dtype == torch.int64
             assert pointers[name].tolist() == mains + slots
             assert segment.nbytes == slots[1] - slots[0]
-    _close(groups)
+    close_all(groups)
 
 
 def test_bound_weights_are_checked_against_the_group() -> None:
@@ -88,7 +86,7 @@ def test_bound_weights_are_checked_against_the_group() -> None:
     plan = uec.Plan.from_slots(torch.full((1, S), -1), num_experts=E + 1)
     with pytest.raises(errors.InvalidWeightsError, match="another group"):
         uec.replicate_experts(bound, plan, group=other[0])
-    _close(one + other)
+    close_all(one + other)
 
 
 def test_bound_weights_of_a_group_of_the_same_shape_are_foreign_too() -> None:
@@ -96,7 +94,7 @@ def test_bound_weights_of_a_group_of_the_same_shape_are_foreign_too() -> None:
     bound = one[0].bind(one[0].empty_weights())
     with pytest.raises(errors.InvalidWeightsError, match="another group"):
         other[0].expert_pointers(bound)
-    _close(one + other)
+    close_all(one + other)
 
 
 def test_bound_addresses_are_those_of_the_tensors() -> None:
@@ -115,7 +113,7 @@ def test_bound_addresses_are_those_of_the_tensors() -> None:
     # One expert's bytes for all; and a segment that is left out.
     same = stacked["w"][3].expand(E, *SMALL["w"].shape)
     assert list(group.bind({"w": same}).addresses) == [same.data_ptr()] * E + [0] * 2 * E
-    _close([group])
+    close_all([group])
 
 
 class Tagged(torch.Tensor):
@@ -141,7 +139,7 @@ def test_one_bad_tensor_of_many_is_named(change: Any, text: str) -> None:
     weights["w"][1] = change(weights["w"][1])
     with pytest.raises(errors.InvalidWeightsError, match=text):
         group.bind(weights)
-    _close([group])
+    close_all([group])
 
 
 def test_a_plan_for_another_home_map_is_rejected() -> None:
@@ -161,7 +159,7 @@ def test_weights_of_a_region_are_recognised() -> None:
     assert group.bind({"w": second["w"]}).region == 1
     assert group.bind({"w": first["w"], "s": second["s"]}).region == -1
     assert group.bind({"w": first["w"].flip(0), "s": first["s"]}).region == -1
-    _close([group])
+    close_all([group])
 
 
 def test_auto_pulls_only_what_peers_can_address() -> None:
@@ -171,18 +169,14 @@ def test_auto_pulls_only_what_peers_can_address() -> None:
     shared = [g.empty_weights() for g in groups]
 
     def run(weights: list[dict[str, torch.Tensor]]) -> set[str]:
-        works = [
-            uec.replicate_experts(w, plan, group=g, async_op=True)
-            for g, w in zip(groups, weights, strict=True)
-        ]
+        works = start_all(groups, weights, plan)
         for work in works:
-            assert work is not None
             work.wait()
-        return {work.mode for work in works if work is not None}
+        return {work.mode for work in works}
 
     assert run(own) <= {"push", "direct"}
     assert run(shared) <= {"pull", "direct"}
-    _close(groups)
+    close_all(groups)
 
 
 def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
@@ -199,7 +193,7 @@ def test_weights_of_a_call_nobody_waits_for_stay_alive() -> None:
             assert alive[0]() is not None  # rank 1 has not called yet, so it is still read
         else:
             uec.replicate_experts(weights, plan, group=group)
-    _close(groups)
+    close_all(groups)
     del weights
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
@@ -210,7 +204,7 @@ def test_sync_calls_from_one_thread_per_rank() -> None:
     ids = [torch.randint(0, E, (10, 2)) for _ in groups]
     tables = loopback(3, lambda r: uec.gather_load(ids[r], group=groups[r]))
     assert all(torch.equal(t, tables[0]) for t in tables)
-    _close(groups)
+    close_all(groups)
 
 
 # ---- segments and options --------------------------------------------------------------------
@@ -255,7 +249,7 @@ def test_environment_variables_stand_in_for_arguments(monkeypatch: pytest.Monkey
     monkeypatch.setenv("ULTRAEP_TILE_BYTES", "3000")
     with pytest.raises(errors.InvalidArgumentError, match="3000"):
         _groups(1)
-    _close(_groups(1, tile_bytes=4096))  # an argument wins
+    close_all(_groups(1, tile_bytes=4096))  # an argument wins
     monkeypatch.setenv("ULTRAEP_TILE_BYTES", "many")
     with pytest.raises(errors.InvalidArgumentError, match="ULTRAEP_TILE_BYTES"):
         _groups(1)
@@ -280,7 +274,7 @@ def test_gather_and_plan_is_one_after_the_other() -> None:
             assert torch.equal(getattr(plan, name), tensor), name
     with pytest.raises(errors.InvalidArgumentError, match="target"):
         uec.gather_and_plan(ids, group=group, target=0.5)
-    _close([group])
+    close_all([group])
 
 
 # ---- reroute ------------------------------------------------------------------------------------
@@ -301,7 +295,7 @@ def test_reroute_says_what_is_wrong() -> None:
     sums = uec.plan_replicas(load.sum(0), group=group)
     with pytest.raises(errors.InvalidPlanError, match="cannot be rerouted"):
         uec.reroute(ids, sums, group=group)
-    _close([group])
+    close_all([group])
 
 
 # ---- what a group leaves behind --------------------------------------------------------------
@@ -465,13 +459,7 @@ groups[0].close()
 
 @pytest.mark.parametrize("end", list(_ENDS))
 def test_a_process_ends_well_however_its_groups_end(end: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT + _ENDS[end]],
-        capture_output=True,
-        text=True,
-        timeout=20,  # the limit of the calls is 30 s
-        check=False,
-    )
+    done = run_python("-c", _SCRIPT + _ENDS[end], timeout=20)  # the limit of the calls is 30 s
     assert done.returncode == 0, done.stderr
 
 
@@ -547,7 +535,7 @@ def test_a_group_keeps_its_own_constants() -> None:
     assert groups[0].topology.home.tolist() == [0, 0, 1, 1, 1, 0]
     with pytest.raises(ValueError, match="read-only"):
         groups[0].topology.home[0] = 1
-    _close(groups)
+    close_all(groups)
 
 
 def test_reroute_wants_a_plan_of_its_group() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, loopback, make_weights, raised
+from ranks import RankPool, close_all, loopback, make_weights, raised
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
@@ -57,8 +57,7 @@ def test_a_new_group_has_done_nothing() -> None:
     assert [p.state for p in health.peers] == ["not seen in a call yet"] * 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         health.epoch = 1  # type: ignore[misc]
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_calls_bytes_and_plans_are_counted() -> None:
@@ -89,8 +88,7 @@ def test_calls_bytes_and_plans_are_counted() -> None:
     assert [p.epoch for p in health.peers] == [5, 5]
     handle.release()
     assert groups[0].health().saved_plans == 0
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_a_wait_for_a_late_peer_is_seen_while_it_lasts_and_names_the_peer() -> None:
@@ -121,8 +119,7 @@ def test_a_wait_for_a_late_peer_is_seen_while_it_lasts_and_names_the_peer() -> N
     text = str(groups[0].health())
     assert "100 ms: 1" in text
     assert "`done` of rank 1, expert 4 in call 1" in text
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_it_can_be_read_after_a_failure_and_after_a_close() -> None:
@@ -154,8 +151,7 @@ def test_a_failure_that_nobody_has_waited_for_is_seen_and_still_raised() -> None
     assert last_error.startswith("TransferTimeoutError: rank 0: a call (call 1")
     with pytest.raises(errors.TransferTimeoutError, match="replicate_experts"):
         work.wait()
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_a_rejected_call_is_counted_and_its_error_kept() -> None:
@@ -167,8 +163,7 @@ def test_a_rejected_call_is_counted_and_its_error_kept() -> None:
     assert health.last_error == f"InvalidWeightsError: {error}"
     assert health.peers is not None
     assert health.peers[0].state == "rejected its own input in call 1"
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_as_dict_is_json() -> None:
@@ -181,8 +176,7 @@ def test_as_dict_is_json() -> None:
     assert set(found) == {f.name for f in dataclasses.fields(uec.GroupHealth)}
     assert found["waits"]["longest"]["peer"] == 1
     assert found["peers"][1]["state"] == "not yet in call 1 (not seen in a call yet)"
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_threads_may_read_it_while_calls_are_made() -> None:
@@ -210,8 +204,7 @@ def test_threads_may_read_it_while_calls_are_made() -> None:
     watcher.join()
     assert groups[0].health().epoch == groups[0].health().completed == 200
     assert seen == sorted(seen)
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 # ---- states in words -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import clear_slots, fill_weights, loopback, make_weights, raised, wrong_bytes
+from ranks import clear_slots, close_all, fill_weights, loopback, make_weights, raised, wrong_bytes
 from short_ranks import run_ranks
 
 import ultraep_comm as uec
@@ -121,8 +121,7 @@ def test_ctrl_c_behind_the_submission_ends_the_call(
     assert found[1].root == 0
     assert time.monotonic() - start < 10  # of a limit of 20 s
     assert groups[0].health().failed_epoch == 1  # nothing of it is left to run
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_ctrl_c_while_weights_are_allocated_ends_the_group(
@@ -140,5 +139,4 @@ def test_ctrl_c_while_weights_are_allocated_ends_the_group(
     with pytest.raises(errors.TransferAbortedError) as aborted:
         uec.replicate_experts(weights, PLAN, group=groups[1])
     assert aborted.value.root == 0
-    for group in groups:
-        group.close()
+    close_all(groups)

@@ -12,6 +12,7 @@ from ranks import (
     MIXED,
     RankPool,
     clear_slots,
+    close_all,
     expert_bytes,
     fan_out_plan,
     fill_weights,
@@ -209,8 +210,7 @@ def test_main_weights_that_change_ahead_of_the_transfer_are_the_callers_fault() 
             assert (error.segment, error.offset, error.peer) == ("w2", 33, 0)
             assert "changed" in str(error)
             assert "weights" in str(error)
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_synchronize_raises_it_and_the_group_ends() -> None:
@@ -243,8 +243,7 @@ def test_without_check_nothing_is_compared() -> None:
     uec.replicate_experts(weights[1], plan, group=groups[1])
     assert first is not None
     first.wait()
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def _soak(rank: int, process_group: Any) -> Any:

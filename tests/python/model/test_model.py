@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -16,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_python
 from reference.schedule_oracle import Problem, optimum
 from tiers import cases
 
@@ -166,14 +165,8 @@ found = [predict(plan, [900_000, 70_001], mode=m).finish_us.tolist() for m in ("
 def test_another_process_predicts_the_same() -> None:
     names: dict[str, list[list[float]]] = {}
     exec(FINISHES, names)
-    other = subprocess.run(
-        [sys.executable, "-c", f"{FINISHES}print(found)"],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
-    assert other.strip() == repr(names["found"])
+    other = run_python("-c", f"{FINISHES}print(found)", PYTHONHASHSEED="1")
+    assert other.stdout.strip() == repr(names["found"]), other.stderr
     assert len(set(names["found"][0])) > 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import close_all
 
 import ultraep_comm as uec
 from ultraep_comm.errors import InvalidArgumentError
@@ -45,8 +46,7 @@ def test_the_groups_experts_are_as_large_as_they_are() -> None:
     try:
         small = uec.plan_replicas(LOAD, group=groups[0], cost=cost)
     finally:
-        for group in groups:
-            group.close()
+        close_all(groups)
     explicit = uec.PlanCost(token=50e-9, expert_byte=1 / BANDWIDTH, expert_bytes=1024)
     assert torch.equal(small.slot_expert, plan(explicit).slot_expert)
     with pytest.raises(InvalidArgumentError, match="expert_bytes"):

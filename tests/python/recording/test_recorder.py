@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,7 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_device import EmulatedDevice
-from ranks import RankPool, fill_weights, make_weights
+from ranks import (
+    RankPool,
+    close_all,
+    fill_weights,
+    make_weights,
+    run_python,
+    start_all,
+    synchronize_all,
+)
 from recorded_groups import EXPERT, GRADS, E, G, S, W, make_groups, plan_of, transfer
 
 import ultraep_comm as uec
@@ -82,10 +88,8 @@ def test_calls_are_recorded_with_plans_and_times(groups: list[uec.Group]) -> Non
 
 def test_the_end_of_a_call_is_known_before_anybody_waits(groups: list[uec.Group]) -> None:
     recorders = [group.start_recording() for group in groups]
-    works = [
-        uec.replicate_experts(make_weights(g), plan_of(50), group=g, async_op=True) for g in groups
-    ]
-    while not all(work.is_completed() for work in works if work is not None):
+    works = start_all(groups, [make_weights(group) for group in groups], plan_of(50))
+    while not all(work.is_completed() for work in works):
         pass
     ends = [recorder.recording().calls["end_ns"][0] for recorder in recorders]
     assert min(ends) > 0
@@ -173,13 +177,7 @@ def test_plans_on_a_device_are_recorded_without_contents(emulated: EmulatedDevic
     plan = uec.plan_replicas(emulated.put(torch.full((G, E), 5, dtype=torch.int32)), group=made[0])
     weights = [make_weights(group) for group in made]
     for given, mode in ((plan, "push"), (plan_of(50), "push")):
-        works = [
-            uec.replicate_experts(w, given, group=g, async_op=True, mode=mode)
-            for w, g in zip(weights, made, strict=True)
-        ]
-        for work in works:
-            assert work is not None
-            work.synchronize()
+        synchronize_all(start_all(made, weights, given, mode=mode))
     for recorder in recorders:
         found = recorder.recording()
         everything = Known.PLACEMENT | Known.QUOTAS | Known.LOAD
@@ -187,8 +185,7 @@ def test_plans_on_a_device_are_recorded_without_contents(emulated: EmulatedDevic
         assert found.calls["end_ns"].tolist() == [-1, -1]
         assert found.bytes_of_rank()[0] == -1
         assert contents(plan_of(50), found, 1)
-    for group in made:
-        group.close()
+    close_all(made)
 
 
 # ---- starting and stopping ------------------------------------------------------------------
@@ -211,9 +208,8 @@ def test_a_recorder_outlives_its_group(tmp_path: Path) -> None:
     made = make_groups()
     recorders = [group.start_recording() for group in made]
     transfer(made, plan_of(50))
-    for group in made:
-        group.close()
-    del group, made
+    close_all(made)
+    del made
     found = load_recording(recorders[1].dump(tmp_path / "r{rank}.npz"))
     assert found.source == str(tmp_path / "r1.npz")
     assert found.calls["end_ns"][0] > 0
@@ -238,8 +234,7 @@ def test_recording_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made = make_groups()
     for first in (10, 20, 30):
         transfer(made, plan_of(first))
-    for group in made:
-        group.close()
+    close_all(made)
     found = load_recordings([tmp_path / "runs"])
     assert [r.rank for r in found] == [0, 1]
     assert [r.calls["epoch"].tolist() for r in found] == [[2, 3], [2, 3]]
@@ -255,8 +250,7 @@ def test_groups_and_runs_have_files_of_their_own(
     runs = set()
     for _ in range(2):
         made = make_groups()
-        for group in made:
-            group.close()
+        close_all(made)
         runs.add(made[0].session.run)
     assert len(runs) == 2
     assert len(list(tmp_path.iterdir())) == 4
@@ -362,11 +356,7 @@ if sys.argv[1] == "collected":
 
 @pytest.mark.parametrize("how", ["at the end", "collected"])
 def test_groups_that_nobody_closes_write_recordings_too(tmp_path: Path, how: str) -> None:
-    environment = {**os.environ, "ULTRAEP_RECORD": str(tmp_path)}
-    command = [sys.executable, "-c", FORGOTTEN, how]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", FORGOTTEN, how, ULTRAEP_RECORD=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     for recording in load_recordings([tmp_path]):
         assert recording.calls["epoch"].tolist() == [1]
@@ -387,8 +377,7 @@ def test_failed_calls_are_known(groups: list[uec.Group]) -> None:
     assert found.failed_epoch == 2
     assert found.calls["end_ns"][0] > 0
     assert found.calls["end_ns"][1] == -1
-    for group in groups:
-        group.close()
+    close_all(groups)
     assert recorders[0].recording().failed_epoch == 2  # also when the group is gone
 
 
@@ -429,12 +418,7 @@ def test_a_transfer_is_the_same_while_it_is_recorded(groups: list[uec.Group]) ->
     weights = [make_weights(group) for group in groups]
     for group, own in zip(groups, weights, strict=True):
         fill_weights(group, own, 1)
-    works = [
-        uec.replicate_experts(w, plan, group=g, async_op=True)
-        for g, w in zip(groups, weights, strict=True)
-    ]
-    for work in works:
-        assert work is not None
+    for work in start_all(groups, weights, plan):
         work.wait()
     assert torch.equal(groups[0].slots["w"][0], weights[1]["w"][0])
     assert torch.equal(groups[1].slots["w"][0], weights[0]["w"][0])

@@ -20,10 +20,15 @@ def test_records() -> None:
     assert results[4] == Result(size=4 << 20, mode="direct", case=4, over_bound=3.9, worst=3.9)
 
 
-def test_lines_are_medians_of_records() -> None:
+def draw(results: list[Result], **options: str) -> Any:
     pytest.importorskip("matplotlib")
-    figure = draw_bound(load_results(EXAMPLE), source="over_bound.json")
+    figure = draw_bound(results, **options)
     figure.draw_without_rendering()
+    return figure
+
+
+def test_lines_are_medians_of_records() -> None:
+    figure = draw(load_results(EXAMPLE), source="over_bound.json")
     small, large = figure.axes
     lines = {
         line.get_gid(): (line.get_xdata().tolist(), line.get_ydata().tolist())
@@ -48,7 +53,6 @@ def test_lines_are_medians_of_records() -> None:
 
 @pytest.mark.parametrize("sizes", [1, 2, 3, 4, 7])
 def test_panels_of_any_number(sizes: int) -> None:
-    pytest.importorskip("matplotlib")
     results = [
         Result(size=f"case {s}", mode=mode, case=fan, over_bound=ratio, worst=ratio)
         for s in range(sizes)
@@ -56,8 +60,7 @@ def test_panels_of_any_number(sizes: int) -> None:
         for fan in (1, 2, 63)
         for ratio in [float(fan) if mode == "direct" else 1.1]
     ]
-    figure = draw_bound(results, source="made")
-    figure.draw_without_rendering()
+    figure = draw(results, source="made")
     assert len(figure.axes) == sizes
     assert figure.axes[0].get_yscale() == "log"
     assert all(len(axis.lines) == 5 for axis in figure.axes)  # the modes and the bound
@@ -73,7 +76,6 @@ def model_record(experts: int, load: str, **over_bound: tuple[float, float]) -> 
 
 
 def test_results_of_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     records = [
         model_record(256, "zipf1.0", push=(1.05, 1.06), relay=(2.0, 2.5)),
         model_record(256, "lognormal", push=(1.04, 1.09), relay=(1.5, 3.0)),
@@ -86,8 +88,7 @@ def test_results_of_the_model(tmp_path: Path) -> None:
     assert results[3] == Result(
         size=text, mode="relay", case="lognormal", over_bound=1.5, worst=3.0
     )
-    figure = draw_bound(results, source="model.json")
-    figure.draw_without_rendering()
+    figure = draw(results, source="model.json")
     one, two = figure.axes
     assert [axis.texts[0].get_text() for axis in (one, two)] == [text, text.replace("256", "128")]
     assert [list(line.get_ydata()) for line in one.lines[:2]] == [[1.05, 1.04], [2.0, 1.5]]
@@ -97,15 +98,13 @@ def test_results_of_the_model(tmp_path: Path) -> None:
 
 
 def test_modes_of_any_name_are_in_the_legend_and_look_different() -> None:
-    pytest.importorskip("matplotlib")
     modes = ["push", "", "_hidden", "$x$", "a", "b", "c"]
     results = [
         Result(size=1, mode=mode, case=fan, over_bound=1.2, worst=1.2)
         for mode in modes
         for fan in (1, 2)
     ]
-    figure = draw_bound(results, source="made")
-    figure.draw_without_rendering()
+    figure = draw(results, source="made")
     (axis,) = figure.axes
     assert [text.get_text() for text in axis.get_legend().get_texts()] == modes
     lines = [line for line in axis.lines if line.get_gid() is not None]
@@ -113,12 +112,10 @@ def test_modes_of_any_name_are_in_the_legend_and_look_different() -> None:
 
 
 def test_panels_have_one_distance() -> None:
-    pytest.importorskip("matplotlib")
     results = [
         Result(size=size, mode="push", case=1, over_bound=1.2, worst=1.2) for size in (1, 2, 3)
     ]
-    figure = draw_bound(results, source="a name of a file that is longer than a panel" * 2)
-    figure.draw_without_rendering()
+    figure = draw(results, source="a name of a file that is longer than a panel" * 2)
     left = [axis.get_position().x0 for axis in figure.axes]
     width = [axis.get_position().width for axis in figure.axes]
     assert left[1] - left[0] - width[0] < 0.06

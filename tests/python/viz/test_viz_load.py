@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import close_all, start_all
+from recorded_groups import make_recorder
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.bench.traces import open_trace
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import Recording
-from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.loads import (
     LoadSeries,
@@ -55,6 +57,12 @@ def series(trace: Path) -> LoadSeries:
     )
 
 
+def without_plan(series: LoadSeries, step: int, layer: int) -> LoadSeries:
+    known = series.known.copy()
+    known[step, layer] = False
+    return replace(series, known=known)
+
+
 def test_series_of_a_trace_are_its_plans(series: LoadSeries, trace: Path) -> None:
     counts = np.load(trace)["counts_src"]
     assert series.known.shape == (T, L)
@@ -81,14 +89,8 @@ def test_loads_of_nobody_and_of_nothing() -> None:
 
 def record(calls: list[tuple[str, uec.Plan | None, int]], **options: Any) -> Recording:
     """A recording of such calls: operation, plan, tag."""
-    recorder = Recorder(
-        rank=0,
-        topology=Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S),
-        finished_at=lambda epoch: 0,
-        on_stop=lambda: None,
-        loads=False,
-        capacity=options.get("capacity", 100),
-    )
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    recorder = make_recorder(0, topology, loads=False, **options)
     for i, (operation, plan, tag) in enumerate(calls):
         recorder.enter()
         recorder.add(i + 1, operation, "push", plan, tag, 1 << 20)
@@ -170,9 +172,8 @@ def test_recordings_without_quotas() -> None:
 
 def test_the_picture_shows_every_load(series: LoadSeries) -> None:
     pytest.importorskip("matplotlib")
-    known = series.known.copy()
-    known[2, 1] = False
-    series = replace(series, known=known)
+    series = without_plan(series, 2, 1)
+    known = series.known
     figure = draw_load(series)
     lines, before, after, _ = figure.axes
     for axis, loads in ((before, series.before), (after, series.after)):
@@ -219,10 +220,9 @@ def data_of(page: str) -> Any:
 
 
 def test_the_page_has_every_number(series: LoadSeries) -> None:
-    known = series.known.copy()
-    known[0, 1] = False
-    page = make_page(replace(series, known=known))
-    data = data_of(page)
+    series = without_plan(series, 0, 1)
+    known = series.known
+    data = data_of(make_page(series))
     assert (len(data["steps"]), len(data["layers"]), data["num_ranks"]) == (T, L, G)
     assert data["home"] == series.home.tolist()
     for t in range(T):
@@ -253,27 +253,25 @@ def test_the_page_needs_no_network(series: LoadSeries) -> None:
     assert "<title>Load per rank" in page
 
 
-def find_browser() -> str:
+@pytest.fixture
+def show(tmp_path: Path) -> Callable[[str, str], str]:
+    """Return a page's elements after its scripts have run in a browser without a network."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
+    browser = next((path for name in names if (path := shutil.which(name))), None)
+    if browser is None:
         pytest.skip(f"no browser to open the page in: none of {', '.join(names)}")
-    return found
 
+    def run(page: str, where: str) -> str:
+        path = tmp_path / "page.html"
+        path.write_text(page)
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}"]
+        command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"{path.as_uri()}#{where}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-def shown(page: Path, where: str, profile: Path) -> str:
-    """The page's elements after its scripts have run, without a network."""
-    command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run(
-        [*command, f"{page.as_uri()}#{where}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run
 
 
 def text_of(dom: str, name: str) -> str:
@@ -282,12 +280,9 @@ def text_of(dom: str, name: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", found[1]).split())
 
 
-def test_the_page_in_a_browser(series: LoadSeries, tmp_path: Path) -> None:
-    find_browser()
-    path = tmp_path / "page.html"
-    path.write_text(make_page(series))
+def test_the_page_in_a_browser(series: LoadSeries, show: Callable[[str, str], str]) -> None:
     t, layer, rank, expert = 1, 0, 2, 5
-    dom = shown(path, f"step={t}&layer={layer}&rank={rank}&expert={expert}", tmp_path / "profile")
+    dom = show(make_page(series), f"step={t}&layer={layer}&rank={rank}&expert={expert}")
     known = series.known
     before, after = imbalance(series.before, known), imbalance(series.after, known)
     tiles = text_of(dom, "tiles")
@@ -338,11 +333,11 @@ document.body.dataset.focused = focused;
 </script></body>"""
 
 
-def test_the_page_answers_pointer_and_keys(series: LoadSeries, tmp_path: Path) -> None:
-    find_browser()
-    path = tmp_path / "page.html"
-    path.write_text(make_page(series).replace("</body>", ACTS))
-    dom = shown(path, "step=0&layer=0&rank=0&expert=0", tmp_path / "profile")
+def test_the_page_answers_pointer_and_keys(
+    series: LoadSeries, show: Callable[[str, str], str]
+) -> None:
+    page = make_page(series).replace("</body>", ACTS)
+    dom = show(page, "step=0&layer=0&rank=0&expert=0")
     before, after = (
         imbalance(loads, series.known)[2, 1] for loads in (series.before, series.after)
     )
@@ -359,8 +354,9 @@ def test_the_page_answers_pointer_and_keys(series: LoadSeries, tmp_path: Path) -
     assert text_of(dom, "expert-title").startswith(f"Expert {-max(quotas)[1]}: ")
 
 
-def test_a_page_of_many_steps_shows_each_of_them(series: LoadSeries, tmp_path: Path) -> None:
-    find_browser()
+def test_a_page_of_many_steps_shows_each_of_them(
+    series: LoadSeries, show: Callable[[str, str], str]
+) -> None:
     steps = 7000
     arrays = {
         name: getattr(series, name) for name in ("known", "slot_expert", "slot_quota", "home_quota")
@@ -373,22 +369,18 @@ def test_a_page_of_many_steps_shows_each_of_them(series: LoadSeries, tmp_path: P
     document.body.dataset.cell = cell[3];
     document.body.dataset.left = document.querySelector(".scroll").scrollLeft > 100;
     </script></body>"""
-    path = tmp_path / "page.html"
-    path.write_text(make_page(wide).replace("</body>", act))
-    dom = shown(path, "step=6900", tmp_path / "profile")
+    dom = show(make_page(wide).replace("</body>", act), "step=6900")
     opaque = re.search(r'data-cell="(\d+)"', dom)
     assert opaque is not None
     assert int(opaque[1]) > 100
     assert 'data-left="true"' in dom  # the chosen step is in view
 
 
-def test_the_page_in_a_browser_with_lost_plans(series: LoadSeries, tmp_path: Path) -> None:
-    find_browser()
-    known = series.known.copy()
-    known[0, 0] = False
-    path = tmp_path / "page.html"
-    path.write_text(make_page(replace(series, known=known)))
-    dom = shown(path, "step=0&layer=0&rank=99&expert=x", tmp_path / "profile")
+def test_the_page_in_a_browser_with_lost_plans(
+    series: LoadSeries, show: Callable[[str, str], str]
+) -> None:
+    page = make_page(without_plan(series, 0, 0))
+    dom = show(page, "step=0&layer=0&rank=99&expert=x")
     assert "no recorded plan" in text_of(dom, "ranks-text")
     assert "no recorded plan" in text_of(dom, "expert-text")
 
@@ -403,18 +395,12 @@ def test_the_command_draws_traces_and_runs(trace: Path, tmp_path: Path) -> None:
     recorders = [group.start_recording() for group in groups]
     load = torch.tensor([[9, 1, 1, 1], [3, 1, 1, 1]], dtype=torch.int32)
     plan = uec.plan_replicas(load, slots_per_rank=1)
-    works = [
-        uec.replicate_experts({"w": torch.zeros(2, 4)}, plan, group=group, async_op=True)
-        for group in groups
-    ]
-    for work in works:
-        assert work is not None
+    for work in start_all(groups, [{"w": torch.zeros(2, 4)}] * 2, plan):
         work.wait()
     (tmp_path / "run").mkdir()
     for recorder in recorders:
         recorder.dump(tmp_path / "run" / "{rank}.npz")
-    for group in groups:
-        group.close()
+    close_all(groups)
     pages = [tmp_path / "trace.html", tmp_path / "run.html"]
     assert main(["load", "--trace", str(trace), "--out", str(pages[0])]) == 0
     assert main(["load", str(tmp_path / "run"), "--out", str(pages[1])]) == 0

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recorded_groups import make_recorder
 
 import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.model.timeline import SPAN, Span, Timeline
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import Recording, save_recording
-from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
@@ -130,14 +130,8 @@ def test_tiles_of_a_piece_are_one_bar_where_they_overlap() -> None:
 def record(rank: int, begins: list[int], ends: list[int]) -> Recording:
     """Transfers of a rank at such times in nanoseconds; an end of 0 is not known."""
     known = dict(enumerate(ends, 1))
-    recorder = Recorder(
-        rank=rank,
-        topology=Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S),
-        capacity=16,
-        loads=True,
-        finished_at=lambda epoch: known[epoch],
-        on_stop=lambda: None,
-    )
+    topology = Topology.make(num_ranks=G, num_experts=E, slots_per_rank=S)
+    recorder = make_recorder(rank, topology, loads=True, finished_at=known.__getitem__)
     plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
     for epoch, begin in enumerate(begins, 1):
         recorder.enter()
@@ -294,6 +288,14 @@ def test_calls_without_an_end_are_ticks() -> None:
 # ---- Perfetto -------------------------------------------------------------------------------
 
 
+def assert_as_busy(events: list[dict[str, Any]], timeline: Timeline) -> None:
+    """Spans of every rank and kind last as long as the timeline's."""
+    for rank in range(G):
+        for kind, name in KINDS.items():
+            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
+            assert sum(e["dur"] for e in own) == pytest.approx(busy(timeline, rank, kind), abs=0.1)
+
+
 def check_trace(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Check the format, as its readers do; return the spans."""
     assert document["displayTimeUnit"] in ("ms", "ns")
@@ -333,10 +335,7 @@ def test_the_trace_file_has_every_span(chart: Chart) -> None:
     assert document == trace_events(chart)
     events = check_trace(document)
     assert len(events) == len(chart.bars)
-    for rank in range(G):
-        for kind, name in KINDS.items():
-            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
-            assert sum(e["dur"] for e in own) == pytest.approx(busy(timeline, rank, kind), abs=0.1)
+    assert_as_busy(events, timeline)
     names = {
         e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
     }
@@ -421,12 +420,7 @@ def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
     events = check_trace(document)
     plan = uec.Plan.from_slots([[5], [0], [-1]], num_experts=E)
     found = model.predict(plan, size, "nvl72", mode, timeline=True)
-    for rank in range(G):
-        for kind, name in KINDS.items():
-            own = [e for e in events if (e["pid"] - 1, e["cat"]) == (rank, name)]
-            assert sum(e["dur"] for e in own) == pytest.approx(
-                busy(found.timeline, rank, kind), abs=0.1
-            )
+    assert_as_busy(events, found.timeline)
     moved = sum(e["args"]["bytes"] for e in events if e["cat"] == "store")
     assert moved == plan.num_replicas * size
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us, abs=1e-3)
