@@ -254,7 +254,7 @@ def raise_fault(status: _core.RerouteStatus, routing: str, rank: int, num_expert
     if status.fault is faults.COUNT_MISMATCH:
         raise InvalidLoadError(
             f"rank {rank}: {routing} has expert {status.expert} {status.counted} times, but the"
-            f" plan's load has it {status.expected} times; reroute what gather_load counted"
+            f" plan's load has {status.expected}; reroute what gather_load counted"
         )
     if status.fault is faults.QUOTA_MISMATCH:
         raise InvalidPlanError(
