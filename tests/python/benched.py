@@ -23,7 +23,7 @@ from ultraep_comm.bench.commands.critical_path import run as critical_path
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.plan import device as plan_device
 from ultraep_comm.bench.commands.reduce.run import Reduction
-from ultraep_comm.bench.commands.replicate.one_plan import run_device
+from ultraep_comm.bench.commands.replicate.device import run_device
 from ultraep_comm.bench.commands.replicate.run import Replication
 from ultraep_comm.bench.report import Report, flatten
 

@@ -13,7 +13,7 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.one_plan import sms_needed
+from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.plan.schedule import make_schedule

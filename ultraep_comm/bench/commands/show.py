@@ -87,7 +87,7 @@ def run(settings: ShowSettings, report: Report) -> int:
 def print_document(document: Mapping[str, Any]) -> None:
     """Print what the run of a document printed."""
     from ultraep_comm.bench.commands.links.report import print_links
-    from ultraep_comm.bench.commands.replicate.one_plan import format_document
+    from ultraep_comm.bench.commands.replicate.host import format_document
 
     if document["records"][0]["op"] == "links":
         print("\n".join(document["header"]))

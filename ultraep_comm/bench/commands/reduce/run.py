@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ultraep_comm.bench.baselines import cut_line, exchange
 from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.commands.reduce import ReduceSettings
-from ultraep_comm.bench.commands.replicate.one_plan import run_one_plan
+from ultraep_comm.bench.commands.replicate.run import run_one_plan
 from ultraep_comm.bench.inside import slot_grad_address
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import (

@@ -9,9 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.baselines import PlainCopy, PointToPoint, StreamCopies, nccl_group
-from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.clock import Meter, own_gpu
 from ultraep_comm.bench.commands.replicate import ReplicateSettings
-from ultraep_comm.bench.commands.replicate.one_plan import median_us, run_one_plan
+from ultraep_comm.bench.commands.replicate.device import median_us, run_device
+from ultraep_comm.bench.commands.replicate.host import run_host
+from ultraep_comm.bench.commands.replicate.one_plan import Collective
 from ultraep_comm.bench.inside import all_in_reach
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import Payload
@@ -24,8 +26,21 @@ from ultraep_comm.plan.schedule import Schedule, make_schedule
 
 
 def run(settings: ReplicateSettings, report: Report) -> int:
-    """Measure; return the exit status."""
+    """Measure; return the exit status. See `run_one_plan`."""
     return run_one_plan(Replication(), settings, report)
+
+
+def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
+    """Measure a collective on the settings' engine; return the exit status.
+
+    Collective, but in loopback.
+
+    Raises:
+        UltraEPError: there is no device, a group could not be created, or a call failed.
+    """
+    if settings.engine == "host":
+        return run_host(collective, settings, report)
+    return run_device(own_gpu(), collective, settings, report)
 
 
 class Replication:
