@@ -18,6 +18,8 @@ from ultraep_comm.engines.cuda.kernels import choose_num_sms, find_cubin
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.group import Group
 
+Run = Callable[[], None]
+
 NUM_STREAMS = 8
 # Ranks of one machine start together this long after the last of them was ready: enough for all
 # to have left the barrier.
@@ -55,25 +57,20 @@ class Meter(Protocol):
         """Return memory, also a peer's, as uint8."""
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
         """Return the device's time of one of so many calls in a row, behind one that counts not.
 
         That one is ``line_up``, if it is given.
         """
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Run) -> Run:
         """Capture what a call enqueues on the current stream; return what enqueues it again."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy on the CPU, behind what the current stream holds."""
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
+    def spread(self, jobs: Sequence[Run]) -> None:
         """Run jobs on several streams, behind the current one and before what it gets next."""
 
     def settle(self) -> None:
@@ -100,12 +97,7 @@ class HostMeter:
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
         """Time calls in a row."""
         (line_up or run)()
@@ -116,12 +108,12 @@ class HostMeter:
         self.settle()
         return (time.perf_counter_ns() - start) / 1e3 / calls
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
+    def spread(self, jobs: Sequence[Run]) -> None:
         """Run jobs one after the other."""
         for job in jobs:
             job()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Run) -> Run:
         """Raise UnsupportedError."""
         raise UnsupportedError("the host engine has no graphs")
 
@@ -166,12 +158,7 @@ class Gpu:
         return view_mapped(address, num_bytes, self.torch_device)
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
         """Time calls between two events, all of them in the stream before the device begins."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
@@ -191,19 +178,19 @@ class Gpu:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Run) -> Run:
         """Capture on a stream of torch's own."""
         graph = self._cuda.CUDAGraph()
         with self._cuda.graph(graph):
             run()
-        replay: Callable[[], None] = graph.replay
+        replay: Run = graph.replay
         return replay
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy, and wait for it."""
         return tensor.cpu()
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
+    def spread(self, jobs: Sequence[Run]) -> None:
         """Deal jobs out to streams."""
         current = torch.cuda.current_stream()
         used = self._streams[: len(jobs)]
@@ -319,7 +306,7 @@ class Clock(Protocol):
     loopback: bool
     one_clock: bool
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
+    def span(self, run: Run) -> tuple[float, float]:
         """Return this rank's start and end in microseconds. Collective, but in loopback."""
 
 
@@ -332,7 +319,7 @@ class HostClock:
         """Take the ranks of a domain for those of one machine."""
         self.one_clock = len(set(group.topology.domain.tolist())) == 1
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
+    def span(self, run: Run) -> tuple[float, float]:
         """Begin together with all ranks."""
         line_up(self.one_clock)
         start = time.perf_counter_ns()
@@ -354,7 +341,7 @@ class DeviceClock:
         calls: int,
         *,
         loopback: bool,
-        line_up: Callable[[], None] | None = None,
+        line_up: Run | None = None,
     ) -> None:
         """Time with a device; see `Meter.time_us`."""
         self.loopback = loopback
@@ -367,7 +354,7 @@ class DeviceClock:
         if not self.loopback:
             dist.barrier()
 
-    def time_us(self, run: Callable[[], None], calls: int = 0) -> float:
+    def time_us(self, run: Run, calls: int = 0) -> float:
         """Return the device's time of a call; ``calls`` in a row where it is given."""
         self.settle()
         took = self._meter.time_us(
@@ -376,7 +363,7 @@ class DeviceClock:
         self.settle()
         return took
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
+    def span(self, run: Run) -> tuple[float, float]:
         """Time it on the device."""
         return 0.0, self.time_us(run)
 

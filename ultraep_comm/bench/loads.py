@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.options import PUBLISHED, ZIPF
+from ultraep_comm.bench.options import IMBALANCE, PUBLISHED, ZIPF
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.topology import contiguous_home
 
@@ -110,7 +110,7 @@ def make_loads(
     """Return loads ``[E]`` of one family, equal for equal arguments.
 
     Args:
-        family: one of FAMILIES.
+        family: one of `options.FAMILIES`, or "imbalance" and a number.
         num_ranks: G, with contiguous homes.
         num_experts: E, at least ``topk``.
         num_tokens: of all ranks; a load sums to ``topk`` times as many.
@@ -118,12 +118,12 @@ def make_loads(
         seeds: how many loads; "adversarial" has a number of its own.
 
     Returns:
-        The loads; none where G ranks cannot have the imbalance of a published family.
+        The loads; none if G ranks cannot have the imbalance of the family.
     """
     if family == "adversarial":
         return adversarial_loads(num_ranks, num_experts, num_tokens * topk)
-    if family in PUBLISHED:
-        wanted = PUBLISHED[family]
+    if family in PUBLISHED or family.startswith(IMBALANCE):
+        wanted = PUBLISHED.get(family) or float(family.removeprefix(IMBALANCE))
         if wanted >= num_ranks:
             return []
         return [

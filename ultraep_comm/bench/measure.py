@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Clock
+from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.plan import Plan
@@ -99,26 +100,6 @@ class Chooser(Protocol):
         """Return the mode that the library takes. Collective: makes a call."""
 
 
-class Rounds(Protocol):
-    """Settings that say how often, and what is checked: `options.Settings`."""
-
-    @property
-    def warmup(self) -> int:
-        """Return the iterations that do not count."""
-
-    @property
-    def iters(self) -> int:
-        """Return those that do."""
-
-    @property
-    def check(self) -> bool:
-        """Return whether every iteration is checked, instead of the last one."""
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the order."""
-
-
 @dataclass(frozen=True)
 class Turn:
     """One thing in one iteration.
@@ -137,7 +118,7 @@ class Turn:
 
 
 def interleave(
-    settings: Rounds, items: int, progress: Callable[[int, int, str], None], text: str
+    settings: Settings, items: int, progress: Callable[[int, int, str], None], text: str
 ) -> Iterator[Turn]:
     """Yield the turns of some things, iteration by iteration.
 
@@ -156,7 +137,7 @@ def interleave(
 
 
 def measure(
-    settings: Rounds,
+    settings: Settings,
     clock: Clock,
     transfers: Sequence[Transfer],
     payload: object,

@@ -11,12 +11,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size
 from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ultraep_comm.bench.traces import Trace
 
 Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group in it
 
@@ -32,6 +38,7 @@ DEFAULT_TIMES = ("p50", "max")
 # Families of generated loads; `loads` makes them.
 ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
 PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
+IMBALANCE = "imbalance"  # with a number behind it, also a family
 FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
@@ -106,6 +113,11 @@ def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict
     if given.get("tile_bytes") is not None:
         found["tile_bytes"] = parse_size(given["tile_bytes"], "--tile-bytes")
     return found
+
+
+def take(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return some of the options, as fields of settings of the same names."""
+    return {name: getattr(options, name) for name in names}
 
 
 def check_ranks(
@@ -200,6 +212,60 @@ def check_memory(num_bytes: int, engine: str) -> None:
             f" {format_size(available)} of memory available; give smaller sizes, or fewer experts,"
             " slots or ranks"
         )
+
+
+# ---- engine and trace --------------------------------------------------------------------------
+
+
+def add_engine(add: Add) -> None:
+    """Add ``--engine`` and ``--fabric``."""
+    add(
+        "--engine",
+        choices=["auto", "host", "cuda"],
+        default="host",
+        help='auto: cuda if there is a GPU and a kernel for it, else host (default "host")',
+    )
+    add(
+        "--fabric",
+        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="of the CUDA engine: loopback, all ranks on one GPU in this process; nvshmem or torch"
+        " (symmetric memory), one process and GPU per rank (default: nvshmem under torchrun or"
+        " srun, else loopback)",
+    )
+
+
+def add_trace(add: Add, use: str) -> None:
+    """Add ``--trace``, ``--step`` and ``--layer``."""
+    add("--trace", type=Path, metavar="FILE.npz", help=use)
+    add("--step", type=int, default=0, help="of the trace (default 0)")
+    add("--layer", type=int, default=0, help="of the trace (default 0)")
+
+
+def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDArray[np.int32]]:
+    """Return the trace and the load ``[G, E]`` of ``--step`` and ``--layer``.
+
+    Raises:
+        InvalidArgumentError: ``--imbalance`` or ``--experts`` contradict the trace.
+        TraceError: the file is no trace, or has no such step or layer.
+        OSError: the file cannot be read.
+    """
+    from ultraep_comm.bench.traces import open_trace
+
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
+    trace = open_trace(options.trace)
+    if options.experts not in (None, trace.num_experts):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
+            " out"
+        )
+    load = trace.load(
+        num_ranks=num_ranks,
+        tokens_per_rank=options.tokens,
+        **take(options, "step", "layer"),
+    )
+    return trace, load
 
 
 # ---- iterations ---------------------------------------------------------------------------------

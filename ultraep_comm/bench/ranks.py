@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ TILE_BYTES = 32 << 10  # of the device, where nothing else is said
 _HOST_CALLS = 30
 
 
-class Ranks:
+class Ranks(abc.ABC):
     """Groups, and one collective that all of them call.
 
     Attributes:
@@ -59,11 +60,11 @@ class Ranks:
         self.nothing = Plan.from_slots(nothing, num_experts=num_experts)
         self._padding = put(self.groups[0], torch.full((1, 1), -1))
 
+    @abc.abstractmethod
     def _call_one(
         self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
     ) -> Work | None:
-        """Call for one of the groups, with what was bound before or in the call."""
-        raise NotImplementedError
+        """Call for group ``i``, with tensors bound before or unbound ones."""
 
     def start(self, plan: Plan, mode: str, *, bound: bool = True) -> list[Work]:
         """Start one call of every rank here."""

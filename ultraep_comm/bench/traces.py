@@ -59,7 +59,13 @@ class Trace:
     def load(
         self, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
     ) -> NDArray[np.int32]:
-        """Return the load ``[G, E]`` of one step and layer, as :func:`load_trace` does."""
+        """Return the load ``[G, E]`` of one step and layer, both counted from 0.
+
+        ``tokens_per_rank`` is the length of a rank's window in ``topk``; ``counts_src`` ignores it.
+
+        Raises:
+            TraceError: there is no such step or layer, or it has impossible counts or ids.
+        """
         place, array = self.place, self.array
         steps = self.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
         _check_range(place, {"step": (step, steps), "layer": (layer, self.num_layers)})
@@ -77,26 +83,6 @@ class Trace:
         if counts.sum(axis=0).max() > MAX_LOAD:
             raise TraceError(f"{place} has an expert with 2**31 or more tokens")
         return np.ascontiguousarray(counts, dtype=np.int32)
-
-
-def load_trace(
-    path: Path, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
-) -> NDArray[np.int32]:
-    """Return the load ``[G, E]`` of one step and layer.
-
-    Args:
-        path: the file.
-        num_ranks: G.
-        step: from 0.
-        layer: from 0.
-        tokens_per_rank: length of a rank's window; counted files have their own.
-
-    Raises:
-        TraceError: as its text says.
-        OSError: the file cannot be read.
-    """
-    trace = open_trace(path)
-    return trace.load(num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank)
 
 
 def open_trace(path: Path) -> Trace:

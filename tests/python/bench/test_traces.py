@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ultraep_comm.bench.traces import TraceError, load_trace, regroup
+from ultraep_comm.bench.traces import TraceError, open_trace, regroup
 from ultraep_comm.errors import UltraEPError
 
 
 def load(path: Path, num_ranks: int, step: int = 0, layer: int = 0, tokens: int = 4) -> np.ndarray:
-    return load_trace(path, num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens)
+    trace = open_trace(path)
+    return trace.load(num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens)
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     DEFAULT_RANKS,
     Settings,
+    add_engine,
     check_ranks,
     check_shared,
     check_writable,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -70,13 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="(default 16M; in loopback 256M, more than a GPU's cache has)",
     )
-    add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine, as for replicate",
-    )
+    add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("-n", "--iters", type=int, default=20, help="of which the fastest counts (default 20)")
     add("--seed", type=int, default=1, help="of the payload (default 1)")
@@ -110,9 +106,8 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
     return CalibrateSettings(
         **found,
         copy_bytes=copy_bytes,
-        output=options.output,
         kept=kept,
-        num_sms=options.num_sms,
+        **take(options, "output", "num_sms"),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultraep_comm.bench.command import Command
@@ -17,11 +16,14 @@ from ultraep_comm.bench.options import (
     add_bound_limit,
     add_outputs,
     add_rounds,
+    add_trace,
     check_ranks,
     check_rate_known,
     check_shared,
     default_imbalance,
     parse_expert_bytes,
+    read_trace,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_segments
 from ultraep_comm.errors import InvalidArgumentError
@@ -92,9 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
     add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
     add("--imbalance", type=float, help="that ids are drawn for (default 3)")
-    add("--trace", type=Path, metavar="FILE.npz", help="draw ids as often as recorded routing has")
-    add("--step", type=int, default=0, help="of the trace, for the first iteration (default 0)")
-    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add_trace(add, "draw ids from recorded routing; each iteration takes the next step")
     add(
         "--fabric",
         choices=["auto", "nvshmem", "torch", "loopback"],
@@ -134,24 +134,18 @@ def make_settings(options: argparse.Namespace) -> PathSettings:
             f"{num_ranks} ranks with --tokens {options.tokens} to --topk {options.topk} experts"
             f" make a load of {total}; expected less than 2**31"
         )
-    trace = None if options.trace is None else _open_trace(options, num_ranks)
+    trace = None if options.trace is None else read_trace(options, num_ranks)[0]
     num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
     return PathSettings(
         **found,
         num_experts=num_experts if trace is None else trace.num_experts,
-        slots=options.slots,
-        tokens=options.tokens,
-        topk=options.topk,
+        **take(options, "slots", "tokens", "topk", "mode", "step", "layer", "num_sms"),
         segments=parse_segments(
             options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
         ),
-        mode=options.mode,
         imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
-        step=options.step,
-        layer=options.layer,
-        num_sms=options.num_sms,
     )
 
 
@@ -169,27 +163,6 @@ def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) ->
         seed=options.seed,
     )
     return imbalance
-
-
-def _open_trace(options: argparse.Namespace, num_ranks: int) -> Trace:
-    if options.imbalance is not None:
-        raise InvalidArgumentError("--imbalance is for ids without a trace; the trace has its own")
-    from ultraep_comm.bench.traces import open_trace
-
-    trace = open_trace(options.trace)
-    # Says what is wrong with step and layer.
-    trace.load(
-        num_ranks=num_ranks,
-        step=options.step,
-        layer=options.layer,
-        tokens_per_rank=options.tokens,
-    )
-    if options.experts not in (None, trace.num_experts):
-        raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
-            " out"
-        )
-    return trace
 
 
 COMMAND = Command(

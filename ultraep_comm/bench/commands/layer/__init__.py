@@ -17,6 +17,7 @@ from ultraep_comm.bench.options import (
     check_ranks,
     check_shared,
     default_imbalance,
+    take,
 )
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -112,11 +113,7 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
         **found,
         shares=load / load.sum(),
         imbalance=imbalance,
-        slots=options.slots,
-        tokens=options.tokens,
-        topk=options.topk,
-        hidden=options.hidden,
-        inner=options.inner,
+        **take(options, "slots", "tokens", "topk", "hidden", "inner"),
     )
 
 

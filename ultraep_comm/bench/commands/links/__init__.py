@@ -10,11 +10,13 @@ from ultraep_comm.bench.options import (
     DEFAULT_RANKS,
     Settings,
     add_bandwidth_limit,
+    add_engine,
     add_outputs,
     add_rounds,
     check_memory,
     check_ranks,
     check_shared,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -62,14 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a link's bandwidth: that of the median iteration (default), or of the slowest one",
     )
     add("--slowest", type=int, default=5, metavar="N", help="links to name (default 5)")
-    add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine, as for replicate; loopback, on one GPU, has no links and serves"
-        " to try the command",
-    )
+    add_engine(add)  # loopback has no links, and only tries the command
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add_rounds(parser.add_argument_group("iterations").add_argument, "the payload")
@@ -95,9 +90,7 @@ def make_settings(options: argparse.Namespace) -> LinksSettings:
         link_bytes=link_bytes,
         # Ranks in one process share its clock, so theirs cannot be told apart.
         one_at_a_time=options.one_at_a_time or found["fabric"] == "loopback",
-        statistic=options.statistic,
-        slowest=options.slowest,
-        num_sms=options.num_sms,
+        **take(options, "statistic", "slowest", "num_sms"),
     )
 
 

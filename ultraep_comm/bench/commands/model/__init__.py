@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.commands.plan import PlanSize, check_load, parse_plan_sizes
+from ultraep_comm.bench.commands.plan import (
+    LoadsSettings,
+    add_loads,
+    add_sizes,
+    check_load,
+    parse_plan_sizes,
+)
 from ultraep_comm.bench.options import (
     FAMILIES,
+    IMBALANCE,
     PUBLISHED,
-    Settings,
     add_outputs,
     check_shared,
     parse_families,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -31,44 +38,29 @@ DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: of Qwen3-235B, bf16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(LoadsSettings):
     """Checked arguments of ``model``.
 
     Attributes:
-        sizes: ranks, experts and slots of the plans.
         imbalances: of generated loads, without replicas.
-        families: further loads, of `bench.families`.
-        seeds: loads of each imbalance and family.
-        tokens: of each rank.
-        topk: experts of a token.
         expert_bytes: W.
         machine: whose times are predicted.
     """
 
-    sizes: tuple[PlanSize, ...]
     imbalances: tuple[float, ...]
-    families: tuple[str, ...]
-    seeds: int
-    tokens: int
-    topk: int
     expert_bytes: int
     machine: Machine
 
     @property
-    def alone(self) -> bool:
-        """Return True: nothing is measured."""
-        return True
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of load."""
+        return (*(f"{IMBALANCE}{x:g}" for x in self.imbalances), *self.families)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``model``."""
     add = parser.add_argument
-    add(
-        "--sizes",
-        default=DEFAULT_SIZES,
-        metavar="G/E/S,...",
-        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
-    )
+    add_sizes(add, DEFAULT_SIZES)
     add(
         "--imbalances",
         default=DEFAULT_IMBALANCES,
@@ -81,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"of further loads (default {DEFAULT_FAMILIES})",
     )
-    add("--seeds", type=int, default=3, help="loads of a kind (default 3)")
-    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add("--topk", type=int, default=8, help="experts of a token (default 8)")
+    add_loads(add, 3)
     add(
         "--expert-bytes",
         default=DEFAULT_EXPERT_BYTES,
@@ -120,11 +110,9 @@ def make_settings(options: argparse.Namespace) -> ModelSettings:
         sizes=sizes,
         imbalances=imbalances,
         families=families,
-        seeds=options.seeds,
-        tokens=options.tokens,
-        topk=options.topk,
         expert_bytes=parse_size(options.expert_bytes),
         machine=machine,
+        **take(options, "seeds", "tokens", "topk"),
     )
 
 

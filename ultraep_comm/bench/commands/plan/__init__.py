@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     FAMILIES,
+    Add,
     Settings,
     add_bound_limit,
     add_outputs,
     check_shared,
     parse_families,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_count, parse_counts
 from ultraep_comm.errors import InvalidArgumentError
@@ -71,20 +73,16 @@ class PlanSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(Settings):
-    """Checked arguments of ``plan``.
+class LoadsSettings(Settings):
+    """Settings of a command that plans many loads, in one process for all ranks.
 
     Attributes:
-        sizes: a row for each of them and each family.
-        families: of `bench.families`, or "trace".
-        seeds: loads of a generated family.
+        sizes: one row for each size and kind of load.
+        families: of `options.FAMILIES`, or "trace".
+        seeds: loads of each generated kind.
         tokens: of each rank.
         topk: experts of a token.
-        target: imbalance that is good enough.
-        trace: recorded routing; None: there is none.
-        trace_name: of its file.
-        engine: "host" compares planners, "cuda" times kernels.
-        warps: of the plan kernel, one measurement for each.
+        trace: recorded routing, or None.
     """
 
     sizes: tuple[PlanSize, ...]
@@ -92,40 +90,59 @@ class PlanSettings(Settings):
     seeds: int
     tokens: int
     topk: int
-    target: float
     trace: Trace | None = None
-    trace_name: str = ""
-    warps: tuple[int, ...] = ()
 
     @property
     def alone(self) -> bool:
-        """Return True: one process plans for all ranks."""
+        """Return True: one process does all the work."""
         return True
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of load."""
+        return self.families
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(LoadsSettings):
+    """Checked arguments of ``plan``.
+
+    Attributes:
+        target: imbalance at which the planner stops.
+        trace_name: file name of the trace.
+        engine: "host" compares planners, "cuda" times kernels.
+        warps: of the plan kernel, one measurement for each.
+    """
+
+    target: float
+    trace_name: str = ""
+    warps: tuple[int, ...] = ()
+
+
+def add_sizes(add: Add, default: str) -> None:
+    """Add ``--sizes``."""
+    help_text = f"ranks, experts, slots of a rank (default {default})"
+    add("--sizes", default=default, metavar="G/E/S,...", help=help_text)
+
+
+def add_loads(add: Add, seeds: int) -> None:
+    """Add the number and size of generated loads."""
+    add("--seeds", type=int, default=seeds, help=f"loads of a generated kind (default {seeds})")
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
-    add(
-        "--sizes",
-        default=DEFAULT_SIZES,
-        metavar="G/E/S,...",
-        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
-    )
+    add_sizes(add, DEFAULT_SIZES)
     add(
         "--families",
         metavar="NAME,...",
         help=f"of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
     )
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
-    add(
-        "--seeds",
-        type=int,
-        default=DEFAULT_SEEDS,
-        help=f"loads of a generated family (default {DEFAULT_SEEDS})",
-    )
-    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
+    add_loads(add, DEFAULT_SEEDS)
     add("--target", type=float, default=1.01, help="imbalance that is good enough (default 1.01)")
     add(
         "--domain-size",
@@ -189,14 +206,10 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         **found,
         sizes=sizes,
         families=families,
-        seeds=options.seeds,
-        tokens=options.tokens,
-        topk=options.topk,
-        target=options.target,
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
-        engine=options.engine,
         warps=warps,
+        **take(options, "seeds", "tokens", "topk", "target", "engine"),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.bench.commands.plan import TRACE, PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSettings, PlanSize
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.calls.plan import plan_replicas
@@ -37,9 +37,9 @@ def describe_settings(settings: PlanSettings) -> Record:
     }
 
 
-def each_cell(settings: PlanSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
+def each_cell(settings: LoadsSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
     """Yield every size and family with its loads, where there are some."""
-    cells = [(size, family) for size in settings.sizes for family in settings.families]
+    cells = [(size, family) for size in settings.sizes for family in settings.kinds]
     for i, (size, family) in enumerate(cells):
         report.progress(i, len(cells), f"{size} {family}")
         loads = make_plan_loads(settings, size, family)
@@ -48,7 +48,7 @@ def each_cell(settings: PlanSettings, report: Report) -> Iterator[tuple[PlanSize
     report.progress(len(cells), len(cells))
 
 
-def make_plan_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:
+def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loads:
     """Return the loads ``[E]`` of one size and family."""
     if family != TRACE:
         return make_loads(

@@ -12,7 +12,7 @@ from ultraep_comm.bench.commands.replicate import (
     add_transfer_arguments,
     check_transfer,
 )
-from ultraep_comm.bench.options import check_memory
+from ultraep_comm.bench.options import check_memory, take
 from ultraep_comm.errors import InvalidArgumentError
 
 REDUCE_MODES = ("pull", "direct", "auto")
@@ -88,9 +88,7 @@ def make_settings(options: argparse.Namespace) -> ReduceSettings:
     """
     settings = ReduceSettings(
         **check_transfer(options, REDUCE_MODES),
-        grad_dtype=options.grad_dtype,
-        main_dtype=options.main_dtype,
-        zero=options.zero,
+        **take(options, "grad_dtype", "main_dtype", "zero"),
     )
     item = settings.grad_bytes
     for name, size in (pair for segments in settings.sizes for pair in segments.items()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ultraep_comm.bench.command import Command
@@ -20,19 +19,21 @@ from ultraep_comm.bench.options import (
     Settings,
     add_bandwidth_limit,
     add_bound_limit,
+    add_engine,
     add_outputs,
     add_rounds,
     add_sweep,
+    add_trace,
     check_memory,
     check_ranks,
     check_rate_known,
     check_shared,
     default_imbalance,
     parse_times,
+    read_trace,
     sweep_segments,
 )
 from ultraep_comm.bench.sizes import parse_counts
-from ultraep_comm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,25 +127,10 @@ def add_transfer_arguments(
         " scale of a 64th each), or names and sizes (default 2)",
     )
     add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
-    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead of generated load")
-    add("--step", type=int, default=0, help="of the trace (default 0)")
-    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add_trace(add, "recorded routing instead of generated load")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
     add = parser.add_argument_group("what moves it").add_argument
-    add(
-        "--engine",
-        choices=["auto", "host", "cuda"],
-        default="host",
-        help='auto: cuda where there is a GPU and a kernel for it, else host (default "host")',
-    )
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem or"
-        " torch (its symmetric memory), a process and a GPU for each (default: nvshmem under"
-        " torchrun or srun, else loopback)",
-    )
+    add_engine(add)
     add(
         *("--num-sms", "--sms"),
         metavar="N,...",
@@ -214,7 +200,6 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
 
 def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
     from ultraep_comm.bench.loads import generate_load
-    from ultraep_comm.bench.traces import load_trace
 
     if options.trace is None:
         imbalance, experts = options.imbalance, options.experts
@@ -226,19 +211,7 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.
             seed=options.seed,
         )
         return load, f"generated, seed {options.seed}"
-    if options.imbalance is not None:
-        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
-    load = load_trace(
-        options.trace,
-        num_ranks=num_ranks,
-        step=options.step,
-        layer=options.layer,
-        tokens_per_rank=options.tokens,
-    )
-    if options.experts not in (None, load.shape[1]):
-        raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {load.shape[1]}; leave it out"
-        )
+    load = read_trace(options, num_ranks)[1]
     return load, f"{options.trace.name}, step {options.step}, layer {options.layer}"
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.options import Settings, add_outputs, check_ranks, check_shared
+from ultraep_comm.bench.options import Settings, add_outputs, check_ranks, check_shared, take
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -92,11 +92,8 @@ def make_settings(options: argparse.Namespace) -> ValidateSettings:
         sizes.append(sizes[-1] * 2)
     return ValidateSettings(
         **found,
-        plans=options.plans,
         sizes=tuple(sizes),
-        slots=options.slots,
-        statistic=options.statistic,
-        max_error=limit,
+        **take(options, "plans", "slots", "statistic", "max_error"),
     )
 
 
