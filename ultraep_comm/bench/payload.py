@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep_comm.plan.plan import Plan
+
 Bytes = NDArray[np.uint8]
 Word: TypeAlias = np.unsignedinteger[Any]
 
@@ -179,3 +181,19 @@ class GradPayload:
 def count_different(data: torch.Tensor, wanted: torch.Tensor) -> int:
     """Return how many bytes of two tensors of one dtype differ."""
     return int((data.view(torch.uint8) != wanted.view(torch.uint8)).sum())
+
+
+# ---- integers -----------------------------------------------------------------------------------
+
+
+def count_unequal(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return how many values differ from those of a tensor on the CPU."""
+    return int((found.cpu() != expected).sum())
+
+
+def count_wrong_plan(found: Plan, expected: Plan) -> int:
+    """Return how many entries of a plan differ from those of a plan on the CPU."""
+    return sum(
+        count_unequal(getattr(found, name), getattr(expected, name))
+        for name in ("slot_expert", "slot_quota", "home_quota")
+    )

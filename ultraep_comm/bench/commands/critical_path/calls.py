@@ -19,6 +19,7 @@ from ultraep_comm.bench.inside import (
     launch_counts,
     put,
 )
+from ultraep_comm.bench.payload import count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
 from ultraep_comm.calls.plan import plan_replicas
@@ -67,16 +68,10 @@ class Found:
 
     def count_wrong(self, expected: Expected) -> int:
         """Return how many integers are not the host's. The device has to be idle."""
-        wrong = sum(_differ(load, expected.load) for load in self.loads)
-        for plan in self.plans:
-            for name in ("slot_expert", "slot_quota", "home_quota"):
-                wrong += _differ(getattr(plan, name), getattr(expected.plan, name))
+        wrong = sum(count_unequal(load, expected.load) for load in self.loads)
+        wrong += sum(count_wrong_plan(plan, expected.plan) for plan in self.plans)
         pairs = zip(self.physical, expected.physical, strict=False)
-        return wrong + sum(_differ(found, right) for found, right in pairs)
-
-
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found.cpu() != expected).sum())
+        return wrong + sum(count_unequal(found, right) for found, right in pairs)
 
 
 def _loads_of(plans: Sequence[Plan]) -> list[torch.Tensor]:

@@ -57,6 +57,15 @@ class PlanSize:
         text = f"{self.num_ranks}/{self.num_experts}/{self.slots_per_rank}"
         return text if self.domain_size >= self.num_ranks else f"{text} by {self.domain_size}"
 
+    def describe(self) -> dict[str, int]:
+        """Return the fields of a JSON record that name the size."""
+        return {
+            "ranks": self.num_ranks,
+            "experts": self.num_experts,
+            "slots": self.slots_per_rank,
+            "domain_size": self.domain_size,
+        }
+
     @property
     def home(self) -> NDArray[np.int32]:
         """Return the home map ``[E]``: contiguous."""

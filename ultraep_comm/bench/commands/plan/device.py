@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from ultraep_comm.bench.commands.plan.cells import (
 )
 from ultraep_comm.bench.inside import device_stages, gather_and_plan_together, plans_at_once
 from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.payload import Payload, count_unequal, count_wrong_plan
+from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.calls.gather import gather_load
-from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.cuda import device, kernels
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import InvalidLoadError
@@ -41,8 +43,7 @@ from ultraep_comm.plan.topology import Topology
 PLAN_CALLS = 20  # in a row
 _GATHER_CALLS = 3  # four can be under way without blocking the host
 FIELDS = ("slot_expert", "slot_quota", "home_quota")
-_EXPERT = {"w": ((16,), torch.uint8)}  # next to nothing to move
-_EMPTY = 255
+_SEGMENTS = {"w": 16}  # bytes of a tiny expert
 
 
 def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
@@ -133,7 +134,7 @@ def measure_row(
         1,
         num_experts=size.num_experts,
         slots_per_rank=1,
-        expert=_EXPERT,
+        expert={"w": ((16,), torch.uint8)},
         engine="cuda",
         num_sms=1,
     )
@@ -142,22 +143,19 @@ def measure_row(
     stages.raise_fault()
     group.close()
     counts_us, launch_us, shares_us, reroute_us, wrong = np.array(others).T
-    every = AllRanks.of(size)
+    every = AllRanks.of(meter, size)
     ranks = []
     if every is not None:
         for case in cases:
             given = (case.load, case.plan, ids_of(case.load), settings.target)
-            ranks.append(every.measure(meter, *given))
-        every.close()
+            ranks.append(every.measure(*given))
+        every.ranks.close()
     device_us, host_us = ([getattr(t, name) for t in ranks] for name in ("device_us", "host_us"))
     wrong_values = int(wrong.sum()) + sum(times.wrong_values for times in ranks)
     return {
         "op": "plan",
         "engine": "cuda",
-        "ranks": size.num_ranks,
-        "experts": size.num_experts,
-        "slots": size.slots_per_rank,
-        "domain_size": size.domain_size,
+        **size.describe(),
         "family": family,
         "vectors": len(cases),
         "host_us": _percentiles([case.host_us for case in cases]),
@@ -235,7 +233,7 @@ def _measure_plans(
             first = meter.time_us(plan, 1, 1, line_up=lambda: None)
         times.append(meter.time_us(plan, PLAN_CALLS, 1))
         meter.settle()
-        wrong += sum(differ(getattr(plans[0], name), getattr(case.plan, name)) for name in FIELDS)
+        wrong += count_wrong_plan(plans[0], case.plan)
     stages.raise_fault()
     return {
         "warps": stages.plan_warps,
@@ -270,7 +268,8 @@ def _measure_others(
         stages.raise_fault()
     reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
     meter.settle()
-    wrong = differ(found["counts"], case.load[:1]) + differ(found["ids"], case.physical)
+    wrong = count_unequal(found["counts"], case.load[:1])
+    wrong += count_unequal(found["ids"], case.physical)
     return gather_us, launch_us, shares_us, reroute_us, wrong
 
 
@@ -295,106 +294,73 @@ class RanksTimes:
 
 
 class AllRanks:
-    """A loopback group of a size, with a block for each rank."""
+    """A loopback group of a size, with one block for each rank and tiny experts."""
 
-    def __init__(self, size: PlanSize) -> None:
-        """Make the group, and weights that tell experts apart."""
-        self.groups = new_loopback_groups(
-            size.num_ranks,
+    def __init__(self, meter: Meter, size: PlanSize) -> None:
+        """Create the group."""
+        self.ranks = WeightRanks(
+            meter,
+            num_ranks=size.num_ranks,
             num_experts=size.num_experts,
-            slots_per_rank=size.slots_per_rank,
+            slots=size.slots_per_rank,
+            fabric="loopback",
+            segments=_SEGMENTS,
             home=size.home,
             domains=size.domain,
-            expert=_EXPERT,
-            engine="cuda",
             num_sms=1,
         )
-        self._bound = []
-        for group in self.groups:
-            weights = group.empty_weights()
-            mains = torch.from_numpy(group.topology.mains(group.rank) % _EMPTY).to(torch.uint8)
-            weights["w"].copy_(mains[:, None].expand(weights["w"].shape))
-            self._bound.append(group.bind(weights))
+        self._payload, self._epoch = Payload(0, _SEGMENTS), 0
 
     @classmethod
-    def of(cls, size: PlanSize) -> AllRanks | None:
-        """Return them; None: the device, or a launch, has no block for each."""
+    def of(cls, meter: Meter, size: PlanSize) -> AllRanks | None:
+        """Return the ranks; None if the device, or a launch, has no block for each."""
         most = min(device.find_device().num_sms, _core.CUDA_MAX_LAUNCH_RANKS)
-        return cls(size) if size.num_ranks <= most else None
+        return cls(meter, size) if size.num_ranks <= most else None
 
     def measure(
-        self,
-        meter: Meter,
-        load: torch.Tensor,
-        plan: Plan,
-        ids: Sequence[torch.Tensor],
-        target: float,
+        self, load: torch.Tensor, plan: Plan, ids: Sequence[torch.Tensor], target: float
     ) -> RanksTimes:
-        """Time calls with the host's plan of a load for a target, and check what they leave.
+        """Time calls with the host's plan of a load for a target, and check their results.
 
-        ``ids`` are what each rank's row of the load counts, int64, on the CPU.
+        ``ids`` are int64 tensors on the CPU; each rank's row of the load counts its tensor.
         """
-        stages = device_stages(self.groups[0])
-        there = Plan(
+        groups, meter = self.ranks.groups, self.ranks.meter
+        stages = device_stages(groups[0])
+        on_device = Plan(
             slot_expert=stages.put(plan.slot_expert),
             home=stages.home,
             slot_quota=stages.put(plan.slot_quota),  # type: ignore[arg-type]
             home_quota=stages.put(plan.home_quota),  # type: ignore[arg-type]
         )
         times, wrong = [], 0
-        for given in (there, plan):
-            for group in self.groups:
-                group.slots["w"].fill_(_EMPTY)
+        for given in (on_device, plan):
+            self._epoch += 1
+            self.ranks.mark_slots()
+            self.ranks.fill(plan, self._payload, self._epoch)
             meter.settle()
-            run = self._replicating(given)
-            times.append(meter.time_us(run, _GATHER_CALLS, len(self.groups)))
+            run = functools.partial(self.ranks.call, given, "auto")
+            times.append(meter.time_us(run, _GATHER_CALLS, len(groups)))
             meter.settle()
-            wrong += self._wrong_slots(plan)
+            wrong += self.ranks.count_wrong(plan, self._payload, self._epoch)
         at_once_us = None
-        if plans_at_once(self.groups[0]):
+        if plans_at_once(groups[0]):
             own = [stages.put(i) for i in ids]
             made: list[Plan] = []
-            gather_and_plan_together(self.groups, own, target)  # a capture needs what it makes
+            gather_and_plan_together(groups, own, target)  # allocates, so that it can be captured
             meter.settle()
-            # As many events as ranks go with a call of all, if it is not captured.
 
             def plan_all() -> None:
-                made[:] = gather_and_plan_together(self.groups, own, target)
+                made[:] = gather_and_plan_together(groups, own, target)
 
+            # Replayed: without capture, a call of all ranks enqueues as many events as ranks.
             replay = meter.capture(plan_all)
-            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(self.groups))
+            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(groups))
             meter.settle()
             for found in made:
                 assert found.load is not None
-                wrong += differ(found.load, load)
-                wrong += sum(differ(getattr(found, n), getattr(plan, n)) for n in FIELDS)
+                wrong += count_unequal(found.load, load) + count_wrong_plan(found, plan)
         return RanksTimes(
             device_us=times[0], host_us=times[1], at_once_us=at_once_us, wrong_values=wrong
-        )
-
-    def close(self) -> None:
-        """Close the group."""
-        for group in self.groups:
-            group.close()
-
-    def _replicating(self, plan: Plan) -> Callable[[], None]:
-        def run() -> None:
-            works = [
-                replicate_experts(bound, plan, group=group, async_op=True)
-                for group, bound in zip(self.groups, self._bound, strict=True)
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        return run
-
-    def _wrong_slots(self, plan: Plan) -> int:
-        table = plan.slot_expert
-        expected = torch.where(table < 0, _EMPTY, table % _EMPTY).to(torch.uint8)
-        return sum(
-            differ(group.slots["w"], expected[group.rank][:, None].expand(-1, 16))
-            for group in self.groups
         )
 
 
@@ -402,8 +368,3 @@ def ids_of(load: torch.Tensor) -> list[torch.Tensor]:
     """Return int64 ``[N, 1]`` for each row of a load: what it counts, in the order of experts."""
     experts = np.arange(load.shape[1])
     return [torch.from_numpy(np.repeat(experts, row)[:, None]) for row in load.numpy()]
-
-
-def differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    """Return how many values are different."""
-    return int((found.cpu() != expected).sum())

@@ -79,10 +79,7 @@ def measure_row(
     bound = np.array([plan.imbalance_bound for plan in ours])
     return {
         "op": "plan",
-        "ranks": size.num_ranks,
-        "experts": size.num_experts,
-        "slots": size.slots_per_rank,
-        "domain_size": size.domain_size,
+        **size.describe(),
         "family": family,
         "vectors": len(loads),
         "imbalance_before": float(np.mean(before)),
