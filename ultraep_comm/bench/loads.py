@@ -5,6 +5,7 @@ bench/METRICS.md describes the families.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -68,20 +69,32 @@ def generate_load(
         weights = np.exp(spread * (popularity - popularity.max()))
         return apportion(weights, num_tokens)
 
-    low, high = 0.0, _MAX_SPREAD
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if rank_imbalance(spread_out(middle), num_ranks) < imbalance:
-            low = middle
-        else:
-            high = middle
-    expert_load = min(
-        (spread_out(low), spread_out(high)),
-        key=lambda load: abs(rank_imbalance(load, num_ranks) - imbalance),
-    )
+    around = _bisect(spread_out, num_ranks, imbalance, _MAX_SPREAD, _STEPS)
+    expert_load = min(around, key=lambda load: abs(rank_imbalance(load, num_ranks) - imbalance))
     sources = rng.multinomial(expert_load, np.full(num_ranks, 1 / num_ranks))
     load: NDArray[np.int32] = np.ascontiguousarray(sources.T, dtype=np.int32)
     return load
+
+
+def _bisect(
+    make_load: Callable[[float], NDArray[np.int64]],
+    num_ranks: int,
+    imbalance: float,
+    high: float,
+    steps: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the loads just below the imbalance, and at or above it, by bisection from 0 to high.
+
+    ``make_load`` returns a load whose imbalance grows with its argument.
+    """
+    low = 0.0
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if rank_imbalance(make_load(middle), num_ranks) < imbalance:
+            low = middle
+        else:
+            high = middle
+    return make_load(low), make_load(high)
 
 
 def apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
@@ -200,14 +213,7 @@ def tuned_load(
     def with_exponent(exponent: float) -> NDArray[np.int64]:
         return apportion(zipf(num_experts, exponent), total)[order]
 
-    low, high = 0.0, _MAX_EXPONENT
-    for _ in range(_TUNING_STEPS):
-        middle = (low + high) / 2
-        if rank_imbalance(with_exponent(middle), num_ranks) < imbalance:
-            low = middle
-        else:
-            high = middle
-    return with_exponent(high)
+    return _bisect(with_exponent, num_ranks, imbalance, _MAX_EXPONENT, _TUNING_STEPS)[1]
 
 
 def adversarial_loads(num_ranks: int, num_experts: int, total: int) -> Loads:

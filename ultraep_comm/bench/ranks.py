@@ -12,6 +12,7 @@ import torch
 
 from ultraep_comm.bench.clock import DeviceClock, Meter
 from ultraep_comm.bench.inside import put
+from ultraep_comm.bench.measure import add_up
 from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
@@ -173,6 +174,20 @@ class WeightRanks(Ranks):
                         data = np.empty(stacked[i].numel(), np.uint8)
                         payload.fill(data, **where)
                         stacked[i].copy_(torch.from_numpy(data))
+
+    def check(self, plan: Plan, mode: str, payload: Payload, epoch: int) -> int:
+        """Make one call with fresh bytes; return the wrong bytes of all ranks.
+
+        Collective, but in loopback.
+        """
+        clock = self.clock()
+        self.mark_slots()
+        self.fill(plan, payload, epoch)
+        clock.settle()
+        self.call(plan, mode)
+        clock.settle()
+        wrong = np.array([self.count_wrong(plan, payload, epoch)])
+        return int(add_up(wrong, self.loopback)[0])
 
     def count_wrong(self, plan: Plan, payload: Payload, epoch: int) -> int:
         """Compare filled slots with the payload, and empty ones with their mark."""

@@ -161,7 +161,9 @@ class Probe:
         for shape in shapes:
             ranks = groups[tuple(shape.segments.values())]
             plans = self._plans(shape)
-            self._check(ranks, plans[0], shape)
+            self._epoch += 1
+            payload = Payload(self._settings.seed, shape.segments)
+            self.wrong_bytes += ranks.check(plans[0], shape.mode, payload, self._epoch)
             calls.append((ranks, itertools.cycle(plans), shape))
         # In turns, so that a slow second of the machine falls to none of them alone.
         times = np.zeros((self._settings.iters, len(shapes)))
@@ -222,18 +224,6 @@ class Probe:
     def _time_us(self, ranks: WeightRanks, plans: Iterator[Plan], shape: Shape) -> float:
         took = ranks.clock(self._calls(shape)).time_us(lambda: ranks.call(next(plans), shape.mode))
         return slowest(took, ranks.loopback)
-
-    def _check(self, ranks: WeightRanks, plan: Plan, shape: Shape) -> None:
-        """Transfer once, and compare what arrived."""
-        payload, clock = Payload(self._settings.seed, shape.segments), ranks.clock()
-        self._epoch += 1
-        ranks.mark_slots()
-        ranks.fill(plan, payload, self._epoch)
-        clock.settle()
-        ranks.call(plan, shape.mode)
-        clock.settle()
-        wrong = ranks.count_wrong(plan, payload, self._epoch)
-        self.wrong_bytes += int(slowest(wrong, ranks.loopback))
 
 
 def make_costs(

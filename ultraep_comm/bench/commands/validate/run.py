@@ -16,7 +16,7 @@ from ultraep_comm.bench.commands.calibrate import SHORTER, TINY
 from ultraep_comm.bench.commands.calibrate.run import MANY_GROUPS, make_costs
 from ultraep_comm.bench.commands.validate import ValidateSettings
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
-from ultraep_comm.bench.measure import add_up, figures_of, interleave, rate, slowest
+from ultraep_comm.bench.measure import figures_of, interleave, rate, slowest
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Filling, WeightRanks, count_experts, make_turns
 from ultraep_comm.bench.report import Record, Report
@@ -173,14 +173,7 @@ class Timed:
 
     def check(self, epoch: int) -> int:
         """Transfer once; return the wrong bytes of all ranks. Collective."""
-        plan, clock = self.plans[0], self.ranks.clock()
-        self.ranks.mark_slots()
-        self.ranks.fill(plan, self.payload, epoch)
-        clock.settle()
-        self.ranks.call(plan, self.mode)
-        clock.settle()
-        wrong = self.ranks.count_wrong(plan, self.payload, epoch)
-        return int(add_up(np.array([wrong]), loopback=False)[0])
+        return self.ranks.check(self.plans[0], self.mode, self.payload, epoch)
 
     def time(self) -> None:
         """Add a time. Collective."""
