@@ -453,8 +453,8 @@ def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
     """Raise InvalidArgumentError if the gate needs a bound, but the link rate is unknown."""
     if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
         raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but the link rate of --fabric {fabric} is"
-            " not known; give --link-gbps"
+            f"--max-over-bound is {gate.max_over_bound:g}, but the link rate of --fabric"
+            f" {fabric} is not known; give --link-gbps"
         )
 
 

@@ -50,7 +50,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["-b", "1K", "-e", "2K", "-f", "2", "-i", "1K"], "expected one of them"),
         (["-b", "-5"], "--expert-bytes: '-5' is not a size"),
         (["-e", "9" * 5000 + "G"], "--maxbytes: '999"),
-        (["-e", "999999999999G"], "is no memory's size; expected at most 262144G"),
+        (["-e", "999999999999G"], "is too large; expected at most 262144G"),
         (["-b", "1K", "-e", "1024G"], "experts and slots of all ranks take"),
         (["--ranks", "100000"], "--ranks is 100000; expected at most 1024"),
         (["-b", "1K", "-f", "2"], "there is no --maxbytes"),

@@ -126,11 +126,11 @@ def test_statuses_and_the_line_that_names_what_fails(capsys: pytest.CaptureFixtu
     gate = Gate(min_gbps=5.0)
     good, slow = record_of(7.0, 1.0), record_of(2.0, 1.0, mode="direct")
     records = [{**r, "gate": gate.judge(r)} for r in (good, slow)]
-    assert exit_code(gate, records, 0, speaks=True) == 3
+    assert exit_code(gate, records, 0, prints=True) == 3
     text = capsys.readouterr().err
     assert text == "gate not met by 1 of 2, expected at least 5 GB/s: direct 64 KiB 2 GB/s\n"
-    assert exit_code(gate, records, 1, speaks=False) == 1  # wrong bytes come first
-    assert exit_code(gate, records[:1], 0, speaks=True) == 0
+    assert exit_code(gate, records, 1, prints=False) == 1  # wrong bytes come first
+    assert exit_code(gate, records[:1], 0, prints=True) == 0
     assert not any(capsys.readouterr())
     many = [{**slow, "gate": "bandwidth"}] * 20
     assert gate.explain(many).endswith(" and 12 more")

@@ -198,5 +198,5 @@ def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert done.returncode == 2
-    assert done.stderr.count("error: nobody reads standard output any more") == 1
+    assert done.stderr.count("error: standard output was closed by its reader") == 1
     assert "Traceback" not in done.stderr

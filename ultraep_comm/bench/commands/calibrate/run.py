@@ -72,7 +72,7 @@ def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
     found = probe.measure()
     report.header("calibrate")
     report.show(format_costs(settings, found))
-    if report.speaks and probe.wrong_bytes == 0 and settings.output is not None:
+    if report.prints and probe.wrong_bytes == 0 and settings.output is not None:
         costs = {**settings.kept, settings.section: found}
         text = json.dumps(make_calibration(costs), indent=2) + "\n"
         write_output("--output", settings.output, text)

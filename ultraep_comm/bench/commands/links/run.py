@@ -66,7 +66,7 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
         *("iters", "warmup", "check", "seed"),
     )
     more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
-    if report.speaks:
+    if report.prints:
         print_links(report.document(records, described, **more))
     return report.finish(records, described, wrong=int(found.wrong_bytes.sum()), **more)
 

@@ -68,7 +68,7 @@ def run(settings: ValidateSettings, report: Report) -> int:
     ]
     summed = sum_up(settings, costs, times, records)
     report.show(format_results(costs, records, summed))
-    if report.speaks:
+    if report.prints:
         more = {
             **summed,
             "wrong_bytes": 0,  # else there is no document
