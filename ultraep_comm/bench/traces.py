@@ -108,7 +108,7 @@ def open_trace(path: Path) -> Trace:
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
         )
     if 0 in array.shape[1:]:
-        raise TraceError(f"{place} has shape {array.shape}; expected no axis but the first to be 0")
+        raise TraceError(f"{place} has shape {array.shape}; expected only the first axis to be 0")
     experts = array.shape[3] if array.ndim == 4 else _read_experts(array, num_experts, place)
     if experts > MAX_COUNT:
         raise TraceError(f"{place} has {experts} experts; expected at most {MAX_COUNT}")

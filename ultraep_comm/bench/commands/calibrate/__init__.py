@@ -24,20 +24,20 @@ from ultraep_comm.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from ultraep_comm.calibration import MeasuredCosts
 
-TINY = 64  # bytes of a segment that is all flag and no copy
-SHORTER = 16  # times
-_SMALLEST = 4096  # copies
+TINY = 64  # bytes of a segment whose flag costs more than its copy
+SHORTER = 16  # ratio of the large expert to the short one
+_SMALLEST = 4096  # bytes of a copy
 _MINIMA = {"ranks": 3, "iters": 1, "num_sms": 1, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Settings):
-    """Checked arguments of ``calibrate``; of the iterations the fastest counts.
+    """Checked arguments of ``calibrate``. The fastest iteration counts.
 
     Attributes:
-        copy_bytes: of the expert whose copies are timed.
-        output: file to write or to add to; None: figures are only printed.
-        kept: what that file says of other engines.
+        copy_bytes: bytes of the expert whose copies are timed.
+        output: file to write or extend; None: only print.
+        kept: figures of other engines in that file.
         num_sms: workers of a rank; None: the engine's default.
     """
 
@@ -49,15 +49,15 @@ class CalibrateSettings(Settings):
 
     @property
     def section(self) -> str:
-        """Return which of the file's engines this is."""
+        """Return the name of this engine in the file."""
         return "loopback" if self.fabric == "loopback" else self.engine
 
     @property
     def short_bytes(self) -> int:
         """Return the bytes of the expert that hops are timed with.
 
-        On a GPU next to none. On the host enough for the waiting rank to have fallen asleep, as it
-        does behind real copies; to wake it takes longer than a flag.
+        On a GPU next to none. On the host enough for the waiting rank to fall asleep, as it does
+        during real copies, since waking it takes longer than a flag.
         """
         return self.copy_bytes // SHORTER if self.engine == "host" else TINY
 
@@ -70,21 +70,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("-b", "--bytes"),
         dest="copy_bytes",
         metavar="SIZE",
-        help="(default 16M; in loopback 256M, more than a GPU's cache has)",
+        help="of one copy (default 16M; in loopback 256M, more than a GPU's cache)",
     )
     add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
-    add("-n", "--iters", type=int, default=20, help="of which the fastest counts (default 20)")
+    add(
+        "-n",
+        "--iters",
+        type=int,
+        default=20,
+        help="the fastest counts (default 20)",
+    )
     add("--seed", type=int, default=1, help="of the payload (default 1)")
-    add("-o", "--output", type=Path, metavar="FILE", help="write or add to this file")
+    add("-o", "--output", type=Path, metavar="FILE", help="write or extend this file")
 
 
 def make_settings(options: argparse.Namespace) -> CalibrateSettings:
-    """Check the arguments of ``calibrate``, and read what is in its file.
+    """Check the arguments of ``calibrate``, and read an existing file.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        CalibrationError: the file is there, and cannot be added to.
+        InvalidArgumentError: an argument is invalid.
+        CalibrationError: the existing file is invalid, so it cannot be extended.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options)
     num_ranks, fabric = found["num_ranks"], found["fabric"]
@@ -95,7 +101,7 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
             f"--bytes is {options.copy_bytes}; expected at least {_SMALLEST}, to time a copy"
         )
     if num_ranks < 3:
-        raise InvalidArgumentError(f"there are {num_ranks} ranks; expected three or more")
+        raise InvalidArgumentError(f"there are {num_ranks} ranks; expected at least 3")
     kept: Mapping[str, MeasuredCosts] = {}
     if options.output is not None:
         check_writable(options.output, "--output")
@@ -113,10 +119,10 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
 
 COMMAND = Command(
     name="calibrate",
-    help='measure what mode="auto" goes by on this machine',
+    help='measure the constants of mode="auto" on this machine',
     description="Measure copy bandwidth, hop latency and flag cost of an engine, and write them"
-    " to a file. new_group of rank 0 reads the file that ULTRAEP_CALIBRATION names, and"
-    ' mode="auto" goes by its figures.',
+    " to a file. new_group on rank 0 reads the file that ULTRAEP_CALIBRATION names, and"
+    ' mode="auto" uses its figures.',
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.calibrate.run",

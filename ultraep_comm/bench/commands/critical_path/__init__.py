@@ -35,7 +35,7 @@ _MINIMA = {
     **{"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "topk": 1, "iters": 1, "warmup": 0},
     **{"seed": 0, "num_sms": 1},
 }
-MAX_LOAD = 2**31  # of an expert, which may get everything
+MAX_LOAD = 2**31  # of an expert, which may get all tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class PathSettings(Settings):
 
     Attributes:
         num_experts: E.
-        slots: replicas that a rank can hold.
+        slots: S.
         tokens: of each rank.
         topk: ids of a token.
         segments: bytes of one expert, by segment.
         mode: of the transfer.
-        imbalance: that ids are drawn for; of no meaning with a trace.
-        trace: recorded routing; None: there is none.
-        trace_name: of its file.
-        step: of the trace, for the first iteration; each takes the next.
+        imbalance: of the drawn ids; unused with a trace.
+        trace: recorded routing, or None.
+        trace_name: file name of the trace.
+        step: of the trace, in the first iteration; each iteration takes the next step.
         layer: of the trace.
         num_sms: blocks of a rank; None: the engine's default.
     """
@@ -77,7 +77,7 @@ class PathSettings(Settings):
 
     @property
     def source(self) -> str:
-        """Return where ids come from."""
+        """Return the source of the ids, for header and JSON."""
         if self.trace is None:
             return f"drawn for an imbalance of {self.imbalance:g}, seed {self.seed}"
         return f"drawn from {self.trace_name}, layer {self.layer}, from step {self.step} on"
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topk", type=int, default=8, help="ids of a token (default 8)")
     add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
     add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
-    add("--imbalance", type=float, help="that ids are drawn for (default 3)")
+    add("--imbalance", type=float, help="of the drawn ids (default 3)")
     add_trace(add, "draw ids from recorded routing; each iteration takes the next step")
     add(
         "--fabric",
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link-gbps",
         type=float,
         metavar="GB/S",
-        help="what a GPU's link carries one way, for the bound over several GPUs",
+        help="of a GPU's link, one way, for the bound on several GPUs",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
     add = parser.add_argument_group("results and limits").add_argument
@@ -121,8 +121,8 @@ def make_settings(options: argparse.Namespace) -> PathSettings:
     """Check the arguments of ``critical-path``, and read the trace.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        TraceError: the trace is no trace.
+        InvalidArgumentError: an argument is invalid.
+        TraceError: the file is no trace, or has no such step or layer.
         OSError: the trace cannot be read.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options, engine="cuda")
@@ -154,7 +154,7 @@ def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) ->
 
     given = options.imbalance
     imbalance = default_imbalance(num_ranks) if given is None else float(given)
-    # Says what is wrong with it.
+    # Raises InvalidArgumentError for an impossible imbalance.
     generate_load(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -167,11 +167,11 @@ def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) ->
 
 COMMAND = Command(
     name="critical-path",
-    help="time the way from topk_ids to filled slots, on GPUs",
+    help="time the path from topk_ids to filled slots, on GPUs",
     description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
-    " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
-    " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
-    " a limit is not met, 2 after other errors.",
+    " one by one, in sequence, as a CUDA graph, and with the plan on the host. Every"
+    " iteration has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong,"
+    " 3 if a limit is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.critical_path.run",

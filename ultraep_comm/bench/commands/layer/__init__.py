@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_RANKS = 2
-_SHARES_TOKENS = 1 << 24  # of a generated load: enough for its shares to be smooth
+_SHARES_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
 _MINIMA = {
     **{"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "topk": 1, "hidden": 1, "inner": 1},
     **{"iters": 1, "warmup": 0, "seed": 0},
@@ -38,9 +38,9 @@ class LayerSettings(Settings):
     """Checked arguments of ``layer``.
 
     Attributes:
-        shares: float64 ``[E]``, how often each expert is taken; sums to 1.
-        imbalance: of these shares, over the ranks.
-        slots: replicas that a rank can hold.
+        shares: float64 ``[E]``, the probability of each expert.
+        imbalance: of the ranks under these shares.
+        slots: S.
         tokens: of each rank.
         topk: experts of a token.
         hidden, inner: H and I.
@@ -90,7 +90,7 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
     """Check the arguments of ``layer``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     from ultraep_comm.bench.loads import generate_load
 
@@ -119,9 +119,9 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
 
 COMMAND = Command(
     name="layer",
-    help="a whole MoE layer, forward and backward, with and without replicas",
-    description="Time a MoE layer, forward and backward, on the CPU: with skewed routing as it"
-    " is, with replicas, and with force-balanced routing, interleaved. The exit status is 1"
+    help="time a whole MoE layer, forward and backward, with and without replicas",
+    description="Time a MoE layer, forward and backward, on the CPU: with skewed routing, with"
+    " skewed routing and replicas, and with balanced routing, interleaved. The exit status is 1"
     " if any value is wrong, 3 if a limit is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,

@@ -31,10 +31,10 @@ class LinksSettings(Settings):
     """Checked arguments of ``links``.
 
     Attributes:
-        link_bytes: that a link carries in an iteration.
-        one_at_a_time: no two links at the same time.
+        link_bytes: bytes over each link in an iteration.
+        one_at_a_time: measure no two links at the same time.
         statistic: bandwidth of the median iteration, or "min": of the slowest one.
-        slowest: how many of the slowest links are named.
+        slowest: number of slowest links to name.
         num_sms: workers of a rank; None: the engine's default.
     """
 
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="link_bytes",
         metavar="SIZE",
         default=str(DEFAULT_LINK_BYTES),
-        help="that a link carries in an iteration, e.g. 64M (default 16M)",
+        help="bytes over each link in an iteration, e.g. 64M (default 16M)",
     )
-    add("--one-at-a-time", action="store_true", help="no two links at the same time")
+    add("--one-at-a-time", action="store_true", help="measure no two links at the same time")
     add(
         "--statistic",
         choices=STATISTICS,
@@ -77,18 +77,18 @@ def make_settings(options: argparse.Namespace) -> LinksSettings:
     """Check the arguments of ``links``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options)
     num_ranks = found["num_ranks"]
     if num_ranks < 2:
-        raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a link")
+        raise InvalidArgumentError(f"there is {num_ranks} rank; expected at least 2")
     link_bytes = parse_size(options.link_bytes, "--bytes")
     check_memory(2 * num_ranks * link_bytes, found["engine"])
     return LinksSettings(
         **found,
         link_bytes=link_bytes,
-        # Ranks in one process share its clock, so theirs cannot be told apart.
+        # Loopback has one clock for all ranks, so links at the same time cannot be told apart.
         one_at_a_time=options.one_at_a_time or found["fabric"] == "loopback",
         **take(options, "statistic", "slowest", "num_sms"),
     )
@@ -96,7 +96,7 @@ def make_settings(options: argparse.Namespace) -> LinksSettings:
 
 COMMAND = Command(
     name="links",
-    help="bandwidth from every rank to every other",
+    help="measure the bandwidth from every rank to every other",
     description="Copy one expert from every rank to every other, check it, and print a matrix"
     " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
     " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"

@@ -34,7 +34,7 @@ DEFAULT_SIZES = "64/256/2,64/128/2,64/128/1,40/160/4,72/288/2"
 DEFAULT_IMBALANCES = "1.5,2,3,4,6,8"
 DEFAULT_FAMILIES = "zipf0.6,zipf1.0,zipf1.4,lognormal,adversarial"
 MACHINES = ("hgx8", "nvl72", "nvl72-racks")  # of `ultraep_comm.model`
-DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: of Qwen3-235B, bf16
+DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: Qwen3-235B in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class ModelSettings(LoadsSettings):
     """Checked arguments of ``model``.
 
     Attributes:
-        imbalances: of generated loads, without replicas.
+        imbalances: of generated loads without replicas, further kinds of load.
         expert_bytes: W.
-        machine: whose times are predicted.
+        machine: to predict times of.
     """
 
     imbalances: tuple[float, ...]
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine",
         default="nvl72",
         choices=MACHINES,
-        help="whose times are predicted (default nvl72)",
+        help="machine to predict times of (default nvl72)",
     )
     add_outputs(add)
 
@@ -93,7 +93,7 @@ def make_settings(options: argparse.Namespace) -> ModelSettings:
     """Check the arguments of ``model``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     from ultraep_comm.model import find_machine
 
@@ -125,7 +125,8 @@ def _parse_imbalances(text: str) -> tuple[float, ...]:
             value = math.nan
         if not (math.isfinite(value) and value > 1):
             raise InvalidArgumentError(
-                f"--imbalances {text!r}: {part!r} is no number above 1; expected for instance 1.5,2"
+                f"--imbalances {text!r}: {part!r} is not a number above 1; expected for example"
+                " 1.5,2"
             )
         values.append(value)
     return tuple(dict.fromkeys(values))
@@ -139,9 +140,9 @@ def _parse_families(text: str) -> tuple[str, ...]:
 
 COMMAND = Command(
     name="model",
-    help="predict transfer times of a machine that is not at hand",
-    description="Plan loads of many kinds, predict what push, pull, direct fan-out and a"
-    " published relay take on a described machine, and print their times over the bound.",
+    help="predict transfer times on a described machine",
+    description="Plan loads of many kinds, predict the times of push, pull, direct fan-out and a"
+    " published relay on a described machine, and print them over the bound.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.model.run",

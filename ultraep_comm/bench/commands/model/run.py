@@ -1,4 +1,4 @@
-"""What ``model`` predicts. docs/model.md says what is modelled."""
+"""The predictions of ``model``. docs/model.md describes the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORST_RATIO = 1.09
 
 
 def run(settings: ModelSettings, report: Report) -> int:
-    """Predict everything in this process; return the exit status.
+    """Predict all times; return the exit status.
 
     Raises:
         UltraEPError: the machine cannot hold a size's plans.
@@ -66,7 +66,7 @@ def run(settings: ModelSettings, report: Report) -> int:
         f" {WORST_RATIO} of it in the worst case"
     )
     report.show(format_records(_CLAIM_COLUMNS, claims))
-    report.show("# published, in us; the model's are for a plan with these numbers")
+    report.show("# published, in us; the model's times are for a plan with these numbers")
     report.show(format_records(_PUBLISHED_COLUMNS, published))
     document = {
         "claims": claims,
@@ -84,7 +84,7 @@ def run(settings: ModelSettings, report: Report) -> int:
 
 
 def target_us(bound_us: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what a transfer should take on average: near its bound, but for latencies."""
+    """Return the target for the mean time of transfers: near the bound, plus latencies."""
     return np.maximum(TARGET_RATIO * bound_us, bound_us + TARGET_US)
 
 
@@ -133,14 +133,14 @@ def make_record(
 
 
 def make_claim(size: str, mode: str, over_target: Sequence[float]) -> Record:
-    """Return what has to hold for all loads of a size in one mode: near the target on average."""
+    """Return whether the times of a size in one mode meet the target."""
     found = figures_of(over_target, "mean", "worst")
     holds = found["mean"] <= 1 and found["worst"] <= WORST_RATIO
     return {"size": size, "mode": mode, "over_target": found, "holds": holds}
 
 
 def _predict_published(machine: Machine, run: PublishedRun) -> Record:
-    """Return a published measurement, and the model's times for a plan like its own."""
+    """Return a published measurement, and the model's times for a similar plan."""
     plan = run.make_plan()
     return {
         "imbalance": run.imbalance,
@@ -156,7 +156,7 @@ def _predict_published(machine: Machine, run: PublishedRun) -> Record:
 
 
 def _size(settings: ModelSettings) -> Any:
-    """Return what makes the text of a record's size, which has no domains."""
+    """Return a function for the text of a record's size. Records have no domain size."""
     names = {(s.num_ranks, s.num_experts, s.slots_per_rank): str(s) for s in settings.sizes}
     return lambda record: names[record["ranks"], record["experts"], record["slots"]]
 

@@ -45,7 +45,7 @@ class PlanSize:
         num_ranks: G.
         num_experts: E.
         slots_per_rank: S.
-        domain_size: ranks of a domain; the last may be smaller.
+        domain_size: ranks of a domain; the last domain may be smaller.
     """
 
     num_ranks: int
@@ -83,7 +83,7 @@ class PlanSize:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadsSettings(Settings):
-    """Settings of a command that plans many loads, in one process for all ranks.
+    """Settings of a command that plans many loads for all ranks, in one process.
 
     Attributes:
         sizes: one row for each size and kind of load.
@@ -130,12 +130,12 @@ class PlanSettings(LoadsSettings):
 
 def add_sizes(add: Add, default: str) -> None:
     """Add ``--sizes``."""
-    help_text = f"ranks, experts, slots of a rank (default {default})"
-    add("--sizes", default=default, metavar="G/E/S,...", help=help_text)
+    text = f"ranks, experts and slots of a rank (default {default})"
+    add("--sizes", default=default, metavar="G/E/S,...", help=text)
 
 
 def add_loads(add: Add, seeds: int) -> None:
-    """Add the number and size of generated loads."""
+    """Add ``--seeds``, ``--tokens`` and ``--topk``."""
     add("--seeds", type=int, default=seeds, help=f"loads of a generated kind (default {seeds})")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
     add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
@@ -163,15 +163,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=["host", "cuda"],
         default="host",
-        help="cuda: time the kernels of plan, counts and reroute on a GPU, and check them against"
-        " the host's, instead of comparing planners (default host)",
+        help="cuda: instead of comparing planners, time the kernels of plan, counts and reroute on"
+        " a GPU, and check them against the host (default host)",
     )
     add(
         "--warps",
         metavar="N,...",
         help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
     )
-    add_bound_limit(add, "a plan's imbalance is more than X times what no placement goes below")
+    add_bound_limit(add, "a plan's imbalance is more than X times its lower bound")
     add_outputs(add)
 
 
@@ -179,8 +179,8 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
     """Check the arguments of ``plan``, and read the trace.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        TraceError: the trace is no trace.
+        InvalidArgumentError: an argument is invalid.
+        TraceError: the file is no trace.
         OSError: the trace cannot be read.
     """
     from ultraep_comm.plan.planner import target_to_ppm
@@ -209,7 +209,7 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         trace = open_trace(options.trace)
         if all(size.num_experts != trace.num_experts for size in sizes):
             raise InvalidArgumentError(
-                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has as many"
+                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has"
             )
     return PlanSettings(
         **found,
@@ -226,7 +226,7 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
     """Return the sizes of ``"64/256/2,8/32/1"``.
 
     Raises:
-        InvalidArgumentError: not three positive numbers each, or the same size twice.
+        InvalidArgumentError: a size is not three positive numbers, or is repeated.
     """
     from ultraep_comm.plan.topology import MAX_COUNT
 
@@ -266,7 +266,7 @@ def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
 def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
     if options.engine == "host":
         if options.warps is not None:
-            raise InvalidArgumentError(f"--warps is {options.warps}; it is for --engine cuda")
+            raise InvalidArgumentError(f"--warps is {options.warps}, but is for --engine cuda")
         return ()
     from ultraep_comm import _core
 
@@ -279,15 +279,11 @@ def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def check_load(size: PlanSize, tokens: int, topk: int) -> None:
-    """Check that a size can have a generated load.
-
-    Raises:
-        InvalidArgumentError: too few experts, or too many tokens.
-    """
+    """Raise InvalidArgumentError if a generated load has too few experts or too many tokens."""
     if size.num_experts < topk:
         raise InvalidArgumentError(
             f"--sizes has {size}, with fewer experts than --topk {topk}; a token takes different"
-            " ones"
+            " experts"
         )
     total = size.num_ranks * tokens * topk
     if total >= 2**31:
@@ -299,9 +295,9 @@ def check_load(size: PlanSize, tokens: int, topk: int) -> None:
 
 COMMAND = Command(
     name="plan",
-    help="compare the planner's plans with those of others",
+    help="compare the planner with others",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, beside the published planner and, where it is installed, EPLB.",
+    " bound and time, next to the published planner and, if installed, EPLB.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.plan.run",

@@ -1,4 +1,4 @@
-"""The planner on a GPU, and what stands beside it: counts and reroutes, checked by the host's."""
+"""Time planner, counts and reroute on a GPU, and check them against the host."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from ultraep_comm.plan.planner import target_to_ppm
 from ultraep_comm.plan.topology import Topology
 
 PLAN_CALLS = 20  # in a row
-_GATHER_CALLS = 3  # four can be under way without blocking the host
+_GATHER_CALLS = 3  # and one untimed: the host blocks if more than 4 are pending
 FIELDS = ("slot_expert", "slot_quota", "home_quota")
 _SEGMENTS = {"w": 16}  # bytes of a tiny expert
 
 
 def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
-    """Measure on a device; return the exit status, 1: something is not the host's.
+    """Measure on a device; return the exit status, 1 if a result differs from the host's.
 
     Raises:
-        UltraEPError: there is no device, or a load of the trace is none.
+        UltraEPError: there is no device, or a load of the trace is invalid.
     """
     lines = [
         f"{describe_loads(settings.tokens, settings.topk)}; target {settings.target:g}",
         "times: medians over loads, in us; counts without exchange; counts + plan: one launch",
-        "schedule: how much longer a transfer takes that makes it; shares: a reroute of nothing",
+        "schedule: how much longer a transfer takes that makes it; shares: a reroute of padding",
     ]
     report.header("plan, engine cuda", lines, device=meter.describe())
     records: list[Record] = []
@@ -63,14 +63,14 @@ def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
         for size, family, loads in each_cell(settings, report):
             records.append(measure_row(meter, settings, size, family, loads))
     except BaseException:  # Ctrl-C too
-        if records:  # which took their time
-            _tell(settings, report, records)
+        if records:  # keep them: they took long
+            _write(settings, report, records)
         raise
-    _tell(settings, report, records)
+    _write(settings, report, records)
     return 1 if any(record["wrong_values"] for record in records) else 0
 
 
-def _tell(settings: PlanSettings, report: Report, records: list[Record]) -> None:
+def _write(settings: PlanSettings, report: Report, records: list[Record]) -> None:
     report.show(format_records(_columns(settings.warps), records))
     described = {**describe_settings(settings), "warps": list(settings.warps)}
     report.write(report.document(records, described, gated=False))
@@ -78,14 +78,14 @@ def _tell(settings: PlanSettings, report: Report, records: list[Record]) -> None
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sourced:
-    """A load by source, its plan by the host, and what rank 0 routes.
+    """A load by source, rank 0's ids, and the host's results for them.
 
     Attributes:
         load: int32 ``[G, E]``.
-        ids: int64 ``[N, 1]``, which row 0 counts.
+        ids: int64 ``[N, 1]``, counted by row 0.
         plan: of the load.
-        physical: where the ids go.
-        host_us: the core's time for the plan.
+        physical: the rerouted ids.
+        host_us: time of the C++ planner.
     """
 
     load: torch.Tensor
@@ -98,7 +98,7 @@ class Sourced:
     def of(
         cls, total: NDArray[np.int64], size: PlanSize, target: float, draw: np.random.Generator
     ) -> Sourced:
-        """Deal a load's tokens out to sources that are alike."""
+        """Draw the sources of a load's tokens, uniformly; plan and reroute on the host."""
         shares = np.full(size.num_ranks, 1 / size.num_ranks)
         load = np.ascontiguousarray(draw.multinomial(total, shares).T, dtype=np.int32)
         ids = draw.permutation(np.repeat(np.arange(size.num_experts), load[0]))[:, None]
@@ -118,17 +118,13 @@ class Sourced:
 def measure_row(
     meter: Meter, settings: PlanSettings, size: PlanSize, family: str, totals: Loads
 ) -> Record:
-    """Plan, count and reroute all loads of one size and family, and check all of it.
-
-    Returns:
-        The JSON record of the row.
-    """
+    """Time and check plan, counts and reroute of one size and family; return the JSON record."""
     draw = np.random.default_rng(0)
     cases = [Sourced.of(total, size, settings.target, draw) for total in totals]
     runs = []
     for num_warps in settings.warps:
         stages = _make_stages(size, num_warps)
-        if stages.plan_warps == num_warps:  # else as many do not fit
+        if stages.plan_warps == num_warps:  # else shared memory limits the number
             runs.append(_measure_plans(meter, settings, stages, cases))
     (group,) = new_loopback_groups(
         1,
@@ -164,7 +160,7 @@ def measure_row(
         "counts_us": _percentiles(counts_us),
         "launch_us": _percentiles(launch_us),
         "at_once_us": _percentiles([t.at_once_us for t in ranks if t.at_once_us is not None]),
-        # How much longer a transfer is whose schedule its kernel has to make.
+        # The extra time of a transfer whose kernel makes the schedule.
         "schedule_us": _percentiles(np.subtract(device_us, host_us)),
         "tiny_device_plan_us": _percentiles(device_us),
         "tiny_host_plan_us": _percentiles(host_us),
@@ -179,7 +175,7 @@ def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, flo
 
 
 def _columns(warps: Sequence[int]) -> list[Column]:
-    """Return the columns, one for each number of warps."""
+    """Return the columns, with one for each number of warps."""
 
     def plan_us(num_warps: int) -> Callable[[Any], Any]:
         return lambda record: next(
@@ -204,7 +200,7 @@ def _columns(warps: Sequence[int]) -> list[Column]:
 
 
 def _make_stages(size: PlanSize, num_warps: int | None) -> CudaStages:
-    """Return rank 0 of so many: it plans by itself."""
+    """Return the local stages of rank 0, which need no peers."""
     topology = Topology.make(
         num_ranks=size.num_ranks,
         num_experts=size.num_experts,
@@ -246,11 +242,11 @@ def _measure_plans(
 def _measure_others(
     meter: Meter, stages: CudaStages, group: Group, case: Sourced
 ) -> tuple[float, float, float, float, int]:
-    """Return the times of counts, nothing, a reroute of padding, and of all ids; what is wrong."""
+    """Return the times of counts, an empty launch, reroutes of padding and of ids; wrong values."""
     ids, padding = stages.put(case.ids), stages.put(torch.full((1, 1), -1))
     plan = stages.plan(stages.put(case.load), 1_000_000, None)
     meter.settle()
-    for name in FIELDS:  # the host's, whatever the target
+    for name in FIELDS:  # use the host's plan, whatever the target
         getattr(plan, name).copy_(getattr(case.plan, name))
     found: dict[str, torch.Tensor] = {}
 
@@ -264,7 +260,7 @@ def _measure_others(
     launch_us = meter.time_us(lambda: stages.save([], None, 0, 0), PLAN_CALLS, 1)
     shares_us = meter.time_us(shares, PLAN_CALLS, 1)
     meter.settle()
-    with suppress(InvalidLoadError):  # padding is not what was counted, and the shares are the same
+    with suppress(InvalidLoadError):  # padding was not counted in the load
         stages.raise_fault()
     reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
     meter.settle()
@@ -273,17 +269,17 @@ def _measure_others(
     return gather_us, launch_us, shares_us, reroute_us, wrong
 
 
-# ---- all ranks of a size on one GPU: what cannot be timed on a single one ------------------------
+# ---- all ranks of a size on one GPU -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksTimes:
-    """Of one load, in microseconds.
+    """Times of one load, in microseconds.
 
     Attributes:
-        device_us: a transfer of tiny experts, its plan on the device.
-        host_us: the same with the plan on the CPU, and so its schedule from there.
-        at_once_us: of `gather_and_plan`, replayed; None: it is not one launch here.
+        device_us: transfer of tiny experts with the plan on the device.
+        host_us: the same with plan and schedule made on the CPU.
+        at_once_us: replayed `gather_and_plan`; None if it is not one launch here.
         wrong_values: of slots, loads and plans.
     """
 
@@ -365,6 +361,6 @@ class AllRanks:
 
 
 def ids_of(load: torch.Tensor) -> list[torch.Tensor]:
-    """Return int64 ``[N, 1]`` for each row of a load: what it counts, in the order of experts."""
+    """Return int64 ids ``[N, 1]`` for each row of a load, sorted by expert."""
     experts = np.arange(load.shape[1])
     return [torch.from_numpy(np.repeat(experts, row)[:, None]) for row in load.numpy()]

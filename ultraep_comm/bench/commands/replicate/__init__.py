@@ -1,4 +1,4 @@
-"""``replicate``: arguments and settings, which a command like it shares."""
+"""``replicate``: arguments and settings, partly shared with ``reduce``."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class ReplicateSettings(Settings):
 
     Attributes:
         load: int32 ``[G, E]``.
-        load_source: where it comes from, for the header.
-        slots: replicas that a rank can hold.
+        load_source: description of the load, for the header.
+        slots: S.
         segments: bytes of one expert, by segment.
-        sweep: the same of further sizes, ascending; empty: there is one size.
-        modes: what is measured.
+        sweep: segments of further sizes, ascending; empty if there is one size.
+        modes: to measure.
         times: time columns of the table, of `options.TIMES`.
-        num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
+        num_sms: workers of a rank, one measurement for each; empty: the engine's default.
     """
 
     op: ClassVar[str] = "replicate"
@@ -86,13 +86,13 @@ class ReplicateSettings(Settings):
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of all ranks' experts and slots at the largest size."""
+        """Return the bytes of experts and slots on all ranks, at the largest size."""
         instances = self.num_experts + self.num_ranks * self.slots
         return instances * sum(self.sizes[-1].values())
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return what a header and JSON say of this command alone."""
+        """Return further settings for header and JSON."""
         return {}
 
 
@@ -100,7 +100,7 @@ Sized = TypeVar("Sized", bound=ReplicateSettings)
 
 
 def each_size(settings: Sized) -> Iterator[Sized]:
-    """Yield the settings of every size of a sweep, each for a run of its own."""
+    """Yield settings for each size of a sweep alone."""
     for segments in settings.sizes:
         yield replace(settings, segments=segments, sweep=())
 
@@ -123,8 +123,8 @@ def add_transfer_arguments(
         "--segments",
         default="2",
         metavar="N|NAME=SIZE,...",
-        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: besides, a"
-        " scale of a 64th each), or names and sizes (default 2)",
+        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: also scales"
+        " of a 64th each), or names and sizes (default 2)",
     )
     add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
     add_trace(add, "recorded routing instead of generated load")
@@ -135,7 +135,7 @@ def add_transfer_arguments(
         *("--num-sms", "--sms"),
         metavar="N,...",
         help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
-        " measured one by one (default: the engine's)",
+        " measured one after another (default: the engine's)",
     )
     add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
@@ -157,7 +157,7 @@ def add_transfer_arguments(
         default=",".join(DEFAULT_TIMES),
         metavar="NAME,...",
         help=f"time columns of the table, of {', '.join(TIMES)} (default"
-        f" {','.join(DEFAULT_TIMES)}); rank-... are of the ranks' own means",
+        f" {','.join(DEFAULT_TIMES)}); rank-...: statistics of the ranks' mean times",
     )
 
 
@@ -165,7 +165,7 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
     """Check the arguments of ``replicate`` and make or read the load.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
     settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
@@ -174,10 +174,10 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
 
 
 def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
-    """Check the arguments of :func:`add_transfer_arguments`; return what they set.
+    """Check the arguments of :func:`add_transfer_arguments`; return fields of settings.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
     found = check_shared(options, _MINIMA)

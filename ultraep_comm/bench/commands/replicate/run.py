@@ -1,4 +1,4 @@
-"""What ``replicate`` measures. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``replicate``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Re
 
 
 class Replication:
-    """`replicate_experts`, as one of `one_plan.Collective`."""
+    """`replicate_experts` as a `one_plan.Collective`."""
 
     calls, lined_up, empty_mode = TIMED_CALLS, False, "push"
 
@@ -55,7 +55,7 @@ class Replication:
         num_sms: int | None,
         segments: Mapping[str, int] | None = None,
     ) -> WeightRanks:
-        """Make groups and weights that peers can address. Collective, but in loopback."""
+        """Create groups, with weights that peers can address. Collective, but in loopback."""
         return WeightRanks(
             meter,
             num_ranks=settings.num_ranks,
@@ -68,17 +68,17 @@ class Replication:
         )
 
     def make_payload(self, settings: ReplicateSettings) -> Payload:
-        """Return what all experts are."""
+        """Return the expected bytes."""
         return Payload(settings.seed, settings.segments)
 
     def host_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return what a user would do, and what the machine can do."""
+        """Return isend/irecv over gloo, and memcpy."""
         return [PointToPoint(ranks, plan, "p2p", None), PlainCopy(ranks, plan)]
 
     def device_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return what else moves these bytes."""
+        """Return copies on streams, if all ranks are in reach, and isend/irecv over NCCL."""
         made: list[Transfer] = []
-        if all_in_reach(ranks.groups[0]):  # else some ranks are beyond load/store access
+        if all_in_reach(ranks.groups[0]):
             made.append(StreamCopies(ranks, plan))
         nccl = None if ranks.loopback else nccl_group()
         if nccl is not None:
@@ -86,11 +86,11 @@ class Replication:
         return made
 
     def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
-        """Return what the rank that moves most takes over its link in a mode, in experts."""
+        """Return the largest egress of a rank under the schedule, in experts."""
         return _schedule(settings, plan, mode, HOST_TILE_BYTES).max_egress
 
     def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
-        """Return what a call on a device moves."""
+        """Return the bytes that a call on a device moves."""
         return count_traffic(
             _schedule(settings, plan, mode, TILE_BYTES),
             num_ranks=settings.num_ranks,
@@ -99,7 +99,7 @@ class Replication:
         )
 
     def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
-        """Return the time of one tile that goes through a hub; None: too few ranks."""
+        """Return the time of one tile through a hub; None with too few ranks or slots."""
         plan = hub_plan(settings.load, settings.slots)
         if plan is None:
             return None
@@ -121,7 +121,7 @@ def _schedule(settings: ReplicateSettings, plan: Plan, mode: str, tile_bytes: in
 
 
 def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
-    """Return a plan of one expert with two replicas, one of which is a hub; None: too few ranks."""
+    """Return a plan of one expert with two replicas, one a hub; None without room for it."""
     num_ranks, num_experts = load.shape
     if num_ranks < 3 or slots < 1:
         return None

@@ -19,14 +19,14 @@ _SMALLEST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateSettings(Settings):
-    """Checked arguments of ``validate``; each iteration times every plan and every figure once.
+    """Checked arguments of ``validate``. Each iteration times every plan and figure once.
 
     Attributes:
-        plans: to measure and predict.
-        sizes: of experts, ascending; the largest is what copies are calibrated with.
-        slots: S, also the most that a rank exports to one slot row of a peer.
-        statistic: "median" or "min", over rounds, of measured times and of calibrated ones.
-        max_error: gate on the median error, as a part of 1; None: there is none.
+        plans: number of plans to measure and predict.
+        sizes: of experts, ascending; copies are calibrated with the largest.
+        slots: S, also the number of experts of a rank that may be replicated.
+        statistic: "median" or "min" over rounds, of both measured and calibration times.
+        max_error: gate on the median error, as a fraction; None: no gate.
     """
 
     warmup: int = 0
@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--statistic",
         choices=STATISTICS,
         default="median",
-        help="over rounds, of times that are predicted and that figures are made of alike",
+        help="over rounds, of both measured and calibration times (default median)",
     )
-    add("--max-error", type=float, metavar="X", help="gate on the median error, for instance 0.2")
+    add("--max-error", type=float, metavar="X", help="gate on the median error, for example 0.2")
     add("--seed", type=int, default=1, help="of plans, payload and order (default 1)")
     add_outputs(add)
 
@@ -71,21 +71,21 @@ def make_settings(options: argparse.Namespace) -> ValidateSettings:
     """Check the arguments of ``validate``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     found = check_shared(options, _MINIMA)
     limit = options.max_error
     if limit is not None and not (math.isfinite(limit) and limit > 0):
-        raise InvalidArgumentError(f"--max-error is {limit}; expected a number above 0, as 0.2")
+        raise InvalidArgumentError(f"--max-error is {limit}; expected a number above 0, e.g. 0.2")
     found |= check_ranks(options, engine="host", default=_DEFAULT_RANKS)
     num_ranks = found["num_ranks"]
     if num_ranks < 2:
-        raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a transfer")
+        raise InvalidArgumentError(f"there is {num_ranks} rank; expected at least 2")
     least, most = parse_size(options.minbytes), parse_size(options.maxbytes)
     if not _SMALLEST <= least <= most:
         raise InvalidArgumentError(
-            f"experts are of {options.minbytes} to {options.maxbytes}; expected at least"
-            f" {_SMALLEST} bytes, and the smallest first"
+            f"--minbytes is {options.minbytes} and --maxbytes is {options.maxbytes}; expected at"
+            f" least {_SMALLEST} bytes, in ascending order"
         )
     sizes = [least]
     while sizes[-1] * 2 <= most:
@@ -99,9 +99,9 @@ def make_settings(options: argparse.Namespace) -> ValidateSettings:
 
 COMMAND = Command(
     name="validate",
-    help="hold the model's predictions against the host engine",
-    description="Calibrate the host engine and measure plans of many shapes, in turns, predict"
-    " every plan by the calibration alone, and print how far off the predictions are. The exit"
+    help="compare the model's predictions with the host engine",
+    description="Calibrate the host engine and measure plans of many shapes, interleaved; predict"
+    " every plan from the calibration alone, and print the errors of the predictions. The exit"
     " status is 1 if any byte is wrong, 3 if --max-error is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
