@@ -1,4 +1,4 @@
-"""Runs of the benchmark for tests: in this process, but for ranks, forks of one server."""
+"""Runs of the benchmark for tests: in this process, with ranks as forks of one server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ultraep_comm.bench.commands.replicate.device import run_device
 from ultraep_comm.bench.commands.replicate.run import Replication
 from ultraep_comm.bench.report import Report, flatten
 
-FILES = ("--json", "-J", "--csv", "--output", "--trace")  # with a name behind them
+FILES = ("--json", "-J", "--csv", "--output", "--trace")  # followed by a file name
 SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
 TIMES = {"time_us", "rank_time_us"}
 # Keys that records of replicate and reduce share, on the CPU and on a device.
@@ -67,7 +67,7 @@ def run_settings_on(meter: Meter, command: str, settings: Any) -> int:
 
 @dataclass(frozen=True)
 class Done:
-    """What a run said, as `subprocess.CompletedProcess` has it, and the folder of its files."""
+    """A run's output, as in `subprocess.CompletedProcess`, and the folder of its files."""
 
     returncode: int
     stdout: str
@@ -75,12 +75,12 @@ class Done:
     folder: Path
 
     def document(self, name: str = "o.json") -> dict[str, Any]:
-        """A JSON file that it has written."""
+        """Return a JSON file of the run."""
         found: dict[str, Any] = json.loads((self.folder / name).read_text())
         return found
 
     def rows(self) -> dict[str, list[str]]:
-        """Its table's rows by mode, without the mode that `auto` took."""
+        """Return the table's rows by mode, without the mode that `auto` chose."""
         lines = [line.split() for line in self.stdout.splitlines() if not line.startswith("#")]
         return {
             line[0]: [cell for cell in line[1:] if not cell.startswith("(")]
@@ -91,7 +91,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Rank:
-    """Runs as one of the ranks, and writes what it says to files."""
+    """Runs one rank, with its output in files."""
 
     run: Callable[[Any], int]
     folder: Path
@@ -106,18 +106,18 @@ class Rank:
 
 
 def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None) -> Done:
-    """Run a command. Names of files are those of the folder; ranks begin with a fault."""
+    """Run a command, with its files in the folder; ranks first run ``fault``."""
     named = list(arguments)
     for i, flag in enumerate(named[:-1]):
         if flag in FILES:
             named[i + 1] = str(folder / named[i + 1])
-    said = folder / "said"
-    said.mkdir(exist_ok=True)
-    for old in said.iterdir():
+    output = folder / "output"
+    output.mkdir(exist_ok=True)
+    for old in output.iterdir():
         old.unlink()
 
     def start(run: Any, settings: Any, num_ranks: int, *, preload: str = "") -> int:
-        return launch.run_ranks(Rank(run, said, fault), settings, num_ranks, preload=preload)
+        return launch.run_ranks(Rank(run, output, fault), settings, num_ranks, preload=preload)
 
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -126,7 +126,7 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
         contextlib.redirect_stderr(err),
     ):
         code = cli.main(named)
-    texts = {p.name: p.read_text() for p in sorted(said.iterdir())}
+    texts = {p.name: p.read_text() for p in sorted(output.iterdir())}
     ranks = [
         "".join(text for name, text in texts.items() if name[:3] == kind) for kind in ("out", "err")
     ]
@@ -134,17 +134,17 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment of a process that no launcher has started."""
+    """Return the environment without a launcher's variables."""
     return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 
 
 def cells_of(text: str) -> list[dict[str, str]]:
-    """The rows of a CSV file."""
+    """Return the rows of a CSV file."""
     return list(csv.DictReader(io.StringIO(text)))
 
 
 def check_csv(path: Path, records: list[dict[str, Any]]) -> None:
-    """Hold every cell against the records."""
+    """Compare every cell with the records."""
     cells = cells_of(path.read_text())
     assert len(cells) == len(records)
     for row, record in zip(cells, records, strict=True):
@@ -155,12 +155,12 @@ def check_csv(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def check_times(record: dict[str, Any]) -> None:
-    """Times grow with their percentiles, and no rank's mean is beyond the longest."""
+    """Check that percentiles ascend, and that no rank's mean exceeds the longest time."""
     times, ranks = record["time_us"], record["rank_time_us"]
     assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
     assert 0 < ranks["min"] <= ranks["avg"] <= ranks["max"] <= times["max"]
 
 
 def table_cells(output: str) -> list[list[str]]:
-    """The cells of a table's rows."""
+    """Return the cells of a table's rows."""
     return [line.split() for line in output.splitlines() if not line.startswith("#")]

@@ -136,7 +136,7 @@ def _find_route(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     table = received.view(num_ranks, instances_per_rank)
-    # They arrive by source, and from each source by instance.
+    # Received rows are sorted by source, then by instance.
     instance = torch.arange(instances_per_rank).repeat(num_ranks).repeat_interleave(received)
     sends = sent.view(num_ranks, -1).sum(1).tolist()
     return (

@@ -186,6 +186,12 @@ def show_progress(done: int, total: int, text: str) -> None:
 # ---- files --------------------------------------------------------------------------------------
 
 
+def write_records(path: Path | None, records: Sequence[Record], **more: Any) -> None:
+    """Write records, machine, commit and further fields as JSON, for scripts without a `Report`."""
+    document = {"records": records, "machine": describe_machine(), "commit": find_commit(), **more}
+    write_outputs(document, json_path=path, csv_path=None)
+
+
 def write_outputs(
     document: Mapping[str, Any], *, json_path: Path | None, csv_path: Path | None
 ) -> None:

@@ -75,7 +75,7 @@ def test_warps_that_do_not_fit_are_left_out(
     assert row[5] == "-"
 
 
-def test_without_a_block_for_each_rank_they_are_left_out(
+def test_without_a_block_for_each_rank_these_columns_are_empty(
     emulated: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -111,8 +111,8 @@ def test_rows_before_a_failure_are_kept(
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
 
 
-def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:
-    """Also where the device has a block for each, as a GPU has for the default's largest."""
+def test_sizes_with_more_ranks_than_a_launch(emulated: EmulatedDevice) -> None:
+    """Also if the device has a block for each rank, as a GPU has for the largest default size."""
     emulated.num_sms = 200
     many = _core.CUDA_MAX_LAUNCH_RANKS + 1
     (size,) = settings_of(*TINY, "--sizes", f"{many}/{many}/1").sizes
@@ -123,7 +123,7 @@ def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice)
 def test_what_is_wrong_with_all_ranks_is_found(
     emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """Negative controls, in what calls leave."""
+    """Negative controls, in the results of calls."""
     settings = settings_of(*TINY, "--sizes", "3/8/1")
     (size,) = settings.sizes
     load = torch.tensor([[9, 1, 0, 0, 2, 0, 1, 1]] * 3, dtype=torch.int32)

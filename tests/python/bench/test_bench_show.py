@@ -1,4 +1,4 @@
-"""A file of records is printed as its run was."""
+"""``show`` prints a file of records as its run did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded routing: what a file says is what the benchmark gets, and other files are refused."""
+"""Recorded routing: loads from valid files, and errors for others."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_recorded_counts(traces_dir: Path) -> None:
 
 @pytest.mark.trace
 def test_recorded_tokens_give_the_recorded_counts(traces_dir: Path) -> None:
-    """Both files come from the same tokens: equal windows have equal totals."""
+    """Both files come from the same tokens, so equal windows have equal totals."""
     path = traces_dir / "gptoss20b_topk.npz"
     result = load(path, 8, step=2, layer=3, tokens=4096)
     assert result.shape == (8, 32)

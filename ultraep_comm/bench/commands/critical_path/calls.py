@@ -185,13 +185,13 @@ class PathCalls:
         return Found(loads=_loads_of(plans), plans=plans)
 
     def path_and_reroute(self) -> Found:
-        """From ids to filled slots and physical ids, with the reroute beside the transfer."""
+        """From ids to filled slots and physical ids, with the reroute during the transfer."""
         loads = self.gather()
         plans = self.plan(loads)
         return self._transfer_and_reroute(loads, plans)
 
     def path_at_once_and_reroute(self) -> Found:
-        """The same, with one launch up to the plans: what users are told to do."""
+        """The same, with one launch up to the plans: the recommended sequence."""
         plans = self.gather_and_plan()
         return self._transfer_and_reroute(_loads_of(plans), plans)
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a link's bandwidth: that of the median iteration (default), or of the slowest one",
     )
     add("--slowest", type=int, default=5, metavar="N", help="links to name (default 5)")
-    add_engine(add)  # loopback has no links, and only tries the command
+    add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add_rounds(parser.add_argument_group("iterations").add_argument, "the payload")
@@ -98,8 +98,9 @@ COMMAND = Command(
     name="links",
     help="measure the bandwidth from every rank to every other",
     description="Copy one expert from every rank to every other, check it, and print a matrix"
-    " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
-    " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
+    " of GB/s and the slowest links. Links that share no rank run at the same time. Over"
+    " --fabric loopback no link is measured, but the command can be tried. Sizes take the"
+    " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
     " met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
