@@ -82,6 +82,11 @@ class Settings:
         return self.fabric == "loopback"
 
     @property
+    def ranks_here(self) -> int:
+        """Return the number of ranks in each process."""
+        return self.num_ranks if self.loopback else 1
+
+    @property
     def alone(self) -> bool:
         """Return whether the command needs no rank processes."""
         return self.loopback
@@ -179,7 +184,7 @@ def count_ranks(options: argparse.Namespace, default: int = DEFAULT_RANKS) -> in
         return default if options.ranks is None else int(options.ranks)
     if options.ranks not in (None, launched):
         raise InvalidArgumentError(
-            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
+            f"--ranks is {options.ranks}, but {launched} ranks were launched; omit --ranks"
         )
     return launched
 
@@ -257,8 +262,8 @@ def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDAr
     trace = open_trace(options.trace)
     if options.experts not in (None, trace.num_experts):
         raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
-            " out"
+            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; omit"
+            " --experts"
         )
     load = trace.load(
         num_ranks=num_ranks,

@@ -213,12 +213,10 @@ class Probe:
         return _SHORT_CALLS if is_short else _BIG_CALLS
 
     def _num_sms(self) -> int | None:
-        given = self._settings.num_sms
-        if self._settings.engine == "host":
-            return given  # None: the default of a group
-        return self._meter.num_sms(
-            given, self._settings.num_ranks if self._settings.loopback else 1
-        )
+        settings = self._settings
+        if settings.engine == "host":
+            return settings.num_sms  # None: the default of a group
+        return self._meter.num_sms(settings.num_sms, settings.ranks_here)
 
     def _time_us(self, ranks: WeightRanks, plans: Iterator[Plan], shape: Shape) -> float:
         took = ranks.clock(self._calls(shape)).time_us(lambda: ranks.call(next(plans), shape.mode))

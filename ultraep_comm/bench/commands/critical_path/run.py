@@ -49,7 +49,7 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
         slots=settings.slots,
         segments=settings.segments,
         tile_bytes=settings.tile_bytes or TILE_BYTES,
-        num_sms=meter.num_sms(settings.num_sms, settings.num_ranks if settings.loopback else 1),
+        num_sms=meter.num_sms(settings.num_sms, settings.ranks_here),
     )
     report.place(ranks.groups[0], meter.describe())
     report.header(

@@ -39,7 +39,6 @@ def run(settings: LinksSettings, report: Report) -> int:
 def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
     """Measure with a meter's clock, or with the host's if the settings name the host engine."""
     on_host = settings.engine == "host"
-    here = settings.num_ranks if settings.loopback else 1
     ranks = WeightRanks(
         meter,
         num_ranks=settings.num_ranks,
@@ -48,7 +47,9 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
         slots=1,
         segments={_SEGMENT: settings.link_bytes},
         tile_bytes=settings.tile_bytes or (None if on_host else TILE_BYTES),
-        num_sms=settings.num_sms if on_host else meter.num_sms(settings.num_sms, here),
+        num_sms=settings.num_sms
+        if on_host
+        else meter.num_sms(settings.num_sms, settings.ranks_here),
     )
     group = ranks.groups[0]
     domains = group.topology.domain.tolist()

@@ -79,8 +79,7 @@ def run(settings: ModelSettings, report: Report) -> int:
         "families": list(settings.families),
         **settings.describe("seeds", "tokens", "topk", "expert_bytes"),
     }
-    report.write(report.document(records, described, more=document, gated=False))
-    return 0
+    return report.finish(records, described, more=document, gated=False)
 
 
 def target_us(bound_us: NDArray[np.float64]) -> NDArray[np.float64]:

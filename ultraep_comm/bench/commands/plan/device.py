@@ -64,16 +64,16 @@ def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
             records.append(measure_row(meter, settings, size, family, loads))
     except BaseException:  # Ctrl-C too
         if records:  # keep them: they took long
-            _write(settings, report, records)
+            _finish(settings, report, records)
         raise
-    _write(settings, report, records)
-    return 1 if any(record["wrong_values"] for record in records) else 0
+    return _finish(settings, report, records)
 
 
-def _write(settings: PlanSettings, report: Report, records: list[Record]) -> None:
+def _finish(settings: PlanSettings, report: Report, records: list[Record]) -> int:
     report.show(format_records(_columns(settings.warps), records))
     described = {**describe_settings(settings), "warps": list(settings.warps)}
-    report.write(report.document(records, described, gated=False))
+    wrong = sum(record["wrong_values"] for record in records)
+    return report.finish(records, described, wrong=wrong, gated=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

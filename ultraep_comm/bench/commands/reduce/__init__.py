@@ -105,7 +105,7 @@ COMMAND = Command(
     name="reduce",
     help="add the gradients of a plan's replicas to the main gradients",
     description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
-    " adding out of shared memory, on one plan, with interleaved iterations. Sizes take the"
+    " adding from shared memory, on one plan, with interleaved iterations. Sizes take the"
     " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
     " 2 after other errors.",
     add_arguments=add_arguments,

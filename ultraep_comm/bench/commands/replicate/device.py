@@ -86,8 +86,7 @@ class DeviceSize:
         """Prepare; ``settings`` has this size only."""
         self._meter, self._collective, self._report = meter, collective, report
         self._settings = settings
-        self._here = settings.num_ranks if settings.loopback else 1
-        self._processes = settings.num_ranks // self._here
+        self._processes = settings.num_ranks // settings.ranks_here
         self._modes: list[DeviceMode] = []
         self._baselines: dict[str, Measured] = {}
         self._copied: dict[str, int] = {}  # bytes per process, of plain copies
@@ -100,7 +99,7 @@ class DeviceSize:
         ``whole`` has the settings of all sizes, for the header.
         """
         settings, meter, collective = self._settings, self._meter, self._collective
-        for num_sms in [meter.num_sms(n, self._here) for n in settings.num_sms or (None,)]:
+        for num_sms in [meter.num_sms(n, settings.ranks_here) for n in settings.num_sms or (None,)]:
             ranks = collective.make_ranks(meter, settings, num_sms)
             clock = ranks.clock(collective.calls, lined_up=collective.lined_up)
             self._plan = plan = one_plan.begin(whole, ranks, self._report)
@@ -108,7 +107,10 @@ class DeviceSize:
             modes, compared = one_plan.time_modes(
                 collective, settings, ranks, plan, clock, baselines, self._report
             )
-            self._modes += [self._add_host_times(ranks, num_sms, m) for m in modes]
+            for m in modes:
+                traffic = collective.traffic(settings, plan, m.chosen)
+                host_us = self._host_us(ranks, plan, m.mode)
+                self._modes.append(DeviceMode(num_sms, m, traffic, *host_us))
             if compared:
                 self._baselines = {m.mode: m for m in compared}
                 self._fixed = self._fixed_costs(ranks, clock, num_sms)
@@ -120,16 +122,6 @@ class DeviceSize:
         self._copied = {"copy": max(share, 1), "big copy": self._meter.big_bytes}
         copies = [DeviceCopy(self._meter, name, size) for name, size in self._copied.items()]
         return [*copies, *self._collective.device_baselines(ranks, self._plan)]
-
-    def _add_host_times(self, ranks: Ranks, num_sms: int, m: Measured) -> DeviceMode:
-        bound_us, unbound_us = self._host_us(ranks, self._plan, m.mode)
-        return DeviceMode(
-            num_sms,
-            m,
-            self._collective.traffic(self._settings, self._plan, m.chosen),
-            bound_us,
-            unbound_us,
-        )
 
     def _host_us(self, ranks: Ranks, plan: Plan, mode: str) -> tuple[float, float]:
         """Return the host time of a call, with bound tensors and with unbound ones."""
