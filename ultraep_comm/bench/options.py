@@ -243,8 +243,8 @@ def add_engine(add: Add) -> None:
 def add_trace(add: Add, use: str) -> None:
     """Add ``--trace``, ``--step`` and ``--layer``."""
     add("--trace", type=Path, metavar="FILE.npz", help=use)
-    add("--step", type=int, default=0, help="of the trace (default 0)")
-    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add("--step", type=int, default=0, help="step of the trace (default 0)")
+    add("--layer", type=int, default=0, help="layer of the trace (default 0)")
 
 
 def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDArray[np.int32]]:
@@ -279,7 +279,7 @@ def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDAr
 def add_rounds(add: Add, seed_of: str) -> None:
     """Add the numbers of iterations, ``--check`` and ``--seed``, spelled as in nccl-tests."""
     add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add("-w", "--warmup", type=int, default=3, help="unmeasured iterations first (default 3)")
     add(
         *("-c", "--check"),
         type=int,
@@ -289,7 +289,7 @@ def add_rounds(add: Add, seed_of: str) -> None:
         default=0,
         help="1 or no value: check every iteration; 0, the default: only the last one",
     )
-    add("--seed", type=int, default=1, help=f"of {seed_of} (default 1)")
+    add("--seed", type=int, default=1, help=f"seed of {seed_of} (default 1)")
 
 
 def parse_times(text: str) -> tuple[str, ...]:
@@ -349,13 +349,13 @@ def add_sweep(add: Add, *, expert_bytes: str, default: str) -> None:
         dest="step_factor",
         type=int,
         metavar="N",
-        help=f"from each size to the next, with -e (default {_FACTOR})",
+        help=f"factor from each size to the next, with -e (default {_FACTOR})",
     )
     add(
         *("-i", "--stepbytes"),
         dest="step_bytes",
         metavar="SIZE",
-        help="added to each size for the next, with -e, in place of -f",
+        help="increment from each size to the next, with -e, instead of -f",
     )
 
 
@@ -429,12 +429,7 @@ def add_bandwidth_limit(add: Add, of: str) -> None:
 
 def add_bound_limit(add: Add, missed: str) -> None:
     """Add ``--max-over-bound``; ``missed`` is the condition on which it fails."""
-    add(
-        "--max-over-bound",
-        type=float,
-        metavar="X",
-        help=f"fail, with exit status 3, if {missed}",
-    )
+    add("--max-over-bound", type=float, metavar="X", help=f"fail, with exit status 3, if {missed}")
 
 
 def make_gate(options: argparse.Namespace) -> Gate:
@@ -468,8 +463,8 @@ def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
 
 def add_outputs(add: Add) -> None:
     """Add ``--json`` and ``--csv``."""
-    add("-J", "--json", type=Path, metavar="FILE", help="write records, machine and settings there")
-    add("--csv", type=Path, metavar="FILE", help="write the same records there, flat")
+    add("-J", "--json", type=Path, metavar="FILE", help="write records and settings to FILE")
+    add("--csv", type=Path, metavar="FILE", help="write flat records to FILE")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -65,23 +65,17 @@ class CalibrateSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``calibrate``."""
     add = parser.add_argument
-    add("--ranks", type=int, help=f"at least 3 (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--ranks", type=int, help=f"at least 3 (default {DEFAULT_RANKS}, or the launcher's)")
     add(
         *("-b", "--bytes"),
         dest="copy_bytes",
         metavar="SIZE",
-        help="of one copy (default 16M; in loopback 256M, more than a GPU's cache)",
+        help="bytes of one copy (default 16M; in loopback 256M, more than a GPU's cache)",
     )
     add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
-    add(
-        "-n",
-        "--iters",
-        type=int,
-        default=20,
-        help="the fastest counts (default 20)",
-    )
-    add("--seed", type=int, default=1, help="of the payload (default 1)")
+    add("-n", "--iters", type=int, default=20, help="iterations; the fastest counts (default 20)")
+    add("--seed", type=int, default=1, help="seed of the payload (default 1)")
     add("-o", "--output", type=Path, metavar="FILE", help="write or extend this file")
 
 

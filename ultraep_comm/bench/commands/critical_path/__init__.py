@@ -86,14 +86,14 @@ class PathSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``critical-path``."""
     add = parser.add_argument_group("the path").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
-    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
-    add("--tokens", type=int, default=8192, help="of each rank (default 8192)")
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
+    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
+    add("--tokens", type=int, default=8192, help="tokens of each rank (default 8192)")
     add("--topk", type=int, default=8, help="ids of a token (default 8)")
     add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
-    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
-    add("--imbalance", type=float, help="of the drawn ids (default 3)")
+    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as for replicate (default 2)")
+    add("--imbalance", type=float, help="imbalance of the drawn ids (default 3)")
     add_trace(add, "draw ids from recorded routing; each iteration takes the next step")
     add(
         "--fabric",
@@ -102,14 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="loopback, all ranks on one GPU in this process, or nvshmem or torch, a process and a"
         " GPU for each (default: nvshmem under torchrun or srun, else loopback)",
     )
-    add("--mode", choices=ALL_MODES, default="auto", help="of the transfer (default auto)")
+    add("--mode", choices=ALL_MODES, default="auto", help="mode of the transfer (default auto)")
     add("--num-sms", type=int, metavar="N", help="blocks of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add(
         "--link-gbps",
         type=float,
         metavar="GB/S",
-        help="of a GPU's link, one way, for the bound on several GPUs",
+        help="rate of a GPU's link, one way, for the bound on several GPUs",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
     add = parser.add_argument_group("results and limits").add_argument

@@ -68,9 +68,9 @@ class LayerSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``layer``."""
     add = parser.add_argument_group("the layer").add_argument
-    add("--ranks", type=int, help=f"ranks to start, no more than cores (default {DEFAULT_RANKS})")
-    add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"(default {DEFAULT_EXPERTS})")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("--ranks", type=int, help=f"ranks, at most one per core (default {DEFAULT_RANKS})")
+    add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"experts (default {DEFAULT_EXPERTS})")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
     add("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
     add("--topk", type=int, default=4, help="experts of a token (default 4)")
     add("--hidden", type=int, default=256, help="width of a token (default 256)")
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--imbalance",
         type=float,
-        help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
+        help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or less for few ranks)",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
     add = parser.add_argument_group("results and limits").add_argument

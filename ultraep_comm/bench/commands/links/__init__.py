@@ -47,8 +47,8 @@ class LinksSettings(Settings):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``links``."""
-    add = parser.add_argument_group("what is moved").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add = parser.add_argument_group("transfer").add_argument
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
     add(
         *("-b", "--bytes", "--expert-bytes", "--minbytes"),
         dest="link_bytes",
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="median",
         help="a link's bandwidth: that of the median iteration (default), or of the slowest one",
     )
-    add("--slowest", type=int, default=5, metavar="N", help="links to name (default 5)")
+    add("--slowest", type=int, default=5, metavar="N", help="slowest links to name (default 5)")
     add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")

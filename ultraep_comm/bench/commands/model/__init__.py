@@ -65,20 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--imbalances",
         default=DEFAULT_IMBALANCES,
         metavar="X,...",
-        help=f"busiest rank over the mean (default {DEFAULT_IMBALANCES})",
+        help=f"imbalances of loads (default {DEFAULT_IMBALANCES})",
     )
     add(
         "--families",
         default=DEFAULT_FAMILIES,
         metavar="NAME,...",
-        help=f"of further loads (default {DEFAULT_FAMILIES})",
+        help=f"families of further loads (default {DEFAULT_FAMILIES})",
     )
     add_loads(add, 3)
     add(
         "--expert-bytes",
         default=DEFAULT_EXPERT_BYTES,
         metavar="SIZE",
-        help=f"of one expert (default {DEFAULT_EXPERT_BYTES})",
+        help=f"bytes of one expert (default {DEFAULT_EXPERT_BYTES})",
     )
     add(
         "--machine",

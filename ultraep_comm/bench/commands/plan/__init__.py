@@ -148,11 +148,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--families",
         metavar="NAME,...",
-        help=f"of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
+        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
     )
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
     add_loads(add, DEFAULT_SEEDS)
-    add("--target", type=float, default=1.01, help="imbalance that is good enough (default 1.01)")
+    add("--target", type=float, default=1.01, help="imbalance at which to stop (default 1.01)")
     add(
         "--domain-size",
         type=int,
@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--warps",
         metavar="N,...",
-        help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
+        help=f"warps of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
     )
     add_bound_limit(add, "a plan's imbalance is more than X times its lower bound")
     add_outputs(add)

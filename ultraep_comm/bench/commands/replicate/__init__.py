@@ -114,10 +114,10 @@ def add_transfer_arguments(
     parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
 ) -> None:
     """Add the arguments of a command that times one collective on one plan."""
-    add = parser.add_argument_group("what is moved").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
-    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add = parser.add_argument_group("transfer").add_argument
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
+    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
     add_sweep(add, expert_bytes=expert_bytes, default="16M")
     add(
         "--segments",
@@ -129,7 +129,7 @@ def add_transfer_arguments(
     add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
     add_trace(add, "recorded routing instead of generated load")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add = parser.add_argument_group("what moves it").add_argument
+    add = parser.add_argument_group("engine").add_argument
     add_engine(add)
     add(
         *("--num-sms", "--sms"),
@@ -137,7 +137,7 @@ def add_transfer_arguments(
         help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
         " measured one after another (default: the engine's)",
     )
-    add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
+    add("--mode", choices=[*modes, "all"], default="all", help="mode to measure (default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add_rounds(parser.add_argument_group("iterations").add_argument, "load and payload")
     add = parser.add_argument_group("limits").add_argument
@@ -147,8 +147,8 @@ def add_transfer_arguments(
         "--link-gbps",
         type=float,
         metavar="GBPS",
-        help="of a rank's link, one way: the bound is then T* over it (default: the measured"
-        " copy rate, where all ranks share one memory)",
+        help="rate of a rank's link, one way, for the bound T* (default: the measured copy rate, if"
+        " all ranks share one memory)",
     )
     add = parser.add_argument_group("results").add_argument
     add_outputs(add)

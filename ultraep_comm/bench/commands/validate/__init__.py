@@ -40,8 +40,8 @@ class ValidateSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``validate``."""
     add = parser.add_argument
-    add("--ranks", type=int, help=f"at least 2 (default {_DEFAULT_RANKS}; torchrun's under it)")
-    add("--plans", type=int, default=20, help="(default 20)")
+    add("--ranks", type=int, help=f"at least 2 (default {_DEFAULT_RANKS}, or the launcher's)")
+    add("--plans", type=int, default=20, help="number of plans (default 20)")
     add(
         *("-b", "--minbytes"),
         metavar="SIZE",
@@ -54,16 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="16M",
         help="the largest expert, from the smallest by doubling (default 16M)",
     )
-    add("--slots", type=int, default=4, help="of a rank (default 4)")
+    add("--slots", type=int, default=4, help="slots of a rank (default 4)")
     add("-n", "--iters", type=int, default=15, help="rounds of all measurements (default 15)")
     add(
         "--statistic",
         choices=STATISTICS,
         default="median",
-        help="over rounds, of both measured and calibration times (default median)",
+        help="statistic over rounds, of both measured and calibration times (default median)",
     )
     add("--max-error", type=float, metavar="X", help="gate on the median error, for example 0.2")
-    add("--seed", type=int, default=1, help="of plans, payload and order (default 1)")
+    add("--seed", type=int, default=1, help="seed of plans, payload and order (default 1)")
     add_outputs(add)
 
 
