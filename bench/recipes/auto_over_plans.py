@@ -1,10 +1,10 @@
-"""How well mode="auto" chooses: its time over the best fixed mode's, plan by plan.
+"""How well mode="auto" chooses: its time over that of the best fixed mode, by plan.
 
     python bench/recipes/auto_over_plans.py [--ranks 4] [--plans 24] [--iters 15] [--json FILE]
 
-Loads of growing imbalance give the plans. Modes are interleaved iteration by iteration; a plan's
-figure is the largest, over the fixed modes, of the median of (auto's time / that mode's time).
-Every slot is compared with its payload after the last iteration of each mode.
+The plans come from loads of growing imbalance. Modes are interleaved by iteration. A plan's figure
+is the largest, over the fixed modes, of the median of (auto's time / that mode's time). Every slot
+is compared with its payload after the last iteration of each mode.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ import torch.distributed as dist
 from ultraep_comm.bench.clock import HostClock, HostMeter
 from ultraep_comm.bench.launch import run_ranks
 from ultraep_comm.bench.loads import generate_load
-from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.measure import measure
 from ultraep_comm.bench.options import ALL_MODES
 from ultraep_comm.bench.options import Settings as Rounds
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Mode, WeightRanks
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.calls.plan import plan_replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one run does. Equal on every rank."""
+    """Arguments of a run. Equal on every rank."""
 
     ranks: int
     experts: int
@@ -49,7 +48,7 @@ class Settings:
 
 
 def run(settings: Settings) -> int:
-    """Measure on an initialised process group; rank 0 prints. 1: wrong bytes."""
+    """Measure on an initialised process group; rank 0 prints. Return 1 for wrong bytes."""
     torch.set_num_threads(1)
     segments = {"w": settings.expert_bytes}
     records, wrong = [], 0
@@ -118,15 +117,9 @@ def _finish(settings: Settings, records: list[dict[str, Any]]) -> None:
     ratios = [r["auto_over_best"] for r in records]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(f"auto/best over {len(ratios)} plans: geometric mean {mean:.3f}, worst {max(ratios):.3f}")
-    document = {
-        "records": records,
-        "geometric_mean": mean,
-        "worst": max(ratios),
-        "machine": describe_machine(),
-        "commit": find_commit(),
-        "settings": {**dataclasses.asdict(settings), "json": None},
-    }
-    write_outputs(document, json_path=settings.json, csv_path=None)
+    described = {**dataclasses.asdict(settings), "json": None}
+    figures = {"geometric_mean": mean, "worst": max(ratios)}
+    write_records(settings.json, records, **figures, settings=described)
 
 
 def main() -> int:

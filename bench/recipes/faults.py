@@ -1,13 +1,13 @@
-"""What the ranks of a group see when one of them fails, and how soon.
+"""The errors that the ranks of a group raise when one of them fails, and how soon.
 
     python bench/recipes/faults.py [--repeat 5] [--soak N] [--groups N] [--only TEXT] [--json FILE]
 
-Plays the scenes of ``tests/faults``: real processes are killed, stopped, interrupted, forked, or
-make other calls than their peers. Every run is judged as the tests judge it: types of errors, the
-ranks that they name, time, bytes, what is left behind, and a new group afterwards. The status is 1
-if anything was not as it has to be.
+Runs the scenes of ``tests/faults``: real processes are killed, stopped, interrupted, forked, or
+make other calls than their peers. Every run is checked as in the tests: types of errors, the ranks
+that they name, time, bytes, leftovers, and a new group afterwards. The exit status is 1 if a check
+failed.
 
-A time counts from the fault, or from the begin of the call where that is later, to the error.
+A time is measured from the fault, or from the start of the call if that is later, to the error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from scenes import SCENES  # noqa: E402
 from soak import soak_scene  # noqa: E402
 from table import Row, render  # noqa: E402
 
-from ultraep_comm.bench.machine import describe_machine, find_commit  # noqa: E402
-from ultraep_comm.bench.report import write_outputs  # noqa: E402
+from ultraep_comm.bench.report import write_records  # noqa: E402
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Scene, int]]:
-    """The scenes that are asked for, and how often each is played."""
+    """The chosen scenes, each with its number of runs."""
     found = [(scene, arguments.repeat) for scene in SCENES if arguments.only in scene.name]
     if arguments.short:
         found = [(scene, times) for scene, times in found if not scene.long]
@@ -43,15 +42,14 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[Scene, int]]:
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=1, help="play every scene so often")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of every scene")
     parser.add_argument("--soak", type=int, default=0, help="transfers by random plans")
     parser.add_argument("--groups", type=int, default=0, help="groups opened and closed")
     parser.add_argument("--seed", type=int, default=1, help="of the soak")
     parser.add_argument("--only", default="", help="scenes with this text in their name")
-    parser.add_argument("--short", action="store_true", help="leave the rarer scenes out")
+    parser.add_argument("--short", action="store_true", help="leave out the rarer scenes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    machine, commit = describe_machine(), find_commit()
     rows = []
     for scene, times in chosen(arguments):
         row = Row(scene=scene)
@@ -63,13 +61,8 @@ def main() -> int:
         parser.error(f"no scene has {arguments.only!r} in its name")
     render(rows)
     names = ("repeat", "soak", "groups", "seed", "only", "short")
-    document = {
-        "records": [row.record() for row in rows],
-        "machine": machine,
-        "commit": commit,
-        "settings": {name: getattr(arguments, name) for name in names},
-    }
-    write_outputs(document, json_path=arguments.json, csv_path=None)
+    settings = {name: getattr(arguments, name) for name in names}
+    write_records(arguments.json, [row.record() for row in rows], settings=settings)
     return 1 if any(row.wrong for row in rows) else 0
 
 

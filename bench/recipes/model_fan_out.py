@@ -2,9 +2,9 @@
 
     python bench/recipes/model_fan_out.py [--json FILE]
 
-The expert is at home on rank 0 of 64, its replicas are on the next ranks. A record is one transfer
-on NVL72 as ultraep_comm.model describes it; "relay" is the published relay as the model
-understands it. `python -m ultraep_comm.viz bound FILE` draws the records.
+The expert's home is rank 0 of 64, its replicas are on the next ranks. A record is one transfer on
+the NVL72 of ultraep_comm.model; "relay" is the model of the published relay. `python -m
+ultraep_comm.viz bound FILE` draws the records.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 
 from ultraep_comm import Plan
 from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
-from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import predict
 from ultraep_comm.model.relay import predict_relay
@@ -66,13 +65,7 @@ def main() -> None:
         for n in FAN_OUTS
     ]
     print(format_table([["size", "replicas", *MODES], ["(B)", "", *(["/T*"] * len(MODES))]], rows))
-    document = {
-        "records": records,
-        "modelled_machine": MACHINE,
-        "machine": describe_machine(),
-        "commit": find_commit(),
-    }
-    write_outputs(document, json_path=options.json, csv_path=None)
+    write_records(options.json, records, modelled_machine=MACHINE)
 
 
 if __name__ == "__main__":

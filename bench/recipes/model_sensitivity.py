@@ -1,11 +1,10 @@
-"""How far the modelled times hang on what the model assumes, one assumption at a time.
+"""How much the modelled times depend on each assumption of the model.
 
     python bench/recipes/model_sensitivity.py [--json FILE]
 
-Three plans of 64 ranks: one as most are; one in which ranks import two experts from homes that
-export two and one; and one expert with nine tenths of the load. Every line changes one thing of
-NVL72's description, and gives the microseconds that push and pull take beyond the bound.
-docs/model.md has the table.
+Three plans of 64 ranks: a typical one; one in which ranks import two experts from homes that export
+two and one; and one expert with nine tenths of the load. Every row changes one parameter of NVL72,
+and gives the time of push and pull beyond the bound, in microseconds. docs/model.md has the table.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import torch
 from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.commands.model.published import EXPERT_BYTES
 from ultraep_comm.bench.loads import adversarial_loads, tuned_load
-from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.options import check_writable
-from ultraep_comm.bench.report import show_progress, write_outputs
+from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import MACHINES, Machine, predict
@@ -61,9 +59,9 @@ def variants() -> Iterator[tuple[str, Machine, int]]:
             load_us=NVL72.load_us * part,
         )
         yield f"{hop} us a hop and a load", slow, EXPERT_BYTES
-    for sms, stages in ((16, 4), (32, 2), (32, 4), (32, 6), (32, 8), (128, 4)):
-        few = replace(NVL72, num_sms=sms, tiles_in_flight=sms * stages)
-        yield f"{sms} workers with {stages} tiles each", few, EXPERT_BYTES
+    for sms, tiles in ((16, 4), (32, 2), (32, 4), (32, 6), (32, 8), (128, 4)):
+        few = replace(NVL72, num_sms=sms, tiles_in_flight=sms * tiles)
+        yield f"{sms} workers with {tiles} tiles each", few, EXPERT_BYTES
     for kib in (16, 64):
         yield f"tiles of {kib} KiB", replace(NVL72, tile_bytes=kib << 10), EXPERT_BYTES
     for gbps in (355.0, 1420.0):
@@ -111,8 +109,7 @@ def main() -> None:
         for r in records
     ]
     print(format_table(headers, rows))
-    document = {"records": records, "machine": describe_machine(), "commit": find_commit()}
-    write_outputs(document, json_path=options.json, csv_path=None)
+    write_records(options.json, records)
 
 
 if __name__ == "__main__":

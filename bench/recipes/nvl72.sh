@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Accepts an NVL72 rack: 18 machines with 4 GPUs, over NVSHMEM. Not run on a rack yet.
+# Acceptance test of an NVL72 rack: 18 machines with 4 GPUs, over NVSHMEM. Not run on a rack yet.
 #
 #   bench/recipes/nvl72.sh                         # once: srun starts the ranks
-#   HEAD=node1 bench/recipes/nvl72.sh torchrun     # on each of the 18 machines, HEAD being one of them
+#   HEAD=node1 bench/recipes/nvl72.sh torchrun     # on each of the 18 machines; HEAD is one of them
 #
 # The load is that of large models: 288 experts of 37.75 MB, 2 slots. 600 GB/s and 1.2 times the bound
-# are examples: take the limits from a rack that you trust, and leave room.
+# are examples: derive the limits from a rack that you trust, with a margin.
 set -euo pipefail
 
 export NVSHMEM_SYMMETRIC_SIZE=${NVSHMEM_SYMMETRIC_SIZE:-2G}  # holds weights and slots
@@ -22,7 +22,7 @@ bench() {
 }
 launcher=${1:-srun}
 
-# Every link, 5112 of them, 36 at a time; colours on a terminal. Minutes.
+# All 5112 links, 36 at a time; in colour on a terminal. Takes minutes.
 bench links --engine cuda --fabric nvshmem -b 64M -n 20 -c 1 --min-bandwidth 600 \
   --json links.json --csv links.csv
 
@@ -30,7 +30,7 @@ bench links --engine cuda --fabric nvshmem -b 64M -n 20 -c 1 --min-bandwidth 600
 bench replicate "${model[@]}" -b 36M --mode auto --sms 32 -n 100 -c 1 \
   --min-bandwidth 600 --max-over-bound 1.2 --link-gbps 710 --json rack.json
 
-# For the records: from latency to bandwidth, by number of blocks, and the way back.
+# For reference: from latency to bandwidth, by number of blocks, and the reduction.
 bench replicate "${model[@]}" -b 64K -e 64M -f 2 --times p50,p99,max --json sweep.json --csv sweep.csv
 bench replicate "${model[@]}" -b 36M --sms 8,16,24,32,48 -c 1 --json sms.json
 bench reduce "${model[@]}" -b 72M --mode auto -c 1 --json reduce.json

@@ -1,9 +1,9 @@
-"""What a call costs that has nothing to move, and what the exchange of loads costs.
+"""The time of a call with an empty plan, and of the exchange of loads.
 
     python bench/speed/empty_plan.py [--ranks 4] [--iters 2000] [--json FILE]
 
-Each rank times its own blocking calls; a row is the median and the 99th percentile of the calls of
-the slowest rank.
+Each rank times its own blocking calls. A row is the median and the 99th percentile of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep_comm.bench.launch import run_ranks
-from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.group.create import new_group
@@ -30,7 +29,7 @@ from ultraep_comm.plan.plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one run does. Equal on every rank."""
+    """Arguments of a run. Equal on every rank."""
 
     ranks: int
     iters: int
@@ -58,18 +57,12 @@ def run(settings: Settings) -> int:
         ]
         for name, (p50, p99) in rows.items():
             print(f"{name:12}  p50 {p50:8.1f} us   p99 {p99:8.1f} us")
-        document = {
-            "records": records,
-            "machine": describe_machine(),
-            "commit": find_commit(),
-            "settings": {"iters": settings.iters},
-        }
-        write_outputs(document, json_path=settings.json, csv_path=None)
+        write_records(settings.json, records, settings={"iters": settings.iters})
     return 0
 
 
 def _time(call: Callable[[], object], iters: int) -> tuple[float, float]:
-    """Return p50 and p99 in microseconds, the slowest rank's."""
+    """Return p50 and p99 of the slowest rank, in microseconds."""
     times = np.zeros(iters)
     dist.barrier()
     for i in range(-50, iters):

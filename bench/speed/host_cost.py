@@ -1,11 +1,11 @@
-"""What a call of the CUDA engine keeps the host for, over a driver that does nothing.
+"""The host time of a call of the CUDA engine, with a CUDA driver that does nothing.
 
     python bench/speed/host_cost.py [--iters 5000] [--json FILE]
 
-Rank 0 of a group of 8, and of 64, calls ``replicate_experts`` with another plan each time; it has
-no peers and no GPU. Weights are bound once, or checked in every call: stacked tensors, or a tensor
-for each expert. The figures are all of the host's time but the CUDA driver's: its functions return
-at once here. On a GPU its time for a copy, a launch and a few events comes on top.
+Rank 0 of a group of 8, and of 64, calls ``replicate_experts`` with a different plan each time. It
+has no peers and no GPU. Weights are bound once, or checked in every call: stacked tensors, or one
+tensor per expert. The figures exclude the CUDA driver, whose functions return at once here: on a
+GPU add its time for a copy, a launch and a few events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.base import make_parts
@@ -53,9 +53,9 @@ NUM_PLANS = 256
 
 
 class IdleDevice:
-    """Host memory for a device's, and a driver that does nothing.
+    """A device with host memory and a driver that does nothing.
 
-    The recording driver of the tests is in Python: its callbacks would cost more than the call.
+    (The recording driver of the tests is in Python; its callbacks would cost more than the call.)
     """
 
     torch_device = torch.device("cpu")
@@ -67,7 +67,7 @@ class IdleDevice:
     context = 0
 
     def __init__(self) -> None:
-        # A function of the C library that looks at no argument and returns 0: success.
+        # A C function that ignores its arguments and returns 0, success.
         nothing = ctypes.CDLL(None).pthread_mutexattr_destroy
         address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
         self.driver = _core.CudaDriver(dict.fromkeys(_core.cuda_driver_names(), address))
@@ -79,7 +79,7 @@ class IdleDevice:
         return host_memory(num_bytes)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -87,17 +87,17 @@ class IdleDevice:
         return host_memory(num_bytes)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that counts as the device's."""
+        """Return memory that `holds` takes for the device's."""
         self._held.append(torch.empty(tuple(shape), dtype=dtype))
         self._addresses.add(self._held[-1].data_ptr())
         return self._held[-1]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether it came from :meth:`empty`."""
+        """Return whether a tensor came from :meth:`empty`."""
         return tensor.data_ptr() in self._addresses
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nobody frees memory."""
+        """Do nothing: memory is never freed."""
 
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy."""
@@ -108,23 +108,23 @@ class IdleDevice:
         return False
 
     def current_stream(self) -> int:
-        """Return what no driver looks at."""
+        """Return a handle that the driver ignores."""
         return 7
 
     def new_stream(self) -> tuple[int, object]:
-        """Return another one."""
+        """Return another handle."""
         return 8, None
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no work is pending."""
 
     def load(self, cubin: Path) -> Kernels:
-        """Nobody asks."""
+        """Not used."""
         raise NotImplementedError
 
 
 class IdleStages(HostStages):
-    """The local stages of a device that does nothing: its plans are for a kernel to read."""
+    """Local stages on an `IdleDevice`."""
 
     def __init__(self, device: IdleDevice, topology: Topology, rank: int) -> None:
         super().__init__(topology, rank)
@@ -145,7 +145,7 @@ class IdleStages(HostStages):
 
 
 def make_group(num_ranks: int, device: IdleDevice) -> Group:
-    """Return rank 0's group with a launcher of its own, as over NVSHMEM."""
+    """Create rank 0's group with a launcher of one rank, as over NVSHMEM."""
     rank, num_sms = 0, 32
     options = Options(
         expert=EXPERT,
@@ -177,13 +177,13 @@ def make_group(num_ranks: int, device: IdleDevice) -> Group:
 
 
 def put_plan(plan: Plan, device: IdleDevice) -> Plan:
-    """Return the plan as one on the device."""
+    """Return a copy of the plan on the device."""
     fields = {name: value for name, value in vars(plan).items() if value is not None}
     return Plan(**{n: device.empty(t.shape, t.dtype).copy_(t) for n, t in fields.items()})
 
 
 def make_plans(num_ranks: int) -> list[Plan]:
-    """Return plans for as many loads of one skew."""
+    """Return the plans of NUM_PLANS loads of the same imbalance."""
     plans = []
     for seed in range(NUM_PLANS):
         load = generate_load(
@@ -200,7 +200,7 @@ def make_plans(num_ranks: int) -> list[Plan]:
 
 
 def make_weights(group: Group) -> dict[str, torch.Tensor]:
-    """Return main weights that nobody touches."""
+    """Return main weights. Their pages are never touched."""
     return {
         name: segment.view(host_memory(group.num_mains * segment.nbytes), group.num_mains)
         for name, segment in group.segments.items()
@@ -210,9 +210,9 @@ def make_weights(group: Group) -> dict[str, torch.Tensor]:
 def measure(
     group: Group, device: IdleDevice, plans: list[Plan], iters: int
 ) -> Iterator[tuple[str, bool, np.ndarray]]:
-    """Yield (weights, async_op, times in us) of kinds of calls, which are made in turn.
+    """Yield (weights, async_op, times in us) for each kind of call; kinds are interleaved.
 
-    Of "device", the plan is on the device.
+    For "device" the plan is on the device.
     """
     stacked = make_weights(group)
     given: dict[str, Weights | BoundWeights] = {
@@ -272,22 +272,17 @@ def main() -> int:
                     f"EP{num_ranks:<3} {replicas:3.0f} replicas  {kind:8} async_op={async_op!s:5}"
                     f"  p50 {p50:6.1f} us   p99 {p99:6.1f} us"
                 )
-    document = {
-        "records": records,
-        "machine": machine,
-        "commit": commit,
-        "settings": {
-            "iters": arguments.iters,
-            "plans": NUM_PLANS,
-            "experts": EXPERTS,
-            "slots": SLOTS,
-            "expert_bytes": sum(math.prod(s) * d.itemsize for s, d in EXPERT.values()),
-            "tile_bytes": TILE_BYTES,
-            "imbalance": IMBALANCE,
-            "driver": "none: its functions return at once",
-        },
+    settings = {
+        "iters": arguments.iters,
+        "plans": NUM_PLANS,
+        "experts": EXPERTS,
+        "slots": SLOTS,
+        "expert_bytes": sum(math.prod(s) * d.itemsize for s, d in EXPERT.values()),
+        "tile_bytes": TILE_BYTES,
+        "imbalance": IMBALANCE,
+        "driver": "none: its functions return at once",
     }
-    write_outputs(document, json_path=arguments.json, csv_path=None)
+    write_records(arguments.json, records, settings=settings)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Instructions of a plan, a schedule and a reroute's shares, which nothing else that runs changes.
+"""Count the instructions of plan, schedule and reroute shares, independent of the machine's load.
 Needs valgrind and a C++20 compiler.
 
 python bench/speed/instructions.py [--sizes G/E/S,...] [--json FILE] [--compare FILE]
@@ -26,30 +26,29 @@ import numpy as np
 
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, PlanSize, parse_plan_sizes
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.machine import describe_machine, find_commit
 from ultraep_comm.bench.options import FAMILIES, check_writable
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.errors import UltraEPError
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, TOKENS, TOPK = 4, 4096, 8
-# Symbols are bound at the start, and not in the first call that is counted.
+# -z now: bind symbols at the start, not in the first counted call.
 FLAGS = ("-O3", "-std=c++20", "-Wl,-z,now")
 FUNCTION = "counted"
 FIGURES = ("mean", "p50", "max")
-DECIDING = ("compiler", "target", "flags")  # counts of others are others
+DECIDING = ("compiler", "target", "flags")  # counts are comparable if these are equal
 TOO_MUCH, FAILED = 3, 2
 
 Record = dict[str, Any]
 
 
 class CountError(Exception):
-    """Nothing can be counted or compared; the text says why and what to do."""
+    """Nothing can be counted or compared."""
 
 
 def describe_tools() -> dict[str, str]:
-    """Return what decides the figures besides the source: compiler, target, flags, valgrind.
+    """Return what the counts depend on besides the source: compiler, target, flags, valgrind.
 
     Raises:
         CountError: there is no valgrind or no compiler.
@@ -67,11 +66,11 @@ def describe_tools() -> dict[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         return done.stdout + done.stderr
 
-    said = ask(compiler, "-v")
-    version = re.search(r"^.* version \d.*$", said, re.MULTILINE)
-    target = re.search(r"^Target: (.*)$", said, re.MULTILINE)
+    output = ask(compiler, "-v")
+    version = re.search(r"^.* version \d.*$", output, re.MULTILINE)
+    target = re.search(r"^Target: (.*)$", output, re.MULTILINE)
     if version is None or target is None:
-        raise CountError(f"{compiler} -v names no version and target: {said[-200:]!r}")
+        raise CountError(f"{compiler} -v names no version and target: {output[-200:]!r}")
     return {
         "compiler": version[0].strip(),
         "target": target[1].strip(),
@@ -81,7 +80,7 @@ def describe_tools() -> dict[str, str]:
 
 
 def build(folder: Path) -> Path:
-    """Compile the program whose calls are counted."""
+    """Compile the program to count."""
     program = folder / "instructions"
     command = [os.environ.get("CXX", "c++"), *FLAGS, f"-I{ROOT / 'src'}"]
     source = Path(__file__).with_suffix(".cc")
@@ -150,7 +149,7 @@ def read_baseline(path: Path, tools: dict[str, str]) -> dict[tuple[str, str], Re
     """Return a file's records by kind of call and size.
 
     Raises:
-        CountError: it is no such file, or another compiler made what it counted.
+        CountError: the file is invalid, or was recorded with another compiler.
     """
     try:
         document = json.loads(path.read_text())
@@ -165,22 +164,22 @@ def read_baseline(path: Path, tools: dict[str, str]) -> dict[tuple[str, str], Re
         }
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CountError(
-            f"--compare {path}: expected what --json of this script writes: {error!r}"
+            f"--compare {path}: expected a file that --json of this script wrote: {error!r}"
         ) from None
     for name in DECIDING:
         if made_with.get(name) != tools[name]:
             raise CountError(
                 f"--compare {path}: its {name} was {made_with.get(name)!r}, here it is"
-                f" {tools[name]!r}; record a file of your own with --json"
+                f" {tools[name]!r}; record a new file with --json"
             )
     return records
 
 
 def compare(records: Sequence[Record], baseline: dict[tuple[str, str], Record]) -> list[Record]:
-    """Return for each record of the baseline what has changed: 0.02 is 2% more instructions.
+    """Return the changes against the baseline: 0.02 is 2% more instructions.
 
     Raises:
-        CountError: the loads are others, or there is nothing in common.
+        CountError: the loads differ, or no record is in both.
     """
     changes = []
     for record in records:
@@ -201,7 +200,7 @@ def compare(records: Sequence[Record], baseline: dict[tuple[str, str], Record]) 
 
 
 def report_changes(changes: Sequence[Record], limit: float) -> int:
-    """Print what has changed, and return the exit status."""
+    """Print the changes; return the exit status."""
     rows = [
         [
             *(change["op"], change["size"]),
@@ -233,11 +232,11 @@ def parse_percent(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print instructions by call and size: how they grow with ranks and experts, and over time."""
+    """Print the instructions of each call by size, and their changes against another run."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, metavar="G/E/S,...")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was counted")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="that --json wrote before")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="file of an earlier --json")
     parser.add_argument(
         "--max-increase",
         type=parse_percent,
@@ -265,8 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_table([("call", "size", "loads", *FIGURES), ("", "G/E/S", *[""] * 4)], rows))
         changes = None if baseline is None else compare(records, baseline)
         if options.json is not None:
-            machine = {"tools": tools, "machine": describe_machine(), "commit": find_commit()}
-            write_outputs({"records": records, **machine}, json_path=options.json, csv_path=None)
+            write_records(options.json, records, tools=tools)
     except (CountError, UltraEPError, OSError) as error:
         print(f"instructions: {error}", file=sys.stderr)
         return FAILED

@@ -1,4 +1,4 @@
-"""A rack's size, and its loads and plans, for the benchmarks of stages that every rank computes."""
+"""The size of a rack, its loads and plans, for benchmarks of what every rank computes."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def make_load(imbalance: float) -> torch.Tensor:
 
 
 def make_plan(imbalance: float) -> Plan:
-    """Return the plan of that load."""
+    """Return the plan of the load of :func:`make_load`."""
     return plan_replicas(make_load(imbalance), slots_per_rank=S, num_ranks=G)

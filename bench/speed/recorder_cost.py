@@ -1,10 +1,10 @@
-"""What a recorder adds to the host's time for a call.
+"""The host time that a recorder adds to a call.
 
     python bench/speed/recorder_cost.py [--iters 5000] [--json FILE]
 
-The calls are those of ``host_cost.py`` with bound weights and plans on the CPU, over a driver that
-does nothing. A call without a recorder, one with a recorder that leaves loads out, and one with a
-whole recorder take turns; the ring is smaller than the number of calls.
+The calls are those of ``host_cost.py`` with bound weights and plans on the CPU. Calls without a
+recorder, with one that omits loads, and with one that records everything are interleaved. The ring
+is smaller than the number of calls.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from host_cost import EXPERTS, SLOTS, IdleDevice, make_group, make_plans, make_weights
 
-from ultraep_comm.bench.machine import describe_machine, find_commit
-from ultraep_comm.bench.report import write_outputs
+from ultraep_comm.bench.report import write_records
 from ultraep_comm.calls.replicate import replicate_experts
 
 CAPACITY = 1024
 
 
 def measure(num_ranks: int, iters: int) -> dict[str, np.ndarray]:
-    """Return times in us of calls by how they are recorded."""
+    """Return the times of calls in us, by kind of recorder."""
     groups = {name: make_group(num_ranks, IdleDevice()) for name in ("off", "without loads", "all")}
     recorders = [
         groups[name].start_recording(CAPACITY, loads=name == "all")
@@ -57,12 +56,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    machine, commit = describe_machine(), find_commit()
     records = []
     for num_ranks in arguments.ranks:
         found = measure(num_ranks, arguments.iters)
         for name, times in found.items():
-            added = times - found["off"]  # of calls one after the other
+            added = times - found["off"]  # of consecutive calls
             record = {"op": "recorder_cost", "ranks": num_ranks, "experts": EXPERTS}
             record |= {"slots": SLOTS, "recorder": name, "iters": arguments.iters}
             record |= {
@@ -79,13 +77,8 @@ def main() -> int:
                 f"{num_ranks:3} ranks, recorder {name:13}: least {record['least_us']:6.2f} us,"
                 f" median {record['median_us']:6.2f}, median added {record['added_median_us']:.2f}"
             )
-    document = {
-        "records": records,
-        "machine": machine,
-        "commit": commit,
-        "settings": {"iters": arguments.iters, "capacity": CAPACITY},
-    }
-    write_outputs(document, json_path=arguments.json, csv_path=None)
+    settings = {"iters": arguments.iters, "capacity": CAPACITY}
+    write_records(arguments.json, records, settings=settings)
     return 0
 
 

@@ -1,15 +1,14 @@
-"""What a call costs the host, here and in another checkout: host_cost.py, empty_plan.py.
+"""Compare host_cost.py and empty_plan.py between this checkout and another one.
 
     python bench/speed/side_by_side.py ../before [--rounds 5] [--iters 2000] [--max-increase 5%]
 
-The other checkout is one with an environment of its own, for example made by
+The other checkout needs its own environment, for example made by
 
     git worktree add ../before HEAD~1 && cd ../before && python3 -m venv .venv
     .venv/bin/pip install -c constraints.txt -e .
 
-Each side runs its own scripts by its own ``.venv``, one after the other, the first of a round the
-second of the next. A figure is the least median of all rounds. Exit status 3: one has grown by more
-than the limit.
+Each side runs its own scripts in its own ``.venv``, one after the other, in alternating order. A
+figure is the least median of all rounds. Exit status 3: a figure has grown by more than the limit.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Figures = dict[tuple[str, ...], float]
 
 
 def run(root: Path, python: Path, script: str, iters: int) -> Figures:
-    """Return a checkout's medians in microseconds, by what was called."""
+    """Return a checkout's medians in microseconds, by call."""
     found = list((root / "bench").rglob(f"{script}.py"))
     if len(found) != 1:
         sys.exit(f"{root}/bench has {len(found)} files {script}.py; expected one")
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path, help="folder of the other checkout")
-    parser.add_argument("--python", type=Path, help="the other side's; default BEFORE/.venv")
+    parser.add_argument("--python", type=Path, help="of the other checkout (default BEFORE/.venv)")
     parser.add_argument("--only", choices=SCRIPTS, help="one of the scripts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iters", type=int, default=2000)

@@ -1,4 +1,4 @@
-"""What it takes to predict the transfer of a rack's plan."""
+"""Prediction of the transfer of a rack's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recording adds to a call."""
+"""The time that recording adds to a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_empty_plan_while_it_is_recorded(benchmark: Callable) -> None:
 @pytest.mark.benchmark(group="recorder: a line of 64 ranks")
 @pytest.mark.parametrize("loads", [False, True])
 def test_recorded_line_of_64_ranks(benchmark: Callable, loads: bool) -> None:
-    """What a call of 64 ranks and 256 experts pays: its line, its plan, and the end of another."""
+    """Entry and plan of a call of 64 ranks and 256 experts, and the end of an earlier call."""
     topology = Topology.make(num_ranks=64, num_experts=256, slots_per_rank=2)
     generator = torch.Generator().manual_seed(0)
     load = torch.randint(0, 1000, (64, 256), generator=generator, dtype=torch.int32)

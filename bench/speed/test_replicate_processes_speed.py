@@ -1,4 +1,4 @@
-"""Replication from this process to another one, over shared memory."""
+"""Replication between this process and another, over shared memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_weights(group: Group) -> dict[str, torch.Tensor]:
 
 
 def serve(store: Path, orders: Connection) -> None:
-    """Be rank 1: fill, call or compare, as ordered, until there is an empty order."""
+    """Run rank 1: fill, call or compare on each order, until an empty one."""
     with make_group(store, 1) as group:
         weights = make_weights(group)
         bound = group.bind(weights)
@@ -82,7 +82,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     ],
 )
 def test_replicate(benchmark: Callable, pair: Pair, segment: str) -> None:
-    """Rank 0's call, which rank 1 begins when a message reaches it: that is in the time."""
+    """Time of rank 0, including the message on which rank 1 starts."""
     weights, epoch = make_weights(pair.group), 0
     bound = pair.group.bind(weights)
 

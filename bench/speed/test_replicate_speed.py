@@ -1,4 +1,4 @@
-"""Replication by four ranks of one process: an empty plan, and an expert on three others."""
+"""Replication by four ranks of one process: an empty plan, and one expert with three replicas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_replicate(
     segment: str,
     mode: str,
 ) -> None:
-    """Other bytes in every round; those of the last are compared."""
+    """Every round has different bytes; those of the last are compared."""
     plan, epoch = spread_plan(G, E, S), 0
 
     def begin() -> None:

@@ -54,7 +54,7 @@ def test_reroute_shares_alone(benchmark: Callable, routing_map: torch.Tensor) ->
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch on one core: the figure that is asked for, and steady beside busy ones."""
+    """Torch on one core, for steady figures."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

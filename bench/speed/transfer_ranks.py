@@ -1,4 +1,4 @@
-"""Ranks that replicate experts for the benchmarks: their weights, calls and the bytes in slots."""
+"""Ranks for the benchmarks of replication: payload, plan, calls and checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_payload() -> Payload:
 
 
 def spread_plan(num_ranks: int, num_experts: int, slots_per_rank: int) -> Plan:
-    """Return a plan with expert 0 on every other rank, which are the fan-out that relays."""
+    """Return a plan with a replica of expert 0 on every other rank."""
     slot_expert = torch.full((num_ranks, slots_per_rank), -1)
     slot_expert[1:, 0] = 0
     return Plan.from_slots(slot_expert, num_experts=num_experts)
@@ -31,7 +31,7 @@ def spread_plan(num_ranks: int, num_experts: int, slots_per_rank: int) -> Plan:
 def set_epoch(
     group: Group, weights: Mapping[str, torch.Tensor], plan: Plan, epoch: int, segment: str
 ) -> None:
-    """Give a rank's replicated experts the bytes of an epoch, and its slots those of none."""
+    """Write the bytes of an epoch to a rank's replicated mains, and SENTINEL to its slots."""
     mains = group.topology.mains(group.rank).tolist()
     for row, expert in zip(weights[segment], mains, strict=True):
         if expert in plan.slot_expert:
@@ -40,7 +40,7 @@ def set_epoch(
 
 
 def count_wrong(group: Group, plan: Plan, epoch: int, segment: str) -> int:
-    """Return how many bytes of a rank's slots are not the epoch's, nor, where empty, untouched."""
+    """Return how many bytes of a rank's slots are wrong; empty slots must keep SENTINEL."""
     wrong = 0
     experts = plan.slot_expert[group.rank].tolist()
     for slot, expert in zip(group.slots[segment], experts, strict=True):
@@ -59,7 +59,7 @@ def call_all(
     plan: Plan,
     **options: Any,
 ) -> Callable[[], None]:
-    """One call on all ranks from this thread: submitted everywhere before the first wait."""
+    """Return a call of all ranks from this thread, submitted on all before the first wait."""
     bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""What the library is compared with: what a user would do, and what the machine can do."""
+"""Baselines of `replicate_experts`: what users do today, and the machine's own rate."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ultraep_comm.bench.ranks import WeightRanks, main_index, replicas_of
 from ultraep_comm.plan.plan import Plan
 
 _PAGE = 4096
-Check = tuple[int, str, torch.Tensor]  # expert, segment, where it has to arrive
+Check = tuple[int, str, torch.Tensor]  # expert, segment, destination
 
 
 class Arrivals:
-    """Memory of one's own that has to hold experts in the end."""
+    """A baseline that copies experts to private memory."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Create it without destinations."""
         self._checks: list[Check] = []
 
     def count_wrong(self, payload: Payload, epoch: int) -> int:
-        """Compare what arrived with the payload."""
+        """Return the wrong bytes at the destinations."""
         return sum(
             payload.count_wrong(data.cpu().numpy(), epoch=epoch, expert=expert, segment=name)
             for expert, name, data in self._checks
@@ -35,12 +35,12 @@ class Arrivals:
 
 
 class PointToPoint(Arrivals):
-    """What a user would do today: `batch_isend_irecv` of every replica's segments from its home."""
+    """What users do today: `batch_isend_irecv` of every replica's segments from its home rank."""
 
     def __init__(
         self, ranks: WeightRanks, plan: Plan, name: str, process_group: dist.ProcessGroup | None
     ) -> None:
-        """Make the operations and the private buffers to receive into. None: over gloo."""
+        """Prepare the operations and private receive buffers; ``process_group`` None: over gloo."""
         super().__init__()
         self.name = name
         self._operations: list[dist.P2POp] = []
@@ -57,7 +57,7 @@ class PointToPoint(Arrivals):
                     self._operations.append(dist.P2POp(dist.irecv, buffer, home, process_group))
 
     def run(self) -> None:
-        """Send and receive everything, and wait; on a GPU the current stream does."""
+        """Send and receive everything, and wait; on a GPU the current stream waits."""
         exchange(self._operations)
 
 
@@ -69,7 +69,7 @@ def exchange(operations: list[dist.P2POp]) -> None:
 
 
 def nccl_group() -> dist.ProcessGroup | None:
-    """Return a process group of all ranks over NCCL; None: it cannot be, on some rank."""
+    """Return a process group of all ranks over NCCL; None if some rank cannot use NCCL."""
     usable = dist.is_nccl_available() and torch.cuda.is_available()
     mine = torch.zeros(16, dtype=torch.uint8)
     if usable:
@@ -79,7 +79,7 @@ def nccl_group() -> dist.ProcessGroup | None:
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, mine)
     devices = {bytes(row.tolist()) for row in everybody}
-    # NCCL has a rank on a GPU at most.
+    # NCCL allows one rank per GPU.
     if bytes(16) in devices or len(devices) < dist.get_world_size() or len(devices) < 2:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="nccl")
@@ -89,19 +89,19 @@ def nccl_group() -> dist.ProcessGroup | None:
 class PlainCopy(Arrivals):
     """The machine's copy rate: the plan's bytes, spread evenly over the ranks, with `memcpy`.
 
-    From the main weights into shared segments as large as the slots, allocated like them. Ranks of
-    one domain share the replicas of their domain: the concatenated bytes, cut into equal parts.
+    Copies go from the main weights to shared memory of the slots' size, allocated like the slots.
+    The ranks of a domain share its replicas: the concatenated bytes, cut into equal parts.
     """
 
     name = "memcpy"
 
     def __init__(self, ranks: WeightRanks, plan: Plan) -> None:
-        """Allocate the segments to copy to, and find this rank's part. Collective."""
+        """Allocate the destinations and find this rank's part. Collective."""
         super().__init__()
         (group,) = ranks.groups
         expert_bytes = sum(segment.nbytes for segment in group.segments.values())
         slots, domain = group.topology.slots_per_rank, group.topology.domain
-        # Collective. The pages are touched when they are mapped.
+        # Collective. Mapping touches the pages.
         self._target = allocate(group, max(_PAGE, slots * expert_bytes))
         pieces: list[tuple[int, int, int]] = []
         for expert, home, rank, slot in replicas_of(plan):
@@ -125,7 +125,7 @@ class PlainCopy(Arrivals):
 def take_share(
     pieces: list[tuple[int, int, int]], index: int, count: int
 ) -> list[tuple[int, int, int]]:
-    """Return part ``index`` of ``count`` of the pieces ``(target, source, bytes)`` in a line."""
+    """Return part ``index`` of ``count`` of the concatenated pieces ``(target, source, bytes)``."""
     share = []
     for piece, low, high in cut_line([size for *_, size in pieces], index, count):
         target, source, _ = pieces[piece]
@@ -134,9 +134,9 @@ def take_share(
 
 
 def cut_line(sizes: list[int], index: int, count: int) -> list[tuple[int, int, int]]:
-    """Return part ``index`` of ``count`` of pieces in a line, as ``(piece, begin, end)``.
+    """Return part ``index`` of ``count`` of concatenated pieces, as ``(piece, begin, end)``.
 
-    Cuts lie on multiples of a page, so that no two ranks write to one.
+    Cuts are multiples of the page size, so that no two ranks write to the same page.
     """
     total = sum(sizes)
     first, last = (
@@ -155,7 +155,7 @@ def cut_line(sizes: list[int], index: int, count: int) -> list[tuple[int, int, i
 
 
 class DeviceCopy:
-    """One copy on the device of so many bytes, by `copy_`."""
+    """A single `copy_` of ``num_bytes`` on the device."""
 
     def __init__(self, meter: Meter, name: str, num_bytes: int) -> None:
         """Allocate source and target."""
@@ -168,7 +168,7 @@ class DeviceCopy:
         self._target.copy_(self._source, non_blocking=True)
 
     def count_wrong(self, payload: object, epoch: int) -> int:
-        """Compare target and source, and wipe the target."""
+        """Return the wrong bytes of the target, and clear it."""
         wrong = int((self._target != self._source).sum())
         self._target.zero_()
         return wrong
@@ -195,7 +195,7 @@ class StreamCopies(Arrivals):
                     self._jobs.append(_copier(target, source))
 
     def run(self) -> None:
-        """Copy all."""
+        """Enqueue all copies."""
         self._meter.spread(self._jobs)
 
 

@@ -41,17 +41,17 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status.
+    """Run a command; return its exit status.
 
-    0: all is well; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted;
-    128 and a signal's number: it ended a rank.
+    0: success; 1: wrong bytes; 2: other errors; 3: a gate is not met; 130: interrupted; 128 plus a
+    signal's number: the signal ended a rank.
     """
     options = make_parser().parse_args(arguments)
     command = next(one for one in COMMANDS if one.name == options.command)
     try:
         settings = command.make_settings(options)
     except (InvalidArgumentError, CalibrationError, OSError) as error:
-        if _speaks():
+        if _prints():
             print(f"error: {error}", file=sys.stderr)
         return FAILED
     run = functools.partial(run_command, module=command.module)
@@ -69,7 +69,7 @@ def run_command(settings: Settings, module: str) -> int:
     return status
 
 
-def _speaks() -> bool:
+def _prints() -> bool:
     try:
         return launched_rank() == 0
     except InvalidArgumentError:
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m ultraep_comm.bench",
         description="Measure transfers of experts, what surrounds them, and the links under them."
         " Flags are those of nccl-tests where it has them; COMMAND --help lists a command's.",
-        epilog="Exit status: 0 all is well, 1 wrong bytes or values, 2 other errors, 3 a limit is"
+        epilog="Exit status: 0 success, 1 wrong bytes or values, 2 other errors, 3 a limit is"
         " not met, 130 interrupted.",
     )
     add_commands(parser, COMMANDS)

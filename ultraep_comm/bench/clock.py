@@ -1,4 +1,4 @@
-"""Clocks: a GPU's, the host's in its place, and how the ranks of a run begin together."""
+"""Clocks of the host and of a GPU, and the start that lines up the ranks of a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from ultraep_comm.engines.cuda.kernels import choose_num_sms, find_cubin
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.group.group import Group
 
+Run = Callable[[], None]
+
 NUM_STREAMS = 8
-# Ranks of one machine start together this long after the last of them was ready: enough for all
-# to have left the barrier.
+# Ranks of one machine start this long after the last of them was ready, so that all have left the
+# barrier.
 _LINE_UP_NS = 1_000_000
 _BIG_BYTES = 1 << 30
 _SPIN = 2_000_000  # cycles, about a millisecond
@@ -36,12 +38,12 @@ _SMI_FIELDS = (
 
 
 class Meter(Protocol):
-    """A device to measure on. Tests have one without a GPU.
+    """A device to measure on. Tests implement one without a GPU.
 
     Attributes:
         engine: of the groups.
         torch_device: of all tensors.
-        big_bytes: size of the large buffer whose copy is timed.
+        big_bytes: size of the buffer whose copy gives the copy rate.
     """
 
     engine: str
@@ -49,38 +51,33 @@ class Meter(Protocol):
     big_bytes: int
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
-        """Return the blocks of a rank."""
+        """Return the number of blocks of a rank."""
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return memory, also a peer's, as uint8."""
+        """Return memory, possibly a peer's, as a uint8 tensor."""
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
-        """Return the device's time of one of so many calls in a row, behind one that counts not.
+        """Return the device time per call, of ``calls`` in a row after one that is not timed.
 
-        That one is ``line_up``, if it is given.
+        The untimed call is ``line_up``, or else ``run``.
         """
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture what a call enqueues on the current stream; return what enqueues it again."""
+    def capture(self, run: Run) -> Run:
+        """Capture what a call enqueues on the current stream; return a function that replays it."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the CPU, behind what the current stream holds."""
+        """Return a copy on the CPU, ordered after the current stream."""
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run jobs on several streams, behind the current one and before what it gets next."""
+    def spread(self, jobs: Sequence[Run]) -> None:
+        """Run jobs on several streams, ordered after and before the current stream."""
 
     def settle(self) -> None:
         """Wait for the device."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what it is."""
+        """Return the device's fields for headers and JSON."""
 
 
 class HostMeter:
@@ -91,23 +88,18 @@ class HostMeter:
     big_bytes = 1 << 20
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
-        """Return one thread, unless another number was given."""
+        """Return the given number of threads, or 1."""
         return given or 1
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory."""
+        """Wrap host memory."""
         kind = ctypes.c_uint8 * num_bytes
         return torch.frombuffer(kind.from_address(address), dtype=torch.uint8)
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
-        """Time calls in a row."""
+        """Time calls with the host clock."""
         (line_up or run)()
         self.settle()
         start = time.perf_counter_ns()
@@ -116,12 +108,12 @@ class HostMeter:
         self.settle()
         return (time.perf_counter_ns() - start) / 1e3 / calls
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run jobs one after the other."""
+    def spread(self, jobs: Sequence[Run]) -> None:
+        """Run jobs one after another."""
         for job in jobs:
             job()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Run) -> Run:
         """Raise UnsupportedError."""
         raise UnsupportedError("the host engine has no graphs")
 
@@ -130,10 +122,10 @@ class HostMeter:
         return tensor.clone()
 
     def settle(self) -> None:
-        """Return: calls block."""
+        """Do nothing: calls block."""
 
     def describe(self) -> dict[str, Any]:
-        """Return nothing: the host is described elsewhere."""
+        """Return nothing: `machine` describes the host."""
         return {}
 
 
@@ -146,7 +138,7 @@ class Gpu:
         """Find the device.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: there is no GPU.
         """
         self._device: Device = find_device()
         self.torch_device = self._device.torch_device
@@ -158,25 +150,20 @@ class Gpu:
         self._was_late = False
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
-        """Return what a group would take."""
+        """Return the number that a group would use."""
         return choose_num_sms(given, self._device, ranks_here)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap memory that the device reaches."""
+        """Wrap memory that the device can address."""
         return view_mapped(address, num_bytes, self.torch_device)
 
     def time_us(
-        self,
-        run: Callable[[], None],
-        calls: int,
-        ranks_here: int,
-        *,
-        line_up: Callable[[], None] | None = None,
+        self, run: Run, calls: int, ranks_here: int, *, line_up: Run | None = None
     ) -> float:
-        """Time calls between two events, all of them in the stream before the device begins."""
+        """Time calls between two events; all are enqueued before the device starts."""
         start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
         _spin(_SPIN * (1 + ranks_here))
-        (line_up or run)()  # lines up the ranks
+        (line_up or run)()
         start.record()
         for _ in range(calls):
             run()
@@ -191,20 +178,20 @@ class Gpu:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture on a stream of torch's own."""
+    def capture(self, run: Run) -> Run:
+        """Capture on a side stream that torch chooses."""
         graph = self._cuda.CUDAGraph()
         with self._cuda.graph(graph):
             run()
-        replay: Callable[[], None] = graph.replay
+        replay: Run = graph.replay
         return replay
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy, and wait for it."""
+        """Copy, and wait for the copy."""
         return tensor.cpu()
 
-    def spread(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Deal jobs out to streams."""
+    def spread(self, jobs: Sequence[Run]) -> None:
+        """Deal jobs out to streams in turn."""
         current = torch.cuda.current_stream()
         used = self._streams[: len(jobs)]
         for stream in used:
@@ -242,10 +229,10 @@ def _spin(cycles: int) -> None:
 
 
 def view_mapped(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory that a device reaches, also a peer's, as uint8 of that device.
+    """Return memory that a device can address, possibly a peer's, as a uint8 tensor of that device.
 
-    Torch copies between it and the device's own by their addresses, on the current stream. (Through
-    `__cuda_array_interface__` torch would copy a peer's memory at once, and give that copy.)
+    Torch copies to and from it by address, on the current stream. (Through
+    `__cuda_array_interface__` torch would return a copy of a peer's memory.)
     """
     from torch._C import _construct_storage_from_data_pointer as construct
 
@@ -255,7 +242,7 @@ def view_mapped(address: int, num_bytes: int, device: torch.device) -> torch.Ten
 
 
 def query_smi(uuid: str) -> dict[str, str]:
-    """Return driver and clocks as nvidia-smi says them; nothing where there is none."""
+    """Return driver version and clocks from nvidia-smi; empty if it is not available."""
     name = uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader"]
     try:
@@ -275,7 +262,7 @@ def query_smi(uuid: str) -> dict[str, str]:
 
 
 def gpu_is_usable() -> bool:
-    """Return whether there is a GPU, and a cubin for it."""
+    """Return whether there is a GPU and a cubin for it."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -286,10 +273,10 @@ def gpu_is_usable() -> bool:
 
 
 def own_gpu() -> Gpu:
-    """Return this process's GPU, by its number on its machine or, without a launcher, its rank.
+    """Return this process's GPU, by its local rank or, without a launcher, its rank.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is no GPU.
         InvalidArgumentError: as :func:`find_launcher`.
     """
     launched = find_launcher()
@@ -299,12 +286,12 @@ def own_gpu() -> Gpu:
 
 
 def _take_device(local_rank: int) -> None:
-    """Make the rank's GPU torch's current device: the machine's GPUs are dealt out in turn."""
+    """Make the rank's GPU torch's current device. Ranks take the machine's GPUs in turn."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
-# ---- how long a call of all ranks takes ---------------------------------------------------------
+# ---- the time of a call of all ranks ------------------------------------------------------------
 
 
 class Clock(Protocol):
@@ -312,28 +299,28 @@ class Clock(Protocol):
 
     Attributes:
         loopback: all ranks are in this process.
-        one_clock: starts and ends of two ranks can be compared; else a call takes as long as the
-            slowest rank's own time.
+        one_clock: the ranks' times are comparable. Otherwise the time of a call is that of the
+            slowest rank.
     """
 
     loopback: bool
     one_clock: bool
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
+    def span(self, run: Run) -> tuple[float, float]:
         """Return this rank's start and end in microseconds. Collective, but in loopback."""
 
 
 class HostClock:
-    """Of calls that block."""
+    """Clock for calls that block."""
 
     loopback = False
 
     def __init__(self, group: Group) -> None:
-        """Take the ranks of a domain for those of one machine."""
+        """Create the clock. Ranks of one domain are assumed to share a machine."""
         self.one_clock = len(set(group.topology.domain.tolist())) == 1
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
-        """Begin together with all ranks."""
+    def span(self, run: Run) -> tuple[float, float]:
+        """Start together with all ranks."""
         line_up(self.one_clock)
         start = time.perf_counter_ns()
         run()
@@ -343,7 +330,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of calls that are enqueued, so many in a row."""
+    """Clock for calls that are enqueued, several in a row."""
 
     one_clock = False
 
@@ -354,21 +341,21 @@ class DeviceClock:
         calls: int,
         *,
         loopback: bool,
-        line_up: Callable[[], None] | None = None,
+        line_up: Run | None = None,
     ) -> None:
-        """Time with a device; see `Meter.time_us`."""
+        """Create the clock; for the arguments see `Meter.time_us`."""
         self.loopback = loopback
         self._meter, self._ranks_here, self._calls = meter, ranks_here, calls
         self._line_up = line_up
 
     def settle(self) -> None:
-        """Wait for the device, and for other ranks: nobody fills what another one still reads."""
+        """Wait for the device and the ranks, so that none overwrites what another reads."""
         self._meter.settle()
         if not self.loopback:
             dist.barrier()
 
-    def time_us(self, run: Callable[[], None], calls: int = 0) -> float:
-        """Return the device's time of a call; ``calls`` in a row where it is given."""
+    def time_us(self, run: Run, calls: int = 0) -> float:
+        """Return the device time per call, of ``calls`` in a row (0: the clock's number)."""
         self.settle()
         took = self._meter.time_us(
             run, calls or self._calls, self._ranks_here, line_up=self._line_up
@@ -376,13 +363,13 @@ class DeviceClock:
         self.settle()
         return took
 
-    def span(self, run: Callable[[], None]) -> tuple[float, float]:
-        """Time it on the device."""
+    def span(self, run: Run) -> tuple[float, float]:
+        """Return 0 and the device time."""
         return 0.0, self.time_us(run)
 
 
 def line_up(one_machine: bool) -> None:
-    """Let all ranks leave at the same time: a barrier on which they agree on a moment."""
+    """Release all ranks at the same time: a barrier that agrees on a start time."""
     ready = torch.tensor([time.perf_counter_ns()])
     dist.all_reduce(ready, op=dist.ReduceOp.MAX)
     if one_machine:  # one clock

@@ -1,4 +1,4 @@
-"""What a command of the benchmark is. docs/developing.md shows how to add one."""
+"""A command of the benchmark. docs/developing.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ultraep_comm.bench.options import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command; everything that is not its own business is done for it.
+    """One command.
 
     Attributes:
         name: on the command line.
         help: its line in the list of commands.
-        description: what its own ``--help`` begins with.
-        add_arguments: gives a parser the command's arguments.
-        make_settings: checks them. Raises InvalidArgumentError or OSError; nothing has run then.
+        description: first paragraph of its ``--help``.
+        add_arguments: adds its arguments to a parser.
+        make_settings: checks the arguments before anything runs. Raises InvalidArgumentError or
+            OSError.
         module: has ``run(settings, report) -> int``, which measures on every rank and returns the
-            exit status, mostly that of `Report.finish`. Imported only when the command runs.
+            exit status, usually that of `Report.finish`. Imported only when the command runs.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Command:
 
 
 def add_commands(parser: argparse.ArgumentParser, commands: tuple[Command, ...]) -> None:
-    """Give each command a parser of its own."""
+    """Add a subparser for each command."""
     added: Any = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in commands:
         own = added.add_parser(command.name, help=command.help, description=command.description)

@@ -1,4 +1,4 @@
-"""What a run has to reach. Records that do not are named, and the exit status says so."""
+"""Limits for the records of a run. Records that miss one are named and change the exit status."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
 from ultraep_comm.bench.sizes import format_size
 
-_NAMED = 8  # of the records that miss a gate; the rest are counted
+_NAMED = 8  # records to name that miss a gate; further ones are only counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Limits that every record has to keep; None: no limit.
+    """Limits that every record must meet; None: no limit.
 
     Attributes:
-        min_gbps: on `critical_gbps`, or `gbps` of a link, in 10^9 bytes a second.
-        max_over_bound: on `over_bound`: time, or a plan's imbalance, over its bound.
+        min_gbps: minimum of `critical_gbps`, or of a link's `gbps`, in 10^9 bytes per second.
+        max_over_bound: maximum of `over_bound`: time, or a plan's imbalance, over its bound.
     """
 
     min_gbps: float | None = None
@@ -31,7 +31,7 @@ class Gate:
         return self.min_gbps is not None or self.max_over_bound is not None
 
     def judge(self, record: dict[str, Any]) -> str | None:
-        """Return what `gate` of a record is: "met", or the limits missed. None: there is none."""
+        """Return `gate` of a record: "met" or the limits missed; None without a limit."""
         if not self:
             return None
         missed = []
@@ -44,13 +44,13 @@ class Gate:
         return "+".join(missed) or "met"
 
     def describe(self, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the limits and whether all records keep them, for JSON; None: there is none."""
+        """Return the limits and whether all records meet them, for JSON; None without a limit."""
         limits = {"min_bandwidth_gbps": self.min_gbps, "max_over_bound": self.max_over_bound}
         return {**limits, "met": not self.explain(records)} if self else None
 
     def explain(self, records: Sequence[dict[str, Any]]) -> str:
-        """Return one line that names the judged records that miss a limit; empty: all keep it."""
-        missed = [r for r in records if r["gate"] not in (None, "met")]
+        """Return one line that names the records that miss a limit; empty if none does."""
+        missed = [r for r in records if r.get("gate") not in (None, "met")]
         if not missed:
             return ""
         missed.sort(key=_slowness, reverse=True)
@@ -66,10 +66,10 @@ class Gate:
         return f"gate not met by {len(missed)} of {judged}, expected {expected}: {named}{more}"
 
 
-def exit_code(gate: Gate, records: Sequence[dict[str, Any]], wrong: int, *, speaks: bool) -> int:
-    """Return the exit status of a run; one rank says on stderr what missed the gate."""
+def exit_code(gate: Gate, records: Sequence[dict[str, Any]], wrong: int, *, prints: bool) -> int:
+    """Return the exit status of a run; print on stderr which records miss the gate."""
     text = gate.explain(records)
-    if text and speaks:
+    if text and prints:
         print(text, file=sys.stderr, flush=True)
     if wrong:
         return WRONG
@@ -81,7 +81,7 @@ def _rate(record: dict[str, Any]) -> float:
 
 
 def _slowness(record: dict[str, Any]) -> float:
-    """Return what orders records: bandwidth where there is one, else the time over the bound."""
+    """Return the sort key of a record: by bandwidth if it has one, else by time over bound."""
     if "gbps" in record or "critical_gbps" in record:
         return -_rate(record)
     return math.inf if record["over_bound"] is None else float(record["over_bound"])

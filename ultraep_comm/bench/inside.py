@@ -1,4 +1,4 @@
-"""The one place where the benchmark looks into a group's session: addresses, and its device."""
+"""All accesses of the benchmark to a group's session: addresses, local stages and engine."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ultraep_comm.plan.plan import Plan
 
 
 def device_stages(group: Group) -> CudaStages:
-    """Return what plans and reroutes on a CUDA group's device."""
+    """Return the local stages of a CUDA group."""
     stages = group.session.local
     assert isinstance(stages, CudaStages)
     return stages
 
 
 def plans_at_once(group: Group) -> bool:
-    """Return whether counts, exchange and plan are one launch."""
+    """Return whether `gather_and_plan` is one launch."""
     return bool(group.session.engine.plans_at_once)
 
 
 def put(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor where the group's calls want it."""
+    """Return a tensor on the group's device."""
     return group.session.local.put(tensor)
 
 
 def launch_counts(group: Group) -> tuple[int, int]:
-    """Return the kernels and copies so far, as one rank has them."""
+    """Return the numbers of kernels and copies that one rank has enqueued so far."""
     engine = group.session.engine
     assert isinstance(engine, CudaEngine)
     shared, own = engine.launch_counts, device_stages(group).launch_counts
@@ -43,19 +43,19 @@ def launch_counts(group: Group) -> tuple[int, int]:
 
 
 def allocate(group: Group, num_bytes: int) -> Any:
-    """Return shared memory as large on every rank, allocated like the group's. Collective."""
+    """Allocate symmetric memory like the group's own. Collective."""
     return group.session.fabric.allocate(num_bytes)
 
 
 def all_in_reach(group: Group) -> bool:
-    """Return whether this rank reaches all ranks' weights, of `Group.empty_weights`, by address."""
+    """Return whether this rank can address the main weights of all ranks."""
     return all(group.session.memory[1].bases)
 
 
 def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, int, int]]:
-    """Yield name, address here and bytes of an expert's segments in its home's main weights.
+    """Yield ``(name, address on this rank, bytes)`` of the segments of an expert's main instance.
 
-    Of groups whose only region of weights is that of `Group.empty_weights`.
+    Only for groups with a single region of weights, from one `Group.empty_weights`.
     """
     layout, base = group.session.layout, group.session.memory[1].bases[home]
     offsets = zip(layout.region_offset, group.segments.items(), strict=True)
@@ -64,14 +64,14 @@ def main_segments(group: Group, expert: int, home: int) -> Iterator[tuple[str, i
 
 
 def slot_grad_address(group: Group, rank: int, slot: int, segment: int, num_bytes: int) -> int:
-    """Return where a rank's slot has a segment's gradients, which have so many bytes."""
+    """Return the address of a segment's gradients, of ``num_bytes``, in a slot of a rank."""
     session = group.session
     offset = session.layout.grad_offset[segment] + slot * num_bytes
     return session.memory[0].bases[rank] + offset
 
 
 # ---- calls of all ranks in one process ----------------------------------------------------------
-# The calls wait for the launch, which the last rank makes: here all call before the first waits.
+# The last rank to call launches for all. So all ranks submit before the first one waits.
 
 
 def gather_together(groups: Sequence[Group], ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rank processes: those of a launcher, torchrun or srun, or our own."""
+"""Rank processes: started by torchrun or srun, or by the benchmark itself."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
 Settings = TypeVar("Settings")
-# Exit statuses. A rank that a signal ended makes it 128 and the signal's number, as in a shell.
+# Exit statuses. If a signal ended a rank: 128 plus its number, as in a shell.
 WRONG = 1  # a byte or a value
 FAILED = 2
 GATE_MISSED = 3
 INTERRUPTED = 130
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on Slurm's steps are batch scripts and shells
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
-_GRACE_SECONDS = 5.0  # for ranks to report, after one of them has failed
+_GRACE_SECONDS = 5.0  # for the other ranks to report, after one has failed
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher says of this process.
+    """This process's place among the ranks of a launcher.
 
     Attributes:
-        rank: this one.
+        rank: of this process.
         num_ranks: G.
-        local_rank: among the ranks of this machine, where the launcher says.
+        local_rank: rank on this machine; the global rank if the launcher does not set it.
     """
 
     rank: int
@@ -48,12 +48,12 @@ class Launched:
 
 
 def find_launcher() -> Launched | None:
-    """Return this process's place among the ranks of torchrun or srun; None: a plain process.
+    """Return this process's place among the ranks of torchrun or srun; None without a launcher.
 
-    A step of srun with one task is a plain process too: it may start ranks of its own.
+    An srun step with one task counts as no launcher, so it can start ranks itself.
 
     Raises:
-        InvalidArgumentError: the launcher's variables are not those of a rank.
+        InvalidArgumentError: the launcher's variables do not describe a rank.
     """
     environ = os.environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -76,28 +76,30 @@ def find_launcher() -> Launched | None:
 
 
 def launched_ranks() -> int | None:
-    """Return the number of ranks that a launcher has started; None: this is a plain process."""
+    """Return the number of ranks that a launcher has started; None without a launcher."""
     launched = find_launcher()
     return None if launched is None else launched.num_ranks
 
 
 def launched_rank() -> int:
-    """Return this process's rank among those of a launcher; 0 in a plain process."""
+    """Return this process's rank under a launcher; 0 without one."""
     launched = find_launcher()
     return 0 if launched is None else launched.rank
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes: ``gb[07-09,12],gb20`` begins with ``gb07``."""
+    """Return the first node of a Slurm list: ``gb07`` of ``gb[07-09,12],gb20``."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     return "" if found is None else "".join(part or "" for part in found.groups())
 
 
 def meeting_point() -> tuple[str, int]:
-    """Return where the ranks of srun meet: ``MASTER_ADDR`` and ``MASTER_PORT``, else rank 0's node.
+    """Return the rendezvous host and port of srun's ranks.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT``, or else rank 0's node and a port by job and step.
 
     Raises:
-        InvalidArgumentError: there is neither.
+        InvalidArgumentError: no host is known, or the port is invalid.
     """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     host = os.environ.get("MASTER_ADDR") or first_host(nodes)
@@ -132,16 +134,15 @@ def run_ranks(
 ) -> int:
     """Run ``run(settings)`` on every rank over a gloo process group; return the exit code.
 
-    ``preload`` names the module that the ranks need besides ``run``'s own.
-
     Under a launcher this process is one of the ranks. Otherwise it starts ``num_ranks`` processes,
-    which meet in a file, so no port can be taken.
+    which rendezvous through a file, so no port is needed. ``preload`` names a module to import
+    before they are forked; default: the module of ``run``.
     """
     launched = find_launcher()
     if launched is not None:
         _join_launched(launched)
         return _run_rank(run, settings)
-    # One process imports everything once, and the ranks are its forks.
+    # A server process imports everything once; the ranks are its forks.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", preload or run.__module__])
     with _signals_raise(), tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder:
@@ -165,7 +166,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as an exception does, so that ranks end with it."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that this process ends its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -175,7 +176,7 @@ def _signals_raise() -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as nohup has it
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, leave)
     try:
         yield
@@ -185,7 +186,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this rank when the process that started it is gone, however that ended."""
+    """End this rank when the process that started it has ended for any reason."""
     parent = mp.parent_process()
     if parent is None:
         return
@@ -209,7 +210,7 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
     while waiting:
         ended = wait(list(waiting), timeout=_GRACE_SECONDS if code else None)
         if not ended:
-            break  # the rest waits for a rank that is gone
+            break  # the others still wait for a rank that has ended
         for sentinel in ended:
             process = waiting.pop(cast(int, sentinel))
             process.join()
@@ -237,7 +238,7 @@ def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
     try:
         code = run(settings)
     except UltraEPError as error:
-        # Settings are equal on all ranks, so all reject the same argument.
+        # Settings are equal on all ranks, so all ranks reject the same argument.
         if (
             not dist.is_initialized()
             or dist.get_rank() == 0
@@ -246,9 +247,9 @@ def _run_rank(run: Callable[[Settings], int], settings: Settings) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
     except BrokenPipeError:
-        # What is left in the buffer would fail again when Python ends.
+        # Python flushes the buffer at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("error: nobody reads standard output any more", file=sys.stderr, flush=True)
+        print("error: standard output was closed by its reader", file=sys.stderr, flush=True)
         return FAILED
     except Exception:
         traceback.print_exc()

@@ -1,22 +1,23 @@
-"""Generated loads: with a wanted imbalance between ranks, and the families of the planner's table.
+"""Generate loads: with a given imbalance between ranks, and the families of the planner's table.
 
 bench/METRICS.md describes the families.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.options import PUBLISHED, ZIPF
+from ultraep_comm.bench.options import IMBALANCE, PUBLISHED, ZIPF
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.topology import contiguous_home
 
 _STEPS = 80
-_MAX_EXPERTS, _MAX_ENTRIES = 1 << 16, 1 << 24  # of a load [G, E]: far beyond any, in seconds
-_MAX_SPREAD = 1e6  # everything goes to one expert
+_MAX_EXPERTS, _MAX_ENTRIES = 1 << 16, 1 << 24  # of a load [G, E], generated in seconds
+_MAX_SPREAD = 1e6  # all tokens go to one expert
 
 
 def rank_imbalance(expert_load: NDArray[np.int64], num_ranks: int) -> float:
@@ -33,19 +34,19 @@ def generate_load(
     """Return a load ``[G, E]`` whose busiest rank has ``imbalance`` times the mean.
 
     An expert's share is exp(spread * (x + y)), with x uniform for each expert and y uniform for
-    each rank, so that hot experts gather on hot ranks as they do in recorded traces. The spread is
-    found by bisection. The source ranks are statistically alike. Equal arguments give equal loads.
+    each rank, so that hot experts gather on hot ranks as in recorded traces. Bisection finds the
+    spread. All source ranks have the same distribution. Equal arguments give equal loads.
 
     Args:
         num_ranks: G.
         num_experts: E, with contiguous homes.
-        imbalance: from 1 (as even as the homes allow) to ``num_ranks`` (one rank gets everything).
+        imbalance: from 1 (as even as the homes allow) to ``num_ranks`` (all tokens to one rank).
         num_tokens: sum of the load.
         seed: of the popularity and of the split over sources.
 
     Raises:
-        InvalidArgumentError: an imbalance that no load has, too many tokens, more than 2**16
-            experts, more than 2**24 experts times ranks, or a seed below 0.
+        InvalidArgumentError: the imbalance is impossible, there are too many tokens, more than
+            2**16 experts or more than 2**24 experts times ranks, or the seed is negative.
     """
     if not 1.0 <= imbalance <= num_ranks:
         raise InvalidArgumentError(
@@ -55,7 +56,7 @@ def generate_load(
         raise InvalidArgumentError(f"the load has {num_tokens} tokens; expected fewer than 2**31")
     if num_experts > _MAX_EXPERTS or num_ranks * num_experts > _MAX_ENTRIES:
         raise InvalidArgumentError(
-            f"the load is of {num_ranks} ranks and {num_experts} experts; expected at most"
+            f"the load has {num_ranks} ranks and {num_experts} experts; expected at most"
             f" {_MAX_EXPERTS} experts, and {_MAX_ENTRIES} experts times ranks"
         )
     if seed < 0:
@@ -68,24 +69,36 @@ def generate_load(
         weights = np.exp(spread * (popularity - popularity.max()))
         return apportion(weights, num_tokens)
 
-    low, high = 0.0, _MAX_SPREAD
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if rank_imbalance(spread_out(middle), num_ranks) < imbalance:
-            low = middle
-        else:
-            high = middle
-    expert_load = min(
-        (spread_out(low), spread_out(high)),
-        key=lambda load: abs(rank_imbalance(load, num_ranks) - imbalance),
-    )
+    around = _bisect(spread_out, num_ranks, imbalance, _MAX_SPREAD, _STEPS)
+    expert_load = min(around, key=lambda load: abs(rank_imbalance(load, num_ranks) - imbalance))
     sources = rng.multinomial(expert_load, np.full(num_ranks, 1 / num_ranks))
     load: NDArray[np.int32] = np.ascontiguousarray(sources.T, dtype=np.int32)
     return load
 
 
+def _bisect(
+    make_load: Callable[[float], NDArray[np.int64]],
+    num_ranks: int,
+    imbalance: float,
+    high: float,
+    steps: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the loads just below the imbalance, and at or above it, by bisection from 0 to high.
+
+    ``make_load`` returns a load whose imbalance grows with its argument.
+    """
+    low = 0.0
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if rank_imbalance(make_load(middle), num_ranks) < imbalance:
+            low = middle
+        else:
+            high = middle
+    return make_load(low), make_load(high)
+
+
 def apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Return integers that sum to ``total`` and follow ``weights``; remainders to the largest."""
+    """Return integers in proportion to ``weights`` that sum to ``total``, by largest remainder."""
     exact = weights * (total / weights.sum())
     parts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     left = total - int(parts.sum())
@@ -98,9 +111,9 @@ def apportion(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 Loads = list[NDArray[np.int64]]
 
 _TABLE_SIZE = 1 << 20  # popularity in millionths
-_BLOCK = 8192  # tokens, so that their draws stay in a cache
+_BLOCK = 8192  # tokens; their draws fit in a cache
 _MOST_DRAWS = 4  # times topk
-_MAX_EXPONENT = 32.0  # everything goes to one expert
+_MAX_EXPONENT = 32.0  # all tokens go to one expert
 _TUNING_STEPS = 60
 
 
@@ -110,20 +123,20 @@ def make_loads(
     """Return loads ``[E]`` of one family, equal for equal arguments.
 
     Args:
-        family: one of FAMILIES.
+        family: one of `options.FAMILIES`, or "imbalance" and a number.
         num_ranks: G, with contiguous homes.
         num_experts: E, at least ``topk``.
-        num_tokens: of all ranks; a load sums to ``topk`` times as many.
+        num_tokens: of all ranks; a load sums to ``topk`` times this number.
         topk: experts of a token.
-        seeds: how many loads; "adversarial" has a number of its own.
+        seeds: number of loads; "adversarial" has a fixed number.
 
     Returns:
-        The loads; none where G ranks cannot have the imbalance of a published family.
+        The loads; none if G ranks cannot have the imbalance of the family.
     """
     if family == "adversarial":
         return adversarial_loads(num_ranks, num_experts, num_tokens * topk)
-    if family in PUBLISHED:
-        wanted = PUBLISHED[family]
+    if family in PUBLISHED or family.startswith(IMBALANCE):
+        wanted = PUBLISHED.get(family) or float(family.removeprefix(IMBALANCE))
         if wanted >= num_ranks:
             return []
         return [
@@ -133,7 +146,7 @@ def make_loads(
     return [_drawn_load(family, num_experts, num_tokens, topk, seed) for seed in range(seeds)]
 
 
-@lru_cache(maxsize=256)  # sizes that differ only in slots have equal loads
+@lru_cache(maxsize=256)  # sizes that differ only in slots share loads
 def _drawn_load(
     family: str, num_experts: int, num_tokens: int, topk: int, seed: int
 ) -> NDArray[np.int64]:
@@ -159,13 +172,13 @@ def draw_topk(
 ) -> NDArray[np.int64]:
     """Return how often each expert is drawn, if every token draws ``topk`` different ones.
 
-    A token draws with replacement and skips what it has already: that is drawing without
-    replacement in proportion to popularity. The few that need many draws are finished with a random
-    key for every expert, the lowest keys winning, which is the same and costs more.
+    A token draws with replacement and skips repeats, which equals drawing without replacement in
+    proportion to popularity. The few tokens that need many draws take the lowest of random keys,
+    one per expert: the same distribution at a higher cost.
     """
     num_experts = len(popularity)
-    shares = np.maximum(apportion(popularity, _TABLE_SIZE), 1)  # each expert can be drawn
-    small = np.min_scalar_type(num_experts)  # the table should stay in a cache
+    shares = np.maximum(apportion(popularity, _TABLE_SIZE), 1)  # every expert can be drawn
+    small = np.min_scalar_type(num_experts)  # the table should fit in a cache
     table = np.repeat(np.arange(num_experts, dtype=small), shares)
     load = np.zeros(num_experts, np.int64)
     for start in range(0, num_tokens, _BLOCK):
@@ -182,7 +195,7 @@ def draw_topk(
             load += np.bincount(draws[new & done], minlength=num_experts)
             draws = draws[:, ~done]
         keys = rng.exponential(size=(draws.shape[1], num_experts)) / shares
-        np.put_along_axis(keys, draws.T, -1.0, axis=1)  # what a token has, it keeps
+        np.put_along_axis(keys, draws.T, -1.0, axis=1)  # a token keeps its experts
         chosen = np.argpartition(keys, topk - 1, axis=1)[:, :topk]
         load += np.bincount(chosen.ravel(), minlength=num_experts)
     return load
@@ -191,33 +204,27 @@ def draw_topk(
 def tuned_load(
     num_ranks: int, num_experts: int, imbalance: float, total: int, seed: int
 ) -> NDArray[np.int64]:
-    """Return a Zipf load whose busiest rank has ``imbalance`` times the mean, below ``num_ranks``.
+    """Return a Zipf load whose busiest rank has ``imbalance`` times the mean.
 
-    Experts are shuffled, and the exponent is found by bisection: as papers generate load.
+    ``imbalance`` is below ``num_ranks``. Experts are shuffled, and bisection finds the exponent, as
+    in the literature.
     """
     order = np.random.default_rng(seed).permutation(num_experts)
 
     def with_exponent(exponent: float) -> NDArray[np.int64]:
         return apportion(zipf(num_experts, exponent), total)[order]
 
-    low, high = 0.0, _MAX_EXPONENT
-    for _ in range(_TUNING_STEPS):
-        middle = (low + high) / 2
-        if rank_imbalance(with_exponent(middle), num_ranks) < imbalance:
-            low = middle
-        else:
-            high = middle
-    return with_exponent(high)
+    return _bisect(with_exponent, num_ranks, imbalance, _MAX_EXPONENT, _TUNING_STEPS)[1]
 
 
 def adversarial_loads(num_ranks: int, num_experts: int, total: int) -> Loads:
-    """Return loads that are hard on planners, each with the sum ``total``."""
+    """Return loads that are hard for planners, each with the sum ``total``."""
     expert, home = np.arange(num_experts), contiguous_home(num_experts, num_ranks)
     middle = num_experts // 2
     near = home == home[middle]
 
     def focus(hot: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Give nine tenths of the load to some experts."""
+        """Return weights that give nine tenths of the load to the hot experts."""
         weights: NDArray[np.float64] = np.where(
             hot, 9 / max(1, hot.sum()), 1 / max(1, (~hot).sum())
         )

@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, the software, and where the ranks of a run are."""
+"""Describe what a figure was measured on: the machine, the software and the places of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def describe_machine() -> dict[str, str | int]:
-    """Return the machine and the software that decide a figure."""
+    """Return the machine and the software versions that figures depend on."""
     import numpy as np
     import torch
 
@@ -41,7 +41,7 @@ def describe_machine() -> dict[str, str | int]:
 
 @lru_cache(maxsize=1)
 def find_commit() -> str:
-    """Return the commit of this checkout, with ``-dirty`` after changes; else the version."""
+    """Return the commit of this checkout, with ``-dirty`` if changed; else the version."""
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -50,7 +50,7 @@ def find_commit() -> str:
         return done.stdout.strip()
 
     try:
-        # An installed copy may lie inside somebody else's repository.
+        # An installed copy may lie in an unrelated repository.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
@@ -58,11 +58,11 @@ def find_commit() -> str:
         return f"v{ultraep_comm.__version__}"
 
 
-# ---- where ranks are ----------------------------------------------------------------------------
+# ---- places of ranks ----------------------------------------------------------------------------
 
 
 def own_place(device: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return where this process is; ``device`` is a GPU as its meter describes it."""
+    """Return the place of this process; ``device`` is a GPU's `Meter.describe`."""
     cpus = os.sched_getaffinity(0)
     return {
         "host": platform.node() or "localhost",
@@ -75,7 +75,7 @@ def own_place(device: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def memory_nodes(cpus: Iterable[int], folder: Path = _NODES) -> list[int]:
-    """Return the memory nodes that some CPUs belong to; none where the system does not say."""
+    """Return the NUMA nodes of some CPUs; empty if the system does not tell."""
     wanted, nodes = set(cpus), []
     for path in folder.glob("node[0-9]*/cpulist"):
         try:
@@ -88,7 +88,7 @@ def memory_nodes(cpus: Iterable[int], folder: Path = _NODES) -> list[int]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the numbers of Linux's lists, such as ``0-3,8``."""
+    """Return the numbers in a Linux CPU list such as ``0-3,8``."""
     found: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         first, _, last = part.partition("-")
@@ -99,7 +99,7 @@ def parse_cpus(text: str) -> set[int]:
 def gather_places(
     group: Group, *, device: Mapping[str, Any] | None = None, loopback: bool = False
 ) -> list[dict[str, Any]]:
-    """Return every rank's place, with its number and domain. Collective, but in loopback."""
+    """Return every rank's place, with rank and domain. Collective, but in loopback."""
     mine = own_place(device)
     count = group.topology.num_ranks
     places = [dict(mine) for _ in range(count)] if loopback else _gather(mine)
@@ -108,7 +108,7 @@ def gather_places(
 
 
 def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give a small document to all and return everybody's. Collective."""
+    """Return the documents of all ranks. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def _gather(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def format_places(places: Sequence[Mapping[str, Any]], *, engine: str, fabric: str) -> list[str]:
-    """Return the lines of a header: the whole, then each host, then each of several domains."""
+    """Return the header lines: a summary, the hosts, and the domains if there are several."""
     hosts = _by(places, "host")
     domains = _by(places, "domain")
     lines = [

@@ -1,4 +1,4 @@
-"""Timing several ways of doing the same, interleaved. bench/METRICS.md has the rules."""
+"""Time several transfers, interleaved. bench/METRICS.md has the rules."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Clock
+from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.plan.plan import Plan
@@ -27,11 +28,11 @@ _OF_RANKS: dict[str, Callable[[NDArray[np.float64]], np.floating[Any]]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Times:
-    """Microseconds of one row.
+    """Times of one row, in microseconds.
 
     Attributes:
         iterations: ``[iters]``, of the whole call.
-        ranks: ``[ranks]``, the mean over iterations of each rank's own time in the call.
+        ranks: ``[ranks]``, each rank's own time in the call, mean over iterations.
     """
 
     iterations: NDArray[np.float64]
@@ -44,7 +45,7 @@ class Times:
         return float(_OF_RANKS[name](self.ranks))
 
     def record(self) -> dict[str, dict[str, float]]:
-        """Return what JSON says of them."""
+        """Return the JSON fields."""
         return {
             "time_us": {name: self.get(name) for name in _PERCENTILES},
             "rank_time_us": {name.removeprefix("rank-"): self.get(name) for name in _OF_RANKS},
@@ -52,20 +53,20 @@ class Times:
 
 
 def time_path(name: str) -> str:
-    """Return where a record of `Times.record` has one of `options.TIMES`."""
+    """Return the path of one of `options.TIMES` in `Times.record`."""
     of_ranks = name.startswith("rank-")
     return f"rank_time_us.{name.removeprefix('rank-')}" if of_ranks else f"time_us.{name}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What one transfer came to, over all ranks.
+    """The result of timing one transfer, over all ranks.
 
     Attributes:
-        mode: as asked for, or a baseline's name.
-        chosen: what the library made of it; of a baseline "".
-        times: of its iterations and ranks.
-        wrong: bytes, or values, over all ranks and all checked iterations.
+        mode: requested mode, or name of a baseline.
+        chosen: mode that the library chose; "" for a baseline.
+        times: of iterations and ranks.
+        wrong: bytes, or values, over all ranks and checked iterations.
     """
 
     mode: str
@@ -80,54 +81,34 @@ class Measured:
 
 
 class Transfer(Protocol):
-    """Something that delivers what a plan asks for, or moves as many bytes."""
+    """Delivers the replicas of a plan, or moves as many bytes."""
 
     name: str
 
     def run(self) -> None:
-        """Do it, for the ranks of this process; a device's is only enqueued."""
+        """Transfer, for the ranks of this process; on a device only enqueue."""
 
     def count_wrong(self, payload: Any, epoch: int) -> int:
-        """Return the wrong bytes that these ranks see after :meth:`run`."""
+        """Return the wrong bytes on these ranks after :meth:`run`."""
 
 
 @runtime_checkable
 class Chooser(Protocol):
-    """A transfer in a mode that the library may choose."""
+    """A transfer whose mode the library may choose."""
 
     def choose(self) -> str:
-        """Return the mode that the library takes. Collective: makes a call."""
-
-
-class Rounds(Protocol):
-    """Settings that say how often, and what is checked: `options.Settings`."""
-
-    @property
-    def warmup(self) -> int:
-        """Return the iterations that do not count."""
-
-    @property
-    def iters(self) -> int:
-        """Return those that do."""
-
-    @property
-    def check(self) -> bool:
-        """Return whether every iteration is checked, instead of the last one."""
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the order."""
+        """Return the mode that the library chooses. Collective: makes a call."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing in one iteration.
+    """One item in one iteration.
 
     Attributes:
-        i: the iteration; below 0 it does not count.
-        item: which of the things.
-        epoch: from 1 up, other bytes in each.
-        checked: what arrives has to be compared.
+        i: the iteration; negative in the warm-up.
+        item: index of the item.
+        epoch: from 1; each has different bytes.
+        checked: verify the result.
     """
 
     i: int
@@ -137,11 +118,12 @@ class Turn:
 
 
 def interleave(
-    settings: Rounds, items: int, progress: Callable[[int, int, str], None], text: str
+    settings: Settings, items: int, progress: Callable[[int, int, str], None], text: str
 ) -> Iterator[Turn]:
-    """Yield the turns of some things, iteration by iteration.
+    """Yield the turns of all items, iteration by iteration.
 
-    Shuffled, alike on all ranks: what one leaves in caches falls to no fixed other.
+    The order is shuffled, equally on all ranks, so that no item always inherits the caches of the
+    same other item.
     """
     shuffle = np.random.default_rng(settings.seed)
     total, epoch = settings.warmup + settings.iters, 0
@@ -156,7 +138,7 @@ def interleave(
 
 
 def measure(
-    settings: Rounds,
+    settings: Settings,
     clock: Clock,
     transfers: Sequence[Transfer],
     payload: object,
@@ -168,13 +150,13 @@ def measure(
     """Time transfers of one plan, interleaved iteration by iteration. Collective, but in loopback.
 
     Args:
-        settings: how often, and what is checked.
+        settings: iterations, warm-up, checks and seed.
         clock: times a call.
-        transfers: what to time.
-        payload: what they are checked against.
-        fill: writes the payload's bytes of an epoch.
-        report: shows how far it has come.
-        label: what is measured, for the terminal.
+        transfers: to time.
+        payload: expected contents.
+        fill: writes the payload of an epoch to the sources.
+        report: shows the progress.
+        label: for the progress line.
     """
     chosen = [t.choose() if isinstance(t, Chooser) else "" for t in transfers]
     spans = np.zeros((2, len(transfers), settings.iters))
@@ -196,10 +178,10 @@ def measure(
 
 
 def times_of(spans: NDArray[np.float64], *, one_clock: bool) -> list[Times]:
-    """Return times out of the ranks' starts and ends ``[ranks, 2, transfers, iters]``.
+    """Return the times of each transfer, from starts and ends ``[ranks, 2, transfers, iters]``.
 
-    With one clock an iteration takes from the first start to the last end, else as long as the
-    slowest rank.
+    With one clock an iteration lasts from the first start to the last end; otherwise its time is
+    that of the slowest rank.
     """
     starts, ends = spans.swapaxes(0, 1)  # [ranks, transfers, iters]
     own = ends - starts
@@ -207,11 +189,11 @@ def times_of(spans: NDArray[np.float64], *, one_clock: bool) -> list[Times]:
     return [Times(iterations=t, ranks=r) for t, r in zip(whole, own.mean(axis=2).T, strict=True)]
 
 
-# ---- what ranks make of their figures -----------------------------------------------------------
+# ---- figures of all ranks -----------------------------------------------------------------------
 
 
 def gather(mine: NDArray[Any], loopback: bool) -> NDArray[Any]:
-    """Return what every rank has, one behind the other. Collective, but in loopback: one entry."""
+    """Return the arrays of all ranks, stacked; in loopback only this one. Else collective."""
     if loopback:
         return mine[None]
     own = torch.from_numpy(np.ascontiguousarray(mine))
@@ -236,17 +218,17 @@ def slowest(value: float, loopback: bool) -> float:
 
 
 def rate(num_bytes: float, time_us: float) -> float:
-    """Return 10^9 bytes a second; 0 without time."""
+    """Return GB/s, with 10^9 bytes per GB; 0 if the time is 0."""
     return num_bytes / time_us / 1e3 if time_us else 0.0
 
 
 def critical_bytes(plan: Plan, expert_bytes: int) -> int:
-    """Return what the busiest link carries at least."""
+    """Return the least that the busiest link can carry, in bytes."""
     return max(plan.max_exports, plan.max_imports) * expert_bytes
 
 
 def link_bound_us(plan: Plan, expert_bytes: int, link_gbps: float) -> float:
-    """Return T* of a plan over links of so many 10^9 bytes a second, one way."""
+    """Return T* of a plan in microseconds, over links of ``link_gbps`` one way."""
     return transfer_bound(plan.slot_expert, home=plan.home) * expert_bytes / link_gbps / 1e3
 
 
@@ -256,7 +238,7 @@ def paired_ratio(ours: Measured, other: Measured) -> float:
 
 
 def figures_of(values: NDArray[np.float64] | Sequence[float], *names: str) -> dict[str, float]:
-    """Return some of "min", "p50", "p90", "p99", "max", "mean" and "worst" of values."""
+    """Return the named statistics: "min", "p50", "p90", "p99", "max", "mean" or "worst"."""
     at = {"min": 0, **_PERCENTILES, "worst": 100}
     return {
         name: float(np.mean(values) if name == "mean" else np.percentile(values, at[name]))
@@ -265,9 +247,9 @@ def figures_of(values: NDArray[np.float64] | Sequence[float], *names: str) -> di
 
 
 def check_gated(plan: Plan, gated: bool) -> None:
-    """Raise InvalidArgumentError if a gate would look at transfers of nothing."""
+    """Raise InvalidArgumentError if there is a gate but nothing to transfer."""
     if gated and plan.num_replicas == 0:
         raise InvalidArgumentError(
-            "the plan has no replicas, so nothing is moved that could meet a gate; give a larger"
-            " --imbalance or --slots, or leave the gate out"
+            "the plan has no replicas, so there is no transfer to judge; use a larger --imbalance"
+            " or --slots, or no gate"
         )

@@ -1,7 +1,7 @@
-"""A MoE layer as small as can be, forward and backward: what the layer benchmark runs.
+"""A minimal MoE layer, forward and backward, for the layer benchmark.
 
-Rows travel by all-to-all to the rank of their instance, go through SwiGLU experts, and back. There
-is no router: ids and probabilities are given, and have no gradients.
+Rows go by all-to-all to the rank of their instance, through SwiGLU experts, and back. There is no
+router: ids and probabilities are given, and have no gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """An expert on this rank, and where its gradients are added.
+    """An instance on this rank, and the tensors that accumulate its gradients.
 
     Attributes:
         w13: ``[2 I, H]``, gate and up.
@@ -31,13 +31,13 @@ class Instance:
     w2_grad: torch.Tensor
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results ``[R, H]`` of rows ``[R, H]``, and what backward() needs."""
+        """Return the outputs ``[R, H]`` of rows ``[R, H]``, and the activations for backward()."""
         inner = rows @ self.w13.T
         gate, up = inner.chunk(2, dim=1)
         return (silu(gate) * up) @ self.w2.T, inner
 
     def backward(self, rows: torch.Tensor, inner: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients; return that of the rows."""
+        """Accumulate the weights' gradients; return the gradient of the rows."""
         gate, up = inner.chunk(2, dim=1)
         sigmoid = gate.sigmoid()
         active = gate * sigmoid
@@ -51,13 +51,13 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What one pass, forward and backward, made on this rank.
+    """The results of one forward and backward pass on this rank.
 
     Attributes:
         out: ``[T, H]``.
         tokens_grad: ``[T, H]``.
         num_rows: rows that this rank's experts computed.
-        compute_ns: this thread's time on a core in the experts.
+        compute_ns: CPU time of this thread in the experts.
     """
 
     out: torch.Tensor
@@ -80,7 +80,7 @@ def run_layer(
         tokens: ``[T, H]``.
         physical_ids: ``[T, k]``, ``rank * instances_per_rank + index``.
         probs: ``[T, k]``.
-        out_grad: ``[T, H]``, the gradient of the result.
+        out_grad: ``[T, H]``, the gradient of the output.
         instances: this rank's, by index.
         instances_per_rank: the same on every rank.
     """
@@ -91,7 +91,7 @@ def run_layer(
     parts = torch.split(rows, counts)
     compute_ns, inners = 0, []
     start = time.thread_time_ns()
-    # A rank with fewer mains than others has fewer instances; the last counts are 0 there.
+    # A rank with fewer mains than others has fewer instances; its last counts are 0.
     for instance, part, result in zip(instances, parts, torch.split(out, counts), strict=False):
         made, inner = instance.forward(part)
         result.copy_(made)
@@ -126,14 +126,17 @@ def run_layer(
 def _find_route(
     physical_ids: torch.Tensor, instances_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int], list[int]]:
-    """Return how choices are sorted, how arriving rows are, and rows by instance and rank."""
+    """Return the sort orders of choices and of received rows, and row counts.
+
+    The counts are of rows by instance here, sent to each rank, and received from each rank.
+    """
     num_ranks = dist.get_world_size()
     flat = physical_ids.flatten().long()
     sent = torch.bincount(flat, minlength=num_ranks * instances_per_rank)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     table = received.view(num_ranks, instances_per_rank)
-    # They arrive by source, and from each source by instance.
+    # Received rows are sorted by source, then by instance.
     instance = torch.arange(instances_per_rank).repeat(num_ranks).repeat_interleave(received)
     sends = sent.view(num_ranks, -1).sum(1).tolist()
     return (

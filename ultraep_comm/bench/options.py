@@ -1,6 +1,6 @@
-"""Options that commands share: arguments, the settings that they make, and their checks.
+"""Options that commands share: their arguments, checks and settings.
 
-What parsers are built from loads neither torch nor numpy, so that ``--help`` answers at once.
+The top-level imports load neither torch nor numpy, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.launch import launched_ranks
 from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size
 from ultraep_comm.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ultraep_comm.bench.traces import Trace
 
 Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group in it
 
@@ -26,12 +32,13 @@ DEFAULT_EXPERTS = 32
 DEFAULT_EXPERT_BYTES = 16 << 20
 DEFAULT_IMBALANCE = 3.0
 ALL_MODES = ("push", "pull", "direct", "auto")
-# Time columns: percentiles over iterations, and what the ranks' own means come to.
+# Time columns: percentiles over iterations, and statistics of the ranks' mean times.
 TIMES = ("p50", "p90", "p99", "max", "rank-min", "rank-avg", "rank-max")
 DEFAULT_TIMES = ("p50", "max")
-# Families of generated loads; `loads` makes them.
+# Families of generated loads; see `loads.make_loads`.
 ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
 PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
+IMBALANCE = "imbalance"  # prefix of further families, as in "imbalance2.5"
 FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
@@ -47,13 +54,13 @@ class Settings:
         fabric: "shm", "nvshmem", "torch" or "loopback".
         tile_bytes: None: the engine's default.
         iters: measured iterations.
-        warmup: iterations before them.
+        warmup: iterations before the measured ones.
         check: verify every iteration instead of the last one.
         seed: of everything random.
-        link_gbps: of a rank's link, one way, for bounds; None: not known.
-        gate: what records have to reach.
-        json: where records go; None: nowhere.
-        csv: where they go flat; None: nowhere.
+        link_gbps: of a rank's link, one way, for bounds; None if unknown.
+        gate: limits that records must meet.
+        json: file to write records to, or None.
+        csv: file to write flat records to, or None.
     """
 
     num_ranks: int = 1
@@ -71,8 +78,13 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Return whether all ranks are in this process, on one GPU."""
+        """Return whether all ranks run in this process, on one GPU."""
         return self.fabric == "loopback"
+
+    @property
+    def ranks_here(self) -> int:
+        """Return the number of ranks in each process."""
+        return self.num_ranks if self.loopback else 1
 
     @property
     def alone(self) -> bool:
@@ -80,22 +92,22 @@ class Settings:
         return self.loopback
 
     def describe(self, *names: str) -> dict[str, Any]:
-        """Return what JSON says of some of them."""
+        """Return the named settings for JSON."""
         return {name: getattr(self, name) for name in names}
 
 
 def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict[str, Any]:
-    """Check the arguments of `add_rounds`, `add_outputs` and gates, as far as there are such.
+    """Check those arguments of `add_rounds`, `add_outputs` and gates that the command has.
 
     Args:
-        options: of the command line.
-        minima: the least value of each number that has one.
+        options: parsed command line.
+        minima: smallest value of each option that has one.
 
     Returns:
         Fields of `Settings`.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: a value is out of range, or a file cannot be written.
     """
     check_minima(options, minima)
     _check_outputs(options)
@@ -108,18 +120,23 @@ def check_shared(options: argparse.Namespace, minima: Mapping[str, int]) -> dict
     return found
 
 
+def take(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return some of the options, as fields of settings of the same names."""
+    return {name: getattr(options, name) for name in names}
+
+
 def check_ranks(
     options: argparse.Namespace, *, engine: str | None = None, default: int = DEFAULT_RANKS
 ) -> dict[str, Any]:
-    """Check what runs where; return the fields of `Settings` that say it.
+    """Check engine, fabric and number of ranks; return them as fields of `Settings`.
 
     Args:
-        options: of the command line.
-        engine: of a command that has only one; None: ``--engine``'s.
-        default: ranks that are started if neither ``--ranks`` nor a launcher says.
+        options: parsed command line.
+        engine: of a command that has only one; None: use ``--engine``.
+        default: number of ranks without ``--ranks`` and without a launcher.
 
     Raises:
-        InvalidArgumentError: engine, fabric, ranks and launcher do not go together.
+        InvalidArgumentError: engine, fabric, ranks and launcher do not match.
     """
     fabric = getattr(options, "fabric", "auto")
     engine, fabric = choose_engine(engine or options.engine, fabric, launched_ranks())
@@ -127,10 +144,10 @@ def check_ranks(
 
 
 def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, str]:
-    """Return engine and fabric of a run, neither of them "auto".
+    """Return engine and fabric of a run, with "auto" resolved.
 
     Raises:
-        InvalidArgumentError: they do not go together, or not with a launcher.
+        InvalidArgumentError: the engine cannot use the fabric, or loopback runs under a launcher.
     """
     if engine == "auto":
         if fabric == "auto":
@@ -148,17 +165,17 @@ def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, 
         )
     if fabric == "loopback" and launched is not None:
         raise InvalidArgumentError(
-            f"--fabric loopback is for one process, but {launched} ranks were launched; start it"
+            f"--fabric loopback runs in one process, but {launched} ranks were launched; start it"
             " without the launcher, or use --fabric nvshmem or torch"
         )
     return engine, fabric
 
 
 def count_ranks(options: argparse.Namespace, default: int = DEFAULT_RANKS) -> int:
-    """Return G: the launcher's, else ``--ranks``.
+    """Return G, from the launcher or else from ``--ranks``.
 
     Raises:
-        InvalidArgumentError: they are not the same, or far too many.
+        InvalidArgumentError: the two differ, or ``--ranks`` is above MAX_RANKS.
     """
     launched = launched_ranks()
     if options.ranks is not None and options.ranks > MAX_RANKS:
@@ -167,13 +184,13 @@ def count_ranks(options: argparse.Namespace, default: int = DEFAULT_RANKS) -> in
         return default if options.ranks is None else int(options.ranks)
     if options.ranks not in (None, launched):
         raise InvalidArgumentError(
-            f"--ranks is {options.ranks}, but {launched} ranks were launched; leave it out"
+            f"--ranks is {options.ranks}, but {launched} ranks were launched; omit --ranks"
         )
     return launched
 
 
 def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None:
-    """Raise InvalidArgumentError if an option that was given is below its least value."""
+    """Raise InvalidArgumentError if an option is below its smallest value."""
     for name, least in minima.items():
         value = getattr(options, name)
         if value is not None and value < least:
@@ -182,14 +199,14 @@ def check_minima(options: argparse.Namespace, minima: Mapping[str, int]) -> None
 
 
 def default_imbalance(num_ranks: int) -> float:
-    """Return the imbalance of a generated load: 3, or three quarters of fewer ranks."""
+    """Return the default imbalance of a generated load: 3, or 0.75 G for small G."""
     return max(1.0, min(DEFAULT_IMBALANCE, 0.75 * num_ranks))
 
 
 def check_memory(num_bytes: int, engine: str) -> None:
-    """Raise InvalidArgumentError if the largest size of a run on the CPU cannot fit into memory.
+    """Raise InvalidArgumentError if the largest size of a run on the CPU does not fit in memory.
 
-    A sweep would find out after hours, by a rank that the system kills, and keep no record.
+    Otherwise the system would kill a rank, perhaps hours into a sweep, and lose its records.
     """
     from ultraep_comm.fabrics.shm import available_bytes
 
@@ -197,18 +214,72 @@ def check_memory(num_bytes: int, engine: str) -> None:
     if engine == "host" and num_bytes > available:
         raise InvalidArgumentError(
             f"experts and slots of all ranks take {format_size(num_bytes)}, but this machine has"
-            f" {format_size(available)} of memory available; give smaller sizes, or fewer experts,"
+            f" {format_size(available)} of memory available; use smaller sizes, or fewer experts,"
             " slots or ranks"
         )
+
+
+# ---- engine and trace --------------------------------------------------------------------------
+
+
+def add_engine(add: Add) -> None:
+    """Add ``--engine`` and ``--fabric``."""
+    add(
+        "--engine",
+        choices=["auto", "host", "cuda"],
+        default="host",
+        help='auto: cuda if there is a GPU and a kernel for it, else host (default "host")',
+    )
+    add(
+        "--fabric",
+        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
+        default="auto",
+        help="of the CUDA engine: loopback, all ranks on one GPU in this process; nvshmem or torch"
+        " (symmetric memory), one process and GPU per rank (default: nvshmem under torchrun or"
+        " srun, else loopback)",
+    )
+
+
+def add_trace(add: Add, use: str) -> None:
+    """Add ``--trace``, ``--step`` and ``--layer``."""
+    add("--trace", type=Path, metavar="FILE.npz", help=use)
+    add("--step", type=int, default=0, help="step of the trace (default 0)")
+    add("--layer", type=int, default=0, help="layer of the trace (default 0)")
+
+
+def read_trace(options: argparse.Namespace, num_ranks: int) -> tuple[Trace, NDArray[np.int32]]:
+    """Return the trace and the load ``[G, E]`` of ``--step`` and ``--layer``.
+
+    Raises:
+        InvalidArgumentError: ``--imbalance`` or ``--experts`` contradict the trace.
+        TraceError: the file is no trace, or has no such step or layer.
+        OSError: the file cannot be read.
+    """
+    from ultraep_comm.bench.traces import open_trace
+
+    if options.imbalance is not None:
+        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
+    trace = open_trace(options.trace)
+    if options.experts not in (None, trace.num_experts):
+        raise InvalidArgumentError(
+            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; omit"
+            " --experts"
+        )
+    load = trace.load(
+        num_ranks=num_ranks,
+        tokens_per_rank=options.tokens,
+        **take(options, "step", "layer"),
+    )
+    return trace, load
 
 
 # ---- iterations ---------------------------------------------------------------------------------
 
 
 def add_rounds(add: Add, seed_of: str) -> None:
-    """Add how often is measured, and what is checked, as nccl-tests writes it; and the seed."""
+    """Add the numbers of iterations, ``--check`` and ``--seed``, spelled as in nccl-tests."""
     add("-n", "--iters", type=int, default=20, help="measured iterations (default 20)")
-    add("-w", "--warmup", type=int, default=3, help="iterations before them (default 3)")
+    add("-w", "--warmup", type=int, default=3, help="unmeasured iterations first (default 3)")
     add(
         *("-c", "--check"),
         type=int,
@@ -216,16 +287,16 @@ def add_rounds(add: Add, seed_of: str) -> None:
         nargs="?",
         const=1,
         default=0,
-        help="1, or nothing behind it: check every iteration; 0, the default: the last one",
+        help="1 or no value: check every iteration; 0, the default: only the last one",
     )
-    add("--seed", type=int, default=1, help=f"of {seed_of} (default 1)")
+    add("--seed", type=int, default=1, help=f"seed of {seed_of} (default 1)")
 
 
 def parse_times(text: str) -> tuple[str, ...]:
     """Return the names in ``"p50,max"``.
 
     Raises:
-        InvalidArgumentError: a name is unknown or there twice.
+        InvalidArgumentError: a name is unknown or repeated.
     """
     names = tuple(part.strip() for part in text.split(","))
     if not set(names) <= set(TIMES) or len(set(names)) < len(names):
@@ -239,7 +310,7 @@ def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names in ``"zipf1.0,lognormal"``, each once.
 
     Raises:
-        InvalidArgumentError: one is not possible.
+        InvalidArgumentError: one is not in ``possible``.
     """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
@@ -254,13 +325,13 @@ def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_expert_bytes(options: argparse.Namespace) -> int | None:
-    """Return the bytes of ``--expert-bytes``; None: it was not given."""
+    """Return the bytes of ``--expert-bytes``, or None if it was not given."""
     given = options.expert_bytes
     return None if given is None else parse_size(given, "--expert-bytes")
 
 
 def add_sweep(add: Add, *, expert_bytes: str, default: str) -> None:
-    """Add ``-b``, ``-e``, ``-f`` and ``-i``, as nccl-tests has them."""
+    """Add ``-b``, ``-e``, ``-f`` and ``-i``, as in nccl-tests."""
     add(
         *("-b", "--expert-bytes", "--minbytes"),
         dest="expert_bytes",
@@ -278,21 +349,21 @@ def add_sweep(add: Add, *, expert_bytes: str, default: str) -> None:
         dest="step_factor",
         type=int,
         metavar="N",
-        help=f"from each size to the next, with -e (default {_FACTOR})",
+        help=f"factor from each size to the next, with -e (default {_FACTOR})",
     )
     add(
         *("-i", "--stepbytes"),
         dest="step_bytes",
         metavar="SIZE",
-        help="added to each size for the next, with -e, in place of -f",
+        help="increment from each size to the next, with -e, instead of -f",
     )
 
 
 def parse_sweep(options: argparse.Namespace, default_bytes: int) -> tuple[int, ...] | None:
-    """Return the ascending sizes of ``-b``, ``-e``, ``-f`` and ``-i``; None: there is no ``-e``.
+    """Return the ascending sizes of ``-b``, ``-e``, ``-f`` and ``-i``; None without ``-e``.
 
     Raises:
-        InvalidArgumentError: they make no sweep, or one of more than a thousand sizes.
+        InvalidArgumentError: the options contradict each other, or give too many sizes.
     """
     factor, step = options.step_factor, options.step_bytes
     if options.max_bytes is None:
@@ -304,7 +375,7 @@ def parse_sweep(options: argparse.Namespace, default_bytes: int) -> tuple[int, .
     last = parse_size(options.max_bytes, "--maxbytes")
     if last < first:
         raise InvalidArgumentError(
-            f"--maxbytes is {last}, below the first size, {first}; give --minbytes a smaller one"
+            f"--maxbytes is {last}, below the first size, {first}; use a smaller --minbytes"
         )
     if factor is not None and step is not None:
         raise InvalidArgumentError(
@@ -320,17 +391,16 @@ def parse_sweep(options: argparse.Namespace, default_bytes: int) -> tuple[int, .
             return tuple(sizes)
         if len(sizes) == _MAX_SIZES:
             raise InvalidArgumentError(
-                f"from {first} to {last} there are more than {_MAX_SIZES} sizes; expected larger"
-                " steps"
+                f"from {first} to {last} there are more than {_MAX_SIZES} sizes; use larger steps"
             )
         sizes.append(size)
 
 
 def sweep_segments(options: argparse.Namespace, default_bytes: int) -> tuple[dict[str, int], ...]:
-    """Return the segments of an expert of each size, at least one size.
+    """Return the segments of an expert for each size, at least one.
 
     Raises:
-        InvalidArgumentError: sizes or segments are wrong, or named segments meet several sizes.
+        InvalidArgumentError: sizes or segments are invalid, or a sweep has named segments.
     """
     sizes = parse_sweep(options, default_bytes)
     if sizes is None:
@@ -338,7 +408,7 @@ def sweep_segments(options: argparse.Namespace, default_bytes: int) -> tuple[dic
         return (parse_segments(options.segments, given, default_bytes),)
     if not options.segments.isdecimal():
         raise InvalidArgumentError(
-            f"--segments {options.segments!r} has one size, but --maxbytes asks for several;"
+            f"--segments {options.segments!r} fixes the size, but --maxbytes asks for several;"
             " expected a number of segments"
         )
     return tuple(parse_segments(options.segments, size, default_bytes) for size in sizes)
@@ -358,20 +428,15 @@ def add_bandwidth_limit(add: Add, of: str) -> None:
 
 
 def add_bound_limit(add: Add, missed: str) -> None:
-    """Add ``--max-over-bound``; ``missed`` says what it does not let pass."""
-    add(
-        "--max-over-bound",
-        type=float,
-        metavar="X",
-        help=f"fail, with exit status 3, if {missed}",
-    )
+    """Add ``--max-over-bound``; ``missed`` is the condition on which it fails."""
+    add("--max-over-bound", type=float, metavar="X", help=f"fail, with exit status 3, if {missed}")
 
 
 def make_gate(options: argparse.Namespace) -> Gate:
-    """Check the limits.
+    """Return the gate, after a check of its limits.
 
     Raises:
-        InvalidArgumentError: one is not a positive number.
+        InvalidArgumentError: a limit is not a positive number.
     """
     for name in ("min_bandwidth", "max_over_bound", "link_gbps"):
         value = getattr(options, name, None)
@@ -385,11 +450,11 @@ def make_gate(options: argparse.Namespace) -> Gate:
 
 
 def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
-    """Raise InvalidArgumentError if times are held against a bound that nobody knows."""
+    """Raise InvalidArgumentError if the gate needs a bound, but the link rate is unknown."""
     if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
         raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but nothing says what a link of --fabric"
-            f" {fabric} carries; give --link-gbps"
+            f"--max-over-bound is {gate.max_over_bound:g}, but the link rate of --fabric"
+            f" {fabric} is not known; give --link-gbps"
         )
 
 
@@ -398,12 +463,12 @@ def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
 
 def add_outputs(add: Add) -> None:
     """Add ``--json`` and ``--csv``."""
-    add("-J", "--json", type=Path, metavar="FILE", help="write records, machine and settings there")
-    add("--csv", type=Path, metavar="FILE", help="write the same records there, flat")
+    add("-J", "--json", type=Path, metavar="FILE", help="write records and settings to FILE")
+    add("--csv", type=Path, metavar="FILE", help="write flat records to FILE")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError if records have nowhere to go, before anything runs."""
+    """Raise InvalidArgumentError if an output file cannot be written, before anything runs."""
     given = {name: getattr(options, name, None) for name in ("json", "csv")}
     for name, path in given.items():
         if path is not None:
@@ -415,7 +480,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def check_writable(path: Path, name: str) -> None:
-    """Raise InvalidArgumentError if ``path`` cannot be written. Leaves nothing behind."""
+    """Raise InvalidArgumentError if ``path`` cannot be written. Leaves no file behind."""
     if path.is_dir():
         raise InvalidArgumentError(f"{name} {path} is a folder; expected a file")
     if is_stream(path):
@@ -423,7 +488,7 @@ def check_writable(path: Path, name: str) -> None:
     try:
         target = path.resolve()
     except RuntimeError:  # before Python 3.13
-        raise InvalidArgumentError(f"{name} {path} is a link that leads to itself") from None
+        raise InvalidArgumentError(f"{name} {path} is a symbolic link to itself") from None
     if not target.parent.is_dir():
         raise InvalidArgumentError(f"{name} {path}: there is no such folder")
     try:
@@ -436,9 +501,9 @@ def check_writable(path: Path, name: str) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether there is something to write into, such as a pipe, and not to replace.
+    """Return whether a path is to be written into, as a pipe is, rather than replaced.
 
-    Standard output is one even where it goes to a file.
+    Standard output counts as a stream even if it goes to a file.
     """
     streams = str(path) in ("/dev/stdout", "/dev/stderr") or path.is_relative_to("/dev/fd")
     return streams or (path.exists() and not path.is_file())

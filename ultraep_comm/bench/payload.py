@@ -1,11 +1,11 @@
-"""Bytes and gradients that prove themselves: other ones for every instance and epoch.
+"""Reproducible contents for checks: bytes and gradients that differ by instance and epoch.
 
 A word of 8 bytes is ``T(seed, segment, offset) xor K(seed, epoch, expert, segment)``, both terms by
-SplitMix64. T is computed once per process, so that filling and checking cost one pass over
-memory. K is a bijection of the epoch, so every word of one epoch differs from that of another.
+SplitMix64. T is computed once per process, so that filling and checking take one pass over memory.
+K is a bijection of the epoch, so every word differs between any two epochs.
 
 A gradient has the sign and the mantissa of its hash, and an exponent that puts it between 1/2 and
-2. So fp32 sums are rounded, and the order in which they are added shows in their bits.
+2. So fp32 sums are rounded, and their bits depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep_comm.plan.plan import Plan
+
 Bytes = NDArray[np.uint8]
 Word: TypeAlias = np.unsignedinteger[Any]
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_CHUNK = 1 << 15  # words; small enough to stay in a cache
+_CHUNK = 1 << 15  # words; fits in a cache
 SENTINEL = 0xA5
 
 
@@ -35,7 +37,7 @@ def mix(value: int) -> int:
 
 
 def chain(*values: int) -> int:
-    """Return a hash of integers, in their order; a bijection of the last."""
+    """Return a hash of a sequence of integers; a bijection of the last one."""
     state = 0
     for value in values:
         state = mix((state + _GOLDEN + value) & _MASK)
@@ -57,10 +59,10 @@ def _table(seed: int, segment: int, num_words: int) -> NDArray[np.uint64]:
 
 
 class Payload:
-    """What every expert's bytes must be, in every epoch."""
+    """The expected bytes of every expert in every epoch."""
 
     def __init__(self, seed: int, segment_bytes: Mapping[str, int]) -> None:
-        """Compute the tables for segments ``{name: bytes of one expert}``."""
+        """Compute the tables; ``segment_bytes`` is ``{name: bytes of one expert}``."""
         self._seed = seed
         self._index = {name: i for i, name in enumerate(segment_bytes)}
         self._bytes = dict(segment_bytes)
@@ -85,7 +87,7 @@ class Payload:
             out[whole:] = self._tail(segment, key, out.size - whole)
 
     def count_wrong(self, data: Bytes, *, epoch: int, expert: int, segment: str) -> int:
-        """Return how many bytes of ``data`` are not what :meth:`fill` would have written."""
+        """Return how many bytes of ``data`` differ from those that :meth:`fill` writes."""
         key, whole = self._key(epoch, expert, segment), self._whole(data, segment)
         words, table = data[:whole].view(np.uint64), self._tables[segment]
         wrong = 0
@@ -111,7 +113,7 @@ class Payload:
 
 
 def count_disturbed(data: Bytes) -> int:
-    """Return how many bytes are not SENTINEL, which empty slots are filled with."""
+    """Return how many bytes differ from SENTINEL, which fills empty slots."""
     return int(np.count_nonzero(data != SENTINEL))
 
 
@@ -120,11 +122,11 @@ def count_disturbed(data: Bytes) -> int:
 _KEPT = {torch.float32: 0x80FFFFFF, torch.bfloat16: 0x80FF}  # sign, last bit of exponent, mantissa
 _SET = {torch.float32: 0x3F000000, torch.bfloat16: 0x3F00}
 _WORDS = {torch.float32: np.uint32, torch.bfloat16: np.uint16}
-MAIN = -1  # the rank of a main instance
+MAIN = -1  # in place of a rank: the main instance
 
 
 class GradPayload:
-    """What the gradients of every instance are, in every epoch."""
+    """The gradients of every instance in every epoch."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class GradPayload:
         grad_dtype: torch.dtype,
         main_dtype: torch.dtype,
     ) -> None:
-        """Compute the tables for segments ``{name: elements of one expert}``."""
+        """Compute the tables; ``elements`` is ``{name: elements of one expert}``."""
         self._num_experts, self._elements = num_experts, dict(elements)
         self._dtypes = {True: main_dtype, False: grad_dtype}
         self._payloads = {
@@ -144,7 +146,7 @@ class GradPayload:
         }
 
     def fill(self, out: torch.Tensor, *, epoch: int, expert: int, rank: int, segment: str) -> None:
-        """Write one segment's gradients, of the replica on ``rank`` or MAIN, to ``out``."""
+        """Write one segment's gradients to ``out``, of the replica on ``rank`` or of MAIN."""
         dtype = self._dtypes[rank == MAIN]
         data = out.view(torch.uint8).numpy()
         instance = expert + (rank + 1) * self._num_experts
@@ -162,11 +164,11 @@ class GradPayload:
     def reduced(
         self, *, epoch: int, expert: int, ranks: Sequence[int], segment: str
     ) -> torch.Tensor:
-        """Return ``main + (r1 + ... + rn)``, by the definition: in fp32, and rounded once.
+        """Return ``main + (r1 + ... + rn)``, added in fp32 and rounded once.
 
         Args:
             epoch, expert, segment: of the gradients.
-            ranks: that hold replicas, ascending.
+            ranks: of the replicas, ascending.
         """
         total = torch.zeros(0)
         for i, rank in enumerate(ranks):
@@ -177,5 +179,21 @@ class GradPayload:
 
 
 def count_different(data: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Return how many bytes of two tensors of one dtype differ."""
+    """Return how many bytes differ between two tensors of the same dtype."""
     return int((data.view(torch.uint8) != wanted.view(torch.uint8)).sum())
+
+
+# ---- integers -----------------------------------------------------------------------------------
+
+
+def count_unequal(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return how many values differ from those of a tensor on the CPU."""
+    return int((found.cpu() != expected).sum())
+
+
+def count_wrong_plan(found: Plan, expected: Plan) -> int:
+    """Return how many entries of a plan differ from those of a plan on the CPU."""
+    return sum(
+        count_unequal(getattr(found, name), getattr(expected, name))
+        for name in ("slot_expert", "slot_quota", "home_quota")
+    )

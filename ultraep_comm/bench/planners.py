@@ -1,16 +1,16 @@
-"""Planners to compare with: the one of the UltraEP paper (arXiv 2606.04101), and DeepSeek's EPLB.
+"""Planners to compare with: that of the UltraEP paper (arXiv 2606.04101), and DeepSeek's EPLB.
 
-The paper says: binary search on the threshold tau from 1.01 times the mean upward; for each tau a
-greedy over quota, which takes overloaded ranks by excess and gives quota to the rank with the most
-slack; no replica with less than 1,024 tokens; replicas only, inside the domain.
+The paper describes a binary search on a threshold tau, from 1.01 times the mean upward. For each
+tau a greedy takes overloaded ranks by excess and moves quota to the rank with the most slack. A
+replica has at least 1,024 tokens; replicas stay inside the domain, and mains do not move.
 
-It leaves open what follows; of the readings tried, these serve it best:
+The paper leaves details open. Of the readings tried, these give it the best plans:
 
-- Experts of a rank go by descending load, and give quota until the rank is at tau.
-- A replica that would get fewer tokens than the least gets the least, and the rank that it helps
-  ends below tau. Where the expert has fewer tokens left, or the rank with the most slack has less,
-  the expert gives no more.
-- tau is feasible if every rank gets to it or below; at the highest nothing is replicated.
+- A rank's experts give quota in order of descending load, until the rank is at tau.
+- A replica that would get less than the minimum gets the minimum, so the overloaded rank ends below
+  tau. If the expert has fewer tokens left, or the rank with the most slack less room, the expert
+  gives no more.
+- tau is feasible if every rank ends at or below it; at the highest tau nothing is replicated.
 - Ties go to the lower id.
 """
 
@@ -50,8 +50,8 @@ def plan_published(
         slots_per_rank: S.
         home: ``[E]``, the rank of each expert's main instance.
         domain: ``[G]``; replicas stay among ranks with equal values.
-        target: where the search begins, times the mean.
-        min_quota: tokens that a replica gets at least, from 1 up.
+        target: start of the search, as a multiple of the mean.
+        min_quota: minimum tokens of a replica, at least 1.
     """
     num_ranks = len(domain)
     rank_load = np.zeros(num_ranks, np.int64)
@@ -87,7 +87,7 @@ def _probe(
     tau: int,
     min_quota: int,
 ) -> Replicas | None:
-    """Return replicas that bring every rank to tau, or None where the greedy finds no room."""
+    """Return replicas that bring every rank to tau or below; None if the greedy fails."""
     slack = np.maximum(tau - rank_load, 0)
     free = np.full(len(rank_load), slots_per_rank)
     replicas: Replicas = []
@@ -106,7 +106,7 @@ def _probe(
                 if quota < min_quota:
                     break
                 replicas.append((int(expert), to, quota))
-                legal[to] = False  # it has the expert now
+                legal[to] = False  # one instance per rank
                 slack[to] -= quota
                 free[to] -= 1
                 left -= quota
@@ -122,7 +122,7 @@ Rebalance = Callable[..., Any]
 
 
 def find_eplb() -> Rebalance | None:
-    """Return ``eplb.rebalance_experts``; None: there is no such package."""
+    """Return ``eplb.rebalance_experts``; None if eplb is not installed."""
     try:
         found = getattr(importlib.import_module("eplb"), "rebalance_experts", None)
     except ImportError:
@@ -135,9 +135,9 @@ def plan_eplb(
 ) -> tuple[NDArray[np.float64], int] | None:
     """Return the imbalance of each load ``[n, E]``, and the number of replicas.
 
-    EPLB fills every slot, moves mains as it likes, and cuts an expert's load evenly over its
-    instances. It gets the exact load, as if the past told the future. None: E is no multiple of G,
-    which it demands.
+    EPLB fills every slot, moves mains freely, and splits an expert's load evenly over its
+    instances. It gets the exact load, as if it were predicted perfectly. Returns None if E is not a
+    multiple of G, which EPLB requires.
     """
     num_experts = loads.shape[1]
     if num_experts % num_ranks:

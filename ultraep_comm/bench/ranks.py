@@ -1,7 +1,8 @@
-"""The ranks of this process, as the benchmark calls them: all of a loopback group, or one."""
+"""The ranks of this process: all of a loopback group, or one."""
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ultraep_comm.bench.clock import DeviceClock, Meter
 from ultraep_comm.bench.inside import put
+from ultraep_comm.bench.measure import add_up
 from ultraep_comm.bench.payload import SENTINEL, Payload, count_disturbed
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.replicate import replicate_experts
@@ -19,18 +21,18 @@ from ultraep_comm.group.group import Group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
-TIMED_CALLS = 3  # one more lines up the ranks; four can be under way without blocking the host
-TILE_BYTES = 32 << 10  # of the device, where nothing else is said
+TIMED_CALLS = 3  # and one that lines up the ranks: the host blocks if more than 4 are pending
+TILE_BYTES = 32 << 10  # default on a device
 _HOST_CALLS = 30
 
 
-class Ranks:
-    """Groups, and one collective that all of them call.
+class Ranks(abc.ABC):
+    """The groups of these ranks, and the collective that they call.
 
     Attributes:
         meter: of their device.
-        loopback: all ranks are here.
-        groups: of these ranks.
+        loopback: all ranks are in this process.
+        groups: one for each rank here.
         nothing: a plan without replicas.
     """
 
@@ -44,7 +46,7 @@ class Ranks:
         fabric: str,
         **more: Any,
     ) -> None:
-        """Make the groups. Collective, but in loopback; ``more`` is for ``new_group``."""
+        """Create the groups; ``more`` goes to ``new_group``. Collective, but in loopback."""
         options = {
             **{"num_experts": num_experts, "slots_per_rank": slots, "engine": meter.engine},
             **more,
@@ -59,18 +61,18 @@ class Ranks:
         self.nothing = Plan.from_slots(nothing, num_experts=num_experts)
         self._padding = put(self.groups[0], torch.full((1, 1), -1))
 
+    @abc.abstractmethod
     def _call_one(
         self, i: int, plan: Plan, mode: str, *, bound: bool, async_op: bool
     ) -> Work | None:
-        """Call for one of the groups, with what was bound before or in the call."""
-        raise NotImplementedError
+        """Call for group ``i``, with tensors bound before or unbound ones."""
 
     def start(self, plan: Plan, mode: str, *, bound: bool = True) -> list[Work]:
         """Start one call of every rank here."""
         return self.start_each([plan] * len(self.groups), mode, bound=bound)
 
     def start_each(self, plans: Sequence[Plan], mode: str, *, bound: bool = True) -> list[Work]:
-        """Start one call of every rank here, each with its own copy of a plan."""
+        """Start one call of every rank here, each with its own copy of the plan."""
         works = [
             self._call_one(i, plan, mode, bound=bound, async_op=True)
             for i, plan in enumerate(plans)
@@ -78,7 +80,7 @@ class Ranks:
         return [work for work in works if work is not None]
 
     def call(self, plan: Plan, mode: str) -> None:
-        """Make one call of every rank here; a device's, between what its current stream holds."""
+        """Make one call of every rank here; on a device, in the order of the current stream."""
         if not self.loopback:
             self._call_one(0, plan, mode, bound=True, async_op=False)
             return
@@ -86,14 +88,14 @@ class Ranks:
             work.wait()
 
     def choose(self, plan: Plan, mode: str) -> str:
-        """Return the mode that the library takes. Collective: makes a call."""
+        """Return the mode that the library chooses. Collective: makes a call."""
         works = self.start(plan, mode)
         for work in works:
             work.synchronize()
         return works[0].mode
 
     def host_us(self, plan: Plan, mode: str, *, bound: bool = True) -> float:
-        """Return the median time that a call keeps the host, for one rank."""
+        """Return the median host time of one rank's call."""
         times = []
         for _ in range(_HOST_CALLS):
             self.meter.settle()
@@ -105,10 +107,10 @@ class Ranks:
         return float(np.median(times))
 
     def line_up(self) -> None:
-        """Enqueue what no rank leaves before all have come to it; of one GPU, an empty call.
+        """Enqueue a barrier: on one GPU an empty call, on several `gather_load` of padding.
 
-        Of several it is counting padding. (A call with an empty plan lines up nobody: a rank with
-        nothing to move waits for no other.)
+        (On several, a call with an empty plan is no barrier: a rank with nothing to move does not
+        wait for the others.)
         """
         if self.loopback:
             self.call(self.nothing, "auto")
@@ -116,7 +118,7 @@ class Ranks:
             gather_load(self._padding, group=self.groups[0])
 
     def clock(self, calls: int = TIMED_CALLS, *, lined_up: bool = False) -> DeviceClock:
-        """Return a clock of so many calls in a row, behind `line_up` or one call more."""
+        """Return a clock for ``calls`` in a row, after `line_up` or one untimed call."""
         line_up = self.line_up if lined_up else None
         here = len(self.groups)
         return DeviceClock(self.meter, here, calls, loopback=self.loopback, line_up=line_up)
@@ -128,15 +130,15 @@ class Ranks:
 
 
 class WeightRanks(Ranks):
-    """Ranks that call `replicate_experts`, with slots full of SENTINEL.
+    """Ranks that call `replicate_experts`. Slots are initially filled with SENTINEL.
 
     Attributes:
-        weights: of each rank here, from `Group.empty_weights`: its group's only region.
-        bound: the same, bound once.
+        weights: main weights of each rank here, by `Group.empty_weights`.
+        bound: the same weights, bound.
     """
 
     def __init__(self, meter: Meter, *, segments: Mapping[str, int], **more: Any) -> None:
-        """Make groups for experts of such segments, ``{name: bytes}``. See `Ranks`."""
+        """Create groups and weights for experts of ``segments``, ``{name: bytes}``. See `Ranks`."""
         expert = {name: ((size,), torch.uint8) for name, size in segments.items()}
         super().__init__(meter, expert=expert, **more)
         self.weights = [group.empty_weights() for group in self.groups]
@@ -150,17 +152,17 @@ class WeightRanks(Ranks):
         return replicate_experts(given, plan, group=self.groups[i], mode=mode, async_op=async_op)
 
     def mark_slots(self) -> None:
-        """Give all slots the bytes of emptiness."""
+        """Fill all slots with SENTINEL."""
         for slots in (slots for group in self.groups for slots in group.slots.values()):
             slots.fill_(SENTINEL)
 
     def touch_weights(self) -> None:
-        """Write to all weights, so that there is memory behind them."""
+        """Write to all weights, so that their pages are allocated."""
         for stacked in (stacked for own in self.weights for stacked in own.values()):
             stacked.fill_(1)
 
     def fill(self, plan: Plan, payload: Payload, epoch: int) -> None:
-        """Give the replicated experts at home here the bytes of a new epoch."""
+        """Write the bytes of an epoch to the main instances here that the plan replicates."""
         replicated = set(plan.slot_expert[plan.slot_expert >= 0].tolist())
         for group, own in zip(self.groups, self.weights, strict=True):
             for i, expert in enumerate(group.topology.mains(group.rank).tolist()):
@@ -173,8 +175,22 @@ class WeightRanks(Ranks):
                         payload.fill(data, **where)
                         stacked[i].copy_(torch.from_numpy(data))
 
+    def check(self, plan: Plan, mode: str, payload: Payload, epoch: int) -> int:
+        """Make one call with fresh bytes; return the wrong bytes of all ranks.
+
+        Collective, but in loopback.
+        """
+        clock = self.clock()
+        self.mark_slots()
+        self.fill(plan, payload, epoch)
+        clock.settle()
+        self.call(plan, mode)
+        clock.settle()
+        wrong = np.array([self.count_wrong(plan, payload, epoch)])
+        return int(add_up(wrong, self.loopback)[0])
+
     def count_wrong(self, plan: Plan, payload: Payload, epoch: int) -> int:
-        """Compare filled slots with the payload, and empty ones with their mark."""
+        """Return the wrong bytes in slots here: not the payload, or in empty slots not SENTINEL."""
         wrong = 0
         for group in self.groups:
             for slot, expert in enumerate(plan.slot_expert[group.rank].tolist()):
@@ -188,10 +204,10 @@ class WeightRanks(Ranks):
 
 
 class Mode:
-    """The library's collective in one mode, with what it needs bound once."""
+    """The library's collective in one mode, with bound tensors."""
 
     def __init__(self, ranks: Any, plan: Plan, mode: str) -> None:
-        """Call ``ranks``, which know what is right, with a plan."""
+        """Create the transfer; ``ranks`` make the call and check it."""
         self.name, self._ranks, self._plan = mode, ranks, plan
 
     def run(self) -> None:
@@ -199,11 +215,11 @@ class Mode:
         self._ranks.call(self._plan, self.name)
 
     def choose(self) -> str:
-        """Return the mode that the library takes for this plan. Collective: makes a call."""
+        """Return the mode that the library chooses for this plan. Collective: makes a call."""
         return str(self._ranks.choose(self._plan, self.name))
 
     def count_wrong(self, payload: Any, epoch: int) -> int:
-        """Compare all that the call has written, and what it must not touch."""
+        """Return the wrong bytes in what the call has written, and in what it must not change."""
         return int(self._ranks.count_wrong(self._plan, payload, epoch))
 
 
@@ -217,36 +233,35 @@ def replicas_of(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
 
 
 def main_index(group: Group) -> dict[int, int]:
-    """Return where a rank's own experts are among its mains."""
+    """Return ``{expert: index among this rank's mains}``."""
     return {expert: i for i, expert in enumerate(group.topology.mains(group.rank).tolist())}
 
 
 # ---- plans of one shape -------------------------------------------------------------------------
-# They take turns, so that no cache holds what is copied. Weights of a layer have left the caches
-# when they are copied again: the other layers lie between. Calls in a row that copied the same
-# experts would read them from a cache.
+# Calls in a row rotate over plans with different experts, so that sources are not in a cache. In a
+# model, too, the other layers have evicted a layer's weights before they are copied again.
 
-COLD_BYTES = 64 << 20  # more than the caches of a core hold
+COLD_BYTES = 64 << 20  # more than the caches of a core
 _MAX_EXPERTS = 256  # of a rank
 
-# Of each rank: what its slots hold, as (home rank, number among that rank's); fewer than slots are.
+# For each rank, the experts in its slots as (home rank, index among its mains); at most S entries.
 Filling = Sequence[Sequence[tuple[int, int]]]
 
 
 def count_experts(expert_bytes: int, in_a_turn: int) -> int:
-    """Return the experts that a rank needs, a multiple of ``in_a_turn``, for its turns."""
+    """Return the experts that a rank needs to exceed its caches, a multiple of ``in_a_turn``."""
     wanted = min(-(-COLD_BYTES // expert_bytes), _MAX_EXPERTS)
     return max(1, -(-wanted // in_a_turn)) * in_a_turn
 
 
 def make_turns(filling: Filling, *, slots: int, experts: int, in_a_turn: int) -> list[Plan]:
-    """Return plans that fill the same slots with other experts of the same homes.
+    """Return plans that fill the same slots with different experts of the same home ranks.
 
     Args:
-        filling: of the first plan, with numbers below ``in_a_turn``.
+        filling: of the first plan, with indices below ``in_a_turn``.
         slots: S.
         experts: of each rank, a multiple of ``in_a_turn``.
-        in_a_turn: how far numbers move from a plan to the next.
+        in_a_turn: added to the indices from one plan to the next.
     """
     num_ranks = len(filling)
     plans = []
@@ -260,6 +275,6 @@ def make_turns(filling: Filling, *, slots: int, experts: int, in_a_turn: int) ->
 
 
 def link_plan(num_ranks: int, links: Sequence[tuple[int, int]]) -> Plan:
-    """Return the plan that copies the expert of every link's source to its destination."""
+    """Return the plan that copies, over each link, the expert of its source to its destination."""
     filling = [[(a, 0) for a, b in links if b == rank] for rank in range(num_ranks)]
     return make_turns(filling, slots=1, experts=1, in_a_turn=1)[0]

@@ -1,4 +1,4 @@
-"""What a run says: header and tables, records as JSON and CSV, and how far it has come."""
+"""The output of a run: header and tables, records as JSON and CSV, and progress."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ultraep_comm.errors import UltraEPError
 if TYPE_CHECKING:
     from ultraep_comm.group.group import Group
 
-FORMAT = 1  # of the documents; under the same number fields are only added
-_BAR, _LINE = 24, 79  # widths of progress
+FORMAT = 1  # of the documents; a change that only adds fields keeps the number
+_BAR, _LINE = 24, 79  # widths of the progress display
 Record = dict[str, Any]
 
 
 class Report:
-    """What one run says. All ranks have one; one of them speaks and writes."""
+    """The output of one run. Every rank has a report; one rank prints and writes."""
 
-    def __init__(self, settings: Settings, *, speaks: bool) -> None:
-        """Begin a run."""
-        self.settings, self.speaks = settings, speaks
-        self.places: list[Record] = []  # where ranks are
+    def __init__(self, settings: Settings, *, prints: bool) -> None:
+        """Create the report; ``prints``: this rank prints and writes."""
+        self.settings, self.prints = settings, prints
+        self.places: list[Record] = []  # of the ranks
         self._device: Mapping[str, Any] = {}
         self._header: list[str] = []
 
@@ -39,17 +39,17 @@ class Report:
     def of(cls, settings: Settings) -> Report:
         """Return the report of this process."""
         if settings.alone:
-            return cls(settings, speaks=True)
+            return cls(settings, prints=True)
         import torch.distributed as dist
 
-        return cls(settings, speaks=dist.get_rank() == 0)
+        return cls(settings, prints=dist.get_rank() == 0)
 
     # ---- before the figures ---------------------------------------------------------------------
 
     def place(self, group: Group, device: Mapping[str, Any] | None = None) -> None:
-        """Find out where ranks are. Collective, but in loopback.
+        """Gather the places of all ranks. Collective, but in loopback.
 
-        ``device`` is a GPU as its meter describes it.
+        ``device`` is a GPU's `Meter.describe`.
         """
         self._device = device or {}
         self.places = gather_places(group, device=device, loopback=self.settings.loopback)
@@ -57,12 +57,12 @@ class Report:
     def header(
         self, what: str, lines: Iterable[str] = (), *, device: Mapping[str, Any] | None = None
     ) -> None:
-        """Print what a reader must know before the figures.
+        """Print version, machine and device, the places of ranks, and some lines.
 
         Args:
-            what: the command, and what of it.
-            lines: what it measures.
-            device: of a command without `place`.
+            what: the command and its variant.
+            lines: about the measurement.
+            device: a GPU's `Meter.describe`, of a command that does not call `place`.
         """
         self._device = device or self._device
         settings = self.settings
@@ -76,13 +76,13 @@ class Report:
     # ---- figures --------------------------------------------------------------------------------
 
     def show(self, text: str) -> None:
-        """Print some lines."""
-        if self.speaks:
+        """Print lines."""
+        if self.prints:
             print(text, flush=True)
 
     def progress(self, done: int, total: int, text: str = "") -> None:
-        """Show on the terminal how far a run has come."""
-        if self.speaks:
+        """Show the progress of the run on the terminal."""
+        if self.prints:
             show_progress(done, total, text)
 
     # ---- at the end -----------------------------------------------------------------------------
@@ -96,14 +96,14 @@ class Report:
         header: bool = False,
         gated: bool = True,
     ) -> Record:
-        """Return records with what they were measured on.
+        """Return the JSON document of a run.
 
         Args:
             records: of the run.
-            settings: what JSON says of them.
+            settings: described for JSON.
             more: further fields.
-            header: keep the printed header, so that ``show`` can print the run again.
-            gated: the command can have a gate.
+            header: include the printed header, so that ``show`` can print the run again.
+            gated: the command has gates.
         """
         gate = {"gate": self.settings.gate.describe(records)} if gated else {}
         return {
@@ -118,7 +118,7 @@ class Report:
         }
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Write the files that were asked for."""
+        """Write the files of ``--json`` and ``--csv``."""
         write_outputs(document, json_path=self.settings.json, csv_path=self.settings.csv)
 
     def finish(
@@ -129,17 +129,17 @@ class Report:
         wrong: int = 0,
         **document: Any,
     ) -> int:
-        """Write the document, and say what misses the gate; return the exit status.
+        """Write the document and print which records miss the gate; return the exit status.
 
         Args:
-            records: of the run, judged where there is a gate.
-            settings: what JSON says of them.
+            records: of the run, judged if there is a gate.
+            settings: described for JSON.
             wrong: bytes or values.
-            document: as for `document`.
+            document: further arguments of `document`.
         """
-        if self.speaks:
+        if self.prints:
             self.write(self.document(records, settings, **document))
-        return exit_code(self.settings.gate, records, wrong, speaks=self.speaks)
+        return exit_code(self.settings.gate, records, wrong, prints=self.prints)
 
     def judge(self, record: Record) -> Record:
         """Return a record with the gate's verdict."""
@@ -158,7 +158,7 @@ def describe_run(command: str) -> list[str]:
 
 
 def describe_device(device: Mapping[str, Any]) -> str:
-    """Return the line of a GPU as its meter describes it."""
+    """Return the header line of a GPU, from its `Meter.describe`."""
     memory = format_size(int(device.get("gpu_memory_bytes", 0)))
     smi = [f"{k} {device[k]}" for k in ("driver_version", "clocks_sm", "clocks_mem") if k in device]
     return (
@@ -168,13 +168,13 @@ def describe_device(device: Mapping[str, Any]) -> str:
 
 
 def describe_rounds(settings: Settings) -> str:
-    """Return the line of iterations and checks."""
+    """Return the header line of iterations and checks."""
     checked = "every one" if settings.check else "the last one"
     return f"{settings.iters} iterations after {settings.warmup}, interleaved; checked: {checked}"
 
 
 def show_progress(done: int, total: int, text: str) -> None:
-    """Draw a bar and ``text``; at the end clear the line. Silent where nobody watches stderr."""
+    """Draw a bar and ``text``; at the end clear the line. Silent if stderr is no terminal."""
     if not sys.stderr.isatty():
         return
     filled = _BAR * done // max(total, 1)
@@ -186,13 +186,19 @@ def show_progress(done: int, total: int, text: str) -> None:
 # ---- files --------------------------------------------------------------------------------------
 
 
+def write_records(path: Path | None, records: Sequence[Record], **more: Any) -> None:
+    """Write records, machine, commit and further fields as JSON, for scripts without a `Report`."""
+    document = {"records": records, "machine": describe_machine(), "commit": find_commit(), **more}
+    write_outputs(document, json_path=path, csv_path=None)
+
+
 def write_outputs(
     document: Mapping[str, Any], *, json_path: Path | None, csv_path: Path | None
 ) -> None:
-    """Write a document and its records. A file appears whole or not at all.
+    """Write a document as JSON and its records as CSV, each file completely or not at all.
 
     Raises:
-        UltraEPError: a file could not be written; the other one has been.
+        UltraEPError: a file could not be written; the other one is still written.
     """
     texts: dict[str, tuple[Path | None, Callable[[], str]]] = {
         "--json": (json_path, lambda: format_json({"format": FORMAT, **document})),
@@ -210,7 +216,7 @@ def write_outputs(
 
 
 def format_json(document: Mapping[str, Any]) -> str:
-    """Return a document with a line for each field, and for each item of a list: one a record."""
+    """Return a document as JSON, with one line for each field and for each item of a list."""
 
     def format_field(value: object) -> str:
         if not isinstance(value, list | tuple) or not value:
@@ -222,10 +228,10 @@ def format_json(document: Mapping[str, Any]) -> str:
 
 
 def write_output(flag: str, path: Path, text: str) -> None:
-    """Write a file that is whole or not there, at the end of a link too; or into a stream.
+    """Replace a file atomically, also behind a symbolic link, or append to a stream.
 
     Raises:
-        UltraEPError: it could not be written. Names the flag that asks for it.
+        UltraEPError: it could not be written; the message names ``flag``.
     """
 
     def write(file: BinaryIO) -> None:
@@ -242,7 +248,7 @@ def write_output(flag: str, path: Path, text: str) -> None:
 
 
 def format_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return records as CSV, a column for each number in them; None is an empty cell."""
+    """Return records as CSV, with one column for each field; None is an empty cell."""
     flat = [flatten(record) for record in records]
     columns = list(dict.fromkeys(name for record in flat for name in record))
     text = io.StringIO()
@@ -253,7 +259,7 @@ def format_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"time_us.p50": 3.5}`` of ``{"time_us": {"p50": 3.5}}``; lists become JSON."""
+    """Return ``{"time_us": {"p50": 3.5}}`` as ``{"time_us.p50": 3.5}``, with lists as JSON."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Sizes on the command line, and how an expert's bytes are cut into segments."""
+"""Parse and print sizes, and split an expert's bytes into segments."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from ultraep_comm.errors import InvalidArgumentError
 
 _SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_MAX_BYTES = 1 << 48  # more than any machine addresses; sums of such sizes still have 64 bits
+_MAX_BYTES = 1 << 48  # more than any machine addresses; sums of such sizes fit in 64 bits
 _MAX_COUNT = 1 << 20
 _MAX_SEGMENTS = 256
 _ALIGN = 256  # so that stacked experts keep their alignment
 
 
 def parse_count(text: str) -> int:
-    """Return a number from 0 up; -1: it is none, or one beyond memory.
+    """Return a decimal number; -1 if it is invalid or has more than 15 digits.
 
-    Numbers of thousands of digits are not even turned into integers.
+    (Python raises ValueError for an integer of thousands of digits.)
     """
     digits = text.lstrip("0") or text[:1]
     return int(digits) if digits.isdecimal() and len(digits) < 16 else -1
@@ -26,7 +26,7 @@ def parse_size(text: str, name: str = "") -> int:
     """Return the bytes of ``"4096"``, ``"64K"``, ``"16M"`` or ``"1G"``; factors are 1024.
 
     Raises:
-        InvalidArgumentError: not a positive size, or beyond memory; begins with ``name``, a flag.
+        InvalidArgumentError: not a positive size, or too large; the message begins with ``name``.
     """
     flag = f"{name}: " if name else ""
     digits = text.strip().upper().removesuffix("B").removesuffix("I")
@@ -38,7 +38,7 @@ def parse_size(text: str, name: str = "") -> int:
         )
     size = parse_count(number) * _SUFFIXES[suffix]
     if not 0 <= size <= _MAX_BYTES:
-        raise InvalidArgumentError(f"{flag}{text!r} is no memory's size; expected at most 262144G")
+        raise InvalidArgumentError(f"{flag}{text!r} is too large; expected at most 262144G")
     return size
 
 
@@ -55,7 +55,7 @@ def parse_counts(text: str, name: str) -> tuple[int, ...]:
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size with the largest unit that leaves at least 1, to two places."""
+    """Return a size in its largest unit, with at most two decimals."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f}".rstrip("0").rstrip(".") + f" {unit}"
@@ -63,17 +63,17 @@ def format_size(num_bytes: int) -> str:
 
 
 def split_expert(expert_bytes: int, num_segments: int) -> dict[str, int]:
-    """Cut an expert into segments as models do, ``{name: bytes}``.
+    """Split an expert into segments as models do; return ``{name: bytes}``.
 
-    1: one tensor ``w``. 2: ``w13`` with two thirds and ``w2``. More: besides, one small tensor
-    (``scale0``, ...) of a 64th for each, at the cost of the other two.
+    1: one tensor ``w``. 2: ``w13`` with two thirds, and ``w2``. More: also small tensors
+    ``scale0``, ... of a 64th each, taken from the other two.
 
     Raises:
-        InvalidArgumentError: the expert is too small for so many segments, or they are above 256.
+        InvalidArgumentError: the expert is too small, or there are more than 256 segments.
     """
     if not 1 <= num_segments <= min(expert_bytes, _MAX_SEGMENTS):
         raise InvalidArgumentError(
-            f"{expert_bytes} bytes cannot be cut into {num_segments} segments; expected 1 to"
+            f"{expert_bytes} bytes cannot be split into {num_segments} segments; expected 1 to"
             f" {_MAX_SEGMENTS} segments of at least a byte"
         )
     if num_segments == 1:
@@ -108,12 +108,12 @@ def parse_segments(text: str, expert_bytes: int | None, default_bytes: int) -> d
     total = sum(segments.values())
     if expert_bytes is not None and total != expert_bytes:
         raise InvalidArgumentError(
-            f"--segments {text!r} has {total} bytes, --expert-bytes says {expert_bytes}; give one"
+            f"--segments {text!r} has {total} bytes, but --expert-bytes is {expert_bytes}; give one"
         )
     return segments
 
 
 def describe_segments(segments: Mapping[str, int]) -> str:
-    """Return the total and the parts for a person."""
+    """Return the total and the parts as text."""
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in segments.items())
     return f"{format_size(sum(segments.values()))} ({parts})"

@@ -1,4 +1,4 @@
-"""Aligned plain text, and colours on a terminal where rich is installed."""
+"""Tables of aligned plain text; colours on a terminal if rich is installed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Line = Sequence[tuple[str, str]]  # text and style
 
 
 def format_table(headers: Lines, rows: Lines) -> str:
-    """Return right-aligned columns, the first left-aligned; header lines start with ``#``."""
+    """Return right-aligned columns, the first left-aligned. Header lines start with ``#``."""
     return GrowingTable(headers).add(rows)
 
 
 class GrowingTable:
-    """The same, for rows that become known one after the other; columns never get narrower."""
+    """A table printed piece by piece. Columns never get narrower."""
 
     def __init__(self, headers: Lines, least: int = 0) -> None:
-        """Begin a table whose columns are at least so wide."""
+        """Create an empty table; ``least`` is the minimum width of a column."""
         self._headers: Lines = headers
         self._widths = [least] * len(headers[0])
 
     def add(self, rows: Lines) -> str:
-        """Return the lines of more rows, the first time with the headers before them."""
+        """Return the text of more rows, the first time preceded by the headers."""
         lines = [*self._headers, *rows]
         self._widths = [
             max(width, *(len(line[i]) for line in lines)) for i, width in enumerate(self._widths)
@@ -54,10 +54,10 @@ class Column:
     """A column of a table of records.
 
     Attributes:
-        title: its first line.
-        unit: its second.
-        of: where a record has the value, as in ``"time_us.p50"``; or what makes it of a record.
-        form: as for ``format``. A value that is not there, None or not a number is a dash.
+        title: first header line.
+        unit: second header line.
+        of: path of the value in a record, as in ``"time_us.p50"``, or a function of the record.
+        form: format specification. A missing value, None or NaN is printed as a dash.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Column:
 
 
 def find(record: Mapping[str, Any], path: str) -> Any:
-    """Return what a record has at the end of a path of names; None: it has no such thing."""
+    """Return the value at a dotted path in a record; None if it is missing."""
     value: Any = record
     for name in path.split("."):
         if value is None:
@@ -84,20 +84,20 @@ def find(record: Mapping[str, Any], path: str) -> Any:
 
 
 class RecordTable:
-    """A table that grows by records."""
+    """A table of records, printed piece by piece."""
 
     def __init__(self, columns: Sequence[Column], least: int = 0) -> None:
-        """Begin a table whose columns are at least so wide."""
+        """Create an empty table; ``least`` is the minimum width of a column."""
         self._columns = columns
         self._table = GrowingTable([[c.title for c in columns], [c.unit for c in columns]], least)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> str:
-        """Return the rows of some records, the first time with the titles before them."""
+        """Return the rows of records, the first time preceded by the titles."""
         return self._table.add([[c.cell(record) for c in self._columns] for record in records])
 
 
 def format_records(columns: Sequence[Column], records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the whole table of some records."""
+    """Return the whole table of records."""
     return RecordTable(columns).add(records)
 
 
@@ -105,7 +105,7 @@ def format_records(columns: Sequence[Column], records: Sequence[Mapping[str, Any
 
 
 def print_coloured(lines: Sequence[Line], console: Any = None) -> None:
-    """Print lines that are never wrapped; without a terminal, or rich, without their colours."""
+    """Print lines without wrapping; in colour on a terminal if rich is installed."""
     if console is None:
         console = _terminal()
     for line in lines:
@@ -118,7 +118,7 @@ def print_coloured(lines: Sequence[Line], console: Any = None) -> None:
 
 
 def _terminal() -> Any:
-    """Return rich's console; None: nobody would see colours, or there is no rich."""
+    """Return rich's console; None without a terminal or without rich."""
     try:
         from rich.console import Console
     except ImportError:  # an extra

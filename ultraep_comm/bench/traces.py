@@ -1,13 +1,12 @@
-"""Recorded routing: from an .npz file to the load ``[G, E]`` of one step and layer.
+"""Read recorded routing from .npz files: the load ``[G, E]`` of one step and layer.
 
-Two kinds of file, told apart by the array in them:
+A file has one of two arrays:
 
-- ``counts_src`` ``[steps, layers, G, E]``: tokens by source rank and expert. Another number of
-  ranks is served by regrouping the sources: their tokens are put in a line, each source's spread
-  evenly over its stretch, and the line is cut into as many equal stretches as there are ranks. So
-  8 sources become 4 ranks by adding neighbours, and 16 ranks by halving every source.
-- ``topk`` ``[tokens, layers, k]``: the experts of every token, with ``n_experts`` (else the largest
-  id says how many). A step is a window of ``ranks * tokens_per_rank`` consecutive tokens, and each
+- ``counts_src`` ``[steps, layers, G, E]``: tokens by source rank and expert. For another number of
+  ranks the sources are regrouped: their tokens are concatenated, evenly spread within a source, and
+  cut into one equal part per rank. So 4 ranks add pairs of 8 sources, and 16 ranks halve each.
+- ``topk`` ``[tokens, layers, k]``: the experts of every token, with ``n_experts`` (default: the
+  largest id plus 1). A step is a window of ``ranks * tokens_per_rank`` consecutive tokens, and each
   rank takes its consecutive part. -1 is padding.
 """
 
@@ -29,17 +28,17 @@ Ints = NDArray[np.integer]
 
 
 class TraceError(InvalidLoadError):
-    """A trace file is not what this module's text describes, or has no such step or layer."""
+    """A trace file is invalid, or has no such step or layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """An open file.
+    """The routing in a trace file.
 
     Attributes:
-        array: ``counts_src`` or ``topk``, by the number of axes.
+        array: ``counts_src`` if it has four axes, ``topk`` if it has three.
         num_experts: E.
-        place: the file and the array, for messages.
+        place: file and array, for error texts.
     """
 
     array: Ints
@@ -52,23 +51,27 @@ class Trace:
         return int(self.array.shape[1])
 
     def num_steps(self, *, num_ranks: int, tokens_per_rank: int) -> int:
-        """Return how many steps there are; of counted files, whatever the arguments."""
+        """Return the number of steps; for ``counts_src`` independent of the arguments."""
         steps = len(self.array)
         return steps if self.array.ndim == 4 else steps // (num_ranks * tokens_per_rank)
 
     def load(
         self, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
     ) -> NDArray[np.int32]:
-        """Return the load ``[G, E]`` of one step and layer, as :func:`load_trace` does."""
+        """Return the load ``[G, E]`` of one step and layer, both counted from 0.
+
+        ``tokens_per_rank`` is the length of a rank's window in ``topk``; ``counts_src`` ignores it.
+
+        Raises:
+            TraceError: there is no such step or layer, or it has impossible counts or ids.
+        """
         place, array = self.place, self.array
         steps = self.num_steps(num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
         _check_range(place, {"step": (step, steps), "layer": (layer, self.num_layers)})
         if array.ndim == 4:
             counts = array[step, layer]
             if counts.size == 0 or counts.min() < 0 or counts.max() > MAX_LOAD:
-                raise TraceError(
-                    f"{place} has no ranks or experts, or counts below 0 or of 2**31 or more"
-                )
+                raise TraceError(f"{place} has no ranks or experts, or counts outside [0, 2**31)")
             counts = regroup(counts, num_ranks)
         else:
             window = num_ranks * tokens_per_rank
@@ -79,31 +82,11 @@ class Trace:
         return np.ascontiguousarray(counts, dtype=np.int32)
 
 
-def load_trace(
-    path: Path, *, num_ranks: int, step: int, layer: int, tokens_per_rank: int
-) -> NDArray[np.int32]:
-    """Return the load ``[G, E]`` of one step and layer.
-
-    Args:
-        path: the file.
-        num_ranks: G.
-        step: from 0.
-        layer: from 0.
-        tokens_per_rank: length of a rank's window; counted files have their own.
-
-    Raises:
-        TraceError: as its text says.
-        OSError: the file cannot be read.
-    """
-    trace = open_trace(path)
-    return trace.load(num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens_per_rank)
-
-
 def open_trace(path: Path) -> Trace:
-    """Read a file.
+    """Return the trace in a file.
 
     Raises:
-        TraceError: it is not what this module's text describes.
+        TraceError: the file is not as this module describes.
         OSError: it cannot be read.
     """
     try:
@@ -125,10 +108,10 @@ def open_trace(path: Path) -> Trace:
             " [steps, layers, G, E] in counts_src, [tokens, layers, k] in topk"
         )
     if 0 in array.shape[1:]:
-        raise TraceError(f"{place} has shape {array.shape}: no experts, or none of something else")
+        raise TraceError(f"{place} has shape {array.shape}; expected only the first axis to be 0")
     experts = array.shape[3] if array.ndim == 4 else _read_experts(array, num_experts, place)
     if experts > MAX_COUNT:
-        raise TraceError(f"{place} is of {experts} experts; expected at most {MAX_COUNT}")
+        raise TraceError(f"{place} has {experts} experts; expected at most {MAX_COUNT}")
     return Trace(array, experts, place)
 
 
@@ -139,7 +122,7 @@ def _check_range(place: str, values: Mapping[str, tuple[int, int]]) -> None:
 
 
 def regroup(counts: Ints, num_ranks: int) -> NDArray[np.int64]:
-    """Return counts ``[sources, E]`` as ``[num_ranks, E]``; sums over sources stay the same."""
+    """Return counts ``[sources, E]`` regrouped to ``[num_ranks, E]``, with the same sums."""
     sources, num_experts = counts.shape
     cuts = np.arange(num_ranks + 1, dtype=np.int64)[:, None]
     pieces = np.diff(counts.astype(np.int64)[:, None] * cuts // num_ranks, axis=1)

@@ -1,4 +1,4 @@
-"""What a schedule makes each rank load, store and send, in bytes, exactly."""
+"""The exact bytes that each rank loads, stores and sends under a schedule."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Traffic:
     """Bytes of one call, by rank.
 
     Attributes:
-        loads: int64 ``[G]``, read by the rank, its own memory or a peer's.
-        stores: int64 ``[G]``, written by the rank, to its own memory or a peer's.
-        egress: int64 ``[G]``, what leaves the rank: stores to others, and others' loads.
+        loads: int64 ``[G]``, read by the rank from its own memory or a peer's.
+        stores: int64 ``[G]``, written by the rank to its own memory or a peer's.
+        egress: int64 ``[G]``, sent by the rank: its stores to peers, and peers' loads from it.
     """
 
     loads: Int64Array
@@ -35,14 +35,14 @@ class Traffic:
 
     @property
     def critical(self) -> int:
-        """Return what leaves the busiest rank."""
+        """Return the egress of the busiest rank."""
         return int(self.egress.max(initial=0))
 
 
 def group_offsets(num_replicas: int, segment_bytes: Sequence[int], tile_bytes: int) -> Int64Array:
-    """Return where the flag groups of an expert begin in its bytes, and where the last one ends.
+    """Return the byte offsets of an expert's flag groups, and the end of the last one.
 
-    Segments lie in a line, each cut into tiles of its own; consecutive tiles form groups.
+    Segments are concatenated and each is cut into tiles; consecutive tiles form groups.
     """
     tiles = [0]
     for size in segment_bytes:
@@ -59,9 +59,9 @@ def count_traffic(
 ) -> Traffic:
     """Count what every rank loads, stores and sends under a schedule.
 
-    A hub loads its range once, however many replicas it stores it to. In push a hub other than the
-    home has its range stored into its slot by the home, and loads it from there. In pull it loads
-    it from the home's main weights, and stores it to every replica, itself included.
+    A hub loads its range once for all replicas. In push the home stores the range into the slot of
+    a hub other than itself, and the hub loads it from there. In pull the hub loads the range from
+    the home's main weights and stores it to every replica, including its own.
     """
     loads, stores, egress = (np.zeros(num_ranks, np.int64) for _ in range(3))
     for x in range(schedule.num_experts):
@@ -95,11 +95,11 @@ def count_reduction_traffic(
     main_bytes: int,
     zero: bool,
 ) -> Traffic:
-    """Count what every rank loads and stores in a reduction, and what it loads from others.
+    """Count what every rank loads and stores in a reduction, and what it loads from peers.
 
-    In pull replica i of n > 1 adds up the i-th part of an expert's flag groups, in fp32, and the
-    home loads the sums; else the home loads all. The home loads and stores main gradients, and
-    owners clear their slots. `egress` is turned round: what enters the rank.
+    In pull, replica i of n > 1 adds the i-th part of an expert's flag groups in fp32, and the home
+    rank loads the sums; otherwise the home rank loads everything. The home rank loads and stores
+    main gradients, and owners clear their slots. `egress` here counts bytes that enter the rank.
 
     Args:
         plan: the plan.
@@ -134,10 +134,10 @@ def count_reduction_traffic(
 
 
 def interpolate_sms(points: ArrayLike, wanted: float) -> float | None:
-    """Return the number of SMs at which a measured rate reaches ``wanted``; None: it does not.
+    """Return the number of SMs at which a measured rate reaches ``wanted``; None if none does.
 
-    Linear between neighbouring points ``(num_sms, rate)``, never beyond them. Where the point with
-    the fewest SMs is enough, it is that one's number: fewer might do.
+    Interpolates linearly between the points ``(num_sms, rate)``, without extrapolation: if the
+    point with the fewest SMs reaches the rate, its number is returned.
     """
     line = sorted((float(sms), float(rate)) for sms, rate in np.asarray(points).reshape(-1, 2))
     before: tuple[float, float] | None = None

@@ -1,4 +1,4 @@
-"""Command lines: what is light, what is refused before anything runs, and what documents show."""
+"""Command lines: light parsers, errors before anything runs, and the documented commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ultraep_comm.plan.schedule import MODES
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [command.name for command in cli.COMMANDS]
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
 
 BAD: dict[str, list[tuple[list[str], str]]] = {
     "replicate": [
@@ -36,7 +36,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["-b", "12Q"], "not a size"),
         (["--segments", "a=1K,a=2K"], "'a=2K'"),
         (["--segments", "a=1K", "-b", "4K"], "give one"),
-        (["--segments", "9", "-b", "4"], "cannot be cut"),
+        (["--segments", "9", "-b", "4"], "cannot be split"),
         (["--imbalance", "5"], "expected 1 to 4"),
         (["--trace", "none.npz"], "none.npz"),
         (["--trace", "none.npz", "--imbalance", "2"], "generated load"),
@@ -50,7 +50,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["-b", "1K", "-e", "2K", "-f", "2", "-i", "1K"], "expected one of them"),
         (["-b", "-5"], "--expert-bytes: '-5' is not a size"),
         (["-e", "9" * 5000 + "G"], "--maxbytes: '999"),
-        (["-e", "999999999999G"], "is no memory's size; expected at most 262144G"),
+        (["-e", "999999999999G"], "is too large; expected at most 262144G"),
         (["-b", "1K", "-e", "1024G"], "experts and slots of all ranks take"),
         (["--ranks", "100000"], "--ranks is 100000; expected at most 1024"),
         (["-b", "1K", "-f", "2"], "there is no --maxbytes"),
@@ -139,9 +139,9 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--fabric", "nvshmem", "--engine", "host"], "does not run over"),
     ],
     "model": [
-        (["--imbalances", "1"], "no number above 1"),
-        (["--imbalances", "2,x"], "'x' is no number"),
-        (["--imbalances", "inf"], "no number above 1"),
+        (["--imbalances", "1"], "not a number above 1"),
+        (["--imbalances", "2,x"], "'x' is not a number"),
+        (["--imbalances", "inf"], "not a number above 1"),
         (["--families", "published2"], "'published2'; expected any of zipf0.6"),
         (["--sizes", "4/16"], "is not ranks/experts/slots"),
         (["--sizes", "4/1/1"], "fewer experts than --topk"),
@@ -164,7 +164,7 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         (["--plans", "0"], "--plans is 0; expected at least 1"),
         (["--iters", "0"], "--iters is 0"),
         (["-b", "x"], "'x' is not a size"),
-        (["-b", "1M", "-e", "64K"], "the smallest first"),
+        (["-b", "1M", "-e", "64K"], "in ascending order"),
         (["-b", "64"], "at least 4096 bytes"),
         (["--max-error", "nan"], "--max-error is nan"),
         (["--max-error", "0"], "expected a number above 0"),
@@ -246,7 +246,7 @@ def test_engine_and_fabric(
         ("cuda", "loopback", 4, "4 ranks were launched"),
     ],
 )
-def test_engine_and_fabric_that_do_not_go_together(
+def test_engine_and_fabric_that_do_not_match(
     engine: str, fabric: str, launched: int | None, text: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
@@ -301,7 +301,7 @@ def test_without_a_gpu_processes_say_so_too(tmp_path: Path, launcher: bool) -> N
 
 @pytest.mark.parametrize("command", ["", *NAMES])
 def test_help_loads_nothing_heavy(command: str) -> None:
-    """It answers at once: neither torch nor numpy nor the extension module is loaded for it."""
+    """``--help`` loads neither torch nor numpy nor the extension module."""
     arguments = [command, "--help"] if command else ["--help"]
     code = f"""
 import sys
@@ -320,8 +320,8 @@ sys.exit(", ".join(name for name in heavy if name in sys.modules) or 0)
     assert f"ultraep_comm.bench {command}".strip() in done.stdout
 
 
-def test_what_parsers_say_is_what_the_library_has() -> None:
-    """Parsers have names of their own, so that nothing heavy is loaded for them."""
+def test_names_in_parsers_are_those_of_the_library() -> None:
+    """Parsers repeat names of the library, so that they load nothing heavy."""
     assert (*MODES, "auto") == ALL_MODES
     assert (*REDUCE_MODES, "auto") == settings_of("reduce", "--ranks", "2").modes
     assert sorted(MODELLED) == list(MACHINES)

@@ -1,4 +1,4 @@
-"""The benchmarks' meter of a GPU: what it asks of torch, in which order. No GPU is needed."""
+"""The benchmarks' meter of a GPU: its calls of torch and their order. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ultraep_comm.errors import DeviceError
 
 
 class FakeCuda:
-    """torch.cuda, as far as the meter has it; ``log`` holds what was asked, in order."""
+    """The part of torch.cuda that the meter uses; ``log`` has the calls in order."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.names = iter(range(100))
         self.current = "current"
-        self.late = False  # the host, behind the device
+        self.late = False  # the host is slower than the device
         outer = self
 
         class Event:
@@ -109,11 +109,11 @@ def says(cuda: FakeCuda, what: str) -> Callable[[], None]:
 
 
 def test_a_time_is_between_events_behind_the_line_up(cuda: FakeCuda) -> None:
-    """The device begins when all of it has been submitted; the line-up is not in the time."""
+    """The device starts when everything is enqueued; the line-up is not timed."""
     meter = Gpu()
     assert meter.big_bytes == 1000
     took = meter.time_us(says(cuda, "run"), 3, 2, line_up=says(cuda, "line up"))
-    assert took == pytest.approx(1000.0)  # microseconds of one of three
+    assert took == pytest.approx(1000.0)  # microseconds per call, of three
     (kind, cycles), *rest = [entry for entry in cuda.log if entry != "event"]
     assert (kind, cycles) == ("spin", 3 * clock._SPIN)
     on = "current"
@@ -128,7 +128,7 @@ def test_without_a_line_up_one_more_run_is_not_counted(cuda: FakeCuda) -> None:
     assert kept == [("run", on), ("start", on), ("run", on), ("end", on), "wait for end"]
 
 
-def test_a_host_that_is_too_slow_is_told_of_once(
+def test_a_host_that_is_too_slow_is_reported_once(
     cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
 ) -> None:
     meter = Gpu()
@@ -157,11 +157,11 @@ def test_jobs_fork_from_the_current_stream_and_join_it(cuda: FakeCuda, count: in
     assert cuda.log[-1] == "settle"
 
 
-# ---- memory of others ---------------------------------------------------------------------------
+# ---- peer memory --------------------------------------------------------------------------------
 
 
 def test_mapped_memory_is_seen_not_copied(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever `as_tensor` makes of a peer's memory."""
+    """Also if `as_tensor` would copy a peer's memory."""
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: torch.zeros(10, dtype=torch.uint8))
     memory = torch.arange(20, dtype=torch.uint8)
     for found in (
@@ -174,7 +174,7 @@ def test_mapped_memory_is_seen_not_copied(cuda: FakeCuda, monkeypatch: pytest.Mo
 
 
 def test_a_copy_in_place_of_a_view_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch copies memory that it takes for another device's; symmetric memory would be lost."""
+    """Torch copies memory that it assigns to another device, and symmetric memory would be lost."""
     memory = torch.arange(10, dtype=torch.uint8)
     made = CudaDevice.__new__(CudaDevice)
     made.torch_device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The smallest command of the benchmark, as docs/developing.md shows how to add one, is one."""
+"""The minimal benchmark command of docs/developing.md works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "developing.md"
 
 @pytest.fixture
 def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a module of the block, and a command of the module."""
+    """Return the command of the document's code block."""
     text = DOCUMENT.read_text()
     found = re.search(r"runs this block -->\n```python\n(.*?)```", text, re.DOTALL)
     assert found is not None

@@ -1,4 +1,4 @@
-"""The benchmark of the critical path: arguments, ids, records, and a run on the emulated device."""
+"""The critical-path benchmark: arguments, ids, records, and a run on the emulated device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_end_to_end(
         assert record["time_us"]["p50"] > 0
         assert (record["host_us"] is None) == (name == "host plan")
         assert (record["over_bound"] is None) == (name in STAGES or name == "big copy")
-    # Counted: every stage is one kernel, the reroute two, and nothing is copied to the device.
+    # Every call is one kernel, the reroute two, and nothing is copied to the device.
     for name, kernels in {**STAGES, **PATHS}.items():
         assert (records[name]["kernels"], records[name]["copies"]) == (kernels, 0), name
     assert (records["host plan"]["kernels"], records["host plan"]["copies"]) == (2, 1)
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_found(
     capsys: pytest.CaptureFixture[str],
     broken: str,
 ) -> None:
-    """Negative controls, each in what one run leaves."""
+    """Negative controls, each in the results of one run."""
 
     def run(calls: PathCalls) -> Found:
         found = calls.path_and_reroute()
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_found(
             found.physical[1][3, 0] += 1
         return found
 
-    if broken == "no transfer":  # an earlier one has filled the slots, with other bytes
+    if broken == "no transfer":  # an earlier run has filled the slots with other bytes
         work = SimpleNamespace(wait=lambda: None)
         monkeypatch.setattr(PathCalls, "transfer", lambda self, plans: [work])
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, as far as that goes without one: the host engine stands in for theirs."""
+"""The benchmarks of GPUs, with the host engine in place of a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stand_in import StandIn
 
 from ultraep_comm.bench import clock
 from ultraep_comm.bench.baselines import StreamCopies
-from ultraep_comm.bench.commands.replicate.one_plan import sms_needed
+from ultraep_comm.bench.commands.replicate.device import sms_needed
 from ultraep_comm.bench.commands.replicate.run import hub_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.plan.schedule import make_schedule
@@ -48,7 +48,7 @@ def test_a_sweep_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert record["wrong_bytes"] == 0
         p50 = record["time_us"]["p50"]
         assert record["moved_bytes"] == record["loads_bytes"] + record["stores_bytes"]
-        # Every replica is stored once, whoever does it.
+        # Every replica is stored once, in every mode.
         assert record["stores_bytes"] == total
         assert record["moved_gbps"] == pytest.approx(record["moved_bytes"] / p50 / 1e3)
         assert record["egress_gbps"] == pytest.approx(record["egress_bytes_max"] / p50 / 1e3)

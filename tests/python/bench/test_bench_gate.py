@@ -1,4 +1,4 @@
-"""What an operator relies on: exit statuses, sweeps, gates, records in two formats, the header."""
+"""Exit statuses, sweeps, gates, records in both formats, and the header."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_sweep_end_to_end(tmp_path: Path) -> None:
     assert done.stdout.count("# mode") == 1  # one table
     assert [place["rank"] for place in document["topology"]] == [0, 1]
     assert "# topology: 2 ranks on 1 host, 1 domain; engine host, fabric shm" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"o.json", "o.csv", "said"}
+    assert {path.name for path in tmp_path.iterdir()} == {"o.json", "o.csv", "output"}
 
 
 def test_a_sweep_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def record_of(gbps: float, over: float | None, **more: Any) -> dict[str, Any]:
         (5.0, 1.501, "bound"),
         (1.0, 9.0, "bandwidth+bound"),
         (float("nan"), 1.0, "bandwidth"),
-        (6.0, None, "bound"),  # what is not known is not met
+        (6.0, None, "bound"),  # an unknown value misses the limit
     ],
 )
 def test_verdicts(gbps: float, over: float | None, wanted: str) -> None:
@@ -126,18 +126,18 @@ def test_statuses_and_the_line_that_names_what_fails(capsys: pytest.CaptureFixtu
     gate = Gate(min_gbps=5.0)
     good, slow = record_of(7.0, 1.0), record_of(2.0, 1.0, mode="direct")
     records = [{**r, "gate": gate.judge(r)} for r in (good, slow)]
-    assert exit_code(gate, records, 0, speaks=True) == 3
+    assert exit_code(gate, records, 0, prints=True) == 3
     text = capsys.readouterr().err
     assert text == "gate not met by 1 of 2, expected at least 5 GB/s: direct 64 KiB 2 GB/s\n"
-    assert exit_code(gate, records, 1, speaks=False) == 1  # wrong bytes come first
-    assert exit_code(gate, records[:1], 0, speaks=True) == 0
+    assert exit_code(gate, records, 1, prints=False) == 1  # wrong bytes come first
+    assert exit_code(gate, records[:1], 0, prints=True) == 0
     assert not any(capsys.readouterr())
     many = [{**slow, "gate": "bandwidth"}] * 20
     assert gate.explain(many).endswith(" and 12 more")
 
 
 def test_gate_met_and_missed_end_to_end(tmp_path: Path) -> None:
-    """No machine is that slow, and none that fast."""
+    """The limits are far below and above any machine."""
     few = [*FEW, "-n", "2", "-b", "96K", "--json", "o.json", "--csv", "o.csv"]
     done = bench(tmp_path, *few, "--min-bandwidth", "1e-6")
     assert done.returncode == 0, done.stderr
@@ -187,12 +187,12 @@ def test_the_bound_over_links() -> None:
 
 
 def _end(signal_number: int) -> int:
-    signal.signal(signal_number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, here too
+    signal.signal(signal_number, signal.SIG_DFL)  # nohup ignores SIGHUP, here too
     os.kill(os.getpid(), signal_number)
     return 0
 
 
-def test_a_rank_that_a_signal_ends_is_no_verdict() -> None:
+def test_a_signal_that_ends_a_rank_is_no_verdict() -> None:
     """SIGQUIT has number 3, SIGHUP 1."""
     assert run_ranks(_end, signal.SIGQUIT.value, 1) == 128 + 3
     assert run_ranks(_end, signal.SIGHUP.value, 1) == 128 + 1
@@ -230,12 +230,12 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-    write_output("--json", Path(os.devnull), "to nowhere")  # written to, and not replaced
+    write_output("--json", Path(os.devnull), "to nowhere")  # written into, not replaced
     assert not Path(os.devnull).is_file()
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    """The other file is written, and figures have been printed."""
+    """The other file is written, and figures are printed."""
     few = [*FEW, "-b", "16K", "-n", "1", "--json", "/dev/full", "--csv", "o.csv"]
     done = bench(tmp_path, *few)
     assert done.returncode == 2
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def test_records_on_standard_output(tmp_path: Path) -> None:
-    """As a user runs it, from an empty folder."""
+    """Run as a user does, from an empty folder."""
     command = [sys.executable, "-m", "ultraep_comm.bench", *FEW, "-b", "16K", "-n", "1"]
     done = subprocess.run(
         [*command, "--csv", "/dev/stdout"],
@@ -270,7 +270,7 @@ def test_a_table_that_grows_keeps_its_columns() -> None:
 
 
 def test_columns_of_records() -> None:
-    """What a record does not have, or is not a number, is a dash."""
+    """A missing value, or NaN, is a dash."""
     columns = [
         Column("name", "", "name"),
         Column("p50", "(us)", "time_us.p50", ".1f"),
@@ -302,7 +302,7 @@ def test_progress_is_for_terminals(
     assert capsys.readouterr().err.strip() == ""
 
 
-def test_where_ranks_are(tmp_path: Path) -> None:
+def test_places_of_ranks(tmp_path: Path) -> None:
     assert machine.format_numbers([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert machine.parse_cpus("0-2,5\n") == {0, 1, 2, 5}
     for node, cpus in ((0, "0-3"), (1, "4-7"), (10, "8")):

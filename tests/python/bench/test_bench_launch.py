@@ -1,4 +1,4 @@
-"""Which launcher has started a process, as its environment says."""
+"""Launchers, found by the environment, and the end of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_srun(plain: pytest.MonkeyPatch) -> None:
         {"SLURM_STEP_ID": "4294967291"},  # a batch script
         {"SLURM_STEP_ID": "4294967290"},  # a shell of salloc
         {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_NUM_TASKS": "1"},  # may start ranks of its own
+        {"SLURM_STEP_NUM_TASKS": "1"},  # may start ranks itself
     ],
 )
 def test_inside_slurm_but_not_a_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
@@ -73,7 +73,7 @@ def test_inside_slurm_but_not_a_rank(plain: pytest.MonkeyPatch, change: dict[str
 
 
 @pytest.mark.parametrize("change", [{"RANK": "x"}, {"RANK": "8"}, {"WORLD_SIZE": "-1"}])
-def test_variables_that_make_no_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
+def test_variables_that_describe_no_rank(plain: pytest.MonkeyPatch, change: dict[str, str]) -> None:
     _set(plain, **{**TORCHRUN, **change})
     with pytest.raises(InvalidArgumentError, match="a rank below G"):
         find_launcher()
@@ -94,7 +94,7 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_where_ranks_of_srun_meet(plain: pytest.MonkeyPatch) -> None:
+def test_rendezvous_of_srun(plain: pytest.MonkeyPatch) -> None:
     _set(plain, **SRUN)
     assert meeting_point() == ("gb07", 21234)
     _set(plain, SLURM_STEP_ID="1")  # another step of the job: another port
@@ -142,7 +142,7 @@ LONG = ["replicate", "--ranks", "2", "-b", "1M", "-n", "1000000", "--json", "o.j
 
 @pytest.fixture
 def heeds_ctrl_c() -> Iterator[None]:
-    """Let processes that a test starts heed SIGINT, also in a background job, which ignores it."""
+    """Restore SIGINT for processes that a test starts, since a background job ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -160,7 +160,7 @@ def heeds_ctrl_c() -> Iterator[None]:
 def test_nothing_outlives_a_run(
     tmp_path: Path, number: signal.Signals, to_all: bool, status: int
 ) -> None:
-    """Ranks hold standard output, so it ends only with the last of them."""
+    """Ranks hold standard output open, so it ends only with the last rank."""
     (tmp_path / "tmp").mkdir()
     shared = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
@@ -198,5 +198,5 @@ def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:
     )
     os.close(writing)
     assert done.returncode == 2
-    assert done.stderr.count("error: nobody reads standard output any more") == 1
+    assert done.stderr.count("error: standard output was closed by its reader") == 1
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The layer benchmark, from the command line to its table, its records and its exit code."""
+"""The layer benchmark, from the command line to table, records and exit code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(("limit", "status"), [("1e9", 0), ("1e-9", 3)])
 def test_a_gate(tmp_path: Path, limit: str, status: int) -> None:
-    """The step with replicas is held against the balanced one, and no other."""
+    """The gate compares only the step with replicas with the balanced one."""
     files = ["--json", "o.json", "--csv", "o.csv"]
     done = bench(tmp_path, *FEW, "--max-over-bound", limit, *files)
     assert done.returncode == status, done.stderr
@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
 
 
 def break_layer(when: str, spoil: Spoil) -> None:
-    """Have something go wrong after the transfer, or around the reduction, in this rank."""
+    """Spoil a value after the transfer, or around the reduction, on this rank."""
     replicate, reduce = layer.replicate_experts, layer.reduce_expert_grads
 
     def at(now: str, plan: Any, group: Any) -> None:

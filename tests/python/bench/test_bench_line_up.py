@@ -1,4 +1,4 @@
-"""What lines up the ranks of a benchmark: nobody goes on before everybody has come."""
+"""The barrier that lines up the ranks of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FEW = ["-b", "24K", "--experts", "6", "--ranks", "2", "--slots", "1"]
 
 
 def _waits(ranks: Ranks) -> int:
-    """Return 0 if this rank left the line-up behind the start of the last one's; else 1."""
-    for late in (0.0, 0.3):  # first what is done once
+    """Return 0 if this rank left the barrier after the last rank entered it; else 1."""
+    for late in (0.0, 0.3):  # a first round for one-time work
         dist.barrier()
         time.sleep(late if dist.get_rank() == 1 else 0)
         began = time.monotonic_ns()
@@ -65,10 +65,10 @@ def _reduction(settings: ReduceSettings) -> int:
 
 
 @pytest.mark.parametrize("op", ["critical-path", "reduce"])
-def test_nobody_leaves_before_the_last_has_come(
+def test_no_rank_leaves_before_the_last_enters(
     op: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """A call with an empty plan lines up nobody: a rank with nothing to move waits for no other."""
+    """A call with an empty plan is no barrier: a rank with nothing to move does not wait."""
     more = ["--engine", "cuda"] if op == "reduce" else []
     settings: Any = settings_of(op, *FEW, *more, "--fabric", "torch")
     run: Callable[..., int] = _reduction

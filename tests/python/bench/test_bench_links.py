@@ -1,4 +1,4 @@
-"""The matrix of links, from the command line to its records and its exit status."""
+"""The links benchmark, from the command line to records and exit status."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rounds_have_every_link_once_and_no_rank_twice(num_ranks: int) -> None:
     for played in rounds:
         ranks = [rank for link in played for rank in link]
         assert len(ranks) == len(set(ranks))
-        assert len(played) == num_ranks // 2  # as many as can be
+        assert len(played) == num_ranks // 2  # the maximum
     assert len(rounds) == 2 * (num_ranks - 1 + num_ranks % 2)
 
 
@@ -72,7 +72,7 @@ def test_rounds_of_one_link() -> None:
 
 
 def fake_times(num_ranks: int, slow: dict[Link, float], iters: int = 5) -> LinkTimes:
-    """Every link takes 100 us, but for the slow ones."""
+    """Return 100 us for every link except the slow ones."""
     times = np.full((num_ranks, num_ranks, iters), 100.0)
     for link, us in slow.items():
         times[link] = us
@@ -191,7 +191,7 @@ def test_links_of_processes(tmp_path: Path) -> None:
 def test_a_link_that_is_slowed_down_fails_the_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The transfers are real, their times are not: 10 GB/s, and 2.5 on one link."""
+    """Real transfers with scripted times: 10 GB/s, and 2.5 on one link."""
     call, link = WeightRanks.call, (-1, -1)
 
     def called(self: WeightRanks, plan: Plan, mode: str) -> None:
@@ -224,7 +224,7 @@ def test_a_link_that_is_slowed_down_fails_the_gate(
 def test_a_wrong_byte_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Negative control: a bit that one link turns."""
+    """Negative control: one link flips a bit."""
     count = links.count_wrong
 
     def broken(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
@@ -244,7 +244,7 @@ def test_a_wrong_byte_is_found(
 def test_links_on_the_cuda_engine(
     emulated: EmulatedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The kernels' body on a CPU, all ranks in one launch."""
+    """The kernels' code on a CPU, all ranks in one launch."""
     path = tmp_path / "o.json"
     few = [*HERE, "--ranks", "3", "--check", "--sms", "2", "--json", str(path)]
     assert run_on(Emulated(), *few) == 0

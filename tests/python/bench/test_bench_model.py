@@ -1,4 +1,4 @@
-"""The table of modelled transfers: what it prints, what it writes, and what the model claims."""
+"""The model benchmark: tables, records and claims."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_domains_are_the_machine_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Replicas stay where links are fast: times are those of one domain, not of slow cards."""
+    """Replicas stay inside domains, so times are those of fast links."""
     path = tmp_path / "out.json"
     chosen = ["--sizes", "16/32/1", "--imbalances", "", "--families", "zipf1.0"]
     assert main([*TINY, *chosen, "--machine", "hgx8", "--json", str(path)]) == 0

@@ -1,4 +1,4 @@
-"""The payload must pass what is right, and find every way in which a transfer can be wrong."""
+"""The payload accepts correct bytes and finds every kind of wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the planner: its loads, the planners it compares with, its table and records."""
+"""The plan benchmark: loads, other planners, table and records."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RECORD_KEYS = {
 
 @pytest.mark.parametrize("popularity", [[5, 3, 1, 1], [1000, 30, 1, 1]], ids=["even", "skewed"])
 def test_tokens_take_different_experts(popularity: list[int]) -> None:
-    """The chance of each pair, from drawing one after the other in proportion to popularity."""
+    """The probability of each pair, drawn one after the other in proportion to popularity."""
     share, tokens = np.array(popularity) / sum(popularity), 100_000
     expected = np.zeros(4)
     for first, second in itertools.permutations(range(4), 2):
@@ -161,7 +161,7 @@ def test_published_planner_reaches_its_target() -> None:
 
 
 def test_published_planner_cannot_cut_small_loads() -> None:
-    """Its least quota: where a rank's excess is below it, nothing is copied."""
+    """A rank whose excess is below the minimum quota copies nothing."""
     load = np.array([600, 200, 100, 100], np.int64)
     arguments = {"slots_per_rank": 1, "home": contiguous_home(4, 4)}
     domain = np.zeros(4, np.int32)
@@ -225,7 +225,7 @@ def test_a_row_says_what_the_planner_does(tmp_path: Path) -> None:
 
 
 def test_domains(tmp_path: Path) -> None:
-    """A hot rank can only give to its own domain, and the bound says so."""
+    """A hot rank replicates only inside its domain, and the bound reflects that."""
     path = tmp_path / "out.json"
     arguments = ["--sizes", "8/16/2", "--families", "adversarial", "--json", str(path)]
     assert main([*TINY, *arguments, "--domain-size", "2"]) == 0
@@ -238,7 +238,7 @@ def test_domains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "status"), [("1.2", 0), ("1.001", 3)])
 def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str, status: int) -> None:
-    """A planner that may stop at 1.1 keeps the one limit, and not the other."""
+    """A planner that may stop at 1.1 meets one limit and not the other."""
     path = tmp_path / "out.json"
     arguments = ["--sizes", "8/16/2", "--families", "published2", "--target", "1.1"]
     limits = ["--max-over-bound", limit, "--json", str(path)]
@@ -293,7 +293,7 @@ def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture
 def copy_the_hottest(
     weight: torch.Tensor, instances: int, groups: int, nodes: int, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every expert once, in order, and all further instances of the hottest."""
+    """Return every expert once, in order, then further instances of the hottest."""
     assert (groups, nodes) == (1, 1)
     assert instances % ranks == 0
     layers, experts = weight.shape

@@ -17,6 +17,7 @@ from ultraep_comm import Plan, _core, plan_replicas
 from ultraep_comm.bench.commands.plan import PlanSize
 from ultraep_comm.bench.commands.plan import device as plan_device
 from ultraep_comm.bench.commands.plan.device import AllRanks, ids_of
+from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError
 
@@ -74,7 +75,7 @@ def test_warps_that_do_not_fit_are_left_out(
     assert row[5] == "-"
 
 
-def test_without_a_block_for_each_rank_they_are_left_out(
+def test_without_a_block_for_each_rank_these_columns_are_empty(
     emulated: EmulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -110,44 +111,44 @@ def test_rows_before_a_failure_are_kept(
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "2/4/1"
 
 
-def test_sizes_of_which_a_launch_cannot_have_all_ranks(emulated: EmulatedDevice) -> None:
-    """Also where the device has a block for each, as a GPU has for the default's largest."""
+def test_sizes_with_more_ranks_than_a_launch(emulated: EmulatedDevice) -> None:
+    """Also if the device has a block for each rank, as a GPU has for the largest default size."""
     emulated.num_sms = 200
     many = _core.CUDA_MAX_LAUNCH_RANKS + 1
     (size,) = settings_of(*TINY, "--sizes", f"{many}/{many}/1").sizes
-    assert AllRanks.of(size) is None
+    assert AllRanks.of(Emulated(), size) is None
 
 
 @pytest.mark.parametrize("broken", ["slot", "empty slot", "load", "plan"])
 def test_what_is_wrong_with_all_ranks_is_found(
     emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """Negative controls, in what calls leave."""
+    """Negative controls, in the results of calls."""
     settings = settings_of(*TINY, "--sizes", "3/8/1")
     (size,) = settings.sizes
     load = torch.tensor([[9, 1, 0, 0, 2, 0, 1, 1]] * 3, dtype=torch.int32)
     plan = plan_replicas(load, slots_per_rank=1, num_ranks=3, home=size.home, target=1.01)
     filled = (plan.slot_expert >= 0).flatten().tolist()
     assert sorted(set(filled)) == [False, True]
-    every = AllRanks.of(size)
+    every = AllRanks.of(Emulated(), size)
     assert every is not None
-    assert every.measure(Emulated(), load, plan, ids_of(load), 1.01).wrong_values == 0
+    assert every.measure(load, plan, ids_of(load), 1.01).wrong_values == 0
     if "slot" in broken:
         at = filled.index(broken == "slot")
-        find = AllRanks._wrong_slots
+        count = WeightRanks.count_wrong
 
-        def find_in_broken(self: AllRanks, plan: Plan) -> int:
+        def count_in_broken(self: WeightRanks, *arguments: Any) -> int:
             self.groups[at].slots["w"][0, 5] ^= 1
-            return find(self, plan)
+            return count(self, *arguments)
 
-        monkeypatch.setattr(AllRanks, "_wrong_slots", find_in_broken)
+        monkeypatch.setattr(WeightRanks, "count_wrong", count_in_broken)
     ids = ids_of(load)
     if broken == "load":
         ids[1][0] = 1
     if broken == "plan":
         plan = dataclasses.replace(plan, home_quota=plan.home_quota.roll(1))
-    assert every.measure(Emulated(), load, plan, ids, 1.01).wrong_values > 0
-    every.close()
+    assert every.measure(load, plan, ids, 1.01).wrong_values > 0
+    every.ranks.close()
 
 
 @pytest.mark.parametrize("broken", ["plan", "reroute"])

@@ -1,4 +1,4 @@
-"""The reduce benchmark, from the command line to its table, its records and its exit code."""
+"""The reduce benchmark, from the command line to table, records and exit code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_types_odd_sizes_and_no_clearing(tmp_path: Path, main_dtype: str) -> Non
 
 
 def break_pulls(fault: str) -> None:
-    """Have something wrong, or touched, after every call in pull, in this rank."""
+    """Spoil a value after every call in pull, on this rank."""
     whole = reduce.reduce_expert_grads
 
     def broken(grads: Any, plan: Any, *, group: Any, **more: Any) -> Any:
@@ -94,7 +94,7 @@ def test_a_wrong_byte_is_found(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_sum_in_another_order_is_wrong() -> None:
-    """Negative control: the values of the payload are rounded when they are added."""
+    """Negative control: sums of the payload depend on their order."""
     kinds = {"grad_dtype": torch.float32, "main_dtype": torch.float32}
     payload = GradPayload(1, {"w": 1000}, 8, **kinds)
     where: dict[str, Any] = {"epoch": 3, "expert": 2, "segment": "w"}
@@ -102,7 +102,7 @@ def test_a_sum_in_another_order_is_wrong() -> None:
     assert count_different(right, payload.reduced(ranks=[0, 1, 3], **where)) == 0
     assert count_different(right, payload.reduced(ranks=[3, 1, 0], **where)) > 0
     first, *others = (payload.values(rank=rank, **where) for rank in (MAIN, 0, 1, 3))
-    for other in others:  # the main gradient first, in place of last
+    for other in others:  # the main gradient first instead of last
         first = first + other
     assert count_different(right, first) > 0
 
@@ -180,7 +180,7 @@ def test_a_wrong_byte_is_found_in_one_process(monkeypatch: pytest.MonkeyPatch) -
 def test_traffic_of_a_reduction() -> None:
     """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
     plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
-    part = 64 << 10  # a flag group: 3 of them
+    part = 64 << 10  # of a flag group: 3 groups
     sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10, "zero": True}
     direct = count_reduction_traffic(plan, "direct", grad_bytes=4, main_bytes=2, **sizes)
     assert direct.loads.tolist() == [(9 + 1.5) * part, (3 + 1.5) * part, 0, 0]

@@ -1,4 +1,4 @@
-"""Replicate, from the command line to its table, its records and its exit code."""
+"""The replicate benchmark, from the command line to table, records and exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECORD_KEYS = ONE_PLAN_KEYS | {
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python, as a user does."""
+    """Run Python as a user does."""
     return subprocess.run(
         [sys.executable, *command],
         capture_output=True,
@@ -138,7 +138,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def break_pushes(fault: str) -> None:
-    """Have every call in push followed by a fault, in this rank."""
+    """Run a fault after every call in push, on this rank."""
     whole = bench_ranks.replicate_experts
 
     def broken(weights: Any, plan: Any, *, group: Any, **more: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_single_wrong_bit_is_found(tmp_path: Path, fault: str) -> None:
     assert done.returncode == 1, done.stderr
     wrong = {record["mode"]: record["wrong_bytes"] for record in done.document()["records"]}
     assert wrong["push"] >= 1
-    if fault == "filled":  # the others write over it
+    if fault == "filled":  # other modes overwrite it
         assert wrong["pull"] == wrong["direct"] == wrong["auto"] == 0
 
 
@@ -208,7 +208,7 @@ def test_bad_sizes(text: str) -> None:
         parse_size(text)
 
 
-def test_size_for_people() -> None:
+def test_formatted_sizes() -> None:
     assert [format_size(n) for n in (1, 1536, 16 << 20)] == ["1 B", "1.5 KiB", "16 MiB"]
 
 

@@ -1,4 +1,4 @@
-"""A file of records is printed as its run was."""
+"""``show`` prints a file of records as its run did."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_as_it_was_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], n
 
 
 BAD = {
-    "{": "is no file of records",
-    '{"records": 3}': "is no file of records",
+    "{": "is not a file of records",
+    '{"records": 3}': "is not a file of records",
     '{"records": []}': "has no records and cannot be shown",
     '{"records": [{"op": "plan"}], "header": []}': "has plan and cannot be shown",
     '{"records": [{"op": "replicate"}], "header": []}': "has replicate and cannot be shown",

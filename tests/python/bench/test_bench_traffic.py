@@ -1,4 +1,4 @@
-"""Bytes that a schedule moves: against a count tile by tile, and against what engines store."""
+"""Bytes that a schedule moves, against a count by tile and against the host engine's stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _schedule(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> Schedul
 
 
 def _tiles(sizes: list[int], tile: int) -> list[int]:
-    """Sizes of an expert's tiles, in order."""
+    """Return the sizes of an expert's tiles, in order."""
     found = []
     for size in sizes:
         found += [tile] * (size // tile) + [size % tile] * (size % tile > 0)
@@ -142,10 +142,10 @@ def test_offsets_of_groups() -> None:
         ([(8, 300)], 450, None),
         ([(8, 450)], 450, 8),
         ([(16, 500), (8, 400)], 450, 12),
-        ([(4, 500), (8, 900)], 450, 4),  # fewer might do: none were measured
+        ([(4, 500), (8, 900)], 450, 4),  # no extrapolation to fewer
         ([(4, 100), (8, 200), (16, 200), (32, 600)], 450, 26),
         ([(4, 460), (8, 440)], 450, 4),
-        ([(4, 400), (8, 440)], 450, None),  # never beyond the points
+        ([(4, 400), (8, 440)], 450, None),  # no extrapolation to more
     ],
 )
 def test_sms_are_interpolated_between_measured_points(

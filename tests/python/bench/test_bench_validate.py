@@ -1,4 +1,4 @@
-"""Predictions beside measurements: the plans, the errors, exit statuses, and what is written."""
+"""The validate benchmark: plans, errors, exit statuses and records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_cache_holds_the_turns() -> None:
         experts = count_experts(size, 4)
         assert experts % 4 == 0
         assert experts * size >= COLD_BYTES
-    assert count_experts(64, 4) == 256  # but there is an end to it
+    assert count_experts(64, 4) == 256  # up to a limit
     assert count_experts(1 << 30, 1) == 1
 
 
@@ -124,11 +124,11 @@ def test_errors() -> None:
 
 
 def rejects(done: Done) -> bool:
-    """Return whether the machine was too busy; it must say so, and write nothing."""
+    """Return whether the machine was too busy; check that the run reports it and writes nothing."""
     if done.returncode != 2:
         return False
     assert "too busy" in done.stderr
-    assert [path.name for path in done.folder.iterdir()] == ["said"]
+    assert [path.name for path in done.folder.iterdir()] == ["output"]
     return True
 
 
@@ -171,7 +171,7 @@ def test_a_gate_that_no_model_meets(tmp_path: Path) -> None:
 
 
 def disturb_slots() -> None:
-    """Have every call of this rank followed by a wrong bit in its slots."""
+    """Flip a bit in this rank's slots after every call."""
     call = WeightRanks.call
 
     def broken(self: WeightRanks, plan: Any, mode: str) -> None:

@@ -1,4 +1,4 @@
-"""Measured costs: what a file may say, how it reaches the cost model, and what it changes."""
+"""Calibration: the file, its effect on the cost model, and the measurement."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_constants_of_the_cost_model(tmp_path: Path) -> None:
     assert found.costs == {"host": COSTS}
     built_in = host.cost_constants(2)
     assert found.constants("host", 8, built_in) == (50_000, 25_000, 250_000, 5_000_000, 250)
-    assert found.constants("cuda", 8, built_in) == built_in  # nothing is known of it
-    # On a rack every rank has links of its own: as many ranks more, as much more.
+    assert found.constants("cuda", 8, built_in) == built_in  # no figures for this engine
+    # On a rack every rank has its own links, so the parallelism grows with the ranks.
     assert COSTS.constants(8, scales=True)[4] == 500
     assert replace(COSTS, parallel=1.0).constants(4, scales=True)[4] == 100
     assert Calibration().constants("host", 4, built_in) == built_in
@@ -134,11 +134,11 @@ def test_a_gpu_that_is_not_used_may_be_another(
         read_calibration(path)
 
 
-# ---- what it changes ----------------------------------------------------------------------------
+# ---- its effect ---------------------------------------------------------------------------------
 
 
 def chosen_modes(groups: list[uec.Group]) -> set[str]:
-    """Modes that all ranks take for an expert that goes to all the others."""
+    """Return the mode that each rank chooses for one expert with replicas on all others."""
     table = torch.tensor([[-1], [0], [0], [0]], dtype=torch.int32)
     plan = uec.Plan.from_slots(table, num_experts=4)
 
@@ -195,7 +195,7 @@ def test_ranks_on_one_gpu_have_figures_of_their_own(
 def _choose_in_a_process(
     rank: int, process_group: dist.ProcessGroup, paths: list[str]
 ) -> tuple[str, str]:
-    """Make a group with this rank's own file; return the mode, or the error's name and text."""
+    """Create a group with this rank's own file; return the mode, or the error's name and text."""
     os.environ["ULTRAEP_CALIBRATION"] = paths[rank]
     made: list[uec.Group] = []
 
@@ -225,7 +225,7 @@ def _choose_in_a_process(
 def test_rank_0_decides_for_all(ranks: RankPool, tmp_path: Path) -> None:
     far = str(write(tmp_path / "far.json", costs=FAR))
     near = str(write(tmp_path / "near.json", costs=NEAR))
-    none = str(tmp_path / "none.json")  # only rank 0 looks
+    none = str(tmp_path / "none.json")  # only rank 0 reads it
     assert ranks.run(4, _choose_in_a_process, [far, near, near, none]) == [("direct", "")] * 4
     assert ranks.run(4, _choose_in_a_process, [near, far, far, none]) == [("push", "")] * 4
     answers = ranks.run(4, _choose_in_a_process, [none, near, near, near])
@@ -252,7 +252,7 @@ TIMES: dict[str, Any] = {
 
 
 def test_figures_out_of_times() -> None:
-    """A copy stores in 80 us and reads in 20; a flag goes there and back in 10."""
+    """A copy stores in 80 us and reads in 20; two hops take 10."""
     found = make_costs(**TIMES)
     assert found.store_gbps == pytest.approx(12.5)
     assert found.load_gbps == pytest.approx(50)
@@ -260,7 +260,7 @@ def test_figures_out_of_times() -> None:
     assert found.parallel == pytest.approx(2)
     assert found.flag_us == 0.5
     assert found.call_us == 6.0
-    # The model, put together again: copies without the fixed time of a call.
+    # The model composed again: copies without the fixed time of a call.
     store, load, *_ = found.constants(4, scales=False)
     kib = 10**6 / 1024
     assert kib * (store + load) / 1e6 == pytest.approx(116 - 16, rel=1e-3)
@@ -275,11 +275,11 @@ def test_figures_stay_inside_what_a_file_may_hold(tmp_path: Path) -> None:
 
 
 def test_a_hop_is_what_is_left_without_bytes() -> None:
-    """A short expert of a quarter: 16 us and a quarter of 100."""
+    """The short expert is a quarter of the large one: 16 us and a quarter of 100."""
     found = make_costs(**{**TIMES, "short_bytes": 250_000, "short_us": 41.0})
     assert found == make_costs(**TIMES)
     assert found.hop_us == pytest.approx(5)
-    # Lost in what the large copy took too long for, it is nothing.
+    # The large copy took too long, so that the rest is negative.
     assert make_costs(**{**TIMES, "short_bytes": 250_000, "short_us": 30.0}).hop_us == 0
 
 
@@ -298,7 +298,7 @@ def test_a_busy_machine_is_not_calibrated(change: dict[str, float]) -> None:
 
 
 class Scripted(StandIn):
-    """The transfers are real, their times are not."""
+    """Real transfers with scripted times."""
 
     def __init__(self) -> None:
         self.times = [6.0, 16.0, 116.0, 196.0, 232.0, 20.0, 40.0]
@@ -309,7 +309,7 @@ class Scripted(StandIn):
 
 
 def calibrate(*arguments: str) -> int:
-    """Run it on scripted times."""
+    """Run ``calibrate`` on scripted times."""
     few = ["--engine", "cuda", "--ranks", "4", "-b", "1000000", "-n", "1"]
     settings = settings_of("calibrate", *few, *arguments)
     return run_settings_on(Scripted(), "calibrate", settings)
@@ -324,7 +324,7 @@ def test_a_file_from_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert asdict(found) == asdict(
         make_costs(**{**TIMES, "device": "none", "flag_us": found.flag_us, "short_bytes": 64})
     )
-    # 32 groups in place of one; the two hubs hand on all but the home's share of them.
+    # 32 groups instead of 1; the two hubs forward all but the home rank's share.
     assert 20 / 32 <= found.flag_us <= 20 / 10
     text = capsys.readouterr().out
     assert "cost model: store_per_kib 81920, load_per_kib 20487" in text
@@ -358,7 +358,7 @@ def test_the_command(tmp_path: Path) -> None:
     few = ["calibrate", "--ranks", "3", "-b", "4M", "-n", "4", "--output", "c.json"]
     done = bench(tmp_path, *few)
     path = tmp_path / "c.json"
-    if done.returncode != 0:  # the machine may be busy; it must say so then, and write nothing
+    if done.returncode != 0:  # on a busy machine it reports so and writes nothing
         assert done.returncode == 2
         assert "too busy" in done.stderr
         assert not path.exists()

@@ -17,7 +17,7 @@ CALLS = {"plan", "shares", *(f"schedule {mode}" for mode in ("push", "pull", "di
 
 
 def _load() -> ModuleType:
-    """Import the script, which is in no package."""
+    """Import the script, which belongs to no package."""
     spec = importlib.util.spec_from_file_location(
         "instructions", ROOT / "bench/speed/instructions.py"
     )
@@ -93,7 +93,7 @@ def test_nowhere_to_write(
 def test_counts_are_close_to_the_committed_ones(
     counted: Path, tools: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Record them again where they have changed for a reason: bench/README.md says how."""
+    """After an intended change record them again: see bench/README.md."""
     was = json.loads(COMMITTED.read_text())["tools"]
     if different := [name for name in instructions.DECIDING if was[name] != tools[name]]:
         pytest.skip(f"counted with {[was[n] for n in different]}; here are {tools}")
@@ -145,14 +145,16 @@ def test_what_cannot_be_compared() -> None:
         instructions.compare([record(100)], baseline(record(100, size="4/8/1")))
 
 
-def test_baselines_that_are_none(tmp_path: Path) -> None:
+def test_invalid_baselines(tmp_path: Path) -> None:
     made_with = {"compiler": "gcc version 12", "target": "x86_64", "flags": "-O3"}
     path = tmp_path / "base.json"
     with pytest.raises(instructions.CountError, match="FileNotFoundError"):
         instructions.read_baseline(path, made_with)
     for text in ("{", "[]", '{"records": []}', '{"tools": {}, "records": [{"op": "plan"}]}'):
         path.write_text(text)
-        with pytest.raises(instructions.CountError, match="what --json of this script writes"):
+        with pytest.raises(
+            instructions.CountError, match="that --json of this script wrote"
+        ):
             instructions.read_baseline(path, made_with)
     path.write_text(json.dumps({"tools": made_with, "records": [record(100)]}))
     wanted = {name: record(100)[name] for name in ("loads", "inputs", "instructions")}
@@ -198,13 +200,13 @@ def test_no_compiler(
 @pytest.mark.parametrize(
     "arguments", [["--max-increase", "-1%"], ["--max-increase", "much"], ["--max-increase", "nan"]]
 )
-def test_limits_that_are_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_limits(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         instructions.main(arguments)
     assert stopped.value.code == 2
     assert "--max-increase" in capsys.readouterr().err
 
 
-def test_sizes_that_are_none(tools: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes(tools: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert instructions.main(["--sizes", "8/32"]) == 2
     assert "ranks/experts/slots" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Two checkouts in turns: what is compared, and exit statuses. Their scripts print what we say."""
+"""The comparison of two checkouts, with scripted figures: rows and exit statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded routing: what a file says is what the benchmark gets, and other files are refused."""
+"""Recorded routing: loads from valid files, and errors for others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from ultraep_comm.bench.traces import TraceError, load_trace, regroup
+from ultraep_comm.bench.traces import TraceError, open_trace, regroup
 from ultraep_comm.errors import UltraEPError
 
 
 def load(path: Path, num_ranks: int, step: int = 0, layer: int = 0, tokens: int = 4) -> np.ndarray:
-    return load_trace(path, num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens)
+    trace = open_trace(path)
+    return trace.load(num_ranks=num_ranks, step=step, layer=layer, tokens_per_rank=tokens)
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def test_topk_padding_and_no_expert_count(tmp_path: Path) -> None:
         ({"other": np.zeros(3)}, "counts_src"),
         ({"counts_src": np.zeros((2, 2, 2), np.int32)}, "shape"),
         ({"counts_src": np.zeros((1, 1, 1, 1))}, "float64"),
-        ({"counts_src": np.zeros((1, 1, 1, 0), np.int32)}, "no experts"),
-        ({"counts_src": np.full((1, 1, 1, 4), -1)}, "below 0"),
+        ({"counts_src": np.zeros((1, 1, 1, 0), np.int32)}, "only the first axis"),
+        ({"counts_src": np.full((1, 1, 1, 4), -1)}, "outside"),
         ({"counts_src": np.full((1, 1, 2, 4), 2**30)}, "2\\*\\*31"),
         ({"counts_src": np.array([[[[object()]]]])}, "plain arrays"),
         ({"topk": np.zeros((4, 2), np.uint8)}, "shape"),
@@ -131,7 +132,7 @@ def test_recorded_counts(traces_dir: Path) -> None:
 
 @pytest.mark.trace
 def test_recorded_tokens_give_the_recorded_counts(traces_dir: Path) -> None:
-    """Both files come from the same tokens: equal windows have equal totals."""
+    """Both files come from the same tokens, so equal windows have equal totals."""
     path = traces_dir / "gptoss20b_topk.npz"
     result = load(path, 8, step=2, layer=3, tokens=4096)
     assert result.shape == (8, 32)

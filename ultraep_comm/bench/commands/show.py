@@ -1,4 +1,4 @@
-"""``show``: print a file of records as its run was printed."""
+"""``show``: print the file of a run as the run did."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = ("replicate", "reduce", "links")
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings(Settings):
-    """Checked arguments of ``show``: a file, and what it holds."""
+    """Checked arguments of ``show``: a file and its document."""
 
     path: Path
     document: Mapping[str, Any]
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_settings(options: argparse.Namespace) -> ShowSettings:
-    """Read a file.
+    """Check the argument of ``show``, and read the file.
 
     Raises:
-        InvalidArgumentError: it holds nothing that could be shown.
-        OSError: it cannot be read.
+        InvalidArgumentError: the file has no records that ``show`` can print.
+        OSError: the file cannot be read.
     """
     path: Path = options.file
     try:
@@ -51,8 +51,7 @@ def make_settings(options: argparse.Namespace) -> ShowSettings:
         operations = {str(record["op"]) for record in document["records"]}
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(
-            f"{path} is no file of records: {_describe(error)}; expected one that --json has"
-            " written"
+            f"{path} is not a file of records: {_describe(error)}; expected one written by --json"
         ) from None
     complete = "header" in document and ("baselines" in document or operations == {"links"})
     if not (operations <= set(_SHOWN) and len(operations) == 1 and complete):
@@ -71,23 +70,23 @@ def run(settings: ShowSettings, report: Report) -> int:
         InvalidArgumentError: it has figures that cannot be shown.
     """
     text = io.StringIO()
-    try:  # once for nobody: half a table would be no answer
+    try:  # discard a first pass, so that invalid records print no partial table
         with contextlib.redirect_stdout(text):
             print_document(settings.document)
         text.getvalue().encode(sys.stdout.encoding or "utf-8")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidArgumentError(
             f"{settings.path} has records that cannot be shown: {_describe(error)}; expected a file"
-            " as --json has written it"
+            " written by --json"
         ) from None
     print_document(settings.document)
     return 0
 
 
 def print_document(document: Mapping[str, Any]) -> None:
-    """Print what the run of a document printed."""
+    """Print a document as its run did."""
     from ultraep_comm.bench.commands.links.report import print_links
-    from ultraep_comm.bench.commands.replicate.one_plan import format_document
+    from ultraep_comm.bench.commands.replicate.host import format_document
 
     if document["records"][0]["op"] == "links":
         print("\n".join(document["header"]))
@@ -101,15 +100,15 @@ def _describe(error: Exception) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return what a file says, as far as a line has room, and without what would break it."""
+    """Return the start of a text from a file, with control characters escaped."""
     return repr(text[:200])[1:-1]
 
 
 COMMAND = Command(
     name="show",
-    help="print again what a run printed, out of its --json",
+    help="print a run again, from its --json file",
     description="Print the header and the table of a file that replicate, reduce (both on the"
-    " CPU) or links has written with --json. Its figures are formatted anew.",
+    " CPU) or links has written with --json.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.show",

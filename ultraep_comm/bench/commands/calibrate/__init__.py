@@ -12,9 +12,11 @@ from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     DEFAULT_RANKS,
     Settings,
+    add_engine,
     check_ranks,
     check_shared,
     check_writable,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -22,20 +24,20 @@ from ultraep_comm.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from ultraep_comm.calibration import MeasuredCosts
 
-TINY = 64  # bytes of a segment that is all flag and no copy
-SHORTER = 16  # times
-_SMALLEST = 4096  # copies
+TINY = 64  # bytes of a segment whose flag costs more than its copy
+SHORTER = 16  # ratio of the large expert to the short one
+_SMALLEST = 4096  # bytes of a copy
 _MINIMA = {"ranks": 3, "iters": 1, "num_sms": 1, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Settings):
-    """Checked arguments of ``calibrate``; of the iterations the fastest counts.
+    """Checked arguments of ``calibrate``. The fastest iteration counts.
 
     Attributes:
-        copy_bytes: of the expert whose copies are timed.
-        output: file to write or to add to; None: figures are only printed.
-        kept: what that file says of other engines.
+        copy_bytes: bytes of the expert whose copies are timed.
+        output: file to write or extend; None: only print.
+        kept: figures of other engines in that file.
         num_sms: workers of a rank; None: the engine's default.
     """
 
@@ -47,15 +49,15 @@ class CalibrateSettings(Settings):
 
     @property
     def section(self) -> str:
-        """Return which of the file's engines this is."""
+        """Return the name of this engine in the file."""
         return "loopback" if self.fabric == "loopback" else self.engine
 
     @property
     def short_bytes(self) -> int:
         """Return the bytes of the expert that hops are timed with.
 
-        On a GPU next to none. On the host enough for the waiting rank to have fallen asleep, as it
-        does behind real copies; to wake it takes longer than a flag.
+        On a GPU next to none. On the host enough for the waiting rank to fall asleep, as it does
+        during real copies, since waking it takes longer than a flag.
         """
         return self.copy_bytes // SHORTER if self.engine == "host" else TINY
 
@@ -63,32 +65,26 @@ class CalibrateSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``calibrate``."""
     add = parser.add_argument
-    add("--ranks", type=int, help=f"at least 3 (default {DEFAULT_RANKS}; torchrun's under it)")
+    add("--ranks", type=int, help=f"at least 3 (default {DEFAULT_RANKS}, or the launcher's)")
     add(
         *("-b", "--bytes"),
         dest="copy_bytes",
         metavar="SIZE",
-        help="(default 16M; in loopback 256M, more than a GPU's cache has)",
+        help="bytes of one copy (default 16M; in loopback 256M, more than a GPU's cache)",
     )
-    add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine, as for replicate",
-    )
+    add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
-    add("-n", "--iters", type=int, default=20, help="of which the fastest counts (default 20)")
-    add("--seed", type=int, default=1, help="of the payload (default 1)")
-    add("-o", "--output", type=Path, metavar="FILE", help="write or add to this file")
+    add("-n", "--iters", type=int, default=20, help="iterations; the fastest counts (default 20)")
+    add("--seed", type=int, default=1, help="seed of the payload (default 1)")
+    add("-o", "--output", type=Path, metavar="FILE", help="write or extend this file")
 
 
 def make_settings(options: argparse.Namespace) -> CalibrateSettings:
-    """Check the arguments of ``calibrate``, and read what is in its file.
+    """Check the arguments of ``calibrate``, and read an existing file.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        CalibrationError: the file is there, and cannot be added to.
+        InvalidArgumentError: an argument is invalid.
+        CalibrationError: the existing file is invalid, so it cannot be extended.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options)
     num_ranks, fabric = found["num_ranks"], found["fabric"]
@@ -99,7 +95,7 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
             f"--bytes is {options.copy_bytes}; expected at least {_SMALLEST}, to time a copy"
         )
     if num_ranks < 3:
-        raise InvalidArgumentError(f"there are {num_ranks} ranks; expected three or more")
+        raise InvalidArgumentError(f"there are {num_ranks} ranks; expected at least 3")
     kept: Mapping[str, MeasuredCosts] = {}
     if options.output is not None:
         check_writable(options.output, "--output")
@@ -110,18 +106,17 @@ def make_settings(options: argparse.Namespace) -> CalibrateSettings:
     return CalibrateSettings(
         **found,
         copy_bytes=copy_bytes,
-        output=options.output,
         kept=kept,
-        num_sms=options.num_sms,
+        **take(options, "output", "num_sms"),
     )
 
 
 COMMAND = Command(
     name="calibrate",
-    help='measure what mode="auto" goes by on this machine',
+    help='measure the constants of mode="auto" on this machine',
     description="Measure copy bandwidth, hop latency and flag cost of an engine, and write them"
-    " to a file. new_group of rank 0 reads the file that ULTRAEP_CALIBRATION names, and"
-    ' mode="auto" goes by its figures.',
+    " to a file. new_group on rank 0 reads the file that ULTRAEP_CALIBRATION names, and"
+    ' mode="auto" uses its figures.',
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.calibrate.run",

@@ -1,4 +1,4 @@
-"""What ``calibrate`` measures: the cost model's constants. bench/METRICS.md has the rules."""
+"""Measure the constants of the cost model. bench/METRICS.md has the rules."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import GROUP_BYTES, make_schedule
 
 MANY_GROUPS = 32
-# In a row.
-_TINY_CALLS, _SHORT_CALLS, _BIG_CALLS = 30, 10, 3
+_TINY_CALLS, _SHORT_CALLS, _BIG_CALLS = 30, 10, 3  # in a row
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Shape:
     """A transfer to time.
 
     Attributes:
-        segments: of an expert, in bytes; all of TINY, or none.
-        links: over which an expert goes from its home to another rank.
+        segments: bytes of one expert, by segment; either all or none are TINY.
+        links: each copies an expert from its home rank to another rank.
         mode: of the call.
     """
 
@@ -51,37 +50,37 @@ class Shape:
 
     @property
     def is_tiny(self) -> bool:
-        """Return whether it is all flags and no copies."""
+        """Return whether its time is that of flags rather than copies."""
         return max(self.segments.values()) <= TINY
 
 
 def run(settings: CalibrateSettings, report: Report) -> int:
-    """Measure, print and write; return the exit status, 1: wrong bytes.
+    """Measure, print and write; return the exit status, 1 for wrong bytes.
 
     Raises:
-        UltraEPError: a group could not be made, a transfer failed, figures make no sense, or the
-            file could not be written.
+        UltraEPError: a group could not be created, a transfer failed, times are inconsistent, or
+            the file could not be written.
     """
     torch.set_num_threads(1)
     return run_on(HostMeter() if settings.engine == "host" else own_gpu(), settings, report)
 
 
 def run_on(meter: Meter, settings: CalibrateSettings, report: Report) -> int:
-    """Measure with a clock: see :func:`run`."""
+    """Measure with a meter; see :func:`run`."""
     probe = Probe(meter, settings, report)
     found = probe.measure()
     report.header("calibrate")
     report.show(format_costs(settings, found))
-    if report.speaks and probe.wrong_bytes == 0 and settings.output is not None:
+    if report.prints and probe.wrong_bytes == 0 and settings.output is not None:
         costs = {**settings.kept, settings.section: found}
         text = json.dumps(make_calibration(costs), indent=2) + "\n"
         write_output("--output", settings.output, text)
-        report.show(f"# {settings.output}: ULTRAEP_CALIBRATION names it for rank 0")
+        report.show(f"# wrote {settings.output}; for use set ULTRAEP_CALIBRATION to it on rank 0")
     return WRONG if probe.wrong_bytes else 0
 
 
 def format_costs(settings: CalibrateSettings, found: MeasuredCosts) -> str:
-    """Return the figures, and what the cost model makes of them."""
+    """Return the text of the figures and of the cost model's constants."""
     names = ("store_per_kib", "load_per_kib", "group", "hop", "parallel_percent")
     constants = found.constants(found.ranks, scales=settings.section == "cuda")
     figures = {k: v for k, v in asdict(found).items() if isinstance(v, float)}
@@ -91,19 +90,19 @@ def format_costs(settings: CalibrateSettings, found: MeasuredCosts) -> str:
 
 
 class Probe:
-    """The transfers that figures are made of."""
+    """The transfers from whose times the figures are computed."""
 
     def __init__(self, meter: Meter, settings: CalibrateSettings, report: Report) -> None:
-        """Prepare to measure; nothing is allocated yet."""
+        """Prepare; nothing is allocated yet."""
         self._meter, self._settings, self._report = meter, settings, report
         self._tile_bytes = HOST_TILE_BYTES if settings.engine == "host" else TILE_BYTES
         self._epoch = self.wrong_bytes = 0
 
     def measure(self) -> MeasuredCosts:
-        """Time everything. Collective, but in loopback.
+        """Time all shapes. Collective, but in loopback.
 
         Raises:
-            UnsupportedError: the machine was too busy for its figures to make sense.
+            UnsupportedError: the times are inconsistent, because the machine was too busy.
         """
         ranks = range(self._settings.num_ranks)
         one, two = [(0, 1)], [(0, 1), (0, 2)]
@@ -138,7 +137,7 @@ class Probe:
         return max(1, GROUP_BYTES // self._tile_bytes)
 
     def _forwarded(self, segments: Mapping[str, int], links: Sequence[tuple[int, int]]) -> int:
-        """Return the flag groups that hubs other than the home hand on."""
+        """Return the number of flag groups that hubs other than the home rank forward."""
         plan = link_plan(self._settings.num_ranks, links)
         schedule = make_schedule(
             plan.slot_expert,
@@ -151,7 +150,7 @@ class Probe:
         return sum(end - begin for _, begin, end in hubs)
 
     def _times(self, shapes: Sequence[Shape]) -> list[float]:
-        """Return the least time of each shape, over iterations, on the slowest rank."""
+        """Return the minimum over iterations of each shape's time on the slowest rank."""
         groups: dict[tuple[int, ...], WeightRanks] = {}
         for shape in shapes:
             key = tuple(shape.segments.values())
@@ -161,9 +160,11 @@ class Probe:
         for shape in shapes:
             ranks = groups[tuple(shape.segments.values())]
             plans = self._plans(shape)
-            self._check(ranks, plans[0], shape)
+            self._epoch += 1
+            payload = Payload(self._settings.seed, shape.segments)
+            self.wrong_bytes += ranks.check(plans[0], shape.mode, payload, self._epoch)
             calls.append((ranks, itertools.cycle(plans), shape))
-        # In turns, so that a slow second of the machine falls to none of them alone.
+        # Interleaved, so that a slow second of the machine affects all shapes.
         times = np.zeros((self._settings.iters, len(shapes)))
         for i in range(self._settings.iters):
             self._report.progress(i, self._settings.iters, "rounds")
@@ -193,7 +194,7 @@ class Probe:
         return ranks
 
     def _experts(self, shape: Shape) -> int:
-        """Return the experts of a rank; a GPU's cache is too small for a copy, or sees none."""
+        """Return the experts of a rank; 1 where caches do not affect the time."""
         if self._settings.engine != "host" or shape.is_tiny:
             return 1
         return count_experts(sum(shape.segments.values()), 1)
@@ -212,28 +213,14 @@ class Probe:
         return _SHORT_CALLS if is_short else _BIG_CALLS
 
     def _num_sms(self) -> int | None:
-        given = self._settings.num_sms
-        if self._settings.engine == "host":
-            return given  # None: as a group would take it
-        return self._meter.num_sms(
-            given, self._settings.num_ranks if self._settings.loopback else 1
-        )
+        settings = self._settings
+        if settings.engine == "host":
+            return settings.num_sms  # None: the default of a group
+        return self._meter.num_sms(settings.num_sms, settings.ranks_here)
 
     def _time_us(self, ranks: WeightRanks, plans: Iterator[Plan], shape: Shape) -> float:
         took = ranks.clock(self._calls(shape)).time_us(lambda: ranks.call(next(plans), shape.mode))
         return slowest(took, ranks.loopback)
-
-    def _check(self, ranks: WeightRanks, plan: Plan, shape: Shape) -> None:
-        """Transfer once, and compare what arrived."""
-        payload, clock = Payload(self._settings.seed, shape.segments), ranks.clock()
-        self._epoch += 1
-        ranks.mark_slots()
-        ranks.fill(plan, payload, self._epoch)
-        clock.settle()
-        ranks.call(plan, shape.mode)
-        clock.settle()
-        wrong = ranks.count_wrong(plan, payload, self._epoch)
-        self.wrong_bytes += int(slowest(wrong, ranks.loopback))
 
 
 def make_costs(
@@ -249,26 +236,25 @@ def make_costs(
     together_us: float,
     flag_us: float,
 ) -> MeasuredCosts:
-    """Return the figures that times give: the cost model, solved for its constants.
+    """Return the figures: the cost model solved for its constants.
 
     Args:
-        device: they were measured on.
+        device: name of the measured device.
         ranks: G.
-        copy_bytes: of the large expert.
-        short_bytes: of the short one.
-        empty_us: of a call with an empty plan.
-        short_us: of a call that stores the short expert over one link.
-        alone_us: of one that stores the large expert over one link.
-        both_us: of one that stores it over two links of one rank, reading it once; None: there are
-            no two, so that a store's rate has the reading in it.
-        together_us: of one in which every rank stores one to the next.
-        flag_us: of one flag group more.
+        copy_bytes: bytes of the large expert.
+        short_bytes: bytes of the short expert.
+        empty_us: time of a call with an empty plan.
+        short_us: time to store the short expert over one link.
+        alone_us: time to store the large expert over one link.
+        both_us: time to read the large expert once and store it over two links of one rank; None
+            if there are no two links, and the store rate then includes the read.
+        together_us: time if every rank stores a large expert to the next rank.
+        flag_us: time of one more flag group.
 
     Raises:
-        UnsupportedError: two copies took no longer than one, or one no longer than a shorter one.
+        UnsupportedError: two copies took no longer than one, or one no longer than a short one.
     """
-    # A straight line through the short and the large expert: what is left without any bytes is the
-    # call and two hops.
+    # The line through the short and the large expert meets zero bytes at one call and two hops.
     copy_us = (alone_us - short_us) / (copy_bytes - short_bytes) * copy_bytes
     store_us = copy_us if both_us is None else both_us - alone_us
     if store_us <= 0 or copy_us <= 0 or short_us <= empty_us:
@@ -284,7 +270,7 @@ def make_costs(
         device=device,
         ranks=ranks,
         store_gbps=copy_bytes / store_us / 1e3,
-        # A read that costs nothing has the largest rate that a file can hold.
+        # A read without cost gets the largest rate that a file can hold.
         load_gbps=min(copy_bytes / load_us / 1e3, MOST) if load_us else MOST,
         flag_us=max(flag_us, 0.0),
         hop_us=hop_us,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ultraep_comm.bench.command import Command
@@ -17,11 +16,14 @@ from ultraep_comm.bench.options import (
     add_bound_limit,
     add_outputs,
     add_rounds,
+    add_trace,
     check_ranks,
     check_rate_known,
     check_shared,
     default_imbalance,
     parse_expert_bytes,
+    read_trace,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_segments
 from ultraep_comm.errors import InvalidArgumentError
@@ -33,7 +35,7 @@ _MINIMA = {
     **{"ranks": 1, "experts": 1, "slots": 1, "tokens": 1, "topk": 1, "iters": 1, "warmup": 0},
     **{"seed": 0, "num_sms": 1},
 }
-MAX_LOAD = 2**31  # of an expert, which may get everything
+MAX_LOAD = 2**31  # of an expert, which may get all tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,15 @@ class PathSettings(Settings):
 
     Attributes:
         num_experts: E.
-        slots: replicas that a rank can hold.
+        slots: S.
         tokens: of each rank.
         topk: ids of a token.
         segments: bytes of one expert, by segment.
         mode: of the transfer.
-        imbalance: that ids are drawn for; of no meaning with a trace.
-        trace: recorded routing; None: there is none.
-        trace_name: of its file.
-        step: of the trace, for the first iteration; each takes the next.
+        imbalance: of the drawn ids; unused with a trace.
+        trace: recorded routing, or None.
+        trace_name: file name of the trace.
+        step: of the trace, in the first iteration; each iteration takes the next step.
         layer: of the trace.
         num_sms: blocks of a rank; None: the engine's default.
     """
@@ -75,7 +77,7 @@ class PathSettings(Settings):
 
     @property
     def source(self) -> str:
-        """Return where ids come from."""
+        """Return the source of the ids, for header and JSON."""
         if self.trace is None:
             return f"drawn for an imbalance of {self.imbalance:g}, seed {self.seed}"
         return f"drawn from {self.trace_name}, layer {self.layer}, from step {self.step} on"
@@ -84,17 +86,15 @@ class PathSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``critical-path``."""
     add = parser.add_argument_group("the path").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
-    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
-    add("--tokens", type=int, default=8192, help="of each rank (default 8192)")
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
+    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
+    add("--tokens", type=int, default=8192, help="tokens of each rank (default 8192)")
     add("--topk", type=int, default=8, help="ids of a token (default 8)")
     add("-b", "--expert-bytes", metavar="SIZE", help="bytes of one expert, e.g. 64K (default 16M)")
-    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as of replicate (default 2)")
-    add("--imbalance", type=float, help="that ids are drawn for (default 3)")
-    add("--trace", type=Path, metavar="FILE.npz", help="draw ids as often as recorded routing has")
-    add("--step", type=int, default=0, help="of the trace, for the first iteration (default 0)")
-    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add("--segments", default="2", metavar="N|NAME=SIZE,...", help="as for replicate (default 2)")
+    add("--imbalance", type=float, help="imbalance of the drawn ids (default 3)")
+    add_trace(add, "draw ids from recorded routing; each iteration takes the next step")
     add(
         "--fabric",
         choices=["auto", "nvshmem", "torch", "loopback"],
@@ -102,14 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="loopback, all ranks on one GPU in this process, or nvshmem or torch, a process and a"
         " GPU for each (default: nvshmem under torchrun or srun, else loopback)",
     )
-    add("--mode", choices=ALL_MODES, default="auto", help="of the transfer (default auto)")
+    add("--mode", choices=ALL_MODES, default="auto", help="mode of the transfer (default auto)")
     add("--num-sms", type=int, metavar="N", help="blocks of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add(
         "--link-gbps",
         type=float,
         metavar="GB/S",
-        help="what a GPU's link carries one way, for the bound over several GPUs",
+        help="rate of a GPU's link, one way, for the bound on several GPUs",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "ids and payload")
     add = parser.add_argument_group("results and limits").add_argument
@@ -121,8 +121,8 @@ def make_settings(options: argparse.Namespace) -> PathSettings:
     """Check the arguments of ``critical-path``, and read the trace.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        TraceError: the trace is no trace.
+        InvalidArgumentError: an argument is invalid.
+        TraceError: the file is no trace, or has no such step or layer.
         OSError: the trace cannot be read.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options, engine="cuda")
@@ -134,24 +134,18 @@ def make_settings(options: argparse.Namespace) -> PathSettings:
             f"{num_ranks} ranks with --tokens {options.tokens} to --topk {options.topk} experts"
             f" make a load of {total}; expected less than 2**31"
         )
-    trace = None if options.trace is None else _open_trace(options, num_ranks)
+    trace = None if options.trace is None else read_trace(options, num_ranks)[0]
     num_experts = options.experts or max(DEFAULT_EXPERTS, num_ranks)
     return PathSettings(
         **found,
         num_experts=num_experts if trace is None else trace.num_experts,
-        slots=options.slots,
-        tokens=options.tokens,
-        topk=options.topk,
+        **take(options, "slots", "tokens", "topk", "mode", "step", "layer", "num_sms"),
         segments=parse_segments(
             options.segments, parse_expert_bytes(options), DEFAULT_EXPERT_BYTES
         ),
-        mode=options.mode,
         imbalance=_imbalance(options, num_ranks, num_experts) if trace is None else 1.0,
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
-        step=options.step,
-        layer=options.layer,
-        num_sms=options.num_sms,
     )
 
 
@@ -160,7 +154,7 @@ def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) ->
 
     given = options.imbalance
     imbalance = default_imbalance(num_ranks) if given is None else float(given)
-    # Says what is wrong with it.
+    # Raises InvalidArgumentError for an impossible imbalance.
     generate_load(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -171,34 +165,13 @@ def _imbalance(options: argparse.Namespace, num_ranks: int, num_experts: int) ->
     return imbalance
 
 
-def _open_trace(options: argparse.Namespace, num_ranks: int) -> Trace:
-    if options.imbalance is not None:
-        raise InvalidArgumentError("--imbalance is for ids without a trace; the trace has its own")
-    from ultraep_comm.bench.traces import open_trace
-
-    trace = open_trace(options.trace)
-    # Says what is wrong with step and layer.
-    trace.load(
-        num_ranks=num_ranks,
-        step=options.step,
-        layer=options.layer,
-        tokens_per_rank=options.tokens,
-    )
-    if options.experts not in (None, trace.num_experts):
-        raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {trace.num_experts}; leave it"
-            " out"
-        )
-    return trace
-
-
 COMMAND = Command(
     name="critical-path",
-    help="time the way from topk_ids to filled slots, on GPUs",
+    help="time the path from topk_ids to filled slots, on GPUs",
     description="Time gather_load, plan_replicas, replicate_experts and reroute on the device:"
-    " one by one, in a row, as a CUDA graph, and with the plan on the host. Every iteration"
-    " has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong, 3 if"
-    " a limit is not met, 2 after other errors.",
+    " one by one, in sequence, as a CUDA graph, and with the plan on the host. Every"
+    " iteration has fresh ids and bytes. The exit status is 1 if any plan, id or byte is wrong,"
+    " 3 if a limit is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.critical_path.run",

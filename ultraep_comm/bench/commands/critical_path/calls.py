@@ -1,4 +1,4 @@
-"""The calls from ids to filled slots, for all ranks of this process, and what they leave behind."""
+"""The calls from ids to filled slots, for all ranks of this process, and their results."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ultraep_comm.bench.inside import (
     launch_counts,
     put,
 )
+from ultraep_comm.bench.payload import count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
 from ultraep_comm.calls.plan import plan_replicas
@@ -28,18 +29,18 @@ from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 T = TypeVar("T")
-_TARGET = 1.01  # of plans, where a call does not say
+_TARGET = 1.01  # the default of plans
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Expected:
-    """What one iteration has to come to, by the host's own stages.
+    """The expected results of one iteration, computed on the host.
 
     Attributes:
         ids: of every rank.
         load: int32 ``[G, E]``.
         plan: of that load.
-        physical: what the ranks of this process route to.
+        physical: physical ids of the ranks of this process.
     """
 
     ids: list[Ids]
@@ -58,7 +59,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """What one run has left, an entry for each rank of this process; empty: not its business."""
+    """The results of one run, an entry for each rank here; empty if the run does not make them."""
 
     loads: Sequence[torch.Tensor] = ()
     plans: Sequence[Plan] = ()
@@ -66,17 +67,11 @@ class Found:
     fills_slots: bool = False
 
     def count_wrong(self, expected: Expected) -> int:
-        """Return how many integers are not the host's. The device has to be idle."""
-        wrong = sum(_differ(load, expected.load) for load in self.loads)
-        for plan in self.plans:
-            for name in ("slot_expert", "slot_quota", "home_quota"):
-                wrong += _differ(getattr(plan, name), getattr(expected.plan, name))
+        """Return how many integers differ from the host's. The device must be idle."""
+        wrong = sum(count_unequal(load, expected.load) for load in self.loads)
+        wrong += sum(count_wrong_plan(plan, expected.plan) for plan in self.plans)
         pairs = zip(self.physical, expected.physical, strict=False)
-        return wrong + sum(_differ(found, right) for found, right in pairs)
-
-
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found.cpu() != expected).sum())
+        return wrong + sum(count_unequal(found, right) for found, right in pairs)
 
 
 def _loads_of(plans: Sequence[Plan]) -> list[torch.Tensor]:
@@ -85,15 +80,15 @@ def _loads_of(plans: Sequence[Plan]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """Something that is timed.
+    """One of the sequences of calls to time.
 
     Attributes:
         name: of its row.
-        run: enqueue it on the current stream.
-        is_graph: the host makes one call, however many ranks there are.
+        run: enqueues it on the current stream.
+        is_graph: the host makes one call for all ranks here.
         is_async: the host does not wait in it.
-        copy: what has to be checked, of a plain copy.
-        counts: kernels and copies, where running does not tell.
+        copy: the copy to check, of a plain copy.
+        counts: kernels and copies, if they cannot be counted in a run.
     """
 
     name: str
@@ -118,16 +113,16 @@ class PathCalls:
         self._plans: list[Plan] = []
 
     def prepare(self, expected: Expected) -> None:
-        """Put an iteration's ids on the device, and its load and plan for who begins there."""
+        """Put an iteration's ids on the device, and load and plan for variants that start there."""
         for r, group in enumerate(self.groups):
             self._ids[r].copy_(torch.from_numpy(expected.ids[group.rank]))
             self._loads[r].copy_(expected.load)
         self._plans = self.plan(self._loads)
 
-    # ---- stages -----------------------------------------------------------------------------
+    # ---- calls ------------------------------------------------------------------------------
 
     def _each(self, call: Callable[[int], T]) -> list[T]:
-        """Call for every rank here, each on a stream of its own if there are several."""
+        """Call for every rank here; if there are several, each on a separate stream."""
         if len(self.groups) == 1:
             return [call(0)]
         found: dict[int, T] = {}
@@ -159,11 +154,11 @@ class PathCalls:
         return self._each(lambda r: reroute(self._ids[r], plans[r], group=self.groups[r]))
 
     def transfer(self, plans: Sequence[Plan]) -> list[Work]:
-        """Begin to fill slots."""
+        """Start to fill slots."""
         return self._ranks.start_each(plans, self._mode)
 
     def fill_slots(self, plans: Sequence[Plan]) -> None:
-        """Fill slots; what the current stream gets next comes behind that."""
+        """Fill slots, in the order of the current stream."""
         if self._ranks.loopback:
             for work in self.transfer(plans):
                 work.wait()
@@ -190,13 +185,13 @@ class PathCalls:
         return Found(loads=_loads_of(plans), plans=plans)
 
     def path_and_reroute(self) -> Found:
-        """From ids to filled slots and physical ids, with the reroute beside the transfer."""
+        """From ids to filled slots and physical ids, with the reroute during the transfer."""
         loads = self.gather()
         plans = self.plan(loads)
         return self._transfer_and_reroute(loads, plans)
 
     def path_at_once_and_reroute(self) -> Found:
-        """The same, with one launch up to the plans: what users are told to do."""
+        """The same, with one launch up to the plans: the recommended sequence."""
         plans = self.gather_and_plan()
         return self._transfer_and_reroute(_loads_of(plans), plans)
 
@@ -210,7 +205,7 @@ class PathCalls:
     def planned_on_host(self) -> Found:
         """From ids to filled slots, with the load copied to the CPU and planned there.
 
-        Once, for all ranks of this process: ranks of their own would plan at the same time.
+        Plans once for all ranks of this process, since separate processes would plan concurrently.
         """
         loads = self.gather()
         plan = plan_replicas(self._meter.read(loads[0]), group=self.groups[0])
@@ -222,7 +217,7 @@ class PathCalls:
         return Found(fills_slots=True)
 
     def captured(self, name: str, call: Callable[[], Found]) -> Variant:
-        """Capture a call into a graph that replays it. It has to have run once before."""
+        """Return a graph of a call, which must have run once before."""
         kept: list[Found] = []
         before = launch_counts(self.groups[0])
         replay = self._meter.capture(lambda: kept.append(call()))
@@ -235,7 +230,7 @@ class PathCalls:
         return Variant(name=name, run=run, is_graph=True, counts=(kernels, copies))
 
     def variants(self) -> list[Variant]:
-        """Return all of them. Collective: runs some."""
+        """Return all variants. Collective: runs some."""
         paths = {
             "": self.path,
             " at once": self.path_at_once,

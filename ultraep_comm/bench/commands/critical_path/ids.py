@@ -1,4 +1,4 @@
-"""Ids for the benchmark of the critical path: fresh in every iteration, equal on every rank."""
+"""Ids for the benchmark of the critical path: fresh in every iteration, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ultraep_comm.bench.commands.critical_path import PathSettings
 from ultraep_comm.bench.loads import generate_load
 
 Ids = NDArray[np.int64]
-POPULARITY_TOKENS = 1 << 24  # of a generated load: enough for its shares to be smooth
+POPULARITY_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
 
 
 def expert_shares(settings: PathSettings, iteration: int) -> NDArray[np.float64]:
-    """Return ``[G, E]``, rows that sum to 1: how often each source takes each expert.
+    """Return the probabilities ``[G, E]`` of experts, by source.
 
-    Without a trace all sources are alike, and other experts are hot in every iteration. With one,
-    each iteration takes the trace's next step, and after the last the first.
+    Without a trace all sources are alike, and each iteration has other hot experts. With a trace
+    each iteration takes the next step, cyclically.
     """
     g, e = settings.num_ranks, settings.num_experts
     if settings.trace is None:
@@ -35,13 +35,13 @@ def expert_shares(settings: PathSettings, iteration: int) -> NDArray[np.float64]
         step = (settings.step + iteration) % settings.trace.num_steps(**window)
         load = settings.trace.load(step=step, layer=settings.layer, **window)
     shares = load.astype(np.float64)
-    shares[shares.sum(axis=1) == 0] = 1.0  # a source that took nothing
+    shares[shares.sum(axis=1) == 0] = 1.0  # a source without tokens
     normalised: NDArray[np.float64] = shares / shares.sum(axis=1, keepdims=True)
     return normalised
 
 
 def draw_ids(settings: PathSettings, iteration: int) -> list[Ids]:
-    """Return for each rank ids ``[T, k]``, each drawn by itself in proportion to the shares."""
+    """Return ids ``[T, k]`` for each rank, drawn independently."""
     shape = (settings.tokens, settings.topk)
     return [
         np.random.default_rng([settings.seed, iteration, rank]).choice(

@@ -1,4 +1,4 @@
-"""What ``critical-path`` measures. bench/METRICS.md defines the figures."""
+"""The measurement of ``critical-path``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def run(settings: PathSettings, report: Report) -> int:
     """Measure; return the exit status.
 
     Raises:
-        UltraEPError: there is no device, a group could not be made, or a call failed.
+        UltraEPError: there is no device, a group could not be created, or a call failed.
     """
     return run_on(own_gpu(), settings, report)
 
 
 def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
-    """Measure on a device: see :func:`run`."""
+    """Measure on a device; see :func:`run`."""
     ranks = WeightRanks(
         meter,
         num_ranks=settings.num_ranks,
@@ -49,7 +49,7 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
         slots=settings.slots,
         segments=settings.segments,
         tile_bytes=settings.tile_bytes or TILE_BYTES,
-        num_sms=meter.num_sms(settings.num_sms, settings.num_ranks if settings.loopback else 1),
+        num_sms=meter.num_sms(settings.num_sms, settings.ranks_here),
     )
     report.place(ranks.groups[0], meter.describe())
     report.header(
@@ -91,16 +91,17 @@ def run_on(meter: Meter, settings: PathSettings, report: Report) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PathRow:
-    """One thing that was timed.
+    """The result of timing one variant.
 
     Attributes:
         name: of the row.
         times: on the device.
-        host_us: ``[iters]`` that submitting kept the host; None: it waited for the device.
-        kernels: launched for it, as one rank has them: counted.
-        copies: to the device that were enqueued for it, likewise.
+        host_us: ``[iters]``, host time to submit; None if the host waited for the device.
+        kernels: counted launches of one rank.
+        copies: counted copies to the device of one rank.
         wrong_bytes: of slots, over all ranks and checked iterations.
-        wrong_values: integers of loads, plans and ids that are not the host's, over all iterations.
+        wrong_values: integers of loads, plans and ids that differ from the host's, over all
+            iterations.
     """
 
     name: str
@@ -119,15 +120,15 @@ class PathRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PathRun:
-    """All that was measured; arrays have an entry for each iteration.
+    """All results; arrays have an entry for each iteration.
 
     Attributes:
-        rows: what was timed.
+        rows: one for each variant.
         before: imbalance without replicas.
-        after: under the plan.
+        after: imbalance under the plan.
         replicas: filled slots.
         transfer: T, in experts over one link.
-        copy_bytes: of the row "big copy"; 0: there is none.
+        copy_bytes: of the row "big copy"; 0 without that row.
     """
 
     rows: list[PathRow]
@@ -138,14 +139,14 @@ class PathRun:
     copy_bytes: int
 
     def p50(self, name: str) -> float | None:
-        """Return a row's median; None: there is no such row."""
+        """Return a row's median; None if there is no such row."""
         return next((row.p50 for row in self.rows if row.name == name), None)
 
     def bound_us(self, settings: PathSettings) -> float | None:
-        """Return what no transfer of these plans goes below; None: what a link carries is unknown.
+        """Return the bound of the median transfer; None if the link rate is unknown.
 
-        On one GPU: copying the replicas at the rate of the big copy. Over several: T * W over what
-        a link carries. Of the median iteration.
+        On one GPU: the time to copy the replicas at the rate of the big copy. On several: T * W
+        over the link rate.
         """
         copied = self.p50(BIG_COPY)
         if copied is not None:
@@ -157,7 +158,7 @@ class PathRun:
 
 
 def make_records(settings: PathSettings, found: PathRun) -> list[Record]:
-    """Return one JSON record for each row; the gate judges whole paths on the device."""
+    """Return a JSON record for each row. The gate judges whole paths planned on the device."""
     records = []
     for row in found.rows:
         whole = row.name in WHOLE_PATH
@@ -204,17 +205,17 @@ _COLUMNS = (
 
 
 class Measurement:
-    """Iterations over all variants, interleaved."""
+    """The interleaved iterations over all variants."""
 
     def __init__(
         self, meter: Meter, settings: PathSettings, ranks: WeightRanks, report: Report
     ) -> None:
-        """Make room for the figures."""
+        """Prepare; nothing is measured yet."""
         self._meter, self._settings, self._ranks, self._report = meter, settings, ranks, report
         self._payload = Payload(settings.seed, settings.segments)
         self._calls = PathCalls(ranks, settings)
         self._clock: DeviceClock = ranks.clock(1, lined_up=True)
-        self._took = 0.0  # by the host, in the last run
+        self._took = 0.0  # host time of the last run
         self._found = Found()
         self._counts = (0, 0)
 
@@ -271,7 +272,7 @@ class Measurement:
         return expected
 
     def _time(self, variant: Variant, expected: Expected, epoch: int) -> float:
-        """Run a variant once, on bytes of its own; return the device's microseconds."""
+        """Run a variant once, with fresh bytes; return the device time in microseconds."""
         self._ranks.fill(expected.plan, self._payload, epoch)
         self._ranks.mark_slots()
         group, ranks_here = self._ranks.groups[0], len(self._ranks.groups)

@@ -17,6 +17,7 @@ from ultraep_comm.bench.options import (
     check_ranks,
     check_shared,
     default_imbalance,
+    take,
 )
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_RANKS = 2
-_SHARES_TOKENS = 1 << 24  # of a generated load: enough for its shares to be smooth
+_SHARES_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
 _MINIMA = {
     **{"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "topk": 1, "hidden": 1, "inner": 1},
     **{"iters": 1, "warmup": 0, "seed": 0},
@@ -37,9 +38,9 @@ class LayerSettings(Settings):
     """Checked arguments of ``layer``.
 
     Attributes:
-        shares: float64 ``[E]``, how often each expert is taken; sums to 1.
-        imbalance: of these shares, over the ranks.
-        slots: replicas that a rank can hold.
+        shares: float64 ``[E]``, the probability of each expert.
+        imbalance: of the ranks under these shares.
+        slots: S.
         tokens: of each rank.
         topk: experts of a token.
         hidden, inner: H and I.
@@ -67,9 +68,9 @@ class LayerSettings(Settings):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``layer``."""
     add = parser.add_argument_group("the layer").add_argument
-    add("--ranks", type=int, help=f"ranks to start, no more than cores (default {DEFAULT_RANKS})")
-    add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"(default {DEFAULT_EXPERTS})")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add("--ranks", type=int, help=f"ranks, at most one per core (default {DEFAULT_RANKS})")
+    add("--experts", type=int, default=DEFAULT_EXPERTS, help=f"experts (default {DEFAULT_EXPERTS})")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
     add("--tokens", type=int, default=1024, help="tokens of each rank (default 1024)")
     add("--topk", type=int, default=4, help="experts of a token (default 4)")
     add("--hidden", type=int, default=256, help="width of a token (default 256)")
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--imbalance",
         type=float,
-        help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or three quarters of fewer ranks)",
+        help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or less for few ranks)",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
     add = parser.add_argument_group("results and limits").add_argument
@@ -89,7 +90,7 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
     """Check the arguments of ``layer``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     from ultraep_comm.bench.loads import generate_load
 
@@ -112,19 +113,15 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
         **found,
         shares=load / load.sum(),
         imbalance=imbalance,
-        slots=options.slots,
-        tokens=options.tokens,
-        topk=options.topk,
-        hidden=options.hidden,
-        inner=options.inner,
+        **take(options, "slots", "tokens", "topk", "hidden", "inner"),
     )
 
 
 COMMAND = Command(
     name="layer",
-    help="a whole MoE layer, forward and backward, with and without replicas",
-    description="Time a MoE layer, forward and backward, on the CPU: with skewed routing as it"
-    " is, with replicas, and with force-balanced routing, interleaved. The exit status is 1"
+    help="time a whole MoE layer, forward and backward, with and without replicas",
+    description="Time a MoE layer, forward and backward, on the CPU: with skewed routing, with"
+    " skewed routing and replicas, and with balanced routing, interleaved. The exit status is 1"
     " if any value is wrong, 3 if a limit is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,

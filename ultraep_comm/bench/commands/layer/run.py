@@ -1,4 +1,4 @@
-"""What ``layer`` measures. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``layer``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from ultraep_comm.plan.plan import Plan
 ROUTINGS = ("plain", "replicated", "balanced")  # the last one is the ceiling
 PHASES = ("plan", "replicate", "reroute", "reduce")
 _TOLERANCE = 1e-4  # of the largest value: sums of fp32 products in different orders
-_MANY = 1021  # weights come back after so many epochs
+_PERIOD = 1021  # epochs after which weights repeat
 
 
 def run(settings: LayerSettings, report: Report) -> int:
     """Measure on an initialised process group; return the exit status.
 
     Raises:
-        UltraEPError: the group could not be made, or a call failed.
+        UltraEPError: the group could not be created, or a call failed.
     """
     torch.set_num_threads(1)
     with new_group(
@@ -49,9 +49,9 @@ def run(settings: LayerSettings, report: Report) -> int:
     ) as group:
         report.place(group)
         report.header("layer", _describe(settings))
-        stage = LayerStage(settings, group)
-        layers = [Layer(stage, routing) for routing in ROUTINGS]
-        measured = measure(settings, HostClock(group), layers, None, fill=stage.fill, report=report)
+        data = LayerData(settings, group)
+        layers = [Layer(data, routing) for routing in ROUTINGS]
+        measured = measure(settings, HostClock(group), layers, None, fill=data.fill, report=report)
         # PHASES, compute_ns, rows, replicas of each iteration, by rank
         found = [gather(np.array(layer.found[-settings.iters :]), False) for layer in layers]
         rows = zip(measured, found, strict=True)
@@ -77,8 +77,8 @@ def _describe(settings: LayerSettings) -> list[str]:
         lines.append(f"gate: replicated at most {limit:g} times balanced")
     if settings.num_ranks > cores:
         lines.append(
-            f"{settings.num_ranks} ranks share {cores} cores: idle ranks lend theirs to busy ones,"
-            " so step times show little of the imbalance; read compute"
+            f"{settings.num_ranks} ranks share {cores} cores: busy ranks use idle ranks' cores,"
+            " so step times hide the imbalance; compare compute times"
         )
     return lines
 
@@ -89,7 +89,7 @@ Ranks = NDArray[np.int64]  # [G, iters, PHASES and compute_ns, rows, replicas]
 def make_record(
     settings: LayerSettings, m: Measured, ranks: Ranks, ceiling: tuple[Measured, Ranks]
 ) -> Record:
-    """Return the JSON record of one routing, held against the ceiling iteration by iteration."""
+    """Return the JSON record of one routing, compared with the ceiling by iteration."""
     times_us, replicated = m.times.iterations, m.mode == "replicated"
     last = len(PHASES)
     phases, compute = ranks[:, :, :last].max(axis=0), ranks[:, :, last].max(axis=0)
@@ -117,7 +117,7 @@ def make_record(
 
 
 def _of_replicated(*path: str) -> Any:
-    """Return what has a value only where there are replicas."""
+    """Return a function for a value that only the row with replicas has."""
 
     def find(record: Any) -> Any:
         value = record if record["routing"] == "replicated" else None
@@ -143,14 +143,14 @@ _COLUMNS = (
 )
 
 
-class LayerStage:
-    """What all routings of a run share: weights, tokens, and the model that they must agree with.
+class LayerData:
+    """What all routings of a run share: weights, tokens and the expected results.
 
-    Every rank knows all experts' weights, so that it can check slots and results by itself.
+    Every rank has all experts' weights, so that it can check slots and results alone.
     """
 
     def __init__(self, settings: LayerSettings, group: Group) -> None:
-        """Make weights and tokens. Collective."""
+        """Create weights and tokens. Collective."""
         self.settings, self.group = settings, group
         generator = torch.Generator().manual_seed(settings.seed)
         self._base = {
@@ -193,12 +193,12 @@ class LayerStage:
         ]
 
     def weights_of(self, name: str, expert: int) -> torch.Tensor:
-        """Return what an expert's weights are in this epoch."""
+        """Return an expert's weights in this epoch."""
         base: torch.Tensor = self._base[name][expert]
-        return base * (1 + self._epoch % _MANY / 4096)
+        return base * (1 + self._epoch % _PERIOD / 4096)
 
     def fill(self, payload: object, epoch: int) -> None:
-        """Change the weights, as an optimizer does; clear gradients, and spoil the slots."""
+        """Change the weights as an optimizer does, clear gradients, and fill slots with NaN."""
         self._epoch = epoch
         drawn = draw_ids(self.settings, (epoch - 1) // len(ROUTINGS), self.group.rank)
         balanced = balanced_ids(self.settings, self.group.rank)
@@ -214,7 +214,7 @@ class LayerStage:
         return self._home_ids[ids]
 
     def count_wrong(self, ids: torch.Tensor, passed: Passed, plan: Plan | None) -> int:
-        """Compare one pass with the definition, computed here for this rank's own tokens."""
+        """Return the wrong values of one pass, against a plain computation for the same tokens."""
         tokens = self.tokens.clone().requires_grad_()
         total = torch.zeros_like(self.tokens)
         grads = {name: torch.zeros_like(base) for name, base in self._base.items()}
@@ -238,7 +238,7 @@ class LayerStage:
         return wrong + self._count_wrong_slots(plan)
 
     def _count_wrong_slots(self, plan: Plan | None) -> int:
-        """Compare slots bit for bit; their gradients have been cleared."""
+        """Return the wrong values of slots, compared bitwise, and of their cleared gradients."""
         wrong = sum(int(grad.count_nonzero()) for grad in self.group.slot_grads.values())
         if plan is None:
             return wrong
@@ -254,23 +254,23 @@ class LayerStage:
 class Layer:
     """The layer with one kind of routing."""
 
-    def __init__(self, stage: LayerStage, routing: str) -> None:
-        """Run on the stage's weights and tokens."""
-        self.name, self._stage = routing, stage
+    def __init__(self, data: LayerData, routing: str) -> None:
+        """Create the layer; ``data`` has weights and tokens."""
+        self.name, self._data = routing, data
         self._passed: Passed | None = None
         self._plan: Plan | None = None
         self.found: list[tuple[int, ...]] = []  # PHASES, compute_ns, rows, replicas of each run
 
     def run(self) -> None:
-        """Do one step."""
-        stage = self._stage
-        ids, group = stage.ids[self.name], stage.group
+        """Run one step."""
+        data = self._data
+        ids, group = data.ids[self.name], data.group
         plan, spent = None, [0] * len(PHASES)
         if self.name == "replicated":
             marks = [time.perf_counter_ns()]
             plan = plan_replicas(gather_load(ids, group=group), group=group)
             marks.append(time.perf_counter_ns())
-            work = replicate_experts(stage.bound, plan, group=group, async_op=True)
+            work = replicate_experts(data.bound, plan, group=group, async_op=True)
             marks.append(time.perf_counter_ns())
             physical_ids = reroute(ids, plan, group=group)
             marks.append(time.perf_counter_ns())
@@ -280,28 +280,28 @@ class Layer:
             planned, submitted, rerouted, waited = np.diff(marks).tolist()
             spent = [planned, submitted + waited, rerouted, 0]
         else:
-            physical_ids = stage.at_home_ids(ids)
+            physical_ids = data.at_home_ids(ids)
         per_rank = group.topology.instances_per_rank
         self._passed = run_layer(
-            stage.tokens,
+            data.tokens,
             physical_ids,
-            stage.probs,
-            stage.out_grad,
-            [*stage.at_home, *stage.in_slots],
+            data.probs,
+            data.out_grad,
+            [*data.at_home, *data.in_slots],
             per_rank,
         )
         if plan is not None:
             start = time.perf_counter_ns()
-            reduce_expert_grads(stage.bound_grads, plan, group=group)
+            reduce_expert_grads(data.bound_grads, plan, group=group)
             spent[-1] = time.perf_counter_ns() - start
         self._plan = plan
         replicas = 0 if plan is None else plan.num_replicas
         self.found.append((*spent, self._passed.compute_ns, self._passed.num_rows, replicas))
 
     def count_wrong(self, payload: object, epoch: int) -> int:
-        """Compare results, gradients and slots."""
+        """Return the wrong values of results, gradients and slots."""
         assert self._passed is not None
-        return self._stage.count_wrong(self._stage.ids[self.name], self._passed, self._plan)
+        return self._data.count_wrong(self._data.ids[self.name], self._passed, self._plan)
 
 
 def _count_far(found: torch.Tensor, wanted: torch.Tensor) -> int:
@@ -310,14 +310,14 @@ def _count_far(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 
 def draw_ids(settings: LayerSettings, iteration: int, rank: int) -> torch.Tensor:
-    """Return int64 ``[T, k]``, each drawn by itself; a token may get an expert twice."""
+    """Return int64 ids ``[T, k]``, drawn independently; a token may get an expert twice."""
     rng = np.random.default_rng([settings.seed, iteration, rank])
     shape = (settings.tokens, settings.topk)
     return torch.from_numpy(rng.choice(settings.num_experts, size=shape, p=settings.shares))
 
 
 def balanced_ids(settings: LayerSettings, rank: int) -> torch.Tensor:
-    """Return int64 ``[T, k]`` that give every expert the same number of tokens, to within 1."""
+    """Return int64 ids ``[T, k]`` that give all experts the same number of tokens, to within 1."""
     first = rank * settings.tokens * settings.topk
     ids = torch.arange(first, first + settings.tokens * settings.topk) % settings.num_experts
     return ids.view(settings.tokens, settings.topk)

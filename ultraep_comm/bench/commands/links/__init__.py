@@ -10,11 +10,13 @@ from ultraep_comm.bench.options import (
     DEFAULT_RANKS,
     Settings,
     add_bandwidth_limit,
+    add_engine,
     add_outputs,
     add_rounds,
     check_memory,
     check_ranks,
     check_shared,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -29,10 +31,10 @@ class LinksSettings(Settings):
     """Checked arguments of ``links``.
 
     Attributes:
-        link_bytes: that a link carries in an iteration.
-        one_at_a_time: no two links at the same time.
+        link_bytes: bytes over each link in an iteration.
+        one_at_a_time: measure no two links at the same time.
         statistic: bandwidth of the median iteration, or "min": of the slowest one.
-        slowest: how many of the slowest links are named.
+        slowest: number of slowest links to name.
         num_sms: workers of a rank; None: the engine's default.
     """
 
@@ -45,31 +47,24 @@ class LinksSettings(Settings):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``links``."""
-    add = parser.add_argument_group("what is moved").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
+    add = parser.add_argument_group("transfer").add_argument
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
     add(
         *("-b", "--bytes", "--expert-bytes", "--minbytes"),
         dest="link_bytes",
         metavar="SIZE",
         default=str(DEFAULT_LINK_BYTES),
-        help="that a link carries in an iteration, e.g. 64M (default 16M)",
+        help="bytes over each link in an iteration, e.g. 64M (default 16M)",
     )
-    add("--one-at-a-time", action="store_true", help="no two links at the same time")
+    add("--one-at-a-time", action="store_true", help="measure no two links at the same time")
     add(
         "--statistic",
         choices=STATISTICS,
         default="median",
         help="a link's bandwidth: that of the median iteration (default), or of the slowest one",
     )
-    add("--slowest", type=int, default=5, metavar="N", help="links to name (default 5)")
-    add("--engine", choices=["auto", "host", "cuda"], default="host", help='(default "host")')
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine, as for replicate; loopback, on one GPU, has no links and serves"
-        " to try the command",
-    )
+    add("--slowest", type=int, default=5, metavar="N", help="slowest links to name (default 5)")
+    add_engine(add)
     add("--num-sms", "--sms", type=int, help="workers of a rank (default: the engine's)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add_rounds(parser.add_argument_group("iterations").add_argument, "the payload")
@@ -82,31 +77,30 @@ def make_settings(options: argparse.Namespace) -> LinksSettings:
     """Check the arguments of ``links``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     found = check_shared(options, _MINIMA) | check_ranks(options)
     num_ranks = found["num_ranks"]
     if num_ranks < 2:
-        raise InvalidArgumentError(f"there is {num_ranks} rank; expected two for a link")
+        raise InvalidArgumentError(f"there is {num_ranks} rank; expected at least 2")
     link_bytes = parse_size(options.link_bytes, "--bytes")
     check_memory(2 * num_ranks * link_bytes, found["engine"])
     return LinksSettings(
         **found,
         link_bytes=link_bytes,
-        # Ranks in one process share its clock, so theirs cannot be told apart.
+        # Loopback has one clock for all ranks, so links at the same time cannot be told apart.
         one_at_a_time=options.one_at_a_time or found["fabric"] == "loopback",
-        statistic=options.statistic,
-        slowest=options.slowest,
-        num_sms=options.num_sms,
+        **take(options, "statistic", "slowest", "num_sms"),
     )
 
 
 COMMAND = Command(
     name="links",
-    help="bandwidth from every rank to every other",
+    help="measure the bandwidth from every rank to every other",
     description="Copy one expert from every rank to every other, check it, and print a matrix"
-    " of GB/s and the slowest links. Links that share no rank run at the same time. Sizes take"
-    " the suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
+    " of GB/s and the slowest links. Links that share no rank run at the same time. Over"
+    " --fabric loopback no link is measured, but the command can be tried. Sizes take the"
+    " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not"
     " met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,

@@ -1,4 +1,4 @@
-"""Which of the links stand out, and how they are shown: on a terminal in colours."""
+"""Find and print slow links and ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.table import print_coloured
 
 Link = tuple[int, int]  # from a rank to another
-SLOW = 0.9  # of the median of all links: below it a rank's links, or a link, stand out
+SLOW = 0.9  # of the median of all links; a link, or a rank's links, below it are slow
 
 
 def slowest_links(matrix: NDArray[np.float64], count: int) -> list[tuple[Link, float]]:
-    """Return so many links, the slowest first, with their bandwidth over the median of all."""
+    """Return the ``count`` slowest links, ascending, with their bandwidth over the median."""
     order = np.argsort(matrix, axis=None, kind="stable")[: int((~np.isnan(matrix)).sum())]
     median = float(np.nanmedian(matrix))
     found = [divmod(int(at), matrix.shape[1]) for at in order[:count]]
@@ -24,7 +24,7 @@ def slowest_links(matrix: NDArray[np.float64], count: int) -> list[tuple[Link, f
 
 
 def slow_ranks(matrix: NDArray[np.float64]) -> list[tuple[int, float, float]]:
-    """Return ranks whose links out or in are slow, with both medians over the median of all."""
+    """Return the ranks whose links out or in are slow, with both medians over that of all links."""
     median, found = np.nanmedian(matrix), []
     for rank in range(len(matrix)):
         others = np.arange(len(matrix)) != rank
@@ -38,7 +38,7 @@ def slow_ranks(matrix: NDArray[np.float64]) -> list[tuple[int, float, float]]:
 
 
 def print_links(document: Mapping[str, Any]) -> None:
-    """Print a document's matrix, with colours on a terminal, and below it what stands out."""
+    """Print the matrix of a document, in colour on a terminal, and the slow links and ranks."""
     cells = [[math.nan if x is None else x for x in row] for row in document["matrix_gbps"]]
     matrix, gate, records = np.array(cells), document["gate"], document["records"]
     of = "median" if document["settings"]["statistic"] == "median" else "slowest"
@@ -52,7 +52,7 @@ def print_links(document: Mapping[str, Any]) -> None:
 
 
 def matrix_cells(matrix: NDArray[np.float64], least: float | None) -> list[list[tuple[str, str]]]:
-    """Return the lines of the matrix, of texts with styles: the column's widest is its width."""
+    """Return the lines of the matrix, as aligned texts with styles."""
     median = float(np.nanmedian(matrix))
     numbers = [["-" if np.isnan(x) else _mark(x, least) for x in row] for row in matrix]
     width = max(len(text) for row in numbers for text in row)
@@ -67,7 +67,7 @@ def matrix_cells(matrix: NDArray[np.float64], least: float | None) -> list[list[
 
 
 def style_of(gbps: float, median: float, least: float | None) -> str:
-    """Return how a bandwidth is shown: red if it misses the gate, yellow if it stands out."""
+    """Return the style of a bandwidth: red if it misses the gate, yellow if it is slow."""
     if np.isnan(gbps):
         return "dim"
     if least is not None and gbps < least:
@@ -81,7 +81,7 @@ def _mark(gbps: float, least: float | None) -> str:
 
 
 def describe_slow(matrix: NDArray[np.float64], count: int) -> list[str]:
-    """Return lines with the extremes, so many slowest links, and ranks whose links are all slow."""
+    """Return lines with median and extremes, the slowest links, and the slow ranks."""
     lines = [
         f"median {np.nanmedian(matrix):.2f} GB/s, least {np.nanmin(matrix):.2f}, most"
         f" {np.nanmax(matrix):.2f}"

@@ -1,4 +1,4 @@
-"""What ``links`` measures. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``links``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(settings: LinksSettings, report: Report) -> int:
     """Measure every link; return the exit status. Collective, but in loopback.
 
     Raises:
-        UltraEPError: the group could not be made, or a transfer failed.
+        UltraEPError: the group could not be created, or a transfer failed.
     """
     if settings.engine == "host":
         torch.set_num_threads(1)
@@ -37,24 +37,25 @@ def run(settings: LinksSettings, report: Report) -> int:
 
 
 def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
-    """Measure with a meter's clock, or where its engine is told to be "host", with processes'."""
+    """Measure with a meter's clock, or with the host's if the settings name the host engine."""
     on_host = settings.engine == "host"
-    here = settings.num_ranks if settings.loopback else 1
     ranks = WeightRanks(
         meter,
         num_ranks=settings.num_ranks,
-        num_experts=settings.num_ranks,  # rank r's is what it sends
+        num_experts=settings.num_ranks,  # rank r sends expert r
         fabric=settings.fabric,
         slots=1,
         segments={_SEGMENT: settings.link_bytes},
         tile_bytes=settings.tile_bytes or (None if on_host else TILE_BYTES),
-        num_sms=settings.num_sms if on_host else meter.num_sms(settings.num_sms, here),
+        num_sms=settings.num_sms
+        if on_host
+        else meter.num_sms(settings.num_sms, settings.ranks_here),
     )
     group = ranks.groups[0]
     domains = group.topology.domain.tolist()
     rounds = make_rounds(domains, one_at_a_time=settings.one_at_a_time)
     if not rounds:
-        raise InvalidArgumentError(f"the ranks' domains are {domains}; expected two ranks of one")
+        raise InvalidArgumentError(f"the ranks' domains are {domains}; expected two ranks in one")
     report.place(group, None if on_host else meter.describe())
     report.header("links", _describe(settings, len(rounds)))
     clock = HostClock(group) if on_host else ranks.clock()
@@ -66,7 +67,7 @@ def run_on(meter: Meter, settings: LinksSettings, report: Report) -> int:
         *("iters", "warmup", "check", "seed"),
     )
     more: dict[str, Any] = {"header": True, "more": describe_matrix(settings, found)}
-    if report.speaks:
+    if report.prints:
         print_links(report.document(records, described, **more))
     return report.finish(records, described, wrong=int(found.wrong_bytes.sum()), **more)
 
@@ -86,13 +87,13 @@ def _describe(settings: LinksSettings, num_rounds: int) -> list[str]:
 def make_rounds(domains: Sequence[int], *, one_at_a_time: bool = False) -> list[list[Link]]:
     """Return every link inside a domain once, in rounds.
 
-    No two links of a round share a rank: a round-robin tournament of the ranks, each pairing once
-    in each direction. In a round rank 0 of G (one more where G is odd, who stays away) meets one
-    of the others, who sit in a circle, and whoever sits at equal distances from that one meet.
+    No two links of a round share a rank: a round-robin tournament by the circle method, with each
+    pairing once in each direction. In every round rank 0 meets one rank of the circle of all
+    others, and ranks at equal distances from that one meet. An odd G gets a dummy rank.
 
     Args:
         domains: ``[G]``, equal for ranks that reach each other.
-        one_at_a_time: a round for each link.
+        one_at_a_time: put each link in a round of its own.
     """
     num_ranks = len(domains)
     size = num_ranks + num_ranks % 2
@@ -111,11 +112,11 @@ def make_rounds(domains: Sequence[int], *, one_at_a_time: bool = False) -> list[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkTimes:
-    """What every link took.
+    """The times of every link.
 
     Attributes:
-        times_us: ``[G, G, iters]`` from a rank to another; NaN where there is no link.
-        wrong_bytes: ``[G, G]``.
+        times_us: ``[source, destination, iters]``; NaN without a link.
+        wrong_bytes: ``[source, destination]``.
     """
 
     times_us: NDArray[np.float64]
@@ -130,14 +131,14 @@ class LinkTimes:
         *,
         one_clock: bool,
     ) -> LinkTimes:
-        """Take the links' times out of their ranks'.
+        """Return the times of links, from those of ranks.
 
         Args:
             rounds: of links.
             spans_us: ``[G, 2, rounds, iters]``, start and end of every rank in every round.
-            wrong_bytes: ``[rounds, G]``, that each rank received.
-            one_clock: starts and ends of two ranks can be compared; else a link takes as long as
-                the slower of its two ranks.
+            wrong_bytes: ``[rounds, G]``, received by each rank.
+            one_clock: the ranks' times are comparable. Otherwise the time of a link is that of the
+                slower of its two ranks.
         """
         num_ranks, _, _, iters = spans_us.shape
         times = np.full((num_ranks, num_ranks, iters), np.nan)
@@ -152,12 +153,12 @@ class LinkTimes:
 
     @property
     def links(self) -> list[Link]:
-        """Return all links that were timed, by source and destination."""
+        """Return all timed links, sorted."""
         found = np.argwhere(~np.isnan(self.times_us[:, :, 0]))
         return [(int(source), int(destination)) for source, destination in found]
 
     def gbps(self, link_bytes: int, statistic: str) -> NDArray[np.float64]:
-        """Return ``[G, G]`` 10^9 bytes a second, of the median or the slowest iteration."""
+        """Return the bandwidths ``[G, G]`` in GB/s, of the median or the slowest iteration."""
         times = self.times_us.max(axis=2) if statistic == "min" else np.median(self.times_us, 2)
         matrix: NDArray[np.float64] = link_bytes / times / 1e3
         return matrix
@@ -170,7 +171,7 @@ def measure_links(
     rounds: Sequence[Sequence[Link]],
     report: Report,
 ) -> LinkTimes:
-    """Time every round, in every iteration after all the others. Collective, but in loopback."""
+    """Time every round in every iteration, shuffled. Collective, but in loopback."""
     payload = Payload(settings.seed, {_SEGMENT: settings.link_bytes})
     plans = [link_plan(settings.num_ranks, links) for links in rounds]
     spans = np.zeros((2, len(rounds), settings.iters))
@@ -191,7 +192,7 @@ def measure_links(
 
 
 def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) -> NDArray[np.int64]:
-    """Return the wrong bytes that each rank received ``[G]``; 0 for ranks of other processes."""
+    """Return the wrong bytes received by each rank, ``[G]``; 0 for ranks of other processes."""
     wrong = np.zeros(plan.slot_expert.shape[0], np.int64)
     for group in ranks.groups:
         expert = int(plan.slot_expert[group.rank, 0])
@@ -205,7 +206,7 @@ def count_wrong(ranks: WeightRanks, plan: Plan, payload: Payload, epoch: int) ->
 def make_records(
     settings: LinksSettings, found: LinkTimes, places: Sequence[Record]
 ) -> list[Record]:
-    """Return one JSON record for each link."""
+    """Return a JSON record for each link."""
     matrix = found.gbps(settings.link_bytes, settings.statistic)
     median = float(np.nanmedian(matrix))
     return [
@@ -231,7 +232,7 @@ def make_records(
 
 
 def describe_matrix(settings: LinksSettings, found: LinkTimes) -> dict[str, Any]:
-    """Return the matrix, and what stands out in it."""
+    """Return the JSON fields of the matrix, the slowest links and the slow ranks."""
     matrix = found.gbps(settings.link_bytes, settings.statistic)
     return {
         "matrix_gbps": [[None if np.isnan(x) else float(x) for x in row] for row in matrix],

@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ultraep_comm.bench.command import Command
-from ultraep_comm.bench.commands.plan import PlanSize, check_load, parse_plan_sizes
+from ultraep_comm.bench.commands.plan import (
+    LoadsSettings,
+    add_loads,
+    add_sizes,
+    check_load,
+    parse_plan_sizes,
+)
 from ultraep_comm.bench.options import (
     FAMILIES,
+    IMBALANCE,
     PUBLISHED,
-    Settings,
     add_outputs,
     check_shared,
     parse_families,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_size
 from ultraep_comm.errors import InvalidArgumentError
@@ -27,74 +34,57 @@ DEFAULT_SIZES = "64/256/2,64/128/2,64/128/1,40/160/4,72/288/2"
 DEFAULT_IMBALANCES = "1.5,2,3,4,6,8"
 DEFAULT_FAMILIES = "zipf0.6,zipf1.0,zipf1.4,lognormal,adversarial"
 MACHINES = ("hgx8", "nvl72", "nvl72-racks")  # of `ultraep_comm.model`
-DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: of Qwen3-235B, bf16
+DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: Qwen3-235B in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(LoadsSettings):
     """Checked arguments of ``model``.
 
     Attributes:
-        sizes: ranks, experts and slots of the plans.
-        imbalances: of generated loads, without replicas.
-        families: further loads, of `bench.families`.
-        seeds: loads of each imbalance and family.
-        tokens: of each rank.
-        topk: experts of a token.
+        imbalances: of generated loads without replicas, further kinds of load.
         expert_bytes: W.
-        machine: whose times are predicted.
+        machine: to predict times of.
     """
 
-    sizes: tuple[PlanSize, ...]
     imbalances: tuple[float, ...]
-    families: tuple[str, ...]
-    seeds: int
-    tokens: int
-    topk: int
     expert_bytes: int
     machine: Machine
 
     @property
-    def alone(self) -> bool:
-        """Return True: nothing is measured."""
-        return True
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of load."""
+        return (*(f"{IMBALANCE}{x:g}" for x in self.imbalances), *self.families)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``model``."""
     add = parser.add_argument
-    add(
-        "--sizes",
-        default=DEFAULT_SIZES,
-        metavar="G/E/S,...",
-        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
-    )
+    add_sizes(add, DEFAULT_SIZES)
     add(
         "--imbalances",
         default=DEFAULT_IMBALANCES,
         metavar="X,...",
-        help=f"busiest rank over the mean (default {DEFAULT_IMBALANCES})",
+        help=f"imbalances of loads (default {DEFAULT_IMBALANCES})",
     )
     add(
         "--families",
         default=DEFAULT_FAMILIES,
         metavar="NAME,...",
-        help=f"of further loads (default {DEFAULT_FAMILIES})",
+        help=f"families of further loads (default {DEFAULT_FAMILIES})",
     )
-    add("--seeds", type=int, default=3, help="loads of a kind (default 3)")
-    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add("--topk", type=int, default=8, help="experts of a token (default 8)")
+    add_loads(add, 3)
     add(
         "--expert-bytes",
         default=DEFAULT_EXPERT_BYTES,
         metavar="SIZE",
-        help=f"of one expert (default {DEFAULT_EXPERT_BYTES})",
+        help=f"bytes of one expert (default {DEFAULT_EXPERT_BYTES})",
     )
     add(
         "--machine",
         default="nvl72",
         choices=MACHINES,
-        help="whose times are predicted (default nvl72)",
+        help="machine to predict times of (default nvl72)",
     )
     add_outputs(add)
 
@@ -103,7 +93,7 @@ def make_settings(options: argparse.Namespace) -> ModelSettings:
     """Check the arguments of ``model``.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
     """
     from ultraep_comm.model import find_machine
 
@@ -120,11 +110,9 @@ def make_settings(options: argparse.Namespace) -> ModelSettings:
         sizes=sizes,
         imbalances=imbalances,
         families=families,
-        seeds=options.seeds,
-        tokens=options.tokens,
-        topk=options.topk,
         expert_bytes=parse_size(options.expert_bytes),
         machine=machine,
+        **take(options, "seeds", "tokens", "topk"),
     )
 
 
@@ -137,7 +125,8 @@ def _parse_imbalances(text: str) -> tuple[float, ...]:
             value = math.nan
         if not (math.isfinite(value) and value > 1):
             raise InvalidArgumentError(
-                f"--imbalances {text!r}: {part!r} is no number above 1; expected for instance 1.5,2"
+                f"--imbalances {text!r}: {part!r} is not a number above 1; expected for example"
+                " 1.5,2"
             )
         values.append(value)
     return tuple(dict.fromkeys(values))
@@ -151,9 +140,9 @@ def _parse_families(text: str) -> tuple[str, ...]:
 
 COMMAND = Command(
     name="model",
-    help="predict transfer times of a machine that is not at hand",
-    description="Plan loads of many kinds, predict what push, pull, direct fan-out and a"
-    " published relay take on a described machine, and print their times over the bound.",
+    help="predict transfer times on a described machine",
+    description="Plan loads of many kinds, predict the times of push, pull, direct fan-out and a"
+    " published relay on a described machine, and print them over the bound.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.model.run",

@@ -1,7 +1,7 @@
-"""Published times of transfers, and plans like those that they were measured on.
+"""Published transfer times, and plans similar to the measured ones.
 
-The plans themselves are not known: of one release there are the number of replicas, the most
-replicas of an expert, and the times. docs/model.md has the source.
+The measured plans are unknown: one release states the number of replicas, the most replicas of an
+expert, and the times. docs/model.md has the source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_RANKS, NUM_EXPERTS, SLOTS_PER_RANK = 64, 256, 2
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published measurement, 64 ranks with 4 experts and 2 slots each.
+    """One published measurement on 64 ranks with 4 experts and 2 slots each.
 
     Attributes:
         imbalance: of the load, without replicas.
@@ -49,9 +49,9 @@ PUBLISHED_RUNS = (
 
 
 def spread_plan(num_replicas: int, max_replicas: int) -> Plan:
-    """Return a plan of so many replicas: one expert has the most, the others 4 or 3.
+    """Return a plan with ``num_replicas``: one expert has ``max_replicas``, the others 4 or 3.
 
-    Experts' homes are the first ranks, replicas are on the last ones.
+    The experts' homes are the first ranks; the replicas are on the last ranks.
     """
     counts, usual = [max_replicas], cycle((4, 4, 4, 3))
     while sum(counts) < num_replicas:

@@ -1,4 +1,4 @@
-"""What ``model`` predicts. docs/model.md says what is modelled."""
+"""The predictions of ``model``. docs/model.md describes the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.commands.model import ModelSettings
 from ultraep_comm.bench.commands.model.published import EXPERT_BYTES, PUBLISHED_RUNS, PublishedRun
 from ultraep_comm.bench.commands.plan import PlanSize
-from ultraep_comm.bench.commands.plan.cells import describe_loads, plan_load
-from ultraep_comm.bench.loads import make_loads, tuned_load
+from ultraep_comm.bench.commands.plan.cells import describe_loads, each_cell, plan_load
 from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
@@ -29,7 +28,7 @@ WORST_RATIO = 1.09
 
 
 def run(settings: ModelSettings, report: Report) -> int:
-    """Predict everything in this process; return the exit status.
+    """Predict all times; return the exit status.
 
     Raises:
         UltraEPError: the machine cannot hold a size's plans.
@@ -47,14 +46,10 @@ def run(settings: ModelSettings, report: Report) -> int:
             "times over the bound T*; relay: two levels, as published",
         ],
     )
-    kinds = [*(f"imbalance{x:g}" for x in settings.imbalances), *settings.families]
-    cells = [(size, kind) for size in settings.sizes for kind in kinds]
     records: list[Record] = []
     over_target: dict[tuple[str, str], list[float]] = {}  # of all loads, by size and mode
-    for i, (size, kind) in enumerate(cells):
-        report.progress(i, len(cells), f"{size} {kind}")
-        plans = [plan_load(size, load) for load in _make_loads(settings, size, kind)]
-        plans = [plan for plan in plans if plan.num_replicas]
+    for size, kind, loads in each_cell(settings, report):
+        plans = [plan for plan in (plan_load(size, load) for load in loads) if plan.num_replicas]
         if not plans:
             continue
         bound_us, time_us = _predict_all(plans, settings)
@@ -62,7 +57,6 @@ def run(settings: ModelSettings, report: Report) -> int:
         for mode in OURS:
             over = time_us[:, WAYS.index(mode)] / target_us(bound_us)
             over_target.setdefault((str(size), mode), []).extend(over.tolist())
-    report.progress(len(cells), len(cells))
     published = [_predict_published(settings.machine, run) for run in PUBLISHED_RUNS]
     claims = [make_claim(size, mode, over) for (size, mode), over in over_target.items()]
     sizes = Column("size", "G/E/S", _size(settings))
@@ -72,7 +66,7 @@ def run(settings: ModelSettings, report: Report) -> int:
         f" {WORST_RATIO} of it in the worst case"
     )
     report.show(format_records(_CLAIM_COLUMNS, claims))
-    report.show("# published, in us; the model's are for a plan with these numbers")
+    report.show("# published, in us; the model's times are for a plan with these numbers")
     report.show(format_records(_PUBLISHED_COLUMNS, published))
     document = {
         "claims": claims,
@@ -85,34 +79,12 @@ def run(settings: ModelSettings, report: Report) -> int:
         "families": list(settings.families),
         **settings.describe("seeds", "tokens", "topk", "expert_bytes"),
     }
-    report.write(report.document(records, described, more=document, gated=False))
-    return 0
+    return report.finish(records, described, more=document, gated=False)
 
 
 def target_us(bound_us: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what a transfer should take on average: near its bound, but for latencies."""
+    """Return the target for the mean time of transfers: near the bound, plus latencies."""
     return np.maximum(TARGET_RATIO * bound_us, bound_us + TARGET_US)
-
-
-def _make_loads(settings: ModelSettings, size: PlanSize, kind: str) -> Sequence[NDArray[np.int64]]:
-    num_tokens = size.num_ranks * settings.tokens
-    if not kind.startswith("imbalance"):
-        return make_loads(
-            kind,
-            num_ranks=size.num_ranks,
-            num_experts=size.num_experts,
-            num_tokens=num_tokens,
-            topk=settings.topk,
-            seeds=settings.seeds,
-        )
-    imbalance = float(kind.removeprefix("imbalance"))
-    if imbalance >= size.num_ranks:
-        return []
-    total = num_tokens * settings.topk
-    return [
-        tuned_load(size.num_ranks, size.num_experts, imbalance, total, seed)
-        for seed in range(settings.seeds)
-    ]
 
 
 def _predict_all(
@@ -160,14 +132,14 @@ def make_record(
 
 
 def make_claim(size: str, mode: str, over_target: Sequence[float]) -> Record:
-    """Return what has to hold for all loads of a size in one mode: near the target on average."""
+    """Return whether the times of a size in one mode meet the target."""
     found = figures_of(over_target, "mean", "worst")
     holds = found["mean"] <= 1 and found["worst"] <= WORST_RATIO
     return {"size": size, "mode": mode, "over_target": found, "holds": holds}
 
 
 def _predict_published(machine: Machine, run: PublishedRun) -> Record:
-    """Return a published measurement, and the model's times for a plan like its own."""
+    """Return a published measurement, and the model's times for a similar plan."""
     plan = run.make_plan()
     return {
         "imbalance": run.imbalance,
@@ -183,7 +155,7 @@ def _predict_published(machine: Machine, run: PublishedRun) -> Record:
 
 
 def _size(settings: ModelSettings) -> Any:
-    """Return what makes the text of a record's size, which has no domains."""
+    """Return a function for the text of a record's size. Records have no domain size."""
     names = {(s.num_ranks, s.num_experts, s.slots_per_rank): str(s) for s in settings.sizes}
     return lambda record: names[record["ranks"], record["experts"], record["slots"]]
 

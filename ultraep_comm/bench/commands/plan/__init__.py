@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     FAMILIES,
+    Add,
     Settings,
     add_bound_limit,
     add_outputs,
     check_shared,
     parse_families,
+    take,
 )
 from ultraep_comm.bench.sizes import parse_count, parse_counts
 from ultraep_comm.errors import InvalidArgumentError
@@ -43,7 +45,7 @@ class PlanSize:
         num_ranks: G.
         num_experts: E.
         slots_per_rank: S.
-        domain_size: ranks of a domain; the last may be smaller.
+        domain_size: ranks of a domain; the last domain may be smaller.
     """
 
     num_ranks: int
@@ -54,6 +56,15 @@ class PlanSize:
     def __str__(self) -> str:
         text = f"{self.num_ranks}/{self.num_experts}/{self.slots_per_rank}"
         return text if self.domain_size >= self.num_ranks else f"{text} by {self.domain_size}"
+
+    def describe(self) -> dict[str, int]:
+        """Return the fields of a JSON record that name the size."""
+        return {
+            "ranks": self.num_ranks,
+            "experts": self.num_experts,
+            "slots": self.slots_per_rank,
+            "domain_size": self.domain_size,
+        }
 
     @property
     def home(self) -> NDArray[np.int32]:
@@ -71,20 +82,16 @@ class PlanSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(Settings):
-    """Checked arguments of ``plan``.
+class LoadsSettings(Settings):
+    """Settings of a command that plans many loads for all ranks, in one process.
 
     Attributes:
-        sizes: a row for each of them and each family.
-        families: of `bench.families`, or "trace".
-        seeds: loads of a generated family.
+        sizes: one row for each size and kind of load.
+        families: of `options.FAMILIES`, or "trace".
+        seeds: loads of each generated kind.
         tokens: of each rank.
         topk: experts of a token.
-        target: imbalance that is good enough.
-        trace: recorded routing; None: there is none.
-        trace_name: of its file.
-        engine: "host" compares planners, "cuda" times kernels.
-        warps: of the plan kernel, one measurement for each.
+        trace: recorded routing, or None.
     """
 
     sizes: tuple[PlanSize, ...]
@@ -92,41 +99,60 @@ class PlanSettings(Settings):
     seeds: int
     tokens: int
     topk: int
-    target: float
     trace: Trace | None = None
-    trace_name: str = ""
-    warps: tuple[int, ...] = ()
 
     @property
     def alone(self) -> bool:
-        """Return True: one process plans for all ranks."""
+        """Return True: one process does all the work."""
         return True
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of load."""
+        return self.families
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(LoadsSettings):
+    """Checked arguments of ``plan``.
+
+    Attributes:
+        target: imbalance at which the planner stops.
+        trace_name: file name of the trace.
+        engine: "host" compares planners, "cuda" times kernels.
+        warps: of the plan kernel, one measurement for each.
+    """
+
+    target: float
+    trace_name: str = ""
+    warps: tuple[int, ...] = ()
+
+
+def add_sizes(add: Add, default: str) -> None:
+    """Add ``--sizes``."""
+    text = f"ranks, experts and slots of a rank (default {default})"
+    add("--sizes", default=default, metavar="G/E/S,...", help=text)
+
+
+def add_loads(add: Add, seeds: int) -> None:
+    """Add ``--seeds``, ``--tokens`` and ``--topk``."""
+    add("--seeds", type=int, default=seeds, help=f"loads of a generated kind (default {seeds})")
+    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
+    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
-    add(
-        "--sizes",
-        default=DEFAULT_SIZES,
-        metavar="G/E/S,...",
-        help=f"ranks, experts, slots of a rank (default {DEFAULT_SIZES})",
-    )
+    add_sizes(add, DEFAULT_SIZES)
     add(
         "--families",
         metavar="NAME,...",
-        help=f"of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
+        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
     )
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
-    add(
-        "--seeds",
-        type=int,
-        default=DEFAULT_SEEDS,
-        help=f"loads of a generated family (default {DEFAULT_SEEDS})",
-    )
-    add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add("--topk", type=int, default=8, help="experts of a generated token (default 8)")
-    add("--target", type=float, default=1.01, help="imbalance that is good enough (default 1.01)")
+    add_loads(add, DEFAULT_SEEDS)
+    add("--target", type=float, default=1.01, help="imbalance at which to stop (default 1.01)")
     add(
         "--domain-size",
         type=int,
@@ -137,15 +163,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=["host", "cuda"],
         default="host",
-        help="cuda: time the kernels of plan, counts and reroute on a GPU, and check them against"
-        " the host's, instead of comparing planners (default host)",
+        help="cuda: instead of comparing planners, time the kernels of plan, counts and reroute on"
+        " a GPU, and check them against the host (default host)",
     )
     add(
         "--warps",
         metavar="N,...",
-        help=f"of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
+        help=f"warps of the plan kernel, with --engine cuda (default {DEFAULT_WARPS})",
     )
-    add_bound_limit(add, "a plan's imbalance is more than X times what no placement goes below")
+    add_bound_limit(add, "a plan's imbalance is more than X times its lower bound")
     add_outputs(add)
 
 
@@ -153,8 +179,8 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
     """Check the arguments of ``plan``, and read the trace.
 
     Raises:
-        InvalidArgumentError: as its text says.
-        TraceError: the trace is no trace.
+        InvalidArgumentError: an argument is invalid.
+        TraceError: the file is no trace.
         OSError: the trace cannot be read.
     """
     from ultraep_comm.plan.planner import target_to_ppm
@@ -183,20 +209,16 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         trace = open_trace(options.trace)
         if all(size.num_experts != trace.num_experts for size in sizes):
             raise InvalidArgumentError(
-                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has as many"
+                f"{options.trace} has {trace.num_experts} experts, but none of --sizes has"
             )
     return PlanSettings(
         **found,
         sizes=sizes,
         families=families,
-        seeds=options.seeds,
-        tokens=options.tokens,
-        topk=options.topk,
-        target=options.target,
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
-        engine=options.engine,
         warps=warps,
+        **take(options, "seeds", "tokens", "topk", "target", "engine"),
     )
 
 
@@ -204,7 +226,7 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
     """Return the sizes of ``"64/256/2,8/32/1"``.
 
     Raises:
-        InvalidArgumentError: not three positive numbers each, or the same size twice.
+        InvalidArgumentError: a size is not three positive numbers, or is repeated.
     """
     from ultraep_comm.plan.topology import MAX_COUNT
 
@@ -244,7 +266,7 @@ def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
 def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
     if options.engine == "host":
         if options.warps is not None:
-            raise InvalidArgumentError(f"--warps is {options.warps}; it is for --engine cuda")
+            raise InvalidArgumentError(f"--warps is {options.warps}, but is for --engine cuda")
         return ()
     from ultraep_comm import _core
 
@@ -257,15 +279,11 @@ def _parse_warps(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def check_load(size: PlanSize, tokens: int, topk: int) -> None:
-    """Check that a size can have a generated load.
-
-    Raises:
-        InvalidArgumentError: too few experts, or too many tokens.
-    """
+    """Raise InvalidArgumentError if a generated load has too few experts or too many tokens."""
     if size.num_experts < topk:
         raise InvalidArgumentError(
             f"--sizes has {size}, with fewer experts than --topk {topk}; a token takes different"
-            " ones"
+            " experts"
         )
     total = size.num_ranks * tokens * topk
     if total >= 2**31:
@@ -277,9 +295,9 @@ def check_load(size: PlanSize, tokens: int, topk: int) -> None:
 
 COMMAND = Command(
     name="plan",
-    help="compare the planner's plans with those of others",
+    help="compare the planner with others",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, beside the published planner and, where it is installed, EPLB.",
+    " bound and time, next to the published planner and, if installed, EPLB.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.plan.run",

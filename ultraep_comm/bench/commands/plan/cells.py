@@ -1,4 +1,4 @@
-"""The sizes and families of a run, their loads, and the library's plans of them."""
+"""The loads of each size and kind in a run, and the library's plans of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
-from ultraep_comm.bench.commands.plan import TRACE, PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSettings, PlanSize
 from ultraep_comm.bench.loads import make_loads
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import target_to_ppm
 
-_REPEATS = 5  # the fastest counts: the others were disturbed
+_REPEATS = 5  # the fastest counts; others were disturbed
 Loads = Sequence[NDArray[np.int64]]
 
 
 def describe_loads(tokens: int, topk: int) -> str:
-    """Return how many tokens go where."""
+    """Return the header text about generated loads."""
     return f"loads: {tokens} tokens of each rank to {topk} experts"
 
 
 def describe_settings(settings: PlanSettings) -> Record:
-    """Return what JSON says of the arguments."""
+    """Return the settings for JSON."""
     return {
         "sizes": [str(size) for size in settings.sizes],
         "families": list(settings.families),
@@ -37,9 +37,9 @@ def describe_settings(settings: PlanSettings) -> Record:
     }
 
 
-def each_cell(settings: PlanSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
-    """Yield every size and family with its loads, where there are some."""
-    cells = [(size, family) for size in settings.sizes for family in settings.families]
+def each_cell(settings: LoadsSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
+    """Yield every size and kind with its loads, if there are any."""
+    cells = [(size, family) for size in settings.sizes for family in settings.kinds]
     for i, (size, family) in enumerate(cells):
         report.progress(i, len(cells), f"{size} {family}")
         loads = make_plan_loads(settings, size, family)
@@ -48,8 +48,8 @@ def each_cell(settings: PlanSettings, report: Report) -> Iterator[tuple[PlanSize
     report.progress(len(cells), len(cells))
 
 
-def make_plan_loads(settings: PlanSettings, size: PlanSize, family: str) -> Loads:
-    """Return the loads ``[E]`` of one size and family."""
+def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loads:
+    """Return the loads ``[E]`` of one size and kind."""
     if family != TRACE:
         return make_loads(
             family,
@@ -83,7 +83,7 @@ def plan_load(size: PlanSize, load: NDArray[Any], target: float = 1.01) -> Plan:
 
 
 def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> float:
-    """Return the core's time for one plan, arguments being ready."""
+    """Return the time of the C++ planner alone."""
     arguments = (load.copy(), size.home, size.domain, size.slots_per_rank, False)
     target_ppm = target_to_ppm(target)
     best = float("inf")
@@ -95,7 +95,7 @@ def time_core_us(size: PlanSize, load: NDArray[np.int64], target: float) -> floa
 
 
 def size_text(record: Any) -> str:
-    """Return the size of a record as it is given on the command line."""
+    """Return the size of a record as on the command line."""
     return str(
         PlanSize(
             num_ranks=record["ranks"],

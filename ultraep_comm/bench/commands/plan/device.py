@@ -1,7 +1,8 @@
-"""The planner on a GPU, and what stands beside it: counts and reroutes, checked by the host's."""
+"""Time planner, counts and reroute on a GPU, and check them against the host."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from ultraep_comm.bench.commands.plan.cells import (
 )
 from ultraep_comm.bench.inside import device_stages, gather_and_plan_together, plans_at_once
 from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.payload import Payload, count_unequal, count_wrong_plan
+from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.calls.gather import gather_load
-from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.engines.cuda import device, kernels
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import InvalidLoadError
@@ -39,22 +41,21 @@ from ultraep_comm.plan.planner import target_to_ppm
 from ultraep_comm.plan.topology import Topology
 
 PLAN_CALLS = 20  # in a row
-_GATHER_CALLS = 3  # four can be under way without blocking the host
+_GATHER_CALLS = 3  # and one untimed: the host blocks if more than 4 are pending
 FIELDS = ("slot_expert", "slot_quota", "home_quota")
-_EXPERT = {"w": ((16,), torch.uint8)}  # next to nothing to move
-_EMPTY = 255
+_SEGMENTS = {"w": 16}  # bytes of a tiny expert
 
 
 def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
-    """Measure on a device; return the exit status, 1: something is not the host's.
+    """Measure on a device; return the exit status, 1 if a result differs from the host's.
 
     Raises:
-        UltraEPError: there is no device, or a load of the trace is none.
+        UltraEPError: there is no device, or a load of the trace is invalid.
     """
     lines = [
         f"{describe_loads(settings.tokens, settings.topk)}; target {settings.target:g}",
         "times: medians over loads, in us; counts without exchange; counts + plan: one launch",
-        "schedule: how much longer a transfer takes that makes it; shares: a reroute of nothing",
+        "schedule: how much longer a transfer takes that makes it; shares: a reroute of padding",
     ]
     report.header("plan, engine cuda", lines, device=meter.describe())
     records: list[Record] = []
@@ -62,29 +63,29 @@ def run_device(meter: Meter, settings: PlanSettings, report: Report) -> int:
         for size, family, loads in each_cell(settings, report):
             records.append(measure_row(meter, settings, size, family, loads))
     except BaseException:  # Ctrl-C too
-        if records:  # which took their time
-            _tell(settings, report, records)
+        if records:  # keep them: they took long
+            _finish(settings, report, records)
         raise
-    _tell(settings, report, records)
-    return 1 if any(record["wrong_values"] for record in records) else 0
+    return _finish(settings, report, records)
 
 
-def _tell(settings: PlanSettings, report: Report, records: list[Record]) -> None:
+def _finish(settings: PlanSettings, report: Report, records: list[Record]) -> int:
     report.show(format_records(_columns(settings.warps), records))
     described = {**describe_settings(settings), "warps": list(settings.warps)}
-    report.write(report.document(records, described, gated=False))
+    wrong = sum(record["wrong_values"] for record in records)
+    return report.finish(records, described, wrong=wrong, gated=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sourced:
-    """A load by source, its plan by the host, and what rank 0 routes.
+    """A load by source, rank 0's ids, and the host's results for them.
 
     Attributes:
         load: int32 ``[G, E]``.
-        ids: int64 ``[N, 1]``, which row 0 counts.
+        ids: int64 ``[N, 1]``, counted by row 0.
         plan: of the load.
-        physical: where the ids go.
-        host_us: the core's time for the plan.
+        physical: the rerouted ids.
+        host_us: time of the C++ planner.
     """
 
     load: torch.Tensor
@@ -97,7 +98,7 @@ class Sourced:
     def of(
         cls, total: NDArray[np.int64], size: PlanSize, target: float, draw: np.random.Generator
     ) -> Sourced:
-        """Deal a load's tokens out to sources that are alike."""
+        """Draw the sources of a load's tokens, uniformly; plan and reroute on the host."""
         shares = np.full(size.num_ranks, 1 / size.num_ranks)
         load = np.ascontiguousarray(draw.multinomial(total, shares).T, dtype=np.int32)
         ids = draw.permutation(np.repeat(np.arange(size.num_experts), load[0]))[:, None]
@@ -117,23 +118,19 @@ class Sourced:
 def measure_row(
     meter: Meter, settings: PlanSettings, size: PlanSize, family: str, totals: Loads
 ) -> Record:
-    """Plan, count and reroute all loads of one size and family, and check all of it.
-
-    Returns:
-        The JSON record of the row.
-    """
+    """Time and check plan, counts and reroute of one size and family; return the JSON record."""
     draw = np.random.default_rng(0)
     cases = [Sourced.of(total, size, settings.target, draw) for total in totals]
     runs = []
     for num_warps in settings.warps:
         stages = _make_stages(size, num_warps)
-        if stages.plan_warps == num_warps:  # else as many do not fit
+        if stages.plan_warps == num_warps:  # else shared memory limits the number
             runs.append(_measure_plans(meter, settings, stages, cases))
     (group,) = new_loopback_groups(
         1,
         num_experts=size.num_experts,
         slots_per_rank=1,
-        expert=_EXPERT,
+        expert={"w": ((16,), torch.uint8)},
         engine="cuda",
         num_sms=1,
     )
@@ -142,22 +139,19 @@ def measure_row(
     stages.raise_fault()
     group.close()
     counts_us, launch_us, shares_us, reroute_us, wrong = np.array(others).T
-    every = AllRanks.of(size)
+    every = AllRanks.of(meter, size)
     ranks = []
     if every is not None:
         for case in cases:
             given = (case.load, case.plan, ids_of(case.load), settings.target)
-            ranks.append(every.measure(meter, *given))
-        every.close()
+            ranks.append(every.measure(*given))
+        every.ranks.close()
     device_us, host_us = ([getattr(t, name) for t in ranks] for name in ("device_us", "host_us"))
     wrong_values = int(wrong.sum()) + sum(times.wrong_values for times in ranks)
     return {
         "op": "plan",
         "engine": "cuda",
-        "ranks": size.num_ranks,
-        "experts": size.num_experts,
-        "slots": size.slots_per_rank,
-        "domain_size": size.domain_size,
+        **size.describe(),
         "family": family,
         "vectors": len(cases),
         "host_us": _percentiles([case.host_us for case in cases]),
@@ -166,7 +160,7 @@ def measure_row(
         "counts_us": _percentiles(counts_us),
         "launch_us": _percentiles(launch_us),
         "at_once_us": _percentiles([t.at_once_us for t in ranks if t.at_once_us is not None]),
-        # How much longer a transfer is whose schedule its kernel has to make.
+        # The extra time of a transfer whose kernel makes the schedule.
         "schedule_us": _percentiles(np.subtract(device_us, host_us)),
         "tiny_device_plan_us": _percentiles(device_us),
         "tiny_host_plan_us": _percentiles(host_us),
@@ -181,7 +175,7 @@ def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, flo
 
 
 def _columns(warps: Sequence[int]) -> list[Column]:
-    """Return the columns, one for each number of warps."""
+    """Return the columns, with one for each number of warps."""
 
     def plan_us(num_warps: int) -> Callable[[Any], Any]:
         return lambda record: next(
@@ -206,7 +200,7 @@ def _columns(warps: Sequence[int]) -> list[Column]:
 
 
 def _make_stages(size: PlanSize, num_warps: int | None) -> CudaStages:
-    """Return rank 0 of so many: it plans by itself."""
+    """Return the local stages of rank 0, which need no peers."""
     topology = Topology.make(
         num_ranks=size.num_ranks,
         num_experts=size.num_experts,
@@ -235,7 +229,7 @@ def _measure_plans(
             first = meter.time_us(plan, 1, 1, line_up=lambda: None)
         times.append(meter.time_us(plan, PLAN_CALLS, 1))
         meter.settle()
-        wrong += sum(differ(getattr(plans[0], name), getattr(case.plan, name)) for name in FIELDS)
+        wrong += count_wrong_plan(plans[0], case.plan)
     stages.raise_fault()
     return {
         "warps": stages.plan_warps,
@@ -248,11 +242,11 @@ def _measure_plans(
 def _measure_others(
     meter: Meter, stages: CudaStages, group: Group, case: Sourced
 ) -> tuple[float, float, float, float, int]:
-    """Return the times of counts, nothing, a reroute of padding, and of all ids; what is wrong."""
+    """Return the times of counts, an empty launch, reroutes of padding and of ids; wrong values."""
     ids, padding = stages.put(case.ids), stages.put(torch.full((1, 1), -1))
     plan = stages.plan(stages.put(case.load), 1_000_000, None)
     meter.settle()
-    for name in FIELDS:  # the host's, whatever the target
+    for name in FIELDS:  # use the host's plan, whatever the target
         getattr(plan, name).copy_(getattr(case.plan, name))
     found: dict[str, torch.Tensor] = {}
 
@@ -266,25 +260,26 @@ def _measure_others(
     launch_us = meter.time_us(lambda: stages.save([], None, 0, 0), PLAN_CALLS, 1)
     shares_us = meter.time_us(shares, PLAN_CALLS, 1)
     meter.settle()
-    with suppress(InvalidLoadError):  # padding is not what was counted, and the shares are the same
+    with suppress(InvalidLoadError):  # padding was not counted in the load
         stages.raise_fault()
     reroute_us = meter.time_us(reroute, PLAN_CALLS, 1)
     meter.settle()
-    wrong = differ(found["counts"], case.load[:1]) + differ(found["ids"], case.physical)
+    wrong = count_unequal(found["counts"], case.load[:1])
+    wrong += count_unequal(found["ids"], case.physical)
     return gather_us, launch_us, shares_us, reroute_us, wrong
 
 
-# ---- all ranks of a size on one GPU: what cannot be timed on a single one ------------------------
+# ---- all ranks of a size on one GPU -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksTimes:
-    """Of one load, in microseconds.
+    """Times of one load, in microseconds.
 
     Attributes:
-        device_us: a transfer of tiny experts, its plan on the device.
-        host_us: the same with the plan on the CPU, and so its schedule from there.
-        at_once_us: of `gather_and_plan`, replayed; None: it is not one launch here.
+        device_us: transfer of tiny experts with the plan on the device.
+        host_us: the same with plan and schedule made on the CPU.
+        at_once_us: replayed `gather_and_plan`; None if it is not one launch here.
         wrong_values: of slots, loads and plans.
     """
 
@@ -295,115 +290,77 @@ class RanksTimes:
 
 
 class AllRanks:
-    """A loopback group of a size, with a block for each rank."""
+    """A loopback group of a size, with one block for each rank and tiny experts."""
 
-    def __init__(self, size: PlanSize) -> None:
-        """Make the group, and weights that tell experts apart."""
-        self.groups = new_loopback_groups(
-            size.num_ranks,
+    def __init__(self, meter: Meter, size: PlanSize) -> None:
+        """Create the group."""
+        self.ranks = WeightRanks(
+            meter,
+            num_ranks=size.num_ranks,
             num_experts=size.num_experts,
-            slots_per_rank=size.slots_per_rank,
+            slots=size.slots_per_rank,
+            fabric="loopback",
+            segments=_SEGMENTS,
             home=size.home,
             domains=size.domain,
-            expert=_EXPERT,
-            engine="cuda",
             num_sms=1,
         )
-        self._bound = []
-        for group in self.groups:
-            weights = group.empty_weights()
-            mains = torch.from_numpy(group.topology.mains(group.rank) % _EMPTY).to(torch.uint8)
-            weights["w"].copy_(mains[:, None].expand(weights["w"].shape))
-            self._bound.append(group.bind(weights))
+        self._payload, self._epoch = Payload(0, _SEGMENTS), 0
 
     @classmethod
-    def of(cls, size: PlanSize) -> AllRanks | None:
-        """Return them; None: the device, or a launch, has no block for each."""
+    def of(cls, meter: Meter, size: PlanSize) -> AllRanks | None:
+        """Return the ranks; None if the device, or a launch, has no block for each."""
         most = min(device.find_device().num_sms, _core.CUDA_MAX_LAUNCH_RANKS)
-        return cls(size) if size.num_ranks <= most else None
+        return cls(meter, size) if size.num_ranks <= most else None
 
     def measure(
-        self,
-        meter: Meter,
-        load: torch.Tensor,
-        plan: Plan,
-        ids: Sequence[torch.Tensor],
-        target: float,
+        self, load: torch.Tensor, plan: Plan, ids: Sequence[torch.Tensor], target: float
     ) -> RanksTimes:
-        """Time calls with the host's plan of a load for a target, and check what they leave.
+        """Time calls with the host's plan of a load for a target, and check their results.
 
-        ``ids`` are what each rank's row of the load counts, int64, on the CPU.
+        ``ids`` are int64 tensors on the CPU; each rank's row of the load counts its tensor.
         """
-        stages = device_stages(self.groups[0])
-        there = Plan(
+        groups, meter = self.ranks.groups, self.ranks.meter
+        stages = device_stages(groups[0])
+        on_device = Plan(
             slot_expert=stages.put(plan.slot_expert),
             home=stages.home,
             slot_quota=stages.put(plan.slot_quota),  # type: ignore[arg-type]
             home_quota=stages.put(plan.home_quota),  # type: ignore[arg-type]
         )
         times, wrong = [], 0
-        for given in (there, plan):
-            for group in self.groups:
-                group.slots["w"].fill_(_EMPTY)
+        for given in (on_device, plan):
+            self._epoch += 1
+            self.ranks.mark_slots()
+            self.ranks.fill(plan, self._payload, self._epoch)
             meter.settle()
-            run = self._replicating(given)
-            times.append(meter.time_us(run, _GATHER_CALLS, len(self.groups)))
+            run = functools.partial(self.ranks.call, given, "auto")
+            times.append(meter.time_us(run, _GATHER_CALLS, len(groups)))
             meter.settle()
-            wrong += self._wrong_slots(plan)
+            wrong += self.ranks.count_wrong(plan, self._payload, self._epoch)
         at_once_us = None
-        if plans_at_once(self.groups[0]):
+        if plans_at_once(groups[0]):
             own = [stages.put(i) for i in ids]
             made: list[Plan] = []
-            gather_and_plan_together(self.groups, own, target)  # a capture needs what it makes
+            gather_and_plan_together(groups, own, target)  # allocates, so that it can be captured
             meter.settle()
-            # As many events as ranks go with a call of all, if it is not captured.
 
             def plan_all() -> None:
-                made[:] = gather_and_plan_together(self.groups, own, target)
+                made[:] = gather_and_plan_together(groups, own, target)
 
+            # Replayed: without capture, a call of all ranks enqueues as many events as ranks.
             replay = meter.capture(plan_all)
-            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(self.groups))
+            at_once_us = meter.time_us(replay, _GATHER_CALLS, len(groups))
             meter.settle()
             for found in made:
                 assert found.load is not None
-                wrong += differ(found.load, load)
-                wrong += sum(differ(getattr(found, n), getattr(plan, n)) for n in FIELDS)
+                wrong += count_unequal(found.load, load) + count_wrong_plan(found, plan)
         return RanksTimes(
             device_us=times[0], host_us=times[1], at_once_us=at_once_us, wrong_values=wrong
         )
 
-    def close(self) -> None:
-        """Close the group."""
-        for group in self.groups:
-            group.close()
-
-    def _replicating(self, plan: Plan) -> Callable[[], None]:
-        def run() -> None:
-            works = [
-                replicate_experts(bound, plan, group=group, async_op=True)
-                for group, bound in zip(self.groups, self._bound, strict=True)
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-
-        return run
-
-    def _wrong_slots(self, plan: Plan) -> int:
-        table = plan.slot_expert
-        expected = torch.where(table < 0, _EMPTY, table % _EMPTY).to(torch.uint8)
-        return sum(
-            differ(group.slots["w"], expected[group.rank][:, None].expand(-1, 16))
-            for group in self.groups
-        )
-
 
 def ids_of(load: torch.Tensor) -> list[torch.Tensor]:
-    """Return int64 ``[N, 1]`` for each row of a load: what it counts, in the order of experts."""
+    """Return int64 ids ``[N, 1]`` for each row of a load, sorted by expert."""
     experts = np.arange(load.shape[1])
     return [torch.from_numpy(np.repeat(experts, row)[:, None]) for row in load.numpy()]
-
-
-def differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    """Return how many values are different."""
-    return int((found.cpu() != expected).sum())

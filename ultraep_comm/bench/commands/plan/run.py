@@ -1,4 +1,4 @@
-"""What ``plan`` compares, or times on a device. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``plan``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ultraep_comm.plan.schedule import transfer_bound
 
 
 def run(settings: PlanSettings, report: Report) -> int:
-    """Plan everything in this process; return the exit status.
+    """Compare planners, or time kernels; return the exit status.
 
     Raises:
-        UltraEPError: there is no device, or a load of the trace is none.
+        UltraEPError: there is no device, or a load of the trace is invalid.
     """
     if settings.engine == "host":
         return run_host(settings, report)
@@ -41,7 +41,7 @@ def run(settings: PlanSettings, report: Report) -> int:
 
 
 def run_host(settings: PlanSettings, report: Report) -> int:
-    """Compare planners."""
+    """Compare planners; return the exit status."""
     rebalance = find_eplb()
     eplb = "eplb: with the exact load, every slot filled, mains moved"
     seeds = f", {settings.seeds} of a family"
@@ -51,7 +51,7 @@ def run_host(settings: PlanSettings, report: Report) -> int:
         "plan",
         [
             f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}",
-            eplb if rebalance is not None else "eplb: not installed, so not compared with",
+            eplb if rebalance is not None else "eplb: not installed",
         ],
     )
     records = [
@@ -67,11 +67,7 @@ def run_host(settings: PlanSettings, report: Report) -> int:
 def measure_row(
     size: PlanSize, family: str, loads: Loads, target: float, rebalance: Rebalance | None
 ) -> Record:
-    """Plan all loads of one size and family with every planner, and time ours.
-
-    Returns:
-        The JSON record of the row.
-    """
+    """Plan all loads of one size and family with every planner; return the JSON record."""
     ours = [plan_load(size, load, target) for load in loads]
     published = [_plan_published(size, load, target) for load in loads]
     times = [time_core_us(size, load, target) for load in loads]
@@ -79,10 +75,7 @@ def measure_row(
     bound = np.array([plan.imbalance_bound for plan in ours])
     return {
         "op": "plan",
-        "ranks": size.num_ranks,
-        "experts": size.num_experts,
-        "slots": size.slots_per_rank,
-        "domain_size": size.domain_size,
+        **size.describe(),
         "family": family,
         "vectors": len(loads),
         "imbalance_before": float(np.mean(before)),
@@ -143,7 +136,7 @@ def _judge(plans: Sequence[Plan]) -> Record:
 
 
 def _transfer_ratio(ours: Sequence[Plan], published: Sequence[Plan]) -> float | None:
-    """Return the mean of our T over the published planner's, where both replicate."""
+    """Return the mean ratio of our T to the published planner's, where both replicate."""
     own, theirs = _transfers(ours), _transfers(published)
     both = (own > 0) & (theirs > 0)
     return float((own[both] / theirs[both]).mean()) if both.any() else None

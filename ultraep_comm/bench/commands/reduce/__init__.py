@@ -12,7 +12,7 @@ from ultraep_comm.bench.commands.replicate import (
     add_transfer_arguments,
     check_transfer,
 )
-from ultraep_comm.bench.options import check_memory
+from ultraep_comm.bench.options import check_memory, take
 from ultraep_comm.errors import InvalidArgumentError
 
 REDUCE_MODES = ("pull", "direct", "auto")
@@ -21,12 +21,12 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceSettings(ReplicateSettings):
-    """Checked arguments of ``reduce``. Segments have the bytes of gradients in a slot.
+    """Checked arguments of ``reduce``. ``segments`` has the bytes of gradients in a slot.
 
     Attributes:
-        grad_dtype: of gradients in slots, by torch's name.
-        main_dtype: of main gradients.
-        zero: clear the slots that were added.
+        grad_dtype: name of the dtype of slot gradients.
+        main_dtype: name of the dtype of main gradients.
+        zero: clear slot gradients after they are added.
     """
 
     op: ClassVar[str] = "reduce"
@@ -37,7 +37,7 @@ class ReduceSettings(ReplicateSettings):
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of an element in slots."""
+        """Return the bytes of an element of slot gradients."""
         return ITEM_BYTES[self.grad_dtype]
 
     @property
@@ -52,14 +52,14 @@ class ReduceSettings(ReplicateSettings):
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of all ranks' main and slot gradients at the largest size."""
+        """Return the bytes of main and slot gradients on all ranks, at the largest size."""
         mains = self.num_experts * self.main_bytes
         slots = self.num_ranks * self.slots * self.grad_bytes
         return (mains + slots) * (sum(self.sizes[-1].values()) // self.grad_bytes)
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return what a header and JSON say of this command alone."""
+        """Return further settings for header and JSON."""
         return self.describe("grad_dtype", "main_dtype", "zero")
 
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--zero",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="clear the slots that were added (the default)",
+        help="clear slot gradients after they are added (the default)",
     )
 
 
@@ -83,20 +83,18 @@ def make_settings(options: argparse.Namespace) -> ReduceSettings:
     """Check the arguments of ``reduce`` and make or read the load.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
     settings = ReduceSettings(
         **check_transfer(options, REDUCE_MODES),
-        grad_dtype=options.grad_dtype,
-        main_dtype=options.main_dtype,
-        zero=options.zero,
+        **take(options, "grad_dtype", "main_dtype", "zero"),
     )
     item = settings.grad_bytes
     for name, size in (pair for segments in settings.sizes for pair in segments.items()):
         if size % item != 0:
             raise InvalidArgumentError(
-                f"segment {name!r} has {size} bytes; expected a multiple of {item}, the bytes of"
+                f"segment {name!r} has {size} bytes; expected a multiple of {item}, the size of"
                 f" {options.grad_dtype}"
             )
     check_memory(settings.needed_bytes, settings.engine)
@@ -107,7 +105,7 @@ COMMAND = Command(
     name="reduce",
     help="add the gradients of a plan's replicas to the main gradients",
     description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
-    " adding out of shared memory, on one plan, with interleaved iterations. Sizes take the"
+    " adding from shared memory, on one plan, with interleaved iterations. Sizes take the"
     " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
     " 2 after other errors.",
     add_arguments=add_arguments,

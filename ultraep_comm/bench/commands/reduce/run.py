@@ -1,4 +1,4 @@
-"""What ``reduce`` measures. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``reduce``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ultraep_comm.bench.baselines import cut_line, exchange
 from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.commands.reduce import ReduceSettings
-from ultraep_comm.bench.commands.replicate.one_plan import run_one_plan
+from ultraep_comm.bench.commands.replicate.run import run_one_plan
 from ultraep_comm.bench.inside import slot_grad_address
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import (
@@ -29,7 +29,7 @@ from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
-_BLOCK_BYTES = 256 << 10  # of gradients, added and cleared while they are in a cache
+_BLOCK_BYTES = 256 << 10  # of gradients, added and cleared in a cache
 
 
 def run(settings: ReduceSettings, report: Report) -> int:
@@ -38,17 +38,17 @@ def run(settings: ReduceSettings, report: Report) -> int:
 
 
 class Reduction:
-    """`reduce_expert_grads`, as one of `one_plan.Collective`."""
+    """`reduce_expert_grads` as a `one_plan.Collective`."""
 
-    # One call at a time: a second would add what is left in slots.
+    # One call at a time: a second one would add the same slot gradients again.
     calls, lined_up, empty_mode = 1, True, "pull"
 
     def make_ranks(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> GradRanks:
-        """Make groups, and main gradients. Collective, but in loopback."""
+        """Create groups and main gradients. Collective, but in loopback."""
         return GradRanks(meter, settings, num_sms)
 
     def make_payload(self, settings: ReduceSettings) -> GradPayload:
-        """Return what all gradients are."""
+        """Return the expected gradients."""
         return GradPayload(
             settings.seed,
             settings.elements,
@@ -58,18 +58,18 @@ class Reduction:
         )
 
     def host_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
-        """Return what a user would do, and what the machine can do."""
+        """Return isend/irecv over gloo with local adds, and plain adding."""
         return [GlooReduction(ranks, plan), CopyAdd(ranks, plan)]
 
     def device_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
-        """Return nothing: copies are all."""
+        """Return none besides copies."""
         return []
 
     def busiest_rank(self, settings: ReduceSettings, plan: Plan, mode: str) -> float:
-        """Return what the rank that loads most from others loads in a mode, in experts.
+        """Return the most that any rank loads from peers, in experts.
 
-        In pull each of n replicas loads its share of the n - 1 others, and the home the sums; in
-        direct, and of one replica, the home loads all.
+        In pull each of n > 1 replicas loads its share of the n - 1 others, and the home rank loads
+        the sums. In direct, and for n = 1, the home rank loads everything.
         """
         loads = np.zeros(settings.num_ranks)
         slots = plan.slot_expert.numpy()
@@ -81,7 +81,7 @@ class Reduction:
         return float(loads.max())
 
     def traffic(self, settings: ReduceSettings, plan: Plan, mode: str) -> Traffic:
-        """Return what a call on a device moves."""
+        """Return the bytes that a call on a device moves."""
         return count_reduction_traffic(
             plan,
             mode,
@@ -93,13 +93,13 @@ class Reduction:
         )
 
     def tile_us(self, meter: Meter, settings: ReduceSettings, num_sms: int) -> float | None:
-        """Return None: there are no hubs but the replicas themselves."""
+        """Return None: the replicas themselves are the hubs."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Own:
-    """Memory that a baseline adds to in place of main gradients: a range of a main's elements."""
+class MainRange:
+    """Private memory of a baseline for a range of an expert's main gradients."""
 
     data: torch.Tensor
     expert: int
@@ -110,17 +110,17 @@ class Own:
 class GradRanks(Ranks):
     """Ranks that call `reduce_expert_grads`.
 
-    Weights in slots, gradients in empty ones and main gradients of other experts are full of
-    SENTINEL, and stay so.
+    Slots, gradients of empty slots and main gradients of experts without replicas are filled with
+    SENTINEL and must keep it.
 
     Attributes:
         mains: main gradients of each rank here, ``{name: [M, elements]}``.
-        zero: whether slots are cleared.
-        own: more to fill with the values of main gradients.
+        zero: slot gradients are cleared.
+        ranges: of a baseline, to fill with the values of main gradients.
     """
 
     def __init__(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> None:
-        """Allocate and bind main gradients where slots are. Collective, but in loopback."""
+        """Create the groups; allocate and bind main gradients. Collective, but in loopback."""
         elements, dtype = settings.elements, getattr(torch, settings.main_dtype)
         super().__init__(
             meter,
@@ -128,7 +128,7 @@ class GradRanks(Ranks):
             num_experts=settings.num_experts,
             slots=settings.slots,
             fabric=settings.fabric,
-            # Weights are not moved, and as small as can be.
+            # Weights are not moved, so one byte stands for each element.
             expert={name: ((count,), torch.uint8) for name, count in elements.items()},
             grads=getattr(torch, settings.grad_dtype),
             tile_bytes=settings.tile_bytes,
@@ -142,7 +142,7 @@ class GradRanks(Ranks):
             for group in self.groups
         ]
         self._bound = [g.bind_grads(m) for g, m in zip(self.groups, self.mains, strict=True)]
-        self.zero, self.own = settings.zero, list[Own]()
+        self.zero, self.ranges = settings.zero, list[MainRange]()
         for group, mains in zip(self.groups, self.mains, strict=True):
             for tensor in (*group.slots.values(), *group.slot_grads.values(), *mains.values()):
                 tensor.view(torch.uint8).fill_(SENTINEL)
@@ -160,7 +160,7 @@ class GradRanks(Ranks):
         )
 
     def fill(self, plan: Plan, payload: GradPayload, epoch: int) -> None:
-        """Give the gradients of replicated experts here, in all instances, a new epoch's values."""
+        """Write the gradients of an epoch to all instances here of replicated experts."""
         replicas = list(replicas_of(plan))
         replicated = {expert for expert, *_ in replicas}
         for group, mains in zip(self.groups, self.mains, strict=True):
@@ -172,12 +172,12 @@ class GradRanks(Ranks):
                 for name, rows in group.slot_grads.items() if rank == group.rank else ():
                     at = {"epoch": epoch, "expert": expert, "rank": rank}
                     rows[slot].copy_(payload.values(**at, segment=name))
-        for own in self.own:
+        for own in self.ranges:
             main = payload.values(epoch=epoch, expert=own.expert, rank=MAIN, segment=own.segment)
             own.data.copy_(main[own.begin : own.begin + own.data.numel()])
 
     def count_wrong(self, plan: Plan, payload: GradPayload, epoch: int) -> int:
-        """Compare main gradients with the definition, those of other experts with before; slots."""
+        """Return the wrong bytes of main gradients and slots on these ranks."""
         wrong = self.count_wrong_slots(plan)
         for group, mains in zip(self.groups, self.mains, strict=True):
             for expert, i in main_index(group).items():
@@ -193,7 +193,7 @@ class GradRanks(Ranks):
         return wrong
 
     def count_wrong_slots(self, plan: Plan) -> int:
-        """Return bytes that are not zero in slots that were cleared, or not as before in others."""
+        """Return the nonzero bytes of cleared slots, and the changed bytes of other slots."""
         wrong = 0
         for group in self.groups:
             wrong += sum(count_disturbed(slots.cpu().numpy()) for slots in group.slots.values())
@@ -208,15 +208,15 @@ class GradRanks(Ranks):
 
 
 class GlooReduction:
-    """What a user would do today: every replica's gradients travel home by isend and irecv.
+    """What users do today: isend and irecv of every replica's gradients to the home rank.
 
-    There they are added up as the library adds them, and slots are cleared.
+    The home rank adds them in the library's order, and slots are cleared.
     """
 
     name = "gloo"
 
     def __init__(self, ranks: GradRanks, plan: Plan) -> None:
-        """Make the operations, and the private buffers to receive into."""
+        """Prepare the operations and private receive buffers."""
         self._ranks, self._plan = ranks, plan
         self._operations: list[dist.P2POp] = []
         self._clears: list[torch.Tensor] = []
@@ -239,7 +239,7 @@ class GlooReduction:
         """Send and receive everything, wait, add and clear."""
         exchange(self._operations)
         for main, buffers in self._sums:
-            total = buffers[0].float()  # itself, if it is fp32
+            total = buffers[0].float()  # no copy of fp32
             for buffer in buffers[1:]:
                 total.add_(buffer)
             if main.dtype == torch.float32:
@@ -250,21 +250,21 @@ class GlooReduction:
             sent.zero_()
 
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
-        """Compare main gradients and slots."""
+        """Return the wrong bytes of main gradients and slots."""
         return self._ranks.count_wrong(self._plan, payload, epoch)
 
 
 class CopyAdd:
-    """The machine's rate of adding: as many additions, spread evenly over the ranks.
+    """The machine's rate of adding: the same additions, spread evenly over the ranks.
 
-    One for every replica's gradients, out of slots in shared memory and into memory of one's own,
-    and clearing them. The gradients of all replicas lie in a line, cut into equal parts.
+    Every replica's gradients are added from the slot in shared memory to private memory, and
+    cleared. The concatenated gradients of all replicas are cut into equal parts.
     """
 
     name = "copy+add"
 
     def __init__(self, ranks: GradRanks, plan: Plan) -> None:
-        """Find this rank's part, and allocate what it is added to."""
+        """Find this rank's part, and allocate the memory to add to."""
         self._ranks, self._plan = ranks, plan
         (group,), (mains,) = ranks.groups, ranks.mains
         domain = group.topology.domain
@@ -278,20 +278,20 @@ class CopyAdd:
         names, rows = list(group.slot_grads), list(group.slot_grads.values())
         sizes = [rows[segment][0].nbytes for *_, segment in pieces]
         main_dtype, grad_dtype = next(iter(mains.values())).dtype, rows[0].dtype
-        self._checks: list[tuple[Own, int]] = []
+        self._checks: list[tuple[MainRange, int]] = []
         self._blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast = torch.empty(_BLOCK_BYTES // grad_dtype.itemsize, dtype=torch.float32)
         for piece, low, high in cut_line(sizes, here.index(group.rank), len(here)):
             expert, rank, slot, segment = pieces[piece]
             at = slot_grad_address(group, rank, slot, segment, sizes[piece]) + low
             source = _view(at, high - low, grad_dtype)
-            own = Own(
+            own = MainRange(
                 data=torch.zeros(source.numel(), dtype=main_dtype),
                 expert=expert,
                 segment=names[segment],
                 begin=low // grad_dtype.itemsize,
             )
-            ranks.own.append(own)
+            ranks.ranges.append(own)
             self._checks.append((own, rank))
             step = self._cast.numel()
             for begin in range(0, source.numel(), step):
@@ -310,7 +310,7 @@ class CopyAdd:
                 source.zero_()
 
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
-        """Compare what was added to, and slots."""
+        """Return the wrong bytes of the sums and of slots."""
         wrong = self._ranks.count_wrong_slots(self._plan)
         for own, rank in self._checks:
             at = {"epoch": epoch, "expert": own.expert}
@@ -320,6 +320,6 @@ class CopyAdd:
 
 
 def _view(address: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of this process as a tensor."""
+    """Wrap memory of this process as a tensor."""
     data = (ctypes.c_uint8 * num_bytes).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(data)).view(dtype)

@@ -1,11 +1,10 @@
-"""``replicate``: arguments and settings, which a command like it shares."""
+"""``replicate``: arguments and settings, partly shared with ``reduce``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ultraep_comm.bench.command import Command
@@ -20,19 +19,21 @@ from ultraep_comm.bench.options import (
     Settings,
     add_bandwidth_limit,
     add_bound_limit,
+    add_engine,
     add_outputs,
     add_rounds,
     add_sweep,
+    add_trace,
     check_memory,
     check_ranks,
     check_rate_known,
     check_shared,
     default_imbalance,
     parse_times,
+    read_trace,
     sweep_segments,
 )
 from ultraep_comm.bench.sizes import parse_counts
-from ultraep_comm.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,13 +49,13 @@ class ReplicateSettings(Settings):
 
     Attributes:
         load: int32 ``[G, E]``.
-        load_source: where it comes from, for the header.
-        slots: replicas that a rank can hold.
+        load_source: description of the load, for the header.
+        slots: S.
         segments: bytes of one expert, by segment.
-        sweep: the same of further sizes, ascending; empty: there is one size.
-        modes: what is measured.
+        sweep: segments of further sizes, ascending; empty if there is one size.
+        modes: to measure.
         times: time columns of the table, of `options.TIMES`.
-        num_sms: workers of a rank, one run of the modes for each; empty: the engine's default.
+        num_sms: workers of a rank, one measurement for each; empty: the engine's default.
     """
 
     op: ClassVar[str] = "replicate"
@@ -85,13 +86,13 @@ class ReplicateSettings(Settings):
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of all ranks' experts and slots at the largest size."""
+        """Return the bytes of experts and slots on all ranks, at the largest size."""
         instances = self.num_experts + self.num_ranks * self.slots
         return instances * sum(self.sizes[-1].values())
 
     @property
     def more(self) -> dict[str, Any]:
-        """Return what a header and JSON say of this command alone."""
+        """Return further settings for header and JSON."""
         return {}
 
 
@@ -99,7 +100,7 @@ Sized = TypeVar("Sized", bound=ReplicateSettings)
 
 
 def each_size(settings: Sized) -> Iterator[Sized]:
-    """Yield the settings of every size of a sweep, each for a run of its own."""
+    """Yield settings for each size of a sweep alone."""
     for segments in settings.sizes:
         yield replace(settings, segments=segments, sweep=())
 
@@ -113,45 +114,30 @@ def add_transfer_arguments(
     parser: argparse.ArgumentParser, *, modes: Sequence[str], expert_bytes: str
 ) -> None:
     """Add the arguments of a command that times one collective on one plan."""
-    add = parser.add_argument_group("what is moved").add_argument
-    add("--ranks", type=int, help=f"ranks to start (default {DEFAULT_RANKS}; torchrun's under it)")
-    add("--experts", type=int, help=f"(default {DEFAULT_EXPERTS}, or the trace's)")
-    add("--slots", type=int, default=2, help="replicas that a rank can hold (default 2)")
+    add = parser.add_argument_group("transfer").add_argument
+    add("--ranks", type=int, help=f"ranks (default {DEFAULT_RANKS}, or the launcher's)")
+    add("--experts", type=int, help=f"experts (default {DEFAULT_EXPERTS}, or the trace's)")
+    add("--slots", type=int, default=2, help="slots of a rank (default 2)")
     add_sweep(add, expert_bytes=expert_bytes, default="16M")
     add(
         "--segments",
         default="2",
         metavar="N|NAME=SIZE,...",
-        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: besides, a"
-        " scale of a 64th each), or names and sizes (default 2)",
+        help="tensors of an expert: a number (2: w13 with two thirds, and w2; more: also scales"
+        " of a 64th each), or names and sizes (default 2)",
     )
     add("--imbalance", type=float, help=f"of the generated load (default {DEFAULT_IMBALANCE:g})")
-    add("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead of generated load")
-    add("--step", type=int, default=0, help="of the trace (default 0)")
-    add("--layer", type=int, default=0, help="of the trace (default 0)")
+    add_trace(add, "recorded routing instead of generated load")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
-    add = parser.add_argument_group("what moves it").add_argument
-    add(
-        "--engine",
-        choices=["auto", "host", "cuda"],
-        default="host",
-        help='auto: cuda where there is a GPU and a kernel for it, else host (default "host")',
-    )
-    add(
-        "--fabric",
-        choices=["auto", "shm", "nvshmem", "torch", "loopback"],
-        default="auto",
-        help="of the CUDA engine: loopback, all ranks on one GPU in this process, or nvshmem or"
-        " torch (its symmetric memory), a process and a GPU for each (default: nvshmem under"
-        " torchrun or srun, else loopback)",
-    )
+    add = parser.add_argument_group("engine").add_argument
+    add_engine(add)
     add(
         *("--num-sms", "--sms"),
         metavar="N,...",
         help="workers of a rank: threads, or blocks on the GPU; a list, such as 4,8,16, is"
-        " measured one by one (default: the engine's)",
+        " measured one after another (default: the engine's)",
     )
-    add("--mode", choices=[*modes, "all"], default="all", help="(default all)")
+    add("--mode", choices=[*modes, "all"], default="all", help="mode to measure (default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
     add_rounds(parser.add_argument_group("iterations").add_argument, "load and payload")
     add = parser.add_argument_group("limits").add_argument
@@ -161,8 +147,8 @@ def add_transfer_arguments(
         "--link-gbps",
         type=float,
         metavar="GBPS",
-        help="of a rank's link, one way: the bound is then T* over it (default: the measured"
-        " copy rate, where all ranks share one memory)",
+        help="rate of a rank's link, one way, for the bound T* (default: the measured copy rate, if"
+        " all ranks share one memory)",
     )
     add = parser.add_argument_group("results").add_argument
     add_outputs(add)
@@ -171,7 +157,7 @@ def add_transfer_arguments(
         default=",".join(DEFAULT_TIMES),
         metavar="NAME,...",
         help=f"time columns of the table, of {', '.join(TIMES)} (default"
-        f" {','.join(DEFAULT_TIMES)}); rank-... are of the ranks' own means",
+        f" {','.join(DEFAULT_TIMES)}); rank-...: statistics of the ranks' mean times",
     )
 
 
@@ -179,7 +165,7 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
     """Check the arguments of ``replicate`` and make or read the load.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
     settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
@@ -188,10 +174,10 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
 
 
 def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, Any]:
-    """Check the arguments of :func:`add_transfer_arguments`; return what they set.
+    """Check the arguments of :func:`add_transfer_arguments`; return fields of settings.
 
     Raises:
-        InvalidArgumentError: as its text says.
+        InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
     found = check_shared(options, _MINIMA)
@@ -214,7 +200,6 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
 
 def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.int32], str]:
     from ultraep_comm.bench.loads import generate_load
-    from ultraep_comm.bench.traces import load_trace
 
     if options.trace is None:
         imbalance, experts = options.imbalance, options.experts
@@ -226,19 +211,7 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.
             seed=options.seed,
         )
         return load, f"generated, seed {options.seed}"
-    if options.imbalance is not None:
-        raise InvalidArgumentError("--imbalance is for generated load; the trace has its own")
-    load = load_trace(
-        options.trace,
-        num_ranks=num_ranks,
-        step=options.step,
-        layer=options.layer,
-        tokens_per_rank=options.tokens,
-    )
-    if options.experts not in (None, load.shape[1]):
-        raise InvalidArgumentError(
-            f"--experts is {options.experts}, but {options.trace} has {load.shape[1]}; leave it out"
-        )
+    load = read_trace(options, num_ranks)[1]
     return load, f"{options.trace.name}, step {options.step}, layer {options.layer}"
 
 

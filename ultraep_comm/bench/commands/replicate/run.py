@@ -1,4 +1,4 @@
-"""What ``replicate`` measures. bench/METRICS.md says what the figures mean."""
+"""The measurement of ``replicate``. bench/METRICS.md defines the figures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_comm.bench.baselines import PlainCopy, PointToPoint, StreamCopies, nccl_group
-from ultraep_comm.bench.clock import Meter
+from ultraep_comm.bench.clock import Meter, own_gpu
 from ultraep_comm.bench.commands.replicate import ReplicateSettings
-from ultraep_comm.bench.commands.replicate.one_plan import median_us, run_one_plan
+from ultraep_comm.bench.commands.replicate.device import median_us, run_device
+from ultraep_comm.bench.commands.replicate.host import run_host
+from ultraep_comm.bench.commands.replicate.one_plan import Collective
 from ultraep_comm.bench.inside import all_in_reach
 from ultraep_comm.bench.measure import Transfer
 from ultraep_comm.bench.payload import Payload
@@ -24,12 +26,25 @@ from ultraep_comm.plan.schedule import Schedule, make_schedule
 
 
 def run(settings: ReplicateSettings, report: Report) -> int:
-    """Measure; return the exit status."""
+    """Measure; return the exit status. See `run_one_plan`."""
     return run_one_plan(Replication(), settings, report)
 
 
+def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
+    """Measure a collective on the settings' engine; return the exit status.
+
+    Collective, but in loopback.
+
+    Raises:
+        UltraEPError: there is no device, a group could not be created, or a call failed.
+    """
+    if settings.engine == "host":
+        return run_host(collective, settings, report)
+    return run_device(own_gpu(), collective, settings, report)
+
+
 class Replication:
-    """`replicate_experts`, as one of `one_plan.Collective`."""
+    """`replicate_experts` as a `one_plan.Collective`."""
 
     calls, lined_up, empty_mode = TIMED_CALLS, False, "push"
 
@@ -40,7 +55,7 @@ class Replication:
         num_sms: int | None,
         segments: Mapping[str, int] | None = None,
     ) -> WeightRanks:
-        """Make groups and weights that peers can address. Collective, but in loopback."""
+        """Create groups, with weights that peers can address. Collective, but in loopback."""
         return WeightRanks(
             meter,
             num_ranks=settings.num_ranks,
@@ -53,17 +68,17 @@ class Replication:
         )
 
     def make_payload(self, settings: ReplicateSettings) -> Payload:
-        """Return what all experts are."""
+        """Return the expected bytes."""
         return Payload(settings.seed, settings.segments)
 
     def host_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return what a user would do, and what the machine can do."""
+        """Return isend/irecv over gloo, and memcpy."""
         return [PointToPoint(ranks, plan, "p2p", None), PlainCopy(ranks, plan)]
 
     def device_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return what else moves these bytes."""
+        """Return copies on streams, if all ranks are in reach, and isend/irecv over NCCL."""
         made: list[Transfer] = []
-        if all_in_reach(ranks.groups[0]):  # else some ranks are beyond load/store access
+        if all_in_reach(ranks.groups[0]):
             made.append(StreamCopies(ranks, plan))
         nccl = None if ranks.loopback else nccl_group()
         if nccl is not None:
@@ -71,11 +86,11 @@ class Replication:
         return made
 
     def busiest_rank(self, settings: ReplicateSettings, plan: Plan, mode: str) -> float:
-        """Return what the rank that moves most takes over its link in a mode, in experts."""
+        """Return the largest egress of a rank under the schedule, in experts."""
         return _schedule(settings, plan, mode, HOST_TILE_BYTES).max_egress
 
     def traffic(self, settings: ReplicateSettings, plan: Plan, mode: str) -> Traffic:
-        """Return what a call on a device moves."""
+        """Return the bytes that a call on a device moves."""
         return count_traffic(
             _schedule(settings, plan, mode, TILE_BYTES),
             num_ranks=settings.num_ranks,
@@ -84,7 +99,7 @@ class Replication:
         )
 
     def tile_us(self, meter: Meter, settings: ReplicateSettings, num_sms: int) -> float | None:
-        """Return the time of one tile that goes through a hub; None: too few ranks."""
+        """Return the time of one tile through a hub; None with too few ranks or slots."""
         plan = hub_plan(settings.load, settings.slots)
         if plan is None:
             return None
@@ -106,7 +121,7 @@ def _schedule(settings: ReplicateSettings, plan: Plan, mode: str, tile_bytes: in
 
 
 def hub_plan(load: NDArray[np.int32], slots: int) -> Plan | None:
-    """Return a plan of one expert with two replicas, one of which is a hub; None: too few ranks."""
+    """Return a plan of one expert with two replicas, one a hub; None without room for it."""
     num_ranks, num_experts = load.shape
     if num_ranks < 3 or slots < 1:
         return None

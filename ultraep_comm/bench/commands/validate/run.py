@@ -1,4 +1,4 @@
-"""What ``validate`` measures and predicts. bench/METRICS.md has the rules."""
+"""The measurements and predictions of ``validate``. bench/METRICS.md has the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ultraep_comm.bench.commands.calibrate import SHORTER, TINY
 from ultraep_comm.bench.commands.calibrate.run import MANY_GROUPS, make_costs
 from ultraep_comm.bench.commands.validate import ValidateSettings
 from ultraep_comm.bench.launch import GATE_MISSED, WRONG
-from ultraep_comm.bench.measure import add_up, figures_of, interleave, rate, slowest
+from ultraep_comm.bench.measure import figures_of, interleave, rate, slowest
 from ultraep_comm.bench.payload import Payload
 from ultraep_comm.bench.ranks import Filling, WeightRanks, count_experts, make_turns
 from ultraep_comm.bench.report import Record, Report
@@ -28,16 +28,17 @@ from ultraep_comm.model import Machine, predict
 from ultraep_comm.plan.plan import Plan
 
 MODES = ("auto", "push", "pull", "direct")
-_CALLS = 30  # in a row, of what moves next to nothing
+_CALLS = 30  # in a row, for tiny experts
 _FEW_CALLS = 3
 _BYTES_IN_A_ROW = 16 << 20
 
 
 def run(settings: ValidateSettings, report: Report) -> int:
-    """Calibrate, measure, predict; return the exit status, 3: the median error is above the gate.
+    """Calibrate, measure and predict; return the exit status, 3 if the gate is missed.
 
     Raises:
-        UltraEPError: a group could not be made, a transfer failed, or figures make no sense.
+        UltraEPError: a group could not be created, a transfer failed, or the calibration times are
+            inconsistent.
     """
     torch.set_num_threads(1)
     load_average = [os.getloadavg()[0]]
@@ -68,14 +69,13 @@ def run(settings: ValidateSettings, report: Report) -> int:
     ]
     summed = sum_up(settings, costs, times, records)
     report.show(format_results(costs, records, summed))
-    if report.speaks:
-        more = {
-            **summed,
-            "wrong_bytes": 0,  # else there is no document
-            "load_average": {"before": load_average[0], "after": load_average[-1]},
-        }
-        names = ("num_ranks", "plans", "sizes", "slots", "iters", "statistic", "seed")
-        report.write(report.document(records, settings.describe(*names), more=more, gated=False))
+    more = {
+        **summed,
+        "wrong_bytes": 0,  # else there is no document
+        "load_average": {"before": load_average[0], "after": load_average[-1]},
+    }
+    names = ("num_ranks", "plans", "sizes", "slots", "iters", "statistic", "seed")
+    report.finish(records, settings.describe(*names), more=more, gated=False)
     return GATE_MISSED if summed["gate"] is not None and not summed["gate"]["met"] else 0
 
 
@@ -98,9 +98,9 @@ class PlannedCase:
     """One of the plans.
 
     Attributes:
-        mode: as asked for.
+        mode: requested mode.
         expert_bytes: W.
-        filling: what each rank's slots hold, with experts' numbers below S.
+        filling: experts in each rank's slots, with indices below S.
     """
 
     mode: str
@@ -109,21 +109,21 @@ class PlannedCase:
 
     @property
     def replicas(self) -> int:
-        """Return the filled slots."""
+        """Return the number of filled slots."""
         return sum(map(len, self.filling))
 
     @property
     def imports(self) -> list[int]:
-        """Return the filled slots of each rank."""
+        """Return the number of filled slots of each rank."""
         return [len(row) for row in self.filling]
 
 
 def make_cases(settings: ValidateSettings) -> list[PlannedCase]:
-    """Draw the plans: sizes and modes dealt out evenly, each rank with 0 to S filled slots."""
+    """Draw the plans: sizes and modes in equal numbers, each rank with 0 to S filled slots."""
     rng = np.random.default_rng(settings.seed)
     every = [(size, mode) for mode in MODES for size in settings.sizes]
     dealt = [every[i % len(every)] for i in range(settings.plans)]
-    # Neighbours in `every` differ in size; with few plans all modes have to come as well.
+    # Neighbours in `every` differ in size; modes alternate too, so that few plans have all modes.
     dealt = [(size, MODES[i % len(MODES)]) for i, (size, _) in enumerate(dealt)]
     return [
         PlannedCase(mode=mode, expert_bytes=size, filling=_draw_filling(settings, rng))
@@ -144,16 +144,16 @@ def _draw_filling(settings: ValidateSettings, rng: np.random.Generator) -> Filli
             return rows
 
 
-# ---- what is timed ------------------------------------------------------------------------------
+# ---- measurements -------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False)
 class Timed:
-    """One thing to time: calls in a row, with plans that take turns.
+    """One item to time: calls in a row that rotate over plans.
 
     Attributes:
-        ranks: whose slots are filled.
-        payload: what arrives.
+        ranks: that call.
+        payload: expected contents.
         plans: of one shape.
         mode: of the calls.
         calls: in a row.
@@ -168,19 +168,12 @@ class Timed:
     times: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with the first plan."""
+        """Start with the first plan."""
         self._turns: Iterator[Plan] = itertools.cycle(self.plans)
 
     def check(self, epoch: int) -> int:
         """Transfer once; return the wrong bytes of all ranks. Collective."""
-        plan, clock = self.plans[0], self.ranks.clock()
-        self.ranks.mark_slots()
-        self.ranks.fill(plan, self.payload, epoch)
-        clock.settle()
-        self.ranks.call(plan, self.mode)
-        clock.settle()
-        wrong = self.ranks.count_wrong(plan, self.payload, epoch)
-        return int(add_up(np.array([wrong]), loopback=False)[0])
+        return self.ranks.check(self.plans[0], self.mode, self.payload, epoch)
 
     def time(self) -> None:
         """Add a time. Collective."""
@@ -190,15 +183,15 @@ class Timed:
 
 
 class Bench:
-    """Groups for every size of expert, and what is timed on them."""
+    """The groups for each size of expert, and the items to time on them."""
 
     def __init__(self, settings: ValidateSettings) -> None:
-        """Prepare; groups are made when they are first needed."""
+        """Prepare; groups are created on first use."""
         self._settings = settings
         self._made: dict[tuple[int, ...], tuple[WeightRanks, Payload, int]] = {}
 
     def add(self, segments: dict[str, int], filling: Filling, mode: str) -> Timed:
-        """Return something to time. Collective."""
+        """Return an item to time. Collective."""
         slots, expert_bytes = self._settings.slots, sum(segments.values())
         tiny = max(segments.values()) <= TINY
         key = tuple(segments.values())
@@ -229,7 +222,7 @@ class Bench:
 
     @property
     def ranks(self) -> WeightRanks:
-        """Return the first group made."""
+        """Return the ranks that were created first."""
         return next(iter(self._made.values()))[0]
 
     def close(self) -> None:
@@ -239,7 +232,7 @@ class Bench:
 
 
 def _primitives(bench: Bench, settings: ValidateSettings) -> dict[str, Timed]:
-    """Return what figures are made of, as `calibrate` has it, by name."""
+    """Return the calibration transfers, as in ``calibrate``, by name."""
     num_ranks, largest = settings.num_ranks, settings.sizes[-1]
     one: Filling = [[(0, 0)] if rank == 1 else [] for rank in range(num_ranks)]
     ring: Filling = [[((rank - 1) % num_ranks, 0)] for rank in range(num_ranks)]
@@ -259,10 +252,10 @@ def _primitives(bench: Bench, settings: ValidateSettings) -> dict[str, Timed]:
 
 
 def costs_of(settings: ValidateSettings, times: dict[str, list[float]]) -> MeasuredCosts:
-    """Return the figures that times of all rounds give; nothing of a plan is in them.
+    """Return the calibration from the times of all rounds, without those of plans.
 
     Raises:
-        UnsupportedError: the machine was too busy for its figures to make sense.
+        UnsupportedError: the times are inconsistent, because the machine was too busy.
     """
     us = {name: _statistic(values, settings.statistic) for name, values in times.items()}
     return make_costs(
@@ -287,7 +280,7 @@ def make_record(
 ) -> Record:
     """Return the JSON record of a plan, measured and predicted.
 
-    Its error is predicted over measured, less 1: below 0 the transfer took longer.
+    The error is predicted / measured - 1; negative if the transfer took longer than predicted.
     """
     found = predict(
         timed.plans[0], case.expert_bytes, Machine.from_calibration(costs), took, may_pull=True
@@ -319,7 +312,7 @@ def sum_up(
     times: Mapping[str, Sequence[float]],
     records: Sequence[Record],
 ) -> dict[str, Any]:
-    """Return the errors over all plans, the gate, and what predictions are made of."""
+    """Return the errors over all plans, the gate, and the calibration."""
     errors = [abs(record["error"]) for record in records]
     median, limit = float(np.median(errors)), settings.max_error
     return {

@@ -1,0 +1,190 @@
+"""Time a collective on the CPU, with one process for each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ultraep_comm.bench.clock import HostClock, HostMeter
+from ultraep_comm.bench.commands.replicate import ReplicateSettings, each_size, one_plan
+from ultraep_comm.bench.commands.replicate.one_plan import Collective
+from ultraep_comm.bench.measure import (
+    Measured,
+    critical_bytes,
+    link_bound_us,
+    paired_ratio,
+    rate,
+)
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.table import Column, RecordTable
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import transfer_bound
+
+_WIDTH = 9  # of columns, if rows of several sizes follow
+
+
+def run_host(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
+    """Measure the modes, interleaved with the baselines; return the exit status. Collective."""
+    torch.set_num_threads(1)
+    described, gate = one_plan.describe_settings(settings), settings.gate.describe(())
+    wrong = 0
+    table: RecordTable | None = None
+    records: list[Record] = []
+    baselines: list[Record] = []
+    for one, num_sms in (
+        (one, count) for one in each_size(settings) for count in settings.num_sms or (None,)
+    ):
+        ranks = collective.make_ranks(HostMeter(), one, num_sms)
+        plan = one_plan.begin(settings, ranks, report)
+        clock, compared = HostClock(ranks.groups[0]), collective.host_baselines(ranks, plan)
+        modes, (user, machine) = one_plan.time_modes(
+            collective, one, ranks, plan, clock, compared, report
+        )
+        ranks.close()
+        row = HostRow(collective, one, plan, num_sms, user, machine)
+        found = [report.judge(row.record(m)) for m in modes]
+        others = [row.transfer(m) for m in (user, machine)]
+        wrong += sum(m.wrong for m in (*modes, user, machine))
+        records += found
+        baselines += others
+        table = table or host_table(described, gate, [user.mode, machine.mode])
+        report.show(table.add([*found, *others]))
+    more = {"baselines": baselines}
+    return report.finish(records, described, wrong=wrong, more=more, header=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRow:
+    """One size with one number of workers: what its records share."""
+
+    collective: Collective
+    settings: ReplicateSettings
+    plan: Plan
+    num_sms: int | None
+    user: Measured
+    machine: Measured
+
+    def record(self, m: Measured) -> Record:
+        """Return the JSON record of a mode."""
+        user, machine = baseline_key(self.user.mode), baseline_key(self.machine.mode)
+        bound_us, over_bound = self._over_bound(m)
+        return {
+            **one_plan.describe_mode(self.settings, self.plan, m),
+            **self.transfer(m),
+            "over_model": self._over_model(m),
+            "bound_us": bound_us,
+            "over_bound": over_bound,
+            f"over_{machine}": paired_ratio(m, self.machine),
+            f"{user}_time_us": self.user.p50,
+            f"speedup_over_{user}": paired_ratio(m, self.user),
+        }
+
+    def transfer(self, m: Measured) -> Record:
+        """Return the fields that modes and baselines share."""
+        expert_bytes, plan = self.settings.expert_bytes, self.plan
+        return {
+            "mode": m.mode,
+            "num_sms": self.num_sms,
+            "expert_bytes": expert_bytes,
+            "replicas": plan.num_replicas,
+            **m.times.record(),
+            "algbw_gbps": rate(plan.num_replicas * expert_bytes, m.p50),
+            "critical_gbps": rate(critical_bytes(plan, expert_bytes), m.p50),
+            "wrong_bytes": m.wrong,
+        }
+
+    def _over_bound(self, m: Measured) -> tuple[float | None, float | None]:
+        """Return the bound in microseconds and the time over it; None without replicas.
+
+        Ranks of one machine share its memory. Without a link rate the bound is therefore the time
+        of ``machine``, and the ratio is paired by iteration.
+        """
+        link_gbps = self.settings.link_gbps
+        if not self.plan.num_replicas:
+            return None, None
+        if link_gbps is None:
+            return self.machine.p50, paired_ratio(self.machine, m)
+        bound = link_bound_us(self.plan, self.settings.expert_bytes, link_gbps)
+        return bound, m.p50 / bound
+
+    def _over_model(self, m: Measured) -> float | None:
+        """Return the schedule's modelled time over its bound; None without replicas.
+
+        See "The model and its bound" in bench/METRICS.md.
+        """
+        bound = transfer_bound(self.plan.slot_expert, home=self.plan.home)
+        if not bound:
+            return None
+        busiest = self.collective.busiest_rank(self.settings, self.plan, m.chosen)
+        return max(busiest, self.plan.max_imports) / bound
+
+
+def baseline_key(mode: str) -> str:
+    """Return a baseline's name as it appears in JSON keys."""
+    return mode.replace("+", "_")
+
+
+# ---- table --------------------------------------------------------------------------------------
+
+
+def host_table(
+    settings: Mapping[str, Any], gate: Mapping[str, Any] | None, baselines: Sequence[str]
+) -> RecordTable:
+    """Return an empty table for the rows of each size: its modes, then its two baselines.
+
+    Cells come from JSON records alone, so that ``show`` prints a file as its run printed it.
+
+    Args:
+        settings: of a document.
+        gate: of a document.
+        baselines: names of the user's and the machine's baseline.
+    """
+    user, machine = baselines
+    sizes, workers = len(settings["sizes"]) > 1, len(settings["num_sms"]) > 1
+    bound = settings["link_gbps"] is not None or (
+        gate is not None and gate["max_over_bound"] is not None
+    )
+    columns = [
+        one_plan.MODE,
+        *([one_plan.SIZE] * sizes),
+        *([Column("SMs", "", lambda r: str(r["num_sms"]))] if workers else []),
+        Column("replicas", "", "replicas"),
+        Column("bytes", "(B)", lambda r: _integer(r, "replicas") * _integer(r, "expert_bytes")),
+        *one_plan.time_columns(settings["times"]),
+        Column("algbw", "(GB/s)", "algbw_gbps", ".2f"),
+        Column("critbw", "(GB/s)", "critical_gbps", ".2f"),
+        Column("model", "/T*", "over_model", ".3f"),
+        *([one_plan.OVER_BOUND] * bound),
+        Column(machine, "/time", f"over_{baseline_key(machine)}", ".2f"),
+        Column(user, "/time", f"speedup_over_{baseline_key(user)}", ".2f"),
+        one_plan.WRONG,
+        *([one_plan.GATE] * (gate is not None)),
+    ]
+    return RecordTable(columns, _WIDTH if sizes or workers else 0)
+
+
+def _integer(record: Mapping[str, Any], name: str) -> int:
+    """Return an integer of a file. Multiplying a string would repeat it."""
+    value = record[name]
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return value
+
+
+def format_document(document: Mapping[str, Any]) -> str:
+    """Return what the run that wrote a document printed."""
+    records, baselines = document["records"], document["baselines"]
+    names = [baseline["mode"] for baseline in baselines[:2]]
+    table = host_table(document["settings"], document["gate"], names)
+    parts = list(document["header"])
+    for user, machine in zip(baselines[::2], baselines[1::2], strict=True):
+        run = [r for r in records if _size_of(r) == _size_of(user)]
+        parts.append(table.add([*run, user, machine]))
+    return "\n".join(parts)
+
+
+def _size_of(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    return record["expert_bytes"], record["num_sms"]
