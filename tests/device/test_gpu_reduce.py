@@ -24,7 +24,7 @@ from ultraep_comm.engines.cuda import device
 
 F32, BF16 = torch.float32, torch.bfloat16
 MODES = ["pull", "direct", "auto"]
-# One that is cut into tiles, one of odd size, and one that is smaller than a row of a warp.
+# One cut into tiles, one of odd size, and one smaller than a row of a warp.
 EXPERT = {"w": Segment((96, 200), BF16), "odd": Segment((33, 47), BF16), "b": Segment((3,), F32)}
 
 
@@ -58,7 +58,7 @@ def random_plan(groups: list[uec.Group], seed: int) -> uec.Plan:
 def test_random_reductions(
     engine: str, num_ranks: int, num_experts: int, slots: int, options: dict[str, Any]
 ) -> None:
-    """On a GPU thousands of them, over all tests."""
+    """Thousands of reductions on a GPU."""
     calls = 100 if engine == "cuda" else 2
     draw = random.Random(num_ranks)
     for slot_dtype, main_dtype in itertools.product((F32, BF16), (F32, BF16)):
@@ -102,7 +102,7 @@ def test_large_experts(engine: str) -> None:
 
 
 def test_special_numbers(engine: str) -> None:
-    """Subnormal numbers, zeros of both signs, infinities, and what is not a number."""
+    """Subnormal numbers, zeros of both signs, infinities and NaNs."""
     special = torch.tensor(
         [0.0, -0.0, 1e-40, -1e-45, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]
     )

@@ -27,7 +27,7 @@ NewGroups = Callable[..., list[uec.Group]]
 
 
 class Passes:
-    """Ranks whose plan is in memory that stays, and graphs of their forward and backward passes."""
+    """Ranks with a plan in fixed memory, and graphs of their forward and backward passes."""
 
     def __init__(self, streams: str, new_groups: NewGroups, expert: Any = EXPERT) -> None:
         self._device = device.find_device()
@@ -38,7 +38,7 @@ class Passes:
         pairs = zip(self.groups, self.grads.mains, strict=True)
         self.bound = [group.bind_grads(own) for group, own in pairs]
         self.given = put_plan(self.groups[0], self.plan(0))
-        # What is loaded lazily, is.
+        # Load lazily loaded kernels before captures.
         self.each(lambda rank: self.groups[rank].save(self.given).release())
         self.each(lambda rank: self.reduce(rank, self.given))
         self._device.settle()
@@ -72,7 +72,7 @@ class Passes:
         return handles, forward, backward
 
     def run(self, replay: Replay, seed: int | None = None) -> None:
-        """Replay, where ``seed`` is given with that plan, which is gone afterwards."""
+        """Replay, with the plan of ``seed`` if given, and overwrite the plan afterwards."""
         if seed is not None:
             self.given.slot_expert.copy_(self.plan(seed).slot_expert)
         replay()
@@ -84,7 +84,7 @@ class Passes:
             group.assert_idle()
 
     def assert_refused(self, handles: list[uec.PlanHandle]) -> None:
-        """The next call on each rank says which save it was, once."""
+        """The next call on each rank names the refused save, once."""
         for group, handle in zip(self.groups, handles, strict=True):
             self.is_named(raised(group.assert_idle), group.rank, handle)
         self.assert_no_fault()
@@ -116,7 +116,7 @@ def test_passes_take_turns(streams: str, passes: Passes) -> None:
 
 def test_a_plan_in_use_is_kept(passes: Passes) -> None:
     handles, forward, backward = passes.capture_passes()
-    for seed in (1, 4):  # the fault is raised, and things go on
+    for seed in (1, 4):  # the fault is raised, and the group goes on
         passes.grads.fill(seed)
         passes.run(forward, seed)
         passes.assert_no_fault()
@@ -143,7 +143,7 @@ def test_the_next_collective_call_ends_the_group(passes: Passes) -> None:
     handles, forward, _ = passes.capture_passes()
     passes.run(forward, 1)
     passes.run(forward, 2)
-    for rank, handle in enumerate(handles):  # each has refused a save of its own
+    for rank, handle in enumerate(handles):  # each rank has refused its own save
         passes.is_named(raised(lambda r=rank: passes.reduce(r, passes.plan(3))), rank, handle)
     for rank in range(len(handles)):
         with pytest.raises(errors.GroupClosedError) as caught:
@@ -179,7 +179,7 @@ def test_a_release_in_a_capture_of_its_own(passes: Passes) -> None:
 
 
 def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
-    """The reduction clears the mark itself; what a captured release did would be too early."""
+    """The reduction clears the mark itself; a captured release would clear it too early."""
     handles, forward = passes.capture_save()
 
     def reduce(rank: int) -> uec.Work:

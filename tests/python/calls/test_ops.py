@@ -34,7 +34,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give inductor a new cache: it would find graphs again though operators have changed."""
+    """Give inductor a new cache: it would reuse graphs although operators have changed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -276,7 +276,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
         assert torch.equal(copies[0][name][0], last[-1])
         assert not copies[0][name][1].any()  # an empty slot
         assert torch.equal(copies[1][name], first[:2])
-        # Whoever still reads the slots sees what was there.
+        # A read of the slots still sees the old contents.
         assert all((group.slots[name] == 7).all() for group in groups)
 
 

@@ -130,7 +130,7 @@ def test_shapes_are_refused_at_once(emulated: EmulatedDevice, groups_of: Any) ->
 
 
 def capture(device: EmulatedDevice, groups: list[uec.Group], calls: Any) -> int:
-    """Capture ``calls()``, which returns works that are waited for in the capture."""
+    """Capture ``calls()`` and the waits for the works that it returns."""
     device.begin_capture()
     for work in calls():
         work.wait()
@@ -225,7 +225,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
     with pytest.raises(errors.UnsupportedError, match="before the replay"):
         groups[0].update_weight_table(weights[0])
     emulated.end_capture()
-    # None of it has hurt the group. A capture that one rank left early is forgotten.
+    # The group still works. A capture that only one rank joined is dropped.
     emulated.begin_capture()
     start_all(groups[:1], bound, held)
     emulated.library.emulated_end_capture(emulated.stream, _nowhere())
@@ -271,7 +271,7 @@ def test_failed_replay_poisons_the_group(emulated: EmulatedDevice, groups_of: An
     graph = capture(emulated, groups, lambda: start_all(groups, bound, held))
     done = start_all(groups, weights, plan)
     for work in done:
-        work.wait()  # so that the replay comes behind
+        work.wait()  # so that the replay is ordered after them
     held.slot_expert[0, 0] = 9
     emulated.replay(graph)
     emulated.settle()

@@ -69,7 +69,7 @@ def test_both_engines_add_the_same_bits(
 
 
 def test_calls_of_all_kinds_take_turns(emulated: EmulatedDevice, groups_of: Any) -> None:
-    """From plans here and there, zeroing or not, between transfers: the slots are used again."""
+    """Plans on host and device, zeroing or not, between transfers that reuse the slots."""
     groups = groups_of(3, num_experts=7, slots_per_rank=2)
     grads = RankGrads(groups, MAINS)
     weights = [
@@ -134,7 +134,7 @@ def test_what_a_capture_cannot_hold(emulated: EmulatedDevice, groups_of: Any) ->
         start(groups[:1], grads.mains, held)
     emulated.end_capture()
     grads.fill(1)
-    for work in grads.start(held):  # none of it has hurt the group
+    for work in grads.start(held):  # the group still works
         work.synchronize()
     grads.check(plan)
 

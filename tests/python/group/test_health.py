@@ -1,4 +1,4 @@
-"""``group.health()``, and what errors say of every rank's last known state."""
+"""``group.health()``, and every rank's last known state in error texts."""
 
 from __future__ import annotations
 
