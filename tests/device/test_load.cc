@@ -53,7 +53,7 @@ void check_random(uint32_t seed, bool far) {
   }
 }
 
-// By default with patience for a busy machine.
+// The default timeout suits a busy machine.
 Options small(double timeout = 5) {
   Options options;
   options.segment_bytes = {kTile};
@@ -154,7 +154,7 @@ void check_timeout() {
   }
   group.loads.launch({2, 2}, 2, 1);
   CHECK(group.ranks.status(2).report.fault == Fault::kAborted);
-  // Who knows of a failure announces nothing.
+  // A rank that knows of a failure announces nothing.
   CHECK_EQ(group.ranks.flag(0, group.ranks.state(0).layout.call(2)), uint64_t{0});
   group.loads.check_left_ready(2);
 }

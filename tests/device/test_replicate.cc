@@ -72,7 +72,7 @@ void check_many_segments() {
   ranks.check_success();
 }
 
-// By default with patience for a busy machine.
+// The default timeout suits a busy machine.
 Options small(double timeout = 5) {
   Options options;
   options.segment_bytes = {8 * kTile + 48};

@@ -41,7 +41,7 @@ void break_ids(std::vector<Id>& ids, int32_t num_experts, Random& random) {
   }
 }
 
-// What comes next on a stream goes by what it finds, also after a fault.
+// Later work on a stream uses the outputs, also after a fault.
 template <class Id>
 void check_harmless(const RoutingCase& c, const std::vector<Id>& out) {
   for (const Id id : out) CHECK(id >= -1 && id < c.group.num_ranks * c.per_rank);
@@ -130,7 +130,7 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
   CHECK(instances == expected_instances);
 }
 
-// Plans and routings of one group, and so one state.
+// Plans and routings of one group share one state.
 int check_group(uint32_t seed) {
   Random random(seed);
   const int32_t num_experts = draw(random, 0, 9) == 0 ? draw(random, 20, 30) : draw(random, 1, 7);
@@ -192,7 +192,7 @@ int check_full_blocks(uint32_t seed) {
   return 3;
 }
 
-// One block, and nothing for it to do.
+// One block without work.
 void check_nothing() {
   Random random(9);
   RoutingCase c = draw_group(random, 3, 4, 1);

@@ -129,7 +129,7 @@ void check_mismatches() {
   check_mismatch(gather, usual);
 }
 
-// A rank whose own plan is empty waits for nobody; it learns of the mismatch in its next call.
+// A rank whose own plan is empty waits for no peer; it learns of the mismatch in its next call.
 void check_late_mismatch() {
   Calls calls(ring(3), {});
   const std::vector<int32_t> empty{-1, -1, -1}, plan{-1, 0, -1}, next{1, -1, 0};
@@ -147,7 +147,7 @@ void check_late_mismatch() {
   CHECK_EQ(last.ranks.engine(0).close(), 1);
 }
 
-// A peer that closed, or one that ended its process, owes what it cannot pay any more.
+// A peer that closed its group, or whose process ended, cannot make the call that others need.
 void check_closed_and_gone() {
   Calls calls(ring(2), {});
   CHECK_EQ(calls.ranks.engine(1).close(), -1);
@@ -244,7 +244,7 @@ void check_reject() {
   }
 }
 
-// abort() ends a wait on its own rank and on the peers.
+// abort() ends waits on its own rank and on its peers.
 void check_abort() {
   for (const bool background : {false, true}) {
     Calls calls(ring(2), {});
@@ -275,7 +275,7 @@ void check_abort() {
   }
 }
 
-// The caller's own interruption (a signal handler's flag) ends a call that it runs itself.
+// An interruption of the caller (a signal handler's flag) ends a call that it runs itself.
 void check_interrupted() {
   Calls calls(ring(2), {});
   const uint64_t epoch = calls.submit(0, {-1, 0});

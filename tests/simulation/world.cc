@@ -176,7 +176,7 @@ void World::show(int32_t flag) {
   wake_rank(flag_rank(flag));
 }
 
-// A rank has stopped. Publishes of one step are one event here, and need not have been: of its
+// A rank has stopped. Publishes of one step are one event here, but need not be in reality: of its
 // latest messages that nobody has seen, any number were never sent.
 void World::lose_last_words(int32_t rank) {
   int32_t first = *num_messages_;  // of those that may be lost
@@ -216,7 +216,7 @@ int32_t World::load_counter(int32_t agent, const int32_t* counter) {
   int32_t value = *counter;
   if (roll(4) == 3)
     while (value > last) {
-      // Nobody looks at what is taken beyond the end.
+      // Claims beyond the end are ignored.
       const Tick* const claim = claims_ + (index * shape.max_groups + value - 1) * 2;
       if (value <= shape.max_groups && clock(agent)[claim[0]] >= claim[1]) break;
       --value;

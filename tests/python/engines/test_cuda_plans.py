@@ -37,31 +37,6 @@ def check_bytes(groups: list[uec.Group], plan: uec.Plan, epoch: int) -> None:
     assert [wrong_bytes(group, plan, epoch) for group in groups] == [0] * len(groups)
 
 
-@pytest.mark.parametrize("num_ranks, num_experts, slots", SIZES)
-def test_every_mode_moves_every_byte(
-    emulated: EmulatedDevice, groups_of: Any, num_ranks: int, num_experts: int, slots: int
-) -> None:
-    groups = groups_of(num_ranks, num_experts=num_experts, slots_per_rank=slots)
-    weights = [group.empty_weights() for group in groups]
-    bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
-    plans = [
-        fan_out_plan(num_ranks, num_experts, slots),
-        random_plan(3, num_ranks, num_experts, slots),
-        uec.Plan.from_slots(torch.full((num_ranks, slots), -1), num_experts=num_experts),
-    ]
-    epoch = 0
-    for mode in MODES:
-        for plan in plans:
-            epoch += 1
-            prepare_all(groups, weights, epoch)
-            given = (weights, bound)[epoch % 2]
-            for work in start_all(groups, given, emulated.put_plan(plan), mode=mode):
-                work.synchronize()
-                assert work.is_completed()
-                assert work.mode == mode
-            check_bytes(groups, plan, epoch)
-
-
 def test_ranks_may_hold_the_same_plan_on_host_and_device(
     emulated: EmulatedDevice, groups_of: Any
 ) -> None:
