@@ -6,7 +6,7 @@ Each test runs the kernels on the CPU too: no GPU is needed to know that the tes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -79,6 +79,15 @@ class Passes:
         self._device.settle()
         self.given.slot_expert.fill_(-1)
 
+    def take_turns(self, forward: Replay, backward: Replay, seeds: Iterable[int]) -> None:
+        """Replay both passes for each seed, and check every sum."""
+        for seed in seeds:
+            self.grads.fill(seed)
+            self.run(forward, seed)
+            self.run(backward)
+            self.grads.check(self.plan(seed))
+        self.assert_no_fault()
+
     def assert_no_fault(self) -> None:
         for group in self.groups:
             group.assert_idle()
@@ -106,12 +115,7 @@ def passes(streams: str, new_groups: NewGroups) -> Passes:
 
 def test_passes_take_turns(streams: str, passes: Passes) -> None:
     _, forward, backward = passes.capture_passes()
-    for seed in range(50 if streams == "cuda" else 4):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, range(50 if streams == "cuda" else 4))
 
 
 def test_a_plan_in_use_is_kept(passes: Passes) -> None:
@@ -193,12 +197,7 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
         return work
 
     _, backward = passes.capture(reduce)
-    for seed in range(2):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, range(2))
 
 
 def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
@@ -211,12 +210,7 @@ def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> 
     passes._device.settle()
     again, forward, backward = passes.capture_passes()
     assert all(handle.saved.entry in entries for handle in again)
-    for seed in (2, 3):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, (2, 3))
     passes.run(forward, 4)
     passes.run(forward, 5)
     passes.assert_refused(again)

@@ -130,6 +130,19 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
   CHECK(instances == expected_instances);
 }
 
+// Checks 32-bit ids, 64-bit ids, or a map.
+void check_one(int kind, const RoutingCase& c, const HostShares& host, EmulatedReroute& device,
+               int32_t max_tokens, Random& random) {
+  switch (kind) {
+    case 0:
+      return check_ids<int32_t>(c, host, device, random);
+    case 1:
+      return check_ids<int64_t>(c, host, device, random);
+    default:
+      return check_map(c, host, device, max_tokens, random);
+  }
+}
+
 // Plans and routings of one group share one state.
 int check_group(uint32_t seed) {
   Random random(seed);
@@ -152,16 +165,7 @@ int check_group(uint32_t seed) {
     else if (*std::max_element(c.load.begin(), c.load.end()) > most)
       continue;  // no routing has as many tokens as this load
     if (*std::min_element(c.load.begin(), c.load.end()) < 0) continue;
-    switch (draw(random, 0, 2)) {
-      case 0:
-        check_ids<int32_t>(c, host, device, random);
-        break;
-      case 1:
-        check_ids<int64_t>(c, host, device, random);
-        break;
-      default:
-        check_map(c, host, device, kMaxTokens, random);
-    }
+    check_one(draw(random, 0, 2), c, host, device, kMaxTokens, random);
   }
   return kCalls;
 }
@@ -178,16 +182,7 @@ int check_full_blocks(uint32_t seed) {
     const HostShares host(c);
     CHECK(host.status.fault == uec::RerouteFault::kNone);
     host.check(device.table(), kExperts);
-    switch (call) {
-      case 0:
-        check_ids<int32_t>(c, host, device, random);
-        break;
-      case 1:
-        check_ids<int64_t>(c, host, device, random);
-        break;
-      default:
-        check_map(c, host, device, kMaxTokens, random);
-    }
+    check_one(call, c, host, device, kMaxTokens, random);
   }
   return 3;
 }

@@ -24,7 +24,6 @@ from ranks import (
 import ultraep_comm as uec
 from ultraep_comm import errors
 
-MODES = ["push", "pull", "direct", "auto"]
 SIZES = [(2, 5, 1), (3, 7, 2), (5, 8, 2)]
 
 

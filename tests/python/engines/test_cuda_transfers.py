@@ -9,6 +9,7 @@ import torch
 from emulated_device import EmulatedDevice
 from ranks import (
     MIXED,
+    assert_mismatch,
     close_all,
     expert_bytes,
     fan_out_plan,
@@ -126,13 +127,8 @@ def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedD
     for group in groups:
         works += start_all([group], weights, other if group.rank == 2 else plan)
     device.settle()
-    found = []
-    for work in works:
-        with pytest.raises(errors.TransferError) as caught:
-            work.synchronize()
-        found.append(type(caught.value))
-        assert isinstance(work.exception(), errors.TransferError)
-    assert errors.PlanMismatchError in found
+    assert_mismatch(works)
+    assert all(isinstance(work.exception(), errors.TransferError) for work in works)
     for group in groups:
         with pytest.raises(errors.GroupClosedError):
             uec.replicate_experts(weights[group.rank], plan, group=group)
