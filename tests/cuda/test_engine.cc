@@ -398,7 +398,7 @@ void check_driver_errors() {
   CHECK(thrown);
   recorder::state().launch_result = 0;
   CHECK_EQ(ranks.engines[2]->failed_epoch(), 1);
-  CHECK(!ranks.engines[0]->synchronize(1, {}));  // nobody waits for a launch that never comes
+  CHECK(!ranks.engines[0]->synchronize(1, {}));  // does not wait for a launch that never comes
   CHECK_EQ(ranks.engines[0]->report().root, 2);
 }
 

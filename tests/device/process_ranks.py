@@ -237,7 +237,7 @@ def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, mee
 
 
 def _leave(status: int) -> None:
-    """End without what libraries do at exit, which NVSHMEM may not survive: nobody finalises it."""
+    """Exit without the libraries' exit handlers: NVSHMEM is not finalised and may crash in them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -120,7 +120,7 @@ void check_bad_ids(uint32_t seed) {
 }
 
 // A peer turns out to be in another call when rows are on their way to others: they are delivered,
-// so that nothing is under way when the launch ends, and published to nobody.
+// so that nothing is in flight when the launch ends, but not published.
 void check_fails_while_storing() {
   EmulatedGroup ranks(make_group(4, 5, 1), small());
   EmulatedLoad loads(ranks);

@@ -208,7 +208,7 @@ void check_publish_while_announcing() {
 }
 
 // Ranks in a ring that do not spin before they announce themselves: nearly every publish has to
-// wake somebody.
+// wake a rank.
 void check_ring_of_ranks() {
   constexpr int32_t kRanks = 3;
   Rounds rounds(scaled(20'000));

@@ -46,8 +46,8 @@ extern "C" int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mut
   if (window.armed.load()) {
     window.queued.store(condition);
     if (window.hold_next.exchange(false)) {
-      // It has looked, found nothing to do, and is not asleep yet. Whoever respects the mutex waits
-      // for us, so this must end by itself; whoever does not is given time to wake nobody.
+      // It has looked, found nothing to do, and is not asleep yet. Threads that take the mutex wait
+      // for us, so this must end by itself; others have time for a lost wake-up.
       window.held.store(true);
       for (int i = 0; i < 100 && !window.woken.load(); ++i) sleep_us(1000);
     }

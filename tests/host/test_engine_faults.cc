@@ -345,7 +345,7 @@ void check_failure_in_full_flight() {
     std::vector<std::vector<int32_t>> plans;
     for (int i = 0; i < 100; ++i) {
       draw_plan(group, random);
-      for (int32_t r = 0; r < 5; ++r) group.place((2 * r + 2) % 10, r);  // everybody takes part
+      for (int32_t r = 0; r < 5; ++r) group.place((2 * r + 2) % 10, r);  // all ranks take part
       plans.push_back(group.slot_expert);
     }
     calls.ranks.on_each([&](int32_t rank) {
@@ -400,7 +400,7 @@ void check_failure_with_helpers() {
   }
 }
 
-// A full queue behind a failed call: nobody rebuilds the arrays of a call that is still running.
+// A full queue behind a failed call: the arrays of a call that is still running are not rebuilt.
 void check_submitting_behind_a_failure() {
   const PlanCase group = ring(2);
   Calls calls(group, {.segment_bytes = {4 << 20}, .num_workers = 2});
@@ -410,7 +410,7 @@ void check_submitting_behind_a_failure() {
   for (const uint64_t epoch : epochs) CHECK(!calls.ranks.engine(0).wait(epoch));
 }
 
-// Rank 0 waits for rank 1, which waits for rank 2, which is stuck. Whoever times out first, both
+// Rank 0 waits for rank 1, which waits for rank 2, which is stuck. Whichever times out first, both
 // name rank 2.
 void check_chain_of_waits() {
   for (const int32_t first : {0, 1}) {

@@ -1,4 +1,4 @@
-// Gradients reduced by the host engine: every bit, whoever added up what, in ranks that run ahead
+// Gradients reduced by the host engine: every bit, whichever rank adds, in ranks that run ahead
 // of others and use their memory again at once, and in calls that cannot succeed.
 #include <sys/socket.h>
 #include <unistd.h>
@@ -124,7 +124,7 @@ void check_mismatches() {
   check_mismatch(changed([](ReductionCase& c) { c.slot_expert = {-1, 0, -1}; }));
 }
 
-// A hub that never calls: the home and the other hub name it, whoever's clock runs out.
+// A hub that never calls: the home and the other hub name it, whichever times out first.
 void check_timeout() {
   GroupOptions options = large();
   options.call_timeout = 0.3;

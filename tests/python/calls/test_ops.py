@@ -286,7 +286,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
     def calls(ids: torch.Tensor, weights: Weights, plan: uec.Plan) -> torch.Tensor:
-        uec.gather_load(ids, group=alone)  # nobody looks at it
+        uec.gather_load(ids, group=alone)  # the result is unused
         first = uec.gather_load(ids, group=alone)
         uec.replicate_experts(weights, plan, group=alone)
         uec.replicate_experts(weights, plan, group=alone)
