@@ -152,7 +152,7 @@ class Crowd {
     seats[me_.index].operation = operation;
     std::memcpy(seats[me_.index].value.data(), &value, sizeof value);
     me_.room->wait_for_all();
-    // All members take the same path: on a device a warp would hang otherwise, or mix up values.
+    // All members take the same path: otherwise a warp on a device would hang or mix up values.
     for (const Room::Seat& seat : seats) CHECK_EQ(seat.operation, operation);
     return seats;
   }

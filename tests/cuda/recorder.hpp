@@ -81,7 +81,7 @@ inline size_t num_launches() {
   return state().launches.size();
 }
 
-// A copy from memory that is not page-locked is there once the legacy stream has been waited for.
+// A copy from pageable memory is complete once the legacy stream has been waited for.
 inline void deliver_staged() {
   State& s = state();
   if (!s.staged.empty()) std::memcpy(s.staged_to, s.staged.data(), s.staged.size());

@@ -115,7 +115,7 @@ void check_in_place() {
     CHECK(launch.args.states == ranks.launcher->state(rank));
     CHECK_EQ(launch.args.call_bytes, bytes);
     check_block(ranks, plan, rank, reinterpret_cast<const std::byte*>(launch.args.calls));
-    // What the stream gets next follows the call anyway; what another gets does not.
+    // Later work on the stream follows the call anyway; work on other streams does not.
     const auto other = reinterpret_cast<Handle>(8);
     CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
     CHECK(ranks.engines[0]->wait(1, other, {}));
@@ -123,7 +123,7 @@ void check_in_place() {
     CHECK(recorder::take_log() == std::vector<std::string>{"wait for " + done + on(other)});
     CHECK(ranks.engines[0]->synchronize(1, {}));
     CHECK(ranks.engines[0]->is_completed(1));
-    // Of a call that has finished there is nothing to wait for.
+    // There is nothing to wait for after a call has finished.
     CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
     CHECK(recorder::take_log().empty());
   }
@@ -231,7 +231,7 @@ void check_shared_launch() {
   for (const auto& engine : ranks.engines) CHECK(engine->synchronize(engine->epoch(), {}));
 }
 
-// A rank that does not call: bounded, and named.
+// A rank that does not call: the wait is bounded, and the rank is named.
 void check_missing_rank() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 0, 3, 0.05);
@@ -254,7 +254,7 @@ void check_missing_rank() {
   CHECK_EQ(recorder::num_launches(), 0);
 }
 
-// Bad input, and goodbyes, between ranks in one launch.
+// Rejected input, and closes, between ranks in one launch.
 void check_shared_ends() {
   const PlanCase plan = make_plan();
   {
@@ -398,7 +398,7 @@ void check_driver_errors() {
   CHECK(thrown);
   recorder::state().launch_result = 0;
   CHECK_EQ(ranks.engines[2]->failed_epoch(), 1);
-  CHECK(!ranks.engines[0]->synchronize(1, {}));  // nobody waits for a launch that never comes
+  CHECK(!ranks.engines[0]->synchronize(1, {}));  // does not wait for a launch that never comes
   CHECK_EQ(ranks.engines[0]->report().root, 2);
 }
 

@@ -96,7 +96,7 @@ void check_captured() {
   CHECK_EQ(ranks.engines[0]->epoch(), 1);
 }
 
-// Calls and waits for them are on one side of a capture's border: the driver is not even asked.
+// A wait on the other side of a capture's border than its call is refused without a driver call.
 void check_waits_across_captures() {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 1, 1);

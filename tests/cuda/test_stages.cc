@@ -206,7 +206,7 @@ void check_state() {
   CHECK_EQ(f.reroute.shape.max_runs, 33);
 }
 
-// Each after the one before, on whichever stream; a reroute's two kernels as one.
+// Launches follow each other on any streams; a reroute's two kernels count as one.
 void check_order() {
   Fixture f;
   f.launch_plan(kStream);

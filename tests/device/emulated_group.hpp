@@ -215,7 +215,7 @@ class EmulatedGroup {
   }
 
  protected:
-  // What a rank has once its call has succeeded.
+  // A rank's expected state after a successful call.
   virtual void check_rank(int32_t r) { check_slots(r); }
 
   virtual void run(const uec::cuda::LaunchArgs& args, int32_t num_blocks, int32_t num_ranks) {

@@ -100,7 +100,7 @@ class EmulatedLoad {
   }
   void launch(const LoadShape& shape) { launch(shape, 0, num_ranks()); }
 
-  // As on devices of their own.
+  // Every rank in its own launch.
   void launch_apart(const LoadShape& shape) {
     std::vector<std::thread> ranks;
     for (int32_t r = 0; r < num_ranks(); ++r)

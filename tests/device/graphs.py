@@ -1,4 +1,4 @@
-"""Means of capturing calls into graphs: torch's, cuda.core's, and the emulated device's."""
+"""Ways to capture calls into graphs: torch's, cuda.core's, and the emulated device's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Call = Callable[[], Any]
 
 
 class TorchGraphs:
-    """`torch.cuda.graph`, as most users have it."""
+    """`torch.cuda.graph`, the usual way."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream this thread's current one."""
+        """Make a stream this thread's current stream."""
         return torch.cuda.stream(stream)
 
     def current(self) -> Any:
@@ -31,24 +31,24 @@ class TorchGraphs:
         return torch.cuda.Stream()
 
     def wait_stream(self, stream: Any, other: Any) -> None:
-        """Let a stream wait for what another holds: in a capture, fork or join it."""
+        """Make a stream wait for the work queued on another; in a capture, fork or join it."""
         stream.wait_stream(other)
 
     def capture(self, call: Call) -> tuple[Any, Replay]:
         """Return what ``call()`` returned, and how to replay what it launched."""
         graph = torch.cuda.CUDAGraph()
-        # The strictest mode: what any thread of the process does that a capture cannot have
-        # (queries of events, synchronous copies, allocations) ends the capture.
+        # The strictest mode: an illegal operation of any thread of the process (event queries,
+        # synchronous copies, allocations) ends the capture.
         with torch.cuda.graph(graph, capture_error_mode="global"):
             result = call()
         return result, graph.replay
 
 
 class CoreGraphs(TorchGraphs):
-    """cuda.core's graph builder. Torch knows nothing of the capture, but for the stream's state.
+    """cuda.core's graph builder. Torch knows of the capture only through the stream's state.
 
-    So its tensors come from its ordinary memory: they are free for others as soon as nobody holds
-    them, and results have to be held as long as the graph.
+    So tensors come from torch's ordinary memory, which is reused as soon as they are dropped:
+    results must be held as long as the graph.
     """
 
     def capture(self, call: Call) -> tuple[Any, Replay]:
@@ -57,7 +57,7 @@ class CoreGraphs(TorchGraphs):
         core_device.set_current()
         if not hasattr(core.Stream, "create_graph_builder"):
             pytest.skip(f"cuda.core {core.__version__} has no graph builder")
-        stream = torch.cuda.Stream()  # lives on: torch's allocator asks it when tensors are freed
+        stream = torch.cuda.Stream()  # torch's allocator queries it when it frees tensors
         builder = core.Stream.from_handle(int(stream.cuda_stream)).create_graph_builder()
         torch.cuda.synchronize()
         builder.begin_building("thread_local")
@@ -70,7 +70,7 @@ class CoreGraphs(TorchGraphs):
         own = torch.cuda.Stream()
 
         def replay() -> None:
-            """Launch on a stream with a handle of its own, between what the current one gets."""
+            """Launch on another stream, ordered with the current one."""
             current = torch.cuda.current_stream()
             own.wait_stream(current)
             graph.launch(core.Stream.from_handle(int(own.cuda_stream)))
@@ -80,7 +80,7 @@ class CoreGraphs(TorchGraphs):
 
 
 class EmulatedGraphs:
-    """Those of the device on the CPU."""
+    """Graphs of the device on the CPU."""
 
     def __init__(self) -> None:
         found: Any = device.find_device()
@@ -118,7 +118,7 @@ MAKERS: dict[str, Callable[[], Graphs]] = {
 
 
 def on_each(graphs: Graphs, num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
-    """Call each rank in a thread of its own, all on this thread's current stream."""
+    """Call each rank in its own thread, all on this thread's current stream."""
     stream = graphs.current()
 
     def run(rank: int) -> Any:
@@ -129,7 +129,7 @@ def on_each(graphs: Graphs, num_ranks: int, call: Callable[[int], Any]) -> list[
 
 
 def on_forks(graphs: Graphs, streams: list[Any], call: Callable[[int], Any]) -> list[Any]:
-    """The same, each on a stream of its own, forked from the current one and joined again."""
+    """Call each rank on its own stream, forked from the current one and joined again."""
     stream = graphs.current()
 
     def run(rank: int) -> Any:

@@ -43,7 +43,7 @@ class Rank:
         return torch.from_numpy(data)
 
     def stacked(self) -> dict[str, torch.Tensor]:
-        """Weights as most users have them."""
+        """Return weights as stacked tensors."""
         weights = {}
         for name, segment in self.group.segments.items():
             size = len(self.mains) * segment.nbytes
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Ranks:
-    """All of them. Calls are made by this thread (async) or by one thread per rank."""
+    """All ranks. Calls are made by this thread (async) or by one thread per rank."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Ranks:
         return [self.plan(slots) for slots in chosen]
 
     def settle(self) -> None:
-        """Wait for the emulated device: this thread is not on its streams, as it is on a GPU's."""
+        """Wait for the emulated device, whose streams do not order torch's own operations."""
         if self.engine == "emulated":
             device.find_device().settle()
 
@@ -156,7 +156,7 @@ class Ranks:
         device.find_device().settle()
 
     def hold(self) -> None:
-        """Keep the current stream busy for some tenths of a second."""
+        """Keep the current stream busy for a few tenths of a second."""
         if self.engine == "cuda":
             torch.cuda._sleep(LONG)
         else:
@@ -164,7 +164,7 @@ class Ranks:
             found.delay(300_000)
 
     def shared(self) -> list[dict[str, torch.Tensor]]:
-        """Weights that peers can address."""
+        """Return weights that peers can address."""
         return [group.empty_weights() for group in self.groups]
 
     def stacked(self) -> list[dict[str, torch.Tensor]]:
@@ -186,7 +186,7 @@ class Ranks:
                 work.wait()
 
     def fill(self, weights: Sequence[Weights]) -> int:
-        """Give all weights the bytes of a new epoch, and all slots those of emptiness."""
+        """Fill all weights with the bytes of a new epoch, and all slots with SENTINEL."""
         self.settle()
         self.epoch += 1
         for rank, own in zip(self.ranks, weights, strict=True):
@@ -195,7 +195,7 @@ class Ranks:
         return self.epoch
 
     def wrong(self, plan: uec.Plan, names: Sequence[str] | None = None) -> list[int]:
-        """Bytes of every rank's slots, empty ones and gaps too, that are not as they should be."""
+        """Return the number of wrong bytes in every rank's slots, including empty ones and gaps."""
         self.settle()
         return [
             int((r.slots().cpu().numpy() != r.expected(plan, self.epoch, names)).sum())
@@ -223,7 +223,7 @@ class Ranks:
 def random_slots(
     seed: int, num_ranks: int, num_experts: int, slots: int, home: Sequence[int]
 ) -> Slots:
-    """A legal plan: any expert in any slot, but not where it is at home and not twice on a rank."""
+    """Return a legal plan: any expert in any slot, not at its home and not twice on a rank."""
     draw = random.Random(seed)
     hot = [draw.randrange(num_experts) for _ in range(2)]
     plan = []
@@ -237,7 +237,7 @@ def random_slots(
 
 
 def hard_slots(num_ranks: int, num_experts: int, slots: int, home: Sequence[int]) -> list[Slots]:
-    """Plans at the edges: nothing, everywhere, chains, rings, and hubs that wait for each other."""
+    """Return edge cases: no replicas, full plans, chains, rings, hubs that wait for each other."""
     ranks = range(num_ranks)
     mains = [[e for e in range(num_experts) if home[e] == r] for r in ranks]
     away = [[e for e in range(num_experts) if home[e] != r] for r in ranks]

@@ -35,13 +35,13 @@ _made: list[str] = []  # groups of this process
 
 
 def status_of(error: BaseException, made: int) -> int:
-    """Return what a rank exits with that has made so many groups."""
+    """Return the exit status of a rank that failed after creating ``made`` groups."""
     refused = isinstance(error, (errors.BootstrapError, errors.UnsupportedError))
     return REFUSED if refused and not made else 1
 
 
 def outcome(statuses: Sequence[int | None]) -> int:
-    """Return what all ranks come to: one that failed is no refusal, whatever its peers say of it.
+    """Return the exit status of all ranks together: any failure overrides a refusal.
 
     None is a rank that had to be stopped because another had ended.
     """
@@ -73,7 +73,7 @@ def plans(group: uec.Group) -> list[uec.Plan]:
 
 
 def every_mode(fabric: str) -> None:
-    """All plans in all modes, with a barrier before each only because slots are cleared."""
+    """All plans in all modes; the barriers are there only because slots are cleared."""
     with make_group(fabric) as group:
         rank, weights, epoch = Rank(group, Payload(1, SIZES)), group.empty_weights(), 0
         for plan in plans(group):
@@ -90,7 +90,7 @@ def every_mode(fabric: str) -> None:
 
 
 def several_groups(fabric: str) -> None:
-    """Two at once, one after them: memory is given back."""
+    """Two groups at once and one after them: memory is given back."""
     for _ in range(3):
         with make_group(fabric) as one, make_group(fabric) as two:
             for group in (one, two):
@@ -100,7 +100,7 @@ def several_groups(fabric: str) -> None:
 
 
 def missing_rank(fabric: str) -> None:
-    """The last rank never calls: the others wait in their kernels, and name it."""
+    """The last rank never calls: the others time out in their kernels and name it."""
     group = make_group(fabric, timeout=2.0)
     last = group.num_ranks - 1
     home = group.topology.home.tolist()
@@ -182,7 +182,7 @@ def graph(fabric: str) -> None:
             work.wait()
             return load, plan, physical
 
-        path()  # what is loaded lazily, is
+        path()  # load lazily loaded kernels before the capture
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
@@ -237,7 +237,7 @@ def _start(rank: int, fabric: str, case: str, num_ranks: int, num_gpus: int, mee
 
 
 def _leave(status: int) -> None:
-    """End without what libraries do at exit, which NVSHMEM may not survive: nobody finalises it."""
+    """Exit without the libraries' exit handlers: NVSHMEM is not finalised and may crash in them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def _join(processes: Sequence[BaseProcess]) -> list[int | None]:
-    """Return what each process ended with; None: it was killed, some time behind another's end."""
+    """Return the exit status of each process; None: it was killed after another had ended."""
     end = float("inf")
     while any(process.is_alive() for process in processes) and time.monotonic() < end:
         time.sleep(0.05)

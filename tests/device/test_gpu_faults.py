@@ -50,7 +50,7 @@ def _end(ranks: Ranks) -> None:
         with pytest.raises(errors.GroupClosedError) as closed:
             _start(ranks, rank, plan)
         assert isinstance(closed.value.__cause__, errors.UltraEPError)
-        assert raised(group.close) is None  # what happened has been said
+        assert raised(group.close) is None  # the failure was raised before
         with pytest.raises(errors.GroupClosedError, match="is closed"):
             _start(ranks, rank, plan)
     with _ranks(ranks.engine) as fresh:

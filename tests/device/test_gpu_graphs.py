@@ -42,7 +42,7 @@ any_kind = pytest.mark.parametrize(
 
 
 class Layer(Ranks):
-    """Ranks whose ids are in memory that stays, and the calls of the critical path."""
+    """Ranks with ids in fixed memory, and the calls of the critical path."""
 
     def __init__(
         self, engine: str, made: str, forks: str, num_ranks: int, num_experts: int, **options: Any
@@ -72,14 +72,14 @@ class Layer(Ranks):
         return on_each(self.graphs, self.num_ranks, call)
 
     def capture(self, call: Call) -> tuple[list[Any], Callable[[], None]]:
-        """Capture what each rank calls: on streams of their own, or all on one."""
+        """Capture every rank's calls, each on its own stream or all on one."""
         if self._forks is None:
             return self.graphs.capture(lambda: self.each(call))
         forks = self._forks
         return self.graphs.capture(lambda: on_forks(self.graphs, forks, call))
 
     def route(self) -> None:
-        """Other ids, most of them a few hot experts; sometimes a rank has none."""
+        """Draw new ids, mostly of a few hot experts; sometimes a rank has none."""
         self.settle()
         hot = torch.randint(self.num_experts, (3,), generator=self.draw)
         for ids in self.ids:
@@ -105,7 +105,7 @@ class Layer(Ranks):
         return call
 
     def check(self, found: list[Any]) -> int:
-        """Compare every byte and integer with what the host makes; return the replicas."""
+        """Compare every byte and integer with the host's; return the number of replicas."""
         self.finish()
         ids = [own.cpu().clone() for own in self.ids]
         load = torch.stack(
@@ -151,13 +151,13 @@ def test_a_thousand_replays(streams: str, made: str, forks: str) -> None:
     with Layer(streams, made, forks, num_ranks, num_experts) as layer:
         weights = layer.stacked()
         bound = layer.bind(weights)
-        layer.run(weights, layer.path(bound))  # what is loaded lazily, is
+        layer.run(weights, layer.path(bound))  # load lazily loaded kernels before the capture
         found, replay = layer.capture(layer.path(bound))
         assert layer.eager_epochs() == {2}  # gather_load and replicate_experts
         replicas = sum(layer.replay(weights, found, replay) for _ in range(replays))
         assert replicas > replays  # plans that do something
         assert layer.eager_epochs() == {2}
-        # What graphs do counts on the device: a call behind them is as any other.
+        # Replays are counted on the device: an eager call may follow them.
         layer.run(weights, layer.path(weights))
         assert layer.eager_epochs() == {4}
         del replay
@@ -344,7 +344,7 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
         bound = layer.bind(weights)
         found = layer.run(weights, layer.path(bound))
         on_host = uec.plan_replicas(found[0][0].cpu().clone(), group=layer.groups[0])
-        # More than there is working memory for, and not what has been counted.
+        # More ids than the working memory holds, and not those of the load.
         many = [layer.put(torch.zeros(70_000, 1, dtype=torch.int64)) for _ in layer.groups]
 
         def replicate(own: list[Any], plan: uec.Plan, **options: Any) -> Call:
@@ -381,7 +381,7 @@ def test_errors_in_a_capture_are_typed_and_leave_the_group_usable(
         for _ in range(3):
             layer.replay(weights, found, replay)
         if streams == "cuda":  # the emulation has no room for so many threads
-            # What was too much for a capture is not, once it has been called.
+            # Once such a call was made outside, the capture has the memory for it.
             layer.each(reroute(many, plan))
             layer.finish()
             for group in layer.groups:
@@ -417,7 +417,7 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
     assert layer.wrong(plan) == [0] * 3
     held.slot_expert[1, 0] = 3  # at home there
     replay()
-    layer.finish()  # every rank sees it for itself, and ends
+    layer.finish()  # every rank sees the fault itself, and fails
     layer.fill(weights)
     replay()
     layer.finish()
@@ -429,11 +429,11 @@ def test_a_plan_that_is_spoiled_ends_the_group(streams: str, made: str, forks: s
             closed.value.__cause__,
             errors.InvalidPlanError | errors.PeerRejectedError | errors.TransferAbortedError,
         )
-        assert raised(group.close) is None  # it has been said
+        assert raised(group.close) is None  # it was raised before
     assert isinstance(layer.groups[0].session.first_error, errors.InvalidPlanError)
     assert "rank 1 holds expert 3" in str(layer.groups[0].session.first_error)
     del replay
-    with Ranks(streams, 3, SEGMENTS, num_experts=6) as fresh:  # the device is as it was
+    with Ranks(streams, 3, SEGMENTS, num_experts=6) as fresh:  # the device still works
         fresh.replicate(fresh.stacked(), plan)
 
 

@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Place:
-    """Where tensors go, and what orders torch's own work with the library's."""
+    """Puts tensors on the device, and orders torch's own work with the library's."""
 
     def __init__(self, new_groups: Callable[..., list[uec.Group]]) -> None:
         self.device = device.find_device()
@@ -98,7 +98,7 @@ def draw_ids(hot: int, draw: torch.Generator) -> torch.Tensor:
 
 
 def make_plan(place: Place, load: torch.Tensor, group: uec.Group) -> uec.Plan:
-    """Plan by the operator."""
+    """Plan with the operator."""
     slot_expert, slot_quota, home_quota, home, domains = OPERATORS.plan_replicas(
         load, group.num_ranks, EXPERTS, SLOTS, 1.01, [], group.name
     )
@@ -117,7 +117,7 @@ def make_plan(place: Place, load: torch.Tensor, group: uec.Group) -> uec.Plan:
 def test_tensors_of_a_plan_share_no_memory(
     place: Place, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Torch asks it of operators: a graph reuses the memory of each when it is done with that."""
+    """Torch requires it of operators, as graphs reuse the memory of their results."""
     group = place.make(2)[0]
     load = place.put(torch.arange(torch.Size(shape).numel(), dtype=dtype).view(shape))
     with SchemaCheckMode():

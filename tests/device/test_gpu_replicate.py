@@ -54,7 +54,7 @@ def test_every_mode_moves_every_byte(
 
 
 def test_a_single_wrong_bit_is_found(engine: str) -> None:
-    """Negative control of the check, in a filled slot, an empty one and a rank's last byte."""
+    """Negative control: a wrong byte in a filled slot, in an empty one and at the end is found."""
     with Ranks(engine, 2, {"w": 1001}, num_experts=4) as ranks:
         weights, plan = ranks.shared(), ranks.plan([[2, -1], [0, 1]])
         ranks.replicate(weights, plan, mode="push")
@@ -346,7 +346,7 @@ def test_a_call_comes_between_what_its_stream_held_and_what_it_gets(
 def test_the_host_does_not_wait(streams: str) -> None:
     with Ranks(streams, 4, SEGMENTS, num_experts=9) as ranks:
         weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
-        ranks.replicate(weights, plan)  # what is loaded lazily, is
+        ranks.replicate(weights, plan)  # load lazily loaded kernels first
         ranks.fill(weights)
         ranks.finish()
         ranks.hold()
@@ -363,7 +363,7 @@ def test_the_host_does_not_wait(streams: str) -> None:
 
 @pytest.mark.gpu
 def test_an_async_call_runs_beside_what_the_stream_gets_next(gpu: torch.device) -> None:
-    # Where all multiprocessors are asked for, one of them may have the other kernel already.
+    # With all multiprocessors requested, one of them may already run the other kernel.
     with Ranks("cuda", 4, SEGMENTS, num_experts=9, num_sms=4) as ranks:
         weights, plan = ranks.shared(), ranks.plans(range(1))[-1]
         ranks.replicate(weights, plan)

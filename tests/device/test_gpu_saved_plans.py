@@ -6,7 +6,7 @@ Each test runs the kernels on the CPU too: no GPU is needed to know that the tes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ NewGroups = Callable[..., list[uec.Group]]
 
 
 class Passes:
-    """Ranks whose plan is in memory that stays, and graphs of their forward and backward passes."""
+    """Ranks with a plan in fixed memory, and graphs of their forward and backward passes."""
 
     def __init__(self, streams: str, new_groups: NewGroups, expert: Any = EXPERT) -> None:
         self._device = device.find_device()
@@ -38,7 +38,7 @@ class Passes:
         pairs = zip(self.groups, self.grads.mains, strict=True)
         self.bound = [group.bind_grads(own) for group, own in pairs]
         self.given = put_plan(self.groups[0], self.plan(0))
-        # What is loaded lazily, is.
+        # Load lazily loaded kernels before captures.
         self.each(lambda rank: self.groups[rank].save(self.given).release())
         self.each(lambda rank: self.reduce(rank, self.given))
         self._device.settle()
@@ -72,19 +72,28 @@ class Passes:
         return handles, forward, backward
 
     def run(self, replay: Replay, seed: int | None = None) -> None:
-        """Replay, where ``seed`` is given with that plan, which is gone afterwards."""
+        """Replay, with the plan of ``seed`` if given, and overwrite the plan afterwards."""
         if seed is not None:
             self.given.slot_expert.copy_(self.plan(seed).slot_expert)
         replay()
         self._device.settle()
         self.given.slot_expert.fill_(-1)
 
+    def take_turns(self, forward: Replay, backward: Replay, seeds: Iterable[int]) -> None:
+        """Replay both passes for each seed, and check every sum."""
+        for seed in seeds:
+            self.grads.fill(seed)
+            self.run(forward, seed)
+            self.run(backward)
+            self.grads.check(self.plan(seed))
+        self.assert_no_fault()
+
     def assert_no_fault(self) -> None:
         for group in self.groups:
             group.assert_idle()
 
     def assert_refused(self, handles: list[uec.PlanHandle]) -> None:
-        """The next call on each rank says which save it was, once."""
+        """The next call on each rank names the refused save, once."""
         for group, handle in zip(self.groups, handles, strict=True):
             self.is_named(raised(group.assert_idle), group.rank, handle)
         self.assert_no_fault()
@@ -106,17 +115,12 @@ def passes(streams: str, new_groups: NewGroups) -> Passes:
 
 def test_passes_take_turns(streams: str, passes: Passes) -> None:
     _, forward, backward = passes.capture_passes()
-    for seed in range(50 if streams == "cuda" else 4):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, range(50 if streams == "cuda" else 4))
 
 
 def test_a_plan_in_use_is_kept(passes: Passes) -> None:
     handles, forward, backward = passes.capture_passes()
-    for seed in (1, 4):  # the fault is raised, and things go on
+    for seed in (1, 4):  # the fault is raised, and the group goes on
         passes.grads.fill(seed)
         passes.run(forward, seed)
         passes.assert_no_fault()
@@ -143,7 +147,7 @@ def test_the_next_collective_call_ends_the_group(passes: Passes) -> None:
     handles, forward, _ = passes.capture_passes()
     passes.run(forward, 1)
     passes.run(forward, 2)
-    for rank, handle in enumerate(handles):  # each has refused a save of its own
+    for rank, handle in enumerate(handles):  # each rank has refused its own save
         passes.is_named(raised(lambda r=rank: passes.reduce(r, passes.plan(3))), rank, handle)
     for rank in range(len(handles)):
         with pytest.raises(errors.GroupClosedError) as caught:
@@ -179,7 +183,7 @@ def test_a_release_in_a_capture_of_its_own(passes: Passes) -> None:
 
 
 def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
-    """The reduction clears the mark itself; what a captured release did would be too early."""
+    """The reduction clears the mark itself; a captured release would clear it too early."""
     handles, forward = passes.capture_save()
 
     def reduce(rank: int) -> uec.Work:
@@ -193,12 +197,7 @@ def test_a_release_behind_a_reduction_does_not_go_first(passes: Passes) -> None:
         return work
 
     _, backward = passes.capture(reduce)
-    for seed in range(2):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, range(2))
 
 
 def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> None:
@@ -211,12 +210,7 @@ def test_an_entry_that_is_given_up_is_free_for_another_graph(passes: Passes) -> 
     passes._device.settle()
     again, forward, backward = passes.capture_passes()
     assert all(handle.saved.entry in entries for handle in again)
-    for seed in (2, 3):
-        passes.grads.fill(seed)
-        passes.run(forward, seed)
-        passes.run(backward)
-        passes.grads.check(passes.plan(seed))
-    passes.assert_no_fault()
+    passes.take_turns(forward, backward, (2, 3))
     passes.run(forward, 4)
     passes.run(forward, 5)
     passes.assert_refused(again)

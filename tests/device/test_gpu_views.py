@@ -22,7 +22,7 @@ def test_a_view_of_its_own_memory(gpu: torch.device) -> None:
 
 
 def test_copies_from_another_gpu_are_fresh(gpu: torch.device) -> None:
-    """What torch gives through `__cuda_array_interface__` could be a copy, made once."""
+    """A tensor from `__cuda_array_interface__` must be a view, not a copy."""
     if torch.cuda.device_count() < 2:
         # Not a reason to fail under ULTRAEP_REQUIRE_GPU=1, which asks for one.
         pytest.skip("1 GPU here, 2 needed")

@@ -70,7 +70,7 @@ REDUCING_STACK = 512
 ADDS_IN_FLIGHT = 8
 SOURCES_AT_ONCE = 16
 
-pytestmark = pytest.mark.timeout(600)  # the first test builds
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the build
 
 
 @pytest.fixture(params=DEFAULT_ARCHS, ids=lambda arch: f"sm_{arch}")
@@ -101,7 +101,7 @@ def absent(instructions: list[str], wanted: dict[str, list[str]] = INSTRUCTIONS)
 
 
 def data_objects(cubin: Path) -> set[str]:
-    """Return the names of all that is in memory that every thread of a device sees."""
+    """Return the names of all symbols in global memory."""
     elffile = pytest.importorskip("elftools.elf.elffile")
     with cubin.open("rb") as file:
         elf = elffile.ELFFile(file)
@@ -193,7 +193,7 @@ def test_no_kernel_has_a_stack_of_its_own(cubin: Path) -> None:
 def test_functions_save_registers_and_spill_nothing_else(
     code: dict[int, dict[str, list[str]]], cubin: Path
 ) -> None:
-    """All that is reported as spilled is stored on entry and loaded on return."""
+    """Everything reported as spilled is stored on entry and loaded on return."""
     called = {name: frame for name, frame in frames(cubin).items() if name not in BUDGET}
     assert any("prepare_call" in name for name in called)  # what makes a block
     for name, frame in called.items():
@@ -202,7 +202,7 @@ def test_functions_save_registers_and_spill_nothing_else(
 
 
 def test_a_spill_is_told_from_a_saved_register() -> None:
-    """Negative control: what is loaded before the end, or into another register, is none."""
+    """Negative control: loads before the end or into another register do not count."""
     save, restore = "STL [R1+0x4], R16", "LDL R16, [R1+0x4]"
     body = ["IADD3 R2, R2, R3, RZ"] * 200
     assert saved_bytes([save, *body, restore, "RET.REL.NODEC R20 `(f)"]) == 4
@@ -272,7 +272,7 @@ def test_gradients_are_loaded_coherently_and_added_alone(
 def test_plans_load_the_rows_of_a_load_together(
     code: dict[int, dict[str, list[str]]], arch: int, kernel: str
 ) -> None:
-    """A store between two of them, which may be to the same place, would make each wait."""
+    """A store between two loads may alias the second, which would then have to wait."""
     memory = [line for line in code[arch][kernel] if re.search(r"\b(LDG?|STG?)\.E\b", line)]
     runs = re.findall(r"L+", "".join("S" if re.search(r"\bSTG?\.", m) else "L" for m in memory))
     assert max(map(len, runs)) >= SOURCES_AT_ONCE

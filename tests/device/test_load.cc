@@ -53,7 +53,7 @@ void check_random(uint32_t seed, bool far) {
   }
 }
 
-// By default with patience for a busy machine.
+// The default timeout suits a busy machine.
 Options small(double timeout = 5) {
   Options options;
   options.segment_bytes = {kTile};
@@ -120,7 +120,7 @@ void check_bad_ids(uint32_t seed) {
 }
 
 // A peer turns out to be in another call when rows are on their way to others: they are delivered,
-// so that nothing is under way when the launch ends, and published to nobody.
+// so that nothing is in flight when the launch ends, but not published.
 void check_fails_while_storing() {
   EmulatedGroup ranks(make_group(4, 5, 1), small());
   EmulatedLoad loads(ranks);
@@ -154,7 +154,7 @@ void check_timeout() {
   }
   group.loads.launch({2, 2}, 2, 1);
   CHECK(group.ranks.status(2).report.fault == Fault::kAborted);
-  // Who knows of a failure announces nothing.
+  // A rank that knows of a failure announces nothing.
   CHECK_EQ(group.ranks.flag(0, group.ranks.state(0).layout.call(2)), uint64_t{0});
   group.loads.check_left_ready(2);
 }

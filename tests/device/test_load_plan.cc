@@ -115,7 +115,7 @@ int check_random(uint32_t seed) {
   return plans;
 }
 
-// A rank whose call failed has a plan that nobody can do harm with.
+// A rank whose call failed has a plan that is safe to use.
 void check_failure() {
   Options options;
   options.segment_bytes = {64};

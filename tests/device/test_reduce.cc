@@ -76,7 +76,7 @@ void check_fanout() {
   }
 }
 
-// By default with patience for a busy machine.
+// The default timeout suits a busy machine.
 Options small(double seconds = 5) {
   Options options;
   options.segment_bytes = {8 * kTile + 48};

@@ -72,7 +72,7 @@ void check_many_segments() {
   ranks.check_success();
 }
 
-// By default with patience for a busy machine.
+// The default timeout suits a busy machine.
 Options small(double timeout = 5) {
   Options options;
   options.segment_bytes = {8 * kTile + 48};
@@ -97,7 +97,7 @@ void check_mismatch(Mode mode) {
   launch_mismatch(ranks, 2);
 }
 
-// A rank makes another call that concerns nobody else. All succeed, and learn of it at the next
+// A rank makes a different call that concerns no other. All succeed, and learn of it at the next
 // call, though that moves nothing.
 void check_late_mismatch() {
   PlanCase group = make_group(3, 3, 1);
@@ -172,7 +172,7 @@ void check_notices() {
   }
 }
 
-// The device of rank 1 refuses its plan: it says why, and nobody else waits for it.
+// The device of rank 1 refuses its plan: it reports why, and no other rank waits for it.
 template <class Spoil>
 void check_refusal(uint64_t reason, int32_t expert, int32_t piece, Spoil&& spoil) {
   PlanCase group = make_group(3, 6, 2);  // experts 2 and 3 are rank 1's

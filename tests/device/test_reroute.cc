@@ -41,7 +41,7 @@ void break_ids(std::vector<Id>& ids, int32_t num_experts, Random& random) {
   }
 }
 
-// What comes next on a stream goes by what it finds, also after a fault.
+// Later work on a stream uses the outputs, also after a fault.
 template <class Id>
 void check_harmless(const RoutingCase& c, const std::vector<Id>& out) {
   for (const Id id : out) CHECK(id >= -1 && id < c.group.num_ranks * c.per_rank);
@@ -130,7 +130,20 @@ void check_map(const RoutingCase& c, const HostShares& host, EmulatedReroute& de
   CHECK(instances == expected_instances);
 }
 
-// Plans and routings of one group, and so one state.
+// Checks 32-bit ids, 64-bit ids, or a map.
+void check_one(int kind, const RoutingCase& c, const HostShares& host, EmulatedReroute& device,
+               int32_t max_tokens, Random& random) {
+  switch (kind) {
+    case 0:
+      return check_ids<int32_t>(c, host, device, random);
+    case 1:
+      return check_ids<int64_t>(c, host, device, random);
+    default:
+      return check_map(c, host, device, max_tokens, random);
+  }
+}
+
+// Plans and routings of one group share one state.
 int check_group(uint32_t seed) {
   Random random(seed);
   const int32_t num_experts = draw(random, 0, 9) == 0 ? draw(random, 20, 30) : draw(random, 1, 7);
@@ -152,16 +165,7 @@ int check_group(uint32_t seed) {
     else if (*std::max_element(c.load.begin(), c.load.end()) > most)
       continue;  // no routing has as many tokens as this load
     if (*std::min_element(c.load.begin(), c.load.end()) < 0) continue;
-    switch (draw(random, 0, 2)) {
-      case 0:
-        check_ids<int32_t>(c, host, device, random);
-        break;
-      case 1:
-        check_ids<int64_t>(c, host, device, random);
-        break;
-      default:
-        check_map(c, host, device, kMaxTokens, random);
-    }
+    check_one(draw(random, 0, 2), c, host, device, kMaxTokens, random);
   }
   return kCalls;
 }
@@ -178,21 +182,12 @@ int check_full_blocks(uint32_t seed) {
     const HostShares host(c);
     CHECK(host.status.fault == uec::RerouteFault::kNone);
     host.check(device.table(), kExperts);
-    switch (call) {
-      case 0:
-        check_ids<int32_t>(c, host, device, random);
-        break;
-      case 1:
-        check_ids<int64_t>(c, host, device, random);
-        break;
-      default:
-        check_map(c, host, device, kMaxTokens, random);
-    }
+    check_one(call, c, host, device, kMaxTokens, random);
   }
   return 3;
 }
 
-// One block, and nothing for it to do.
+// One block without work.
 void check_nothing() {
   Random random(9);
   RoutingCase c = draw_group(random, 3, 4, 1);

@@ -104,7 +104,7 @@ def in_reduction(actor: Actor) -> None:
     actor.attempt(
         "call", lambda: uec.reduce_expert_grads(mains, plan, group=own.group, mode="pull")
     )
-    if actor.rank != 3:  # has expert 6, which others hold; expert 7 is nobody's
+    if actor.rank != 3:  # has expert 6, which others hold; expert 7 has no replica
         return
     actor.report.wrong += int((mains["w"][1] != 1.0).sum())
 

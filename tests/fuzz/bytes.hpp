@@ -62,7 +62,7 @@ inline void draw_slots(Bytes& bytes, PlanCase& c, bool legal) {
   }
 }
 
-// Segments of one expert, a few tiles in all but for some wide ones.
+// Segments of one expert: a few tiles together, with some wide exceptions.
 inline std::vector<int64_t> draw_segments(Bytes& bytes, int64_t tile_bytes) {
   std::vector<int64_t> segments;
   for (int32_t count = bytes.small(1, 4); count > 0; --count) {

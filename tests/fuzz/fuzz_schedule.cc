@@ -104,7 +104,7 @@ class Coverage {
   std::vector<int32_t> count_;
 };
 
-// Runs the pieces of all ranks as their inputs become ready, in the worst order for whoever waits:
+// Runs the pieces of all ranks as their inputs become ready, in the worst order for waiting pieces:
 // those of one rank at a time, until nothing moves. All have to run, and every flag that is waited
 // for has to have been published by then.
 void check_progress(const std::vector<WorklistArrays>& ranks, const uec::TileMap& tiles,

@@ -73,7 +73,7 @@ _ODD: list[Any] = [
 
 
 def _ints(b: Bytes, *shape: int) -> Any:
-    """Return values of this shape, mostly; of any type that somebody may pass."""
+    """Return values, mostly of this shape, of any type that a caller may pass."""
     kind = b.draw(0, 15)
     if kind == 15:
         return b.pick(_ODD)

@@ -1,4 +1,4 @@
-// Gradients of all ranks of a group in one process: what callers write, and what they must find.
+// Gradients of all ranks of a group in one process: callers' inputs, and the results to check.
 #pragma once
 
 #include <cstring>
@@ -88,7 +88,7 @@ class GradientRanks {
                                      call.background, &mode);
   }
 
-  // What a call promised, byte for byte.
+  // Checks the results of a call, byte for byte.
   void check(int32_t rank, const ReductionCase& call) {
     for (size_t i = 0; i < num_segments(); ++i) {
       for (int32_t e = 0; e < group.num_experts; ++e)
@@ -97,7 +97,7 @@ class GradientRanks {
     }
   }
 
-  // What it allows: the caller has its slot gradients and main gradients back.
+  // Uses what a finished call allows: the caller may rewrite its slot and main gradients.
   void spoil(int32_t rank) {
     for (size_t i = 0; i < num_segments(); ++i)
       std::memset(ranks.slot_grad(rank, 0, i), 0x7F,

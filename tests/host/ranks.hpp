@@ -14,7 +14,7 @@
 #include "support/check.hpp"
 #include "support/plans.hpp"
 
-// Bytes of (seed, expert, segment): a window of random bytes at a place that these choose. Windows
+// Bytes of (seed, expert, segment): a window of random bytes at a place chosen by these. Windows
 // of two payloads, or of one payload at two offsets, do not agree.
 class Payload {
  public:
@@ -107,7 +107,7 @@ class Ranks {
     return base(rank) + layout().grad_offset[segment] + slot * options_.grad_bytes[segment];
   }
 
-  // A rank's own main weights; in order of making, each set is a region on every rank.
+  // Main weights of all ranks. Each set, in order of creation, is a region on every rank.
   std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> make_weights() {
     std::vector<std::unique_ptr<uint8_t[], decltype(&std::free)>> regions;
     std::vector<const uint8_t*> bases;

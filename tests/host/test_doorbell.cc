@@ -111,7 +111,7 @@ void check_publish_after_every_look() {
   CHECK(last_look > 1);
 }
 
-// All of a rank's workers are woken, whether they are asleep yet or about to be.
+// All of a rank's workers are woken, whether they are asleep or about to be.
 void check_wakes_every_sleeper() {
   Flags flags(2);
   Random random(1);
@@ -131,7 +131,7 @@ void check_wakes_every_sleeper() {
   }
 }
 
-// Whoever is woken finds the flag: it was stored before the ring. The ringer dawdles until the
+// A woken thread finds the flag: it was stored before the ring. The ringer delays until the
 // sleeper has either found it or gone back to sleep.
 void check_flag_is_there_when_woken() {
   Flags flags(2);
@@ -208,7 +208,7 @@ void check_publish_while_announcing() {
 }
 
 // Ranks in a ring that do not spin before they announce themselves: nearly every publish has to
-// wake somebody.
+// wake a rank.
 void check_ring_of_ranks() {
   constexpr int32_t kRanks = 3;
   Rounds rounds(scaled(20'000));

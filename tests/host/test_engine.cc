@@ -111,7 +111,7 @@ class Run {
     uec::host::Engine& engine = ranks_.engine(rank);
     if (call.gather)
       return engine.gather(rows_.data() + rank * group_.num_experts, table, call.background);
-    // Nobody reads these any more: this rank's last call with them has finished.
+    // No rank reads these any more: this rank's last call with them has finished.
     uint8_t* const region = weights_[call.weights][rank].get();
     ranks_.fill_weights(rank, region, payload_, seed);
     const std::vector<uint64_t> mains = ranks_.addresses(rank, region);

@@ -1,4 +1,4 @@
-// close() ends the engine's own threads, also one that is just going to sleep.
+// close() ends the engine's own threads, also one that is about to sleep.
 //
 // The window in which a wake-up can be lost, between a thread's last look and its sleep, is held
 // open by standing in for the two functions that condition variables are made of.
@@ -46,8 +46,8 @@ extern "C" int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mut
   if (window.armed.load()) {
     window.queued.store(condition);
     if (window.hold_next.exchange(false)) {
-      // It has looked, found nothing to do, and is not asleep yet. Whoever respects the mutex waits
-      // for us, so this must end by itself; whoever does not is given time to wake nobody.
+      // It has looked, found nothing to do, and is not asleep yet. Threads that take the mutex wait
+      // for us, so this must end by itself; others have time for a lost wake-up.
       window.held.store(true);
       for (int i = 0; i < 100 && !window.woken.load(); ++i) sleep_us(1000);
     }
@@ -81,7 +81,7 @@ uint64_t submit(Ranks& ranks, int32_t rank, const std::vector<int32_t>& plan, ui
   return ranks.replicate(rank, plan, ranks.addresses(rank, region), Mode::kDirect, background);
 }
 
-// Every other thread of this process is asleep, and stays so unless somebody wakes it.
+// Whether every other thread of this process is asleep.
 bool others_are_asleep() {
   DIR* const tasks = opendir("/proc/self/task");
   CHECK(tasks != nullptr);
@@ -126,7 +126,7 @@ void check_stop_between_look_and_sleep() {
   }
 }
 
-// Threads that sleep soundly, before and after a first call.
+// Threads that are fully asleep, before and after a first call.
 void check_stop_asleep() {
   for (const bool called : {false, true}) {
     Ranks ranks(make_group(2, 2, 1), {.segment_bytes = {300'000}, .num_workers = 4});

@@ -129,7 +129,7 @@ void check_mismatches() {
   check_mismatch(gather, usual);
 }
 
-// A rank whose own plan is empty waits for nobody; it learns of the mismatch in its next call.
+// A rank whose own plan is empty waits for no peer; it learns of the mismatch in its next call.
 void check_late_mismatch() {
   Calls calls(ring(3), {});
   const std::vector<int32_t> empty{-1, -1, -1}, plan{-1, 0, -1}, next{1, -1, 0};
@@ -147,7 +147,7 @@ void check_late_mismatch() {
   CHECK_EQ(last.ranks.engine(0).close(), 1);
 }
 
-// A peer that closed, or one that ended its process, owes what it cannot pay any more.
+// A peer that closed its group, or whose process ended, cannot make the call that others need.
 void check_closed_and_gone() {
   Calls calls(ring(2), {});
   CHECK_EQ(calls.ranks.engine(1).close(), -1);
@@ -244,7 +244,7 @@ void check_reject() {
   }
 }
 
-// abort() ends a wait on its own rank and on the peers.
+// abort() ends waits on its own rank and on its peers.
 void check_abort() {
   for (const bool background : {false, true}) {
     Calls calls(ring(2), {});
@@ -275,7 +275,7 @@ void check_abort() {
   }
 }
 
-// The caller's own interruption (a signal handler's flag) ends a call that it runs itself.
+// An interruption of the caller (a signal handler's flag) ends a call that it runs itself.
 void check_interrupted() {
   Calls calls(ring(2), {});
   const uint64_t epoch = calls.submit(0, {-1, 0});
@@ -345,7 +345,7 @@ void check_failure_in_full_flight() {
     std::vector<std::vector<int32_t>> plans;
     for (int i = 0; i < 100; ++i) {
       draw_plan(group, random);
-      for (int32_t r = 0; r < 5; ++r) group.place((2 * r + 2) % 10, r);  // everybody takes part
+      for (int32_t r = 0; r < 5; ++r) group.place((2 * r + 2) % 10, r);  // all ranks take part
       plans.push_back(group.slot_expert);
     }
     calls.ranks.on_each([&](int32_t rank) {
@@ -400,7 +400,7 @@ void check_failure_with_helpers() {
   }
 }
 
-// A full queue behind a failed call: nobody rebuilds the arrays of a call that is still running.
+// A full queue behind a failed call: the arrays of a call that is still running are not rebuilt.
 void check_submitting_behind_a_failure() {
   const PlanCase group = ring(2);
   Calls calls(group, {.segment_bytes = {4 << 20}, .num_workers = 2});
@@ -410,7 +410,7 @@ void check_submitting_behind_a_failure() {
   for (const uint64_t epoch : epochs) CHECK(!calls.ranks.engine(0).wait(epoch));
 }
 
-// Rank 0 waits for rank 1, which waits for rank 2, which is stuck. Whoever times out first, both
+// Rank 0 waits for rank 1, which waits for rank 2, which is stuck. Whichever times out first, both
 // name rank 2.
 void check_chain_of_waits() {
   for (const int32_t first : {0, 1}) {

@@ -1,4 +1,4 @@
-// What an engine says of itself: its counts of calls and waits, and what it has heard of its peers.
+// An engine's health: its counts of calls and waits, and what it knows of its peers.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -31,7 +31,7 @@ using uec::host::Waits;
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(milliseconds(ms)); }
 
-// A wait passes each limit once, and adds what is new of it.
+// A wait passes each limit once, and adds only its new time.
 void check_meter() {
   WaitLog log;
   WaitMeter meter(log);
@@ -47,7 +47,7 @@ void check_meter() {
   CHECK(waits.total == milliseconds(150) && waits.longest == milliseconds(150));
   CHECK_EQ(waits.longest_for.peer, 3);
 
-  // Another, shorter one counts, and does not take the place of the longest.
+  // A shorter wait counts too, and does not replace the longest.
   meter.begin(start + milliseconds(200));
   meter.count(start + milliseconds(205), second);
   waits = log.read();
@@ -155,12 +155,12 @@ void check_calls() {
   callers.ranks.engine(1).reject();
   CHECK_EQ(callers.ranks.engine(1).calls().rejected, 1);
   CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
-  // A call of a group that has failed takes no epoch from anybody.
+  // A call on a failed group takes no epoch.
   CHECK(!callers.ranks.engine(1).wait(callers.submit(1, plan)));
   CHECK_EQ(callers.ranks.engine(1).calls().replicate, 2);
 }
 
-// One rank late, one that has closed, one whose process has ended: rank 0 knows them apart.
+// One rank late, one closed, one whose process has ended: rank 0 distinguishes them.
 void check_last_words() {
   int ends[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
@@ -196,7 +196,7 @@ void check_last_words() {
   close(ends[0]);
 }
 
-// What a rank has told its peers is what it knows of itself.
+// What a rank told its peers equals its own state.
 void check_own_words() {
   Callers callers(2, {});
   callers.ranks.engine(0).reject();

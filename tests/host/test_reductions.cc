@@ -1,4 +1,4 @@
-// Gradients reduced by the host engine: every bit, whoever added up what, in ranks that run ahead
+// Gradients reduced by the host engine: every bit, whichever rank adds, in ranks that run ahead
 // of others and use their memory again at once, and in calls that cannot succeed.
 #include <sys/socket.h>
 #include <unistd.h>
@@ -21,7 +21,7 @@ using uec::GradType;
 
 void sleep_us(int64_t us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
 
-// A copy of experts between reductions: here only that it takes its turn.
+// A copy of experts between reductions: only its order is tested here.
 uint64_t copy_experts(GradientRanks& g, int32_t rank, const ReductionCase& call) {
   static const uint8_t weights[4096] = {};
   const std::vector<uint64_t> mains(g.ranks.num_segments() * g.ranks.layout().num_mains[rank],
@@ -43,7 +43,7 @@ GroupOptions draw_options(Random& random) {
   return options;
 }
 
-// Random plans, modes and orders; each rank checks and spoils what it has as soon as it may.
+// Random plans, modes and orders; each rank checks and overwrites its gradients as soon as it may.
 void check_random(int repeats) {
   Random random(31);
   for (int repeat = 0; repeat < repeats; ++repeat) {
@@ -95,7 +95,7 @@ ReductionCase both() {
   return {.slot_expert = {-1, 0, 0}, .mode = ReductionCase::kPull, .seed = 5};
 }
 
-// One reduces what another copies, or otherwise: both hear of it.
+// One rank reduces while another copies, or the reverse: both fail.
 template <class Other>
 void check_mismatch(Other&& other) {
   GradientRanks g = three(large());
@@ -124,7 +124,7 @@ void check_mismatches() {
   check_mismatch(changed([](ReductionCase& c) { c.slot_expert = {-1, 0, -1}; }));
 }
 
-// A hub that never calls: the home and the other hub name it, whoever's clock runs out.
+// A hub that never calls: the home and the other hub name it, whichever times out first.
 void check_timeout() {
   GroupOptions options = large();
   options.call_timeout = 0.3;

@@ -1,4 +1,4 @@
-// What no transfer on a described machine may do, checked on its spans without the model's own
+// Rules for every transfer on a described machine, checked on its spans without the model's own
 // clock.
 #pragma once
 

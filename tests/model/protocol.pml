@@ -118,9 +118,9 @@ mtype = { NONE, PUBLISH_REUSABLE, DONE_EARLY, NO_OPEN, NO_CALL, NO_HOME_OPEN, NO
  * `hidden`: no part of a state. */
 hidden byte slot_is_open;     /* a store finds its slot open for this call, under one digest */
 hidden byte slot_is_ready;    /* a push hub reads this call's data in its slot */
-hidden byte main_is_final;    /* main weights are this call's while somebody reads them */
+hidden byte main_is_final;    /* main weights are this call's while a rank reads them */
 hidden byte slots_are_filled; /* after success each filled slot holds this call's data */
-hidden byte fault_has_cause;  /* nobody fails in a call unless something went wrong by then */
+hidden byte fault_has_cause;  /* no rank fails in a call before a fault occurred */
 #define HOLDS(property, condition) property = (condition); assert(property)
 
 /* ---- plans and work lists: constant, so hidden ----------------------------------------------- */
@@ -175,7 +175,7 @@ byte trouble; /* the epoch in which something went wrong */
 #define PULLS(r, n) (MODE == PULL && HOME(r, n) != (r))
 #define FORWARDS(r, n) (MODE == PUSH && HOME(r, n) != (r))
 #define FEEDS(r, n) (HOME(r, n) == (r) && HUB(n) != (r))
-/* Nobody looks into the memory of a rank that has ended early: stores to it are dropped, so that
+/* The memory of a rank that has ended early is not observed: stores to it are dropped, so that
  * states that differ only there are one. */
 #define ALIVE(p) (!failed[p] && stopped != (p))
 

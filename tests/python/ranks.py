@@ -151,6 +151,13 @@ def synchronize_all(works: Sequence[uec.Work]) -> None:
         work.synchronize()
 
 
+def assert_mismatch(works: Sequence[uec.Work]) -> None:
+    """Check that every call fails, and at least one with PlanMismatchError."""
+    found = [raised(work.synchronize) for work in works]
+    assert all(isinstance(error, uec.errors.TransferError) for error in found)
+    assert uec.errors.PlanMismatchError in map(type, found)
+
+
 def prepare_all(groups: Sequence[uec.Group], weights: Sequence[Any], epoch: int) -> None:
     """Give every rank's weights the bytes of an epoch, and clear its slots."""
     for group in groups:

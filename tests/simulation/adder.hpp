@@ -1,4 +1,4 @@
-// The core's Adder over a world. What is added up is read at the step, and is stored whenever the
+// The core's Adder over a world. Addends are read at the step; the sum is stored whenever the
 // schedule says, unseen until then.
 #pragma once
 

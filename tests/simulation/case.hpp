@@ -16,7 +16,7 @@ namespace sim {
 
 enum class Ending {
   kSuccess,
-  kStops,      // one rank makes no further step, and nobody can see it
+  kStops,      // one rank makes no further step, and its peers are not told
   kDies,       // the same, and its peers are told at some time
   kRejects,    // one rank finds its own input bad
   kDisagrees,  // one rank makes another call than the others

@@ -5,7 +5,7 @@
 
 namespace sim {
 
-// Small ones, one for each thing that can go wrong in few steps. All of them end as they are meant
+// Small cases, one for each fault that few steps can show. All of them end as they are meant
 // to in every schedule.
 std::vector<Case> named_cases();
 

@@ -156,7 +156,7 @@ void Simulation::step_worker(int32_t agent, bool fetch) {
   Reducer& reducer = reducers_[agent];
   const int32_t side = fetch ? 0 : 1;
   world_->rang = false;
-  // Other workers of a rank that has failed go on until they look.
+  // Other workers of a failed rank continue until they look.
   if (draining(r) && !state.noticed && world_->roll(2) == 0) {
     state.noticed = 1;
     world_->wake_agent(agent);

@@ -30,7 +30,7 @@ Content Simulation::reduced(const RankCall& made, int32_t call, int32_t expert,
   return any ? add_part(main, sum) : main;
 }
 
-// Before a call: empty slots hold something too.
+// Before a call: empty slots hold values too.
 void Simulation::write_gradients(int32_t rank, int32_t call) {
   const int32_t own = own_thread(rank);
   const RankCall& made = spec(rank, call);

@@ -102,7 +102,7 @@ void Simulation::reduce(std::vector<Transition>& possible) const {
 bool Simulation::can_time_out(int32_t agent) const {
   const Rank& r = ranks_[world_->rank_of(agent)];
   const bool blocked = worker_states_[agent].blocked && world_->asleep[2 * agent];
-  // A rank that gives up without reason can do so at any time.
+  // A rank that aborts without a fault can do so at any time.
   if (r.stopped || !(blocked || case_.ending == Ending::kImpatient)) return false;
   const bool own = agent == own_thread(world_->rank_of(agent));
   return own ? r.phase == Phase::kFinish : working(r) && !worker_states_[agent].stored;

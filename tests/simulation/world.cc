@@ -176,8 +176,8 @@ void World::show(int32_t flag) {
   wake_rank(flag_rank(flag));
 }
 
-// A rank has stopped. Publishes of one step are one event here, and need not have been: of its
-// latest messages that nobody has seen, any number were never sent.
+// A rank has stopped. Publishes of one step are one event here, but need not be in reality: of its
+// latest messages that no rank has seen, any number were never sent.
 void World::lose_last_words(int32_t rank) {
   int32_t first = *num_messages_;  // of those that may be lost
   while (first > 0 && (rank_of(message(first - 1).writer) != rank || !message(first - 1).shown))
@@ -216,7 +216,7 @@ int32_t World::load_counter(int32_t agent, const int32_t* counter) {
   int32_t value = *counter;
   if (roll(4) == 3)
     while (value > last) {
-      // Nobody looks at what is taken beyond the end.
+      // Claims beyond the end are ignored.
       const Tick* const claim = claims_ + (index * shape.max_groups + value - 1) * 2;
       if (value <= shape.max_groups && clock(agent)[claim[0]] >= claim[1]) break;
       --value;
@@ -325,7 +325,7 @@ const char* World::describe(int32_t cell) {
   return text;
 }
 
-// Whether a cell is its caller's again, after a failure. Whoever still loads from there has to find
+// Whether a cell is its caller's again after a failure. A rank that still loads it has to find
 // out, and must not use what it got: that is judged by the bytes.
 bool World::was_freed(int32_t cell) const {
   if (is_main(cell)) return freed[(cell - mains_begin_) / num_tiles() / shape.max_mains] != 0;

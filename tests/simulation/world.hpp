@@ -69,7 +69,7 @@ struct Content {
   bool operator==(const Content&) const = default;
 };
 
-// Addresses are numbers: nothing but the world can follow one.
+// Addresses are numbers that only the world can dereference.
 enum class Space : uint64_t { kSymmetric = 1, kMains = 2, kRow = 3, kMainGrads = 4 };
 
 inline uint8_t* base_of(Space space, int32_t rank) {
@@ -157,7 +157,7 @@ class World {
   bool delivered(int32_t agent, uint32_t ticket) const;
   void know_delivered(int32_t agent, uint32_t ticket);
   bool delivered_all(int32_t agent) const { return delivered(agent, stores_[agent]); }
-  // Whether it has not found out yet that all it has stored is delivered.
+  // Whether it does not yet know that all its stores are delivered.
   bool holds_stores(int32_t agent) const {
     return clock(agent)[num_agents_ + agent] < stores_[agent];
   }

@@ -1,4 +1,4 @@
-// A check that names its place and values. Tests are plain programs: exit code 0 is success.
+// A check that reports its place and values. Tests are plain programs: exit code 0 is success.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Ends a test that hangs, and says what it was waiting for.
+// Ends a test that hangs, and prints what it was waiting for.
 #pragma once
 
 #include <poll.h>

@@ -96,7 +96,7 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
   for (int32_t r = 0; r < c.num_ranks; ++r) CHECK_EQ(w.involved[r], sums.involved[r]);
 }
 
-// Of a plan and its schedule: the worklists of all ranks.
+// The worklists of all ranks for a plan and its schedule.
 inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::Schedule& s) {
   const Mode mode = s.mode;
   Sums sums;

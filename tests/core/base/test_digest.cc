@@ -16,7 +16,7 @@ uint64_t digest(const std::vector<int32_t>& values) {
 }  // namespace
 
 int main() {
-  // What a peer sees of a digest: the 30 bits in its record.
+  // The part of a digest that peers see: the 30 bits in its record.
   const auto shown = [](uint64_t d) {
     return uec::CallRecord::make(1, d, uec::RecordKind::kCall).word;
   };

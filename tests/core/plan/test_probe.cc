@@ -18,7 +18,7 @@ using uec::Replica;
 
 constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
 
-// So that a test that covers nothing is noticed.
+// Counts what was covered, so that a test that covers nothing fails.
 struct Seen {
   int plans, packed, packed_plans;
 };

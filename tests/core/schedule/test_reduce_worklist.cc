@@ -52,7 +52,7 @@ void add_clearing(const PlanCase& c, int32_t rank, const uec::Worklist& w, const
   CHECK_EQ(r.begin, 0);
   CHECK_EQ(r.end, groups);
   ++sums.cleared;
-  // Behind all of the slot's readers, and nobody else's.
+  // Waits for all readers of the slot, and for no other rank.
   for (int32_t i = 0; i < w.num_expected; ++i)
     CHECK_EQ(w.expected[i].idx == r.idx, i >= r.first && i < r.first + r.count);
 }

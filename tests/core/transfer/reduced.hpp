@@ -23,7 +23,7 @@ using uec::Step;
 
 inline constexpr uint64_t kEpoch = 5;
 
-// Flags and counters are as on the host. Every flag is published once.
+// Flags and counters work as on the host. Every flag is published once.
 template <class TheTeam>
 class PlainMemory {
  public:
@@ -156,7 +156,7 @@ class Reduced {
   }
 
  private:
-  // Of all sizes and signs, zeros and infinities too.
+  // Values of all sizes and signs, including zeros and infinities.
   float draw_value() {
     static constexpr float kSpecial[] = {0.0F, -0.0F, 1e-40F, 3e38F, -3e38F, INFINITY};
     if (draw(random_, 0, 99) == 0) return kSpecial[draw(random_, 0, 5)];
@@ -215,7 +215,7 @@ class Reduced {
     return copy.data() + at;
   }
 
-  // In an order that is the same in all members.
+  // In an order that all members share.
   template <class Team>
   void take_steps(Team, uint32_t seed) {
     using Memory = PlainMemory<Team>;

@@ -1,4 +1,4 @@
-// What tests of teams run over: a group in plain memory, and the policies of a team's members.
+// Set-up of tests of teams: a group in plain memory, and the policies of a team's members.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ using uec::Wait;
 
 // ---- a group in plain memory --------------------------------------------------------------------
 
-// The stages between the two sides of a rank, and how its mover behaves.
+// The tile buffers between the two sides of a rank, and how its mover behaves.
 struct Ring {
   static constexpr uint32_t kStages = 3;
 
@@ -192,7 +192,7 @@ class TeamMemory : public FlagMemory<World, Team> {
   }
 };
 
-// The leader does all, and tells.
+// The leader does everything and shares the results.
 template <class Team>
 class TeamMover : public uec::DeliveryPolicy {
  public:

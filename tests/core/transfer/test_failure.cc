@@ -89,7 +89,7 @@ void check_roots() {
   // A rank that failed in a later call has finished this one.
   CHECK_EQ(Seen().word(0, 3, -1).later_word(4, -1, -1).root(), 3);
   CHECK_EQ(Seen().word(0, 3, -1).later_word(3, 4, -1).root(), 3);
-  // A cycle must not make it loop forever.
+  // A cycle must not cause an endless loop.
   const int32_t root = Seen().word(0, 1, -1).word(1, 0, -1).root();
   CHECK(root == 0 || root == 1);
 }

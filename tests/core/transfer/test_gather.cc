@@ -83,7 +83,7 @@ struct Stores {
   uint32_t commits = 0;
 };
 
-// A store happens when its member waits for its delivery, otherwise never.
+// A store happens only when its member waits for its delivery.
 template <class Team>
 class TeamMover : public uec::DeliveryPolicy {
  public:
@@ -220,7 +220,7 @@ Answer answer_of(World& world, int32_t rank, Stores& stores, uint8_t* sent) {
 
 enum class Trouble { kNone, kMissing, kMismatch, kRejected, kGone, kRowMissing, kBeyond, kNumber };
 
-// Every peer has called and sent its row, but for those in trouble.
+// Every peer without trouble has called and sent its row.
 Answer expect(World& world, int32_t rank, const std::vector<Trouble>& troubles) {
   Answer waits;
   for (int32_t r = 0; r < world.num_ranks; ++r) {
@@ -279,7 +279,7 @@ void check_reports() {
     std::vector<Trouble> troubles(num_ranks, Trouble::kNone);
     const int32_t faulty = draw(random, 0, num_ranks - 1);
     troubles[faulty] = static_cast<Trouble>(draw(random, 1, 6));
-    for (int32_t r = 0; r < num_ranks; ++r)  // of faults there is one
+    for (int32_t r = 0; r < num_ranks; ++r)  // only one rank has a fault
       if (r != faulty && draw(random, 0, 2) == 0)
         troubles[r] = draw(random, 0, 1) == 0 ? Trouble::kMissing : Trouble::kRowMissing;
     for (int32_t size = 0; size <= 8; ++size) {  // 0: alone
@@ -303,7 +303,7 @@ void check_reports() {
         CHECK_EQ(answer.wait.seen, expected.wait.seen);
         CHECK_EQ(answer.wait.expected, kFirstEpoch);
       }
-      // Whoever has not called got nothing; who got a row got its flag, unless we failed.
+      // Peers that have not called got nothing; a row comes with its flag, unless we failed.
       for (int32_t r = 0; r < num_ranks; ++r) {
         const int32_t flags = world.counts[r][world.layout.gathered(rank) / 8].load();
         const bool here = world.table(r)[rank * 5] == load_of(kFirstEpoch, rank, 0);

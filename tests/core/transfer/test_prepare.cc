@@ -82,7 +82,7 @@ class Group {
       CHECK_EQ(given.shape.num_replicas, expected.shape.num_replicas);
       const WorklistArrays work(case_, tiles.map(), expected.schedule, config_.rank);
       check_equal(given.call.work, work.list, case_.num_ranks);
-      // As full as they may ever be: nothing beyond an array is theirs.
+      // At full capacity: nothing beyond an array is written.
       given.call.reset_counters(uec::Alone{});
       std::fill_n(given.arrays.cursor, capacity.pieces(), -1);
       std::fill_n(given.arrays.mains, capacity.num_segments * capacity.num_mains, nullptr);

@@ -15,7 +15,7 @@ using uec::Fault;
 using uec::RecordKind;
 using uec::Verdict;
 
-// Answers each observe with the next value of the word, and stays at its last one.
+// Answers each observe with the next value of the word, and repeats the last one.
 struct FakeMemory {
   using Team = uec::Alone;
 

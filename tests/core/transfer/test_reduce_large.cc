@@ -69,7 +69,7 @@ struct Large {
     return c.grad_bytes[segment] / bytes_of(c.grad_type[segment]) * bytes_of(c.main_type[segment]);
   }
 
-  // What of which slot an address is, and whose.
+  // The part of an expert at an address in a slot, and the slot's rank.
   std::pair<Part, int32_t> in_slot(const uint8_t* at, int64_t elements) const {
     for (int32_t r = 0; r < 3; ++r) {
       const int64_t offset = memory[r]->offset_of(at);
@@ -95,7 +95,7 @@ struct Large {
   int64_t cleared = 0;
 };
 
-// Notes what it is asked to do.
+// Records its calls.
 class NotingAdder : public uec::DeliveryPolicy {
  public:
   NotingAdder(Large& large, int32_t rank) : large_(large), rank_(rank) {}

@@ -240,7 +240,7 @@ void check_sides_see_each_other() {
     CHECK(worker.fetch_step() == Step::kFailed);
     CHECK(worker.store_step() == Step::kFailed);
   }
-  // As a hub, whose home has failed by the time that all has been pulled.
+  // The same for a hub whose home has failed by the time that everything has been pulled.
   Sender sender(2);
   FakeMemory memory{sender.words, sender.published, nullptr};
   FakeMover mover;

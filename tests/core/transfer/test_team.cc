@@ -224,7 +224,7 @@ void show_all(World& world, int32_t rank) {
       world.word(rank, layout.ready(s, g)) = kFirstEpoch;
 }
 
-// Takes something of one peer back, or puts something in its way.
+// Makes flags of one peer stale, or gives it an unexpected record.
 void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& random) {
   const uec::SymmetricLayout& layout = world.layout;
   const auto set = [&](int64_t offset, uint64_t value) { world.word(rank, offset) = value; };
@@ -317,7 +317,7 @@ void check_same_reports() {
       show_all(*world, rank);
       Random same(seed);
       for (int32_t i = 0; i < troubles; ++i) {
-        // The same of several, in any order, or of some.
+        // The same for several peers, in any order, or for some of them.
         const int32_t trouble = kTroubles[draw(same, 0, std::size(kTroubles) - 1)];
         for (int32_t many = draw(same, 0, 3); many >= 0; --many)
           spoil(*world, rank, draw(same, 0, group.num_ranks - 1), trouble, same);

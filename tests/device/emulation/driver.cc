@@ -169,7 +169,7 @@ int32_t cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
 }
 
 int32_t cuStreamSynchronize(void* stream) {
-  if (stream != nullptr) return kInvalid;  // nobody asks for another than the legacy stream
+  if (stream != nullptr) return kInvalid;  // only the legacy stream is used
   if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
   Streams::instance().settle_legacy();
   return kSuccess;

@@ -26,7 +26,7 @@ inline constexpr int32_t kSuccess = 0, kInvalid = 1, kNotReady = 600, kCaptureUn
                          kCaptureInvalidated = 901, kCaptureUnjoined = 904, kCaptureIsolation = 905,
                          kCapturedEvent = 907;
 
-// Runs what it is given, one operation after another, in a thread of its own.
+// Runs queued operations one after another in its own thread.
 class Stream {
  public:
   Stream() : thread_([this] { run(); }) {}
@@ -64,7 +64,7 @@ class Stream {
   std::thread thread_;
 };
 
-// How much of each stream comes before something.
+// How much of each stream is ordered before an event.
 using Progress = std::map<void*, uint64_t>;
 
 inline void merge(Progress& into, const Progress& other) {

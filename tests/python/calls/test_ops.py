@@ -34,7 +34,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_graphs_of_earlier_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give inductor a new cache: it would find graphs again though operators have changed."""
+    """Give inductor a new cache: it would reuse graphs although operators have changed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -276,7 +276,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
         assert torch.equal(copies[0][name][0], last[-1])
         assert not copies[0][name][1].any()  # an empty slot
         assert torch.equal(copies[1][name], first[:2])
-        # Whoever still reads the slots sees what was there.
+        # A read of the slots still sees the old contents.
         assert all((group.slots[name] == 7).all() for group in groups)
 
 
@@ -286,7 +286,7 @@ def test_copies_of_slots_receive_what_the_slots_would(
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_every_call_is_kept_once(backend: str, alone: uec.Group) -> None:
     def calls(ids: torch.Tensor, weights: Weights, plan: uec.Plan) -> torch.Tensor:
-        uec.gather_load(ids, group=alone)  # nobody looks at it
+        uec.gather_load(ids, group=alone)  # the result is unused
         first = uec.gather_load(ids, group=alone)
         uec.replicate_experts(weights, plan, group=alone)
         uec.replicate_experts(weights, plan, group=alone)

@@ -1,4 +1,4 @@
-"""reduce_expert_grads: every bit of main + (r1 + ... + rn), in every way of computing it."""
+"""reduce_expert_grads: every bit of main + (r1 + ... + rn), in every mode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("w13", "bias", "w_t")
 
 
 def make_values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Gradients of very different sizes, so that every order of adding rounds differently."""
+    """Return values of very different sizes, so that every order of adding rounds differently."""
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.randint(-12, 12, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * 2.0**exponent).to(dtype)
@@ -41,7 +41,7 @@ def fill_slot_grads(group: uec.Group, seed: int) -> dict[str, torch.Tensor]:
 
 
 def make_mains(group: uec.Group, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Main gradients in a buffer of one's own, in the layouts of the segments."""
+    """Return main gradients in a new buffer, in the layouts of the segments."""
     mains = {}
     for i, name in enumerate(group.slot_grads):
         segment = group.segments[name]
@@ -57,7 +57,7 @@ def expect(
     mains: dict[str, torch.Tensor],
     slots: list[dict[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """What this rank's main gradients have to become."""
+    """Return this rank's expected main gradients."""
     result = {name: main.clone() for name, main in mains.items()}
     for i, expert in enumerate(group.topology.mains(group.rank)):
         where = (plan.slot_expert == int(expert)).nonzero().tolist()

@@ -195,7 +195,7 @@ def test_a_selection_of_segments_leaves_the_others_untouched(ranks: RankPool) ->
 
 
 def _ahead(rank: int, process_group: Any) -> Any:
-    """Calls are submitted ahead; ranks are slow in turn, and only their own order counts."""
+    """Calls are submitted ahead while ranks are slow in turn; only each rank's order matters."""
     wrong = 0
     with _group(process_group, 12, 2, expert={"w": Segment((300_000,), torch.uint8)}) as group:
         weights = [group.empty_weights() for _ in range(3)]

@@ -63,7 +63,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_floats(shape: torch.Size, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits at all: not-a-numbers with payloads, infinities, zeros of both signs."""
+    """Return arbitrary bit patterns: NaNs with payloads, infinities, zeros of both signs."""
     width = torch.empty((), dtype=dtype).element_size()
     made = np.random.default_rng(seed).bytes(shape.numel() * width)
     return (
@@ -134,7 +134,7 @@ def test_gradients_flow_to_the_probabilities(groups: list[uec.Group]) -> None:
         assert physical is not None
         weight = torch.randn(physical.shape, dtype=torch.float64)
         (physical * weight).sum().backward()
-        # The same by hand: every entry of the map has the weight of the place it moved to.
+        # By hand: every entry of the map has the weight of the place that it moved to.
         unmoved = torch.zeros_like(probs)
         moved_to = {p.item(): i for i, p in enumerate(physical[physical_map])}
         assert len(moved_to) == int(routing_map.sum())  # all values differ

@@ -1,4 +1,4 @@
-"""The device of tests of local stages."""
+"""The device for tests of local stages."""
 
 import pytest
 from emulated_device import EmulatedDevice

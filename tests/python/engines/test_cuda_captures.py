@@ -37,7 +37,7 @@ def empty_plan(device: EmulatedDevice, group: uec.Group) -> uec.Plan:
 
 
 def caller(device: EmulatedDevice, group: uec.Group) -> Callable[[], uec.Work]:
-    """Return what makes a call in the background that can be captured; it has been made once."""
+    """Return a function that makes a capturable background call; it was called once."""
     bound = group.bind({"w": torch.zeros(group.num_mains, 8)})
     plan = empty_plan(device, group)
 
@@ -56,7 +56,7 @@ def caller(device: EmulatedDevice, group: uec.Group) -> Callable[[], uec.Work]:
 def test_calls_beside_a_capture_of_somebody_else(
     emulated: EmulatedDevice, group: uec.Group
 ) -> None:
-    """Of torch's default mode, in which what is asked of events counts, in any thread."""
+    """In torch's default mode, event queries of any thread invalidate a capture."""
     call = caller(emulated, group)
     load = emulated.put(torch.zeros(1, 4, dtype=torch.int32))
     plan = empty_plan(emulated, group)
@@ -76,7 +76,7 @@ def test_calls_beside_a_capture_of_somebody_else(
     group.session.local.finish()
     group.assert_idle()
     with emulated.on(other):
-        emulated.end_capture()  # it has not been spoiled
+        emulated.end_capture()  # it is still valid
     assert group.session.engine.epoch == 8
 
 
@@ -140,7 +140,7 @@ def test_waits_on_the_other_side_of_a_capture(emulated: EmulatedDevice, group: u
 
 
 def test_two_captures_take_turns(emulated: EmulatedDevice, group: uec.Group) -> None:
-    """On the calling streams: the group's own one can be in one of them alone."""
+    """The captures are on different streams, but the group's own stream can join only one."""
     call = caller(emulated, group)
     emulated.begin_capture()
     first = call()
@@ -205,7 +205,7 @@ def test_groups_whose_plans_no_kernel_reads(
 
 
 def spoil(device: EmulatedDevice) -> None:
-    """Do what no capture can have."""
+    """Invalidate the capture."""
     assert device.library.cuCtxSynchronize() != 0
 
 

@@ -17,7 +17,7 @@ TOKENS, TOPK = 40, 2
 
 
 class Layer:
-    """All ranks of a group, their weights, and ids in memory that stays."""
+    """All ranks of a group, their weights, and ids in fixed memory."""
 
     def __init__(self, device: EmulatedDevice, groups: list[uec.Group]) -> None:
         self.groups = groups
@@ -27,7 +27,7 @@ class Layer:
         self.rng = torch.Generator().manual_seed(len(groups))
 
     def draw_ids(self) -> None:
-        """Route most tokens to a few experts, others from one time to the next."""
+        """Route most tokens to one expert, drawn anew each time."""
         num_experts = self.groups[0].topology.num_experts
         hot = int(torch.randint(num_experts, (1,), generator=self.rng))
         for ids in self.ids:
@@ -56,7 +56,7 @@ class Layer:
         prepare_all(self.groups, self.weights, epoch)
 
     def check(self, found: list[Any], epoch: int) -> int:
-        """Compare everything with what the host makes of the same ids; return the replicas."""
+        """Compare everything with the host's results; return the number of replicas."""
         topology = self.groups[0].topology
         load = torch.stack(
             [

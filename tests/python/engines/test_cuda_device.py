@@ -1,4 +1,4 @@
-"""What a GPU's seam asks of the driver and of cuda.core, which stand-ins take down."""
+"""The calls that CudaDevice makes to the driver and cuda.core, logged by stand-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNEL = 0x77
 
 
 class FakeDriver:
-    """`cuda.bindings.driver`, as far as it is used. Each call is a line of the log."""
+    """The part of `cuda.bindings.driver` that is used. Each call is a line of the log."""
 
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared")
     CUdevice = int
@@ -45,7 +45,7 @@ class FakeDriver:
 
 
 class FakeCore:
-    """`cuda.core`, likewise."""
+    """The part of `cuda.core` that is used."""
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -90,7 +90,7 @@ def kernels() -> CudaKernels:
 def test_a_kernel_is_on_the_device_before_its_first_launch(
     driver: FakeDriver, log: list[Any]
 ) -> None:
-    """Else that launch could wait for kernels that wait for it."""
+    """Otherwise that launch could wait for kernels that wait for it."""
     loading = ["current", "find", f"load function of {KERNEL:#x}"]
     assert kernels().handle("k", 1000) == KERNEL
     assert log == loading

@@ -235,7 +235,7 @@ def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
         uec.replicate_experts(weights[1], PLAN, group=groups[1])
     assert isinstance(closed.value.__cause__, errors.DeviceError)
     with pytest.raises(errors.TransferAbortedError, match="rank 1 failed first"):
-        work.wait()  # for a launch that does not come any more
+        work.wait()  # for a launch that never comes
     close_all(groups)
 
 
@@ -355,7 +355,7 @@ def test_health_says_what_the_host_knows_and_asks_nothing_of_the_device(
     assert health.last_error is not None
     assert health.last_error.startswith("TransferAbortedError")
     assert "rank 1: unknown" in health.last_error
-    with pytest.raises(errors.TransferAbortedError):  # asking has not taken it from whoever waits
+    with pytest.raises(errors.TransferAbortedError):  # health() has not consumed the error
         groups[0].close()
     groups[1].close()
 

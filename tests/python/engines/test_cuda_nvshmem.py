@@ -124,7 +124,7 @@ def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
     for launch, domain, uids, _ in ranks.run(4, _far_groups):
         assert launch == "ultraep_replicate_32768_far"
         assert domain == [0, 0, 1, 1]
-        assert uids == []  # somebody else had initialised it
+        assert uids == []  # other code had initialised it
 
 
 def _unlike_devices(rank: int, process_group: Any) -> list[int]:
@@ -143,7 +143,7 @@ def _unlike_devices(rank: int, process_group: Any) -> list[int]:
 
 
 def test_symmetric_memory_is_as_large_on_every_rank(ranks: RankPool) -> None:
-    """A rank with fewer blocks than others allocates what they do: NVSHMEM demands it."""
+    """A rank with fewer blocks than others allocates as much: NVSHMEM requires it."""
     one, other = ranks.run(2, _unlike_devices)
     assert one == other
     assert _core.cuda_staging_bytes(64, 32 << 10) in one
@@ -177,7 +177,7 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     small = FakeDevice(max_shared_bytes=(200 if rank == 0 else 20) << 10)
     with pytest.raises(bootstrap if rank == 0 else unsupported, match="shared memory"):
         _with_nvshmem(process_group, small, FakeNvshmem())
-    # What a device refuses on one rank, wherever that is, holds up none of the others.
+    # A refusal of one rank's device, at any step, keeps no other rank waiting.
     for step in ("handle", "pinned"):
         device = FakeDevice()
         if rank == 1:

@@ -81,7 +81,7 @@ def test_entries_are_used_again_when_their_calls_have_finished(
     for handle in handles:
         handle.release()
     other = groups[0].save(plans[1])
-    assert other.plan.slot_expert.data_ptr() != at  # somebody is still to read it
+    assert other.plan.slot_expert.data_ptr() != at  # a call still has to read it
     synchronize_all(works)
     again = groups[0].save(plans[1])
     assert again.plan.slot_expert.data_ptr() == at
@@ -99,7 +99,7 @@ def test_handles_in_another_order_do_not_match(
     handles = [group.save(plan, layer=3 + group.rank, microbatch=1) for group in groups]
     found = [raised(work.synchronize) for work in start_all(groups, weights, handles)]
     assert isinstance(found[0], errors.PlanMismatchError)
-    for rank, error in enumerate(found):  # rank 0 looks first, and the others hear of it
+    for rank, error in enumerate(found):  # rank 0 looks first and tells the others
         assert isinstance(error, errors.TransferError)
         assert f"rank {rank}: replicate_experts of layer {3 + rank}, microbatch 1 (" in str(error)
 
@@ -148,7 +148,7 @@ def test_replays_save_the_plan_that_is_there(
         emulated.settle()
         assert [wrong_bytes(group, plan_of(index), epoch) for group in groups] == [0, 0]
         for group in groups:  # other plans do not get the graph's memory
-            with group.save(given) as other:  # nor was any in use
+            with group.save(given) as other:  # and none was in use
                 assert other.plan.slot_expert.data_ptr() != taken
     handles[0].release()  # the graph is gone
     found = {groups[0].save(given).plan.slot_expert.data_ptr() for _ in range(2)}
@@ -177,7 +177,7 @@ def test_a_capture_has_the_entries_that_were_reserved(
     group = groups[0]
     plan = emulated.put_plan(plan_of(0))
     group.reserve_plans(2)
-    group.reserve_plans(2)  # not two more
+    group.reserve_plans(2)  # does not add two more
     emulated.settle()
     emulated.begin_capture()
     held = [group.save(plan, layer=layer) for layer in (1, 2)]
@@ -212,7 +212,7 @@ def test_reserved_entries_outlast_warm_ups(
     plan = emulated.put_plan(plan_of(0))
     group.reserve_plans(2)
     emulated.delay(20_000)
-    for _ in range(2):  # as often as is usual
+    for _ in range(2):  # the usual number of warm-up runs
         held = [group.save(plan, layer=layer) for layer in (1, 2)]
         for handle in held:
             handle.release()
@@ -227,7 +227,7 @@ def test_reserved_entries_outlast_warm_ups(
 def test_handles_of_outside_are_refused_in_a_capture(
     emulated: EmulatedDevice, groups: list[uec.Group]
 ) -> None:
-    """The graph would follow whoever saves to their memory next."""
+    """The graph would read whatever is saved to their memory next."""
     bound = [group.bind(make_weights(group)) for group in groups]
     plan = emulated.put_plan(plan_of(0))
     ids = emulated.put(torch.zeros(3, 1, dtype=torch.int64))
@@ -248,7 +248,7 @@ def test_handles_of_outside_are_refused_in_a_capture(
         with pytest.raises(errors.UnsupportedError, match=match):
             call()
     emulated.end_capture()
-    synchronize_all(start_all(groups, bound, handles))  # the group and its peers are as they were
+    synchronize_all(start_all(groups, bound, handles))  # the group and its peers still work
     for each in handles:
         each.release()
 

@@ -17,7 +17,7 @@ from ultraep_comm.engines.cuda.device import CudaDevice
 
 
 def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:
-    """Callers may drop it at once, on whatever stream it was made."""
+    """Callers may drop tensors at once, whichever stream they were made on."""
     case = Case(0, num_ranks=2, num_experts=4, slots=1)
     load = case.load(9)
     there, ids, routing = device.put(load), device.put(case.ids(load)), device.put(case.map(load))
@@ -145,10 +145,10 @@ def test_faults_of_a_load_surface_at_the_next_call(
     assert plan.imbalance == 1.0
     for other in case.groups:
         if other is not case.group:
-            uec.plan_replicas(good, group=other)  # its ranks do not hear of it
+            uec.plan_replicas(good, group=other)  # the fault is local: other ranks are not told
     with pytest.raises(errors.InvalidLoadError, match=text):
         uec.plan_replicas(good, group=case.group)
-    uec.plan_replicas(good, group=case.group)  # once is enough
+    uec.plan_replicas(good, group=case.group)  # it is raised only once
     uec.plan_replicas(device.put(bad), group=case.group)
     with pytest.raises(errors.InvalidLoadError, match=f"rank {case.rank}: .*{text}"):
         case.group.close()
@@ -298,7 +298,7 @@ def test_gradients_are_those_of_the_host(
     assert own.grad is not None
     assert before.grad is not None
     assert torch.equal(own.grad, before.grad)
-    # What the operator does: it does not keep where tokens went, and finds it again.
+    # The operator's backward recomputes where tokens went.
     again = torch.ops.ultraep_comm.reroute_map_backward(
         upstream,
         where,

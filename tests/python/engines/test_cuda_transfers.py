@@ -9,6 +9,7 @@ import torch
 from emulated_device import EmulatedDevice
 from ranks import (
     MIXED,
+    assert_mismatch,
     close_all,
     expert_bytes,
     fan_out_plan,
@@ -40,12 +41,18 @@ def _groups(num_ranks: int, num_experts: int, slots: int, **options: Any) -> lis
 
 
 @pytest.mark.parametrize("num_ranks, num_experts, slots", [(2, 5, 1), (3, 7, 2), (5, 8, 2)])
-@pytest.mark.parametrize("tile_bytes", [None, 16384])
+@pytest.mark.parametrize("tile_bytes, on_device", [(None, False), (16384, False), (None, True)])
 def test_every_mode_moves_every_byte(
-    device: EmulatedDevice, num_ranks: int, num_experts: int, slots: int, tile_bytes: int | None
+    device: EmulatedDevice,
+    num_ranks: int,
+    num_experts: int,
+    slots: int,
+    tile_bytes: int | None,
+    on_device: bool,
 ) -> None:
     groups = _groups(num_ranks, num_experts, slots, tile_bytes=tile_bytes)
     weights = [group.empty_weights() for group in groups]
+    bound = [group.bind(w) for group, w in zip(groups, weights, strict=True)]
     plans = [
         fan_out_plan(num_ranks, num_experts, slots),
         random_plan(3, num_ranks, num_experts, slots),
@@ -56,9 +63,14 @@ def test_every_mode_moves_every_byte(
         for plan in plans:
             epoch += 1
             prepare_all(groups, weights, epoch)
-            for work in start_all(groups, weights, plan, mode=mode):
+            given = (weights, bound)[epoch % 2]
+            works = start_all(
+                groups, given, device.put_plan(plan) if on_device else plan, mode=mode
+            )
+            for work in works:
                 work.synchronize()
                 assert work.is_completed()
+                assert not on_device or work.mode == mode
             assert [wrong_bytes(group, plan, epoch) for group in groups] == [0] * num_ranks
     close_all(groups)
 
@@ -115,13 +127,8 @@ def test_another_plan_on_one_rank_fails_everywhere_and_poisons(device: EmulatedD
     for group in groups:
         works += start_all([group], weights, other if group.rank == 2 else plan)
     device.settle()
-    found = []
-    for work in works:
-        with pytest.raises(errors.TransferError) as caught:
-            work.synchronize()
-        found.append(type(caught.value))
-        assert isinstance(work.exception(), errors.TransferError)
-    assert errors.PlanMismatchError in found
+    assert_mismatch(works)
+    assert all(isinstance(work.exception(), errors.TransferError) for work in works)
     for group in groups:
         with pytest.raises(errors.GroupClosedError):
             uec.replicate_experts(weights[group.rank], plan, group=group)

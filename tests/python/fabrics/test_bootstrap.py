@@ -1,4 +1,4 @@
-"""Ranks that die, fail or are interrupted while a group is made: the others are told at once."""
+"""Ranks that die, fail or are interrupted in new_group: the others are told at once."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_process_that_has_ended_is_seen() -> None:
     assert Process(process.boot, process.namespace, os.getpid(), process.start).has_ended()
     assert not Process(bytes(16), process.namespace, child, 1).has_ended()  # of another machine
     assert Process.unpack(b"") is None
-    with pytest.MonkeyPatch.context() as patched:  # a namespace that cannot be told is no other's
+    with pytest.MonkeyPatch.context() as patched:  # an unknown namespace matches no other
         patched.setattr(system, "pid_namespace", lambda: 0)
         assert not Process(process.boot, 0, child, 1).has_ended()
     os.close(ready)
@@ -162,7 +162,7 @@ def test_a_process_that_has_ended_is_seen() -> None:
 
 
 def _before(where: str, action: Callable[[], Any]) -> None:
-    """Have a rank do something at a point of new_group."""
+    """Make a rank run ``action`` at a point of new_group."""
     if where == "agree":
         _patch(Meeting, "agree", action)
     elif where == "exchange":
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_in_new_group_is_named_everywhere(tmp_path: Path, where
 
 
 def _dies_with_the_store(rank: int, folder: Path, who: int, where: str) -> Any:
-    """Rank 0 hosts the store, and its process ends once it knows."""
+    """Rank 0 hosts the store, and its process ends once it has failed."""
     if rank == who:
         _before(where, lambda: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
@@ -262,7 +262,7 @@ def test_a_death_is_named_without_a_store(tmp_path: Path, who: int, where: str) 
 
 
 def _late(rank: int) -> Any:
-    """The store is asked for every rank that is there once, and no more once all have met."""
+    """The store is asked once for each rank present, and no more once all have met."""
     asked: list[str] = []
     original = notices.Notices._get
     notices.Notices._get = lambda self, key: asked.append(key) or original(self, key)  # type: ignore
@@ -286,7 +286,7 @@ def test_the_store_is_asked_for_processes_until_all_have_met(tmp_path: Path) -> 
 
 
 class _Group:
-    """A process group's place in a store, for its notices."""
+    """A process group as seen by a store's notices."""
 
     def __init__(self, store: Any, num_ranks: int = 2) -> None:
         self.store, self.num_ranks = store, num_ranks
@@ -335,7 +335,7 @@ def test_who_has_gone_on_to_the_next_making_has_come_to_this_one(
 def test_a_rank_without_the_store_for_a_while_is_not_behind_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one that has no descriptor left for the store's file."""
+    """A store client without a descriptor left for the store's file."""
     monkeypatch.setattr(notices, "_find_store", lambda group: group.store)
     store = dist.HashStore()
     groups: list[Any] = [_Group(store), _Group(store)]
@@ -454,7 +454,7 @@ def _waits_for_a_late_rank(rank: int) -> Any:
         timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
     elif rank == 2:
-        time.sleep(2)  # nobody sends a step to it before
+        time.sleep(2)  # no rank sends a step to it before
     start = time.monotonic()
     error = raised(_make)
     return type(error).__name__, time.monotonic() - start, _works()
@@ -510,7 +510,7 @@ def test_a_rank_without_descriptors_says_so(ranks: RankPool, spare: int) -> None
 
 
 def _no_room(rank: int, process_group: Any) -> Any:
-    """A limit of the size of files holds for shared memory too."""
+    """The file size limit applies to shared memory too."""
     assert _works(process_group)
     before = _resources()
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)

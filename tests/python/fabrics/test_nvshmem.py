@@ -17,7 +17,7 @@ from ultraep_comm.fabrics.nvshmem import LIBRARY, UID_BYTES, Nvshmem, load_libra
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder of sys.path that is no site-packages, with NVSHMEM's library in it."""
+    """A folder on sys.path, not site-packages, with NVSHMEM's library in it."""
     folder = tmp_path / "nvidia" / "nvshmem" / "lib"
     folder.mkdir(parents=True)
     (folder / LIBRARY).touch()
@@ -30,7 +30,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_library_is_the_wheels_wherever_that_is(
     wheel: str, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, loads: bool
 ) -> None:
-    """But never a second one."""
+    """A second library is never loaded."""
     asked = []
 
     def load(name: str, mode: int) -> None:

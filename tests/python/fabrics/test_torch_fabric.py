@@ -41,7 +41,7 @@ NO_GPU = not torch.cuda.is_available()
 def _new_group(
     process_group: Any, memory: Any, device: Any = None, nvshmem: Any = None, **options: Any
 ) -> uec.Group:
-    """Make a group of a process that has what is given; an error is what is raised instead."""
+    """Create a group with this memory and device; an error given in their place is raised."""
     device = device or FakeDevice()
     kernels = device.kernels
 
@@ -161,7 +161,7 @@ def _memory_is_zeroed(rank: int, process_group: Any, folder: Path) -> None:
     region = group.session.memory[0]
     assert memory.log == ["allocate", "settle", "handle_types", "rendezvous"]
     assert int(region.local.count_nonzero()) == 0
-    # What a rank writes into its own memory, the other finds at the address that it has for it.
+    # The other rank reads what a rank writes, at its own address of that memory.
     assert region.bases[rank] == region.local.data_ptr()
     region.local[-64:] = rank + 1
     dist.barrier(process_group)
@@ -191,7 +191,7 @@ def _life(rank: int, process_group: Any, folder: Path) -> None:
     del group, weights
     gc.collect()
     kept = [handle() is not None for handle in memory.handles]
-    slot.fill_(1)  # stays as long as somebody holds it
+    slot.fill_(1)  # stays mapped as long as it is referenced
     other.close()
     assert (alive, kept) == ([True] * 3, [False, True, False])
 
@@ -397,7 +397,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
     for engine in ("cuda", "auto"):
         assert kind(_new_group(process_group, memory, **options, engine=engine)) == "NvshmemFabric"
     assert kind(_new_group(process_group, memory, **options, fabric="torch")) == "TorchFabric"
-    # One rank without NVSHMEM takes all the others to torch.
+    # One rank without NVSHMEM makes all ranks use torch.
     options["nvshmem"] = nothing("NVSHMEM") if rank == 1 else FakeNvshmem()
     for engine in ("cuda", "auto"):
         assert kind(_new_group(process_group, memory, **options, engine=engine)) == "TorchFabric"
@@ -407,7 +407,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
     error = errors.UnsupportedError if rank == 1 else errors.BootstrapError
     with pytest.raises(error, match="no NVSHMEM on rank 1"):
         _new_group(process_group, memory, **asked)
-    # Nor does NVSHMEM serve that others have initialised, over ranks of theirs.
+    # NVSHMEM that other code initialised over other ranks is not used either.
     foreign: dict[str, Any] = {"nvshmem": FakeNvshmem(pes=(4 + rank, 8))}
     for engine in ("cuda", "auto"):
         assert kind(_new_group(process_group, memory, **foreign, engine=engine)) == "TorchFabric"
@@ -417,7 +417,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
         both = r"PEs \[4, 5\] of 8.*no symmetric memory"
         with pytest.raises(errors.UnsupportedError, match=both):
             _new_group(process_group, nothing("symmetric memory"), **foreign, engine=engine)
-    # Nothing that all have: with both reasons, wherever they are.
+    # No fabric that all ranks have: the error gives both reasons.
     lacking = nothing("symmetric memory") if rank == 0 else memory
     both = r"fabric nvshmem: rank 1: no NVSHMEM.*fabric torch: rank 0: no symmetric memory"
     with pytest.raises(errors.UnsupportedError, match=both):
@@ -427,7 +427,7 @@ def _choice(rank: int, process_group: Any, folder: Path) -> None:
         error = errors.UnsupportedError if rank == 0 else errors.BootstrapError
         with pytest.raises(error, match="no symmetric memory on rank 0"):
             _new_group(process_group, lacking, **options, **asked)
-    # The same reason twice is said once.
+    # A reason that two ranks share is given once.
     gone = errors.UnsupportedError("no GPU")
     with pytest.raises(errors.UnsupportedError, match=r"^no GPU$"):
         _new_group(process_group, gone, nvshmem=gone)
@@ -443,7 +443,7 @@ def test_all_ranks_take_the_first_fabric_that_all_have(ranks: RankPool, tmp_path
 
 
 class FakeModule(types.ModuleType):
-    """As much of torch.distributed._symmetric_memory as is used."""
+    """The part of torch.distributed._symmetric_memory that is used."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__("fake")

@@ -15,16 +15,16 @@ from ranks import run_python
 HERE = Path(__file__).parents[1]
 RAISE = ("raises", "raises in context", "fails")
 BAD = ("terminate", "nanobind", "Fatal", "Segmentation", "Exception ignored")
-# Whoever wants the interpreter lock has to wait from the last handler of the exit on: this one.
+# Holds the interpreter lock in the last exit handler: other threads have to wait for it.
 HOLD_LOCK = "import atexit; atexit.register(sum, range(5 * 10**7))"
-# Most of an end's time is the search for garbage among torch's own objects: here it is left out.
+# Keeps the final garbage collection away from torch's own objects, which take most of its time.
 LEAVE_TORCH = "import gc, torch; gc.freeze()"
 
 
 def _end(
     folder: Path, num_ranks: int, names: list[str], before: str = "", **environment: str
 ) -> list[str]:
-    """Run programs; return what is wrong with their ends, and what they wrote that is not."""
+    """Run programs; return those that ended wrongly, with their output."""
     program = f"{before}\nimport ending_ranks, pathlib\n"
     program += f"ending_ranks.main(pathlib.Path({str(folder)!r}), {num_ranks}, {names})"
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
@@ -71,7 +71,7 @@ def slow_gloo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_who_asks_for_the_lock_gets_it_before_the_end_begins(
     tmp_path: Path, slow_gloo: Path
 ) -> None:
-    """These used to be aborted."""
+    """These processes used to abort."""
     slow = {"LD_PRELOAD": str(slow_gloo), "SLOW_GLOO_MS": "300"}
     assert _end(tmp_path, 2, ["drops the group", "leaves a planner"], HOLD_LOCK, **slow) == []
 

@@ -1,4 +1,4 @@
-"""Tensors of the package are where they belong, whatever torch makes its own on."""
+"""The package's tensors are on the right device, whatever torch's default device is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERT = {"w": ((8,), torch.float32)}
 
 
 def on_meta(call: Callable[[int], Any]) -> list[Any]:
-    """Call each rank in a thread of its own, whose default device has no memory."""
+    """Call each rank in its own thread, with meta as its default device."""
 
     def run(rank: int) -> Any:
         torch.set_default_device("meta")

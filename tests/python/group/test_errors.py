@@ -35,7 +35,7 @@ def _group(process_group: Any, **options: Any) -> uec.Group:
 
 
 def _plan(slots: list[list[int]]) -> uec.Plan:
-    """A plan as is, without the checks of from_slots."""
+    """Return a plan without the checks of from_slots."""
     slot_expert = torch.tensor(slots, dtype=torch.int32)
     home = torch.from_numpy(contiguous_home(E, len(slots)))
     return uec.Plan(slot_expert=slot_expert, home=home)
@@ -221,7 +221,7 @@ def _disagree(rank: int, process_group: Any, kind: str) -> Any:
     start = time.monotonic()
     error = raised(call)
     seconds = time.monotonic() - start
-    # Whoever did not meet the odd rank learns of it in its next call.
+    # Ranks that did not exchange data with the odd rank learn of it in their next call.
     if error is None:
         error = raised(lambda: uec.replicate_experts(weights, _plan(RING), group=group))
     moved = int((group.slots["w"].view(torch.uint8) != 0xA5).sum())

@@ -1,4 +1,4 @@
-"""A process that forks while it has groups: the child keeps out, the parent and its peers go on."""
+"""Forks of a process with groups: the child leaves them alone, parent and peers go on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _ended(child: int, limit: float = 20) -> int:
 
 
 def _refusals(group: uec.Group, work: uec.Work) -> list[str]:
-    """What a child is told by everything that would need the engine."""
+    """Return the errors that a child gets from everything that needs the engine."""
     weights = make_weights(group)
     calls: list[Callable[[], Any]] = [
         lambda: uec.replicate_experts(weights, PLAN, group=group),
@@ -125,7 +125,7 @@ def _child(kept: list[Any], what: str) -> None:
 
 
 def _is_ours(fd: str) -> bool:
-    """Whether a descriptor is a connection of the library: of AF_UNIX, and not a pipe of tests."""
+    """Return whether a descriptor is the library's: an AF_UNIX socket not made by the test."""
     try:
         if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
             return False
@@ -163,7 +163,7 @@ def test_a_forked_child_changes_nothing(tmp_path: Path, what: str) -> None:
 
 
 class _Numbers(torch.utils.data.Dataset[int]):
-    """Has a group in sight, as a data set of a training script may."""
+    """Refers to a group, as a data set of a training script may."""
 
     def __init__(self, group: uec.Group) -> None:
         self._group = group

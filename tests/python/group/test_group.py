@@ -395,7 +395,7 @@ def test_ranks_on_two_machines_are_two_domains(ranks: RankPool) -> None:
         assert slots == [[-1], [0], [-1], [-1]]
 
 
-# ---- groups that nobody closes ----------------------------------------------------------------
+# ---- groups that are never closed -------------------------------------------------------------
 
 _SCRIPT = """
 import gc, os, signal, sys, threading, torch

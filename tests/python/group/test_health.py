@@ -1,4 +1,4 @@
-"""``group.health()``, and what errors say of every rank's last known state."""
+"""``group.health()``, and every rank's last known state in error texts."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def _late_and_closed(rank: int, process_group: Any) -> Any:
         return None
     error = None
     if rank != 2:
-        # Ranks 0 and 1 need rank 2, which is late; nobody needs rank 3, which has closed.
+        # Ranks 0 and 1 need rank 2, which is late; no rank needs rank 3, which has closed.
         plan = _plan([[4, -1], [4, -1], [-1, -1], [-1, -1]])
         error = raised(lambda: uec.replicate_experts(weights, plan, group=group))
     dist.barrier(process_group)

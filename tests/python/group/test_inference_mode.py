@@ -1,4 +1,4 @@
-"""What a group has for good can be used outside of the inference mode that it was made in."""
+"""A group created in inference mode can be used outside of it."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_a_wait_and_tells_the_peers(tmp_path: Path, what: str) -> No
 def test_ctrl_c_behind_the_submission_ends_the_call(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The engine has taken the call, and nobody else knows of it yet."""
+    """The engine has taken the call, and no other thread knows of it yet."""
     groups = uec.new_loopback_groups(
         2, num_experts=E, slots_per_rank=S, expert=EXPERT, grads=torch.float32, timeout=20.0
     )

@@ -34,7 +34,7 @@ def handle_error(call: Callable[[], object]) -> errors.PlanHandleError:
 
 
 def is_named(error: errors.PlanHandleError, rank: int, handle: uec.PlanHandle) -> bool:
-    """Whether the error has the handle's numbers, in its text and besides."""
+    """Return whether the error has the handle's numbers, in its text and its attributes."""
     numbers = (handle.layer, handle.microbatch, handle.generation)
     text = f"layer {numbers[0]}, microbatch {numbers[1]} (generation {numbers[2]} of group"
     return (
@@ -205,7 +205,7 @@ def test_handles_of_other_groups_are_refused(groups: list[uec.Group]) -> None:
     )
     assert is_named(error, 0, handle)
     assert f"belongs to group '{others[0].name}', not to group '{groups[0].name}'" in str(error)
-    # Those of another rank in this process are another group's too.
+    # Handles of another rank in this process belong to another group too.
     error = handle_error(
         lambda: uec.reroute(torch.zeros(1, dtype=torch.int64), handle, group=others[1])
     )

@@ -1,4 +1,4 @@
-"""Check mode: a byte that is not what it should be is named, exactly, and nothing else is."""
+"""Check mode: a wrong byte is reported exactly, and nothing else is."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_main_weights_that_change_ahead_of_the_transfer_are_the_callers_fault() 
     assert first is not None
     assert second is not None
     found = [raised(first.wait), raised(second.wait)]
-    # Both find it; whoever is slower may be told by the other.
+    # Both find it; the slower one may be told by the other.
     kinds = {type(error) for error in found}
     assert errors.CorruptSlotError in kinds
     assert kinds <= {errors.CorruptSlotError, errors.TransferAbortedError}
@@ -260,7 +260,7 @@ def _soak(rank: int, process_group: Any) -> Any:
         mode = ("auto", "push", "pull", "direct")[seed % 4]
         uec.replicate_experts(weights, plan, group=group, mode=mode, segments=names)
         wrong += wrong_bytes(group, plan, seed, names=names)
-        # Four calls under way, and nothing waits between them.
+        # Four calls in flight, without waits between them.
         works = [
             uec.replicate_experts(weights, random_plan(s, 4, E, S), group=group, async_op=True)
             for s in range(seed, seed + 4)

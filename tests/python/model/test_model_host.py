@@ -89,7 +89,7 @@ def test_a_hub_reads_again_and_hands_on() -> None:
     free = host(parallel=3.0)  # never short of memory
     groups = W // HOST_TILE_BYTES
     found = predict(plan, W, free, "push")
-    # The home's core sends a copy in all; the last group has one hop more to go, from a hub.
+    # The home's core sends one copy in total; the last group takes one more hop, from a hub.
     assert found.egress_us[0] == pytest.approx(STORE + READ)
     assert found.egress_us[1:].sum() == pytest.approx(STORE + READ + groups * 0.5)
     assert found.sent_bytes.tolist() == [W, W // 2, W // 2]

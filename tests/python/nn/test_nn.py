@@ -129,7 +129,7 @@ def test_frozen_experts_have_no_reduction(models: Callable[..., Model]) -> None:
 
 
 def test_outputs_can_be_added_to_in_place(models: Callable[..., Model]) -> None:
-    """Residuals are, and the outputs of shared experts."""
+    """Residuals and the outputs of shared experts are added to them."""
     model = models(16, num_ranks=2, num_layers=1)
 
     def train(rank: int, in_place: bool) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ def test_gradients_are_copied_once(
 
 
 def test_mains_and_slots_are_in_one_order(models: Callable[..., Model]) -> None:
-    """So that the experts may zip them. A ParameterDict made of a dict sorts it."""
+    """So that the experts can zip them: a ParameterDict sorts the dict it is made from."""
     model = models(16, num_ranks=1, num_experts=2, num_layers=1)
     orders = []
 
@@ -323,7 +323,7 @@ def test_layers_side_by_side_are_refused(models: Callable[..., Model]) -> None:
 def passed(
     model: Model, rank: int, mb: int, *, transfer: bool = True
 ) -> tuple[unn.ExpertPass, torch.Tensor, torch.Tensor]:
-    """A forward pass of a rank's only layer, by the hooks; its input and output."""
+    """Run a forward pass of a rank's only layer with the hooks; return input and output."""
     group, module = model.groups[rank], model.modules[rank][0]
     weights = dict(module.weights.items())
     run = unn.ExpertPass(group.save(model.plans[0, mb], microbatch=mb), weights)
@@ -455,12 +455,12 @@ def test_hooks_on_activations_alone(models: Callable[..., Model], prefetch: bool
 
 
 def test_hooks_of_parameters_may_wait_for_the_reduction(models: Callable[..., Model]) -> None:
-    """Of parameters that went through join_reduction, though experts add to ``main_grads``."""
+    """Parameters went through join_reduction although experts add to ``main_grads``."""
     model = models(9, num_ranks=2, num_layers=1, num_microbatches=1)
     joined: list[bool] = []
 
     class Signalling(FusedExperts):
-        """Returns a gradient that nobody reads, for the hooks of a parameter to be called."""
+        """Returns an unused gradient, so that a parameter's hooks run."""
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:

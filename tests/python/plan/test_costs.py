@@ -1,4 +1,4 @@
-"""Plans by cost: what a user says in seconds, and what the planner makes of it."""
+"""Plans by cost: costs in seconds, and the plans that follow from them."""
 
 from __future__ import annotations
 

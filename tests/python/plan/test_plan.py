@@ -37,7 +37,7 @@ def test_a_plan_by_hand() -> None:
     assert plan.home.tolist() == [0, 0, 1, 1, 2]
     assert (plan.num_ranks, plan.slots_per_rank, plan.num_experts) == (3, 2, 5)
     assert (plan.num_replicas, plan.max_exports, plan.max_imports) == (4, 1, 2)
-    # Rank quotas 4+3+2, 4+0+3+5, 5+2 of 28 in all.
+    # Rank quotas 4+3+2, 4+0+3+5, 5+2 of 28 tokens.
     assert plan.imbalance == pytest.approx(12 * 3 / 28)
     assert plan.imbalance_bound == pytest.approx(10 * 3 / 28)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""Both planners against each other, and against an independent statement of what is right."""
+"""Both planners against each other and against an independent oracle."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def problems(draw: st.DrawFn, max_ranks: int = 10, max_experts: int = 24) -> Pro
     num_ranks, num_experts = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_experts))
     slots_per_rank = draw(st.integers(0, 4))
     anywhere = st.lists(st.integers(0, num_ranks - 1), min_size=num_experts, max_size=num_experts)
-    few = draw(st.integers(1, num_experts))  # replicate only so many: long rows of hubs
+    few = draw(st.integers(1, num_experts))  # replicate only these: many hubs for each
     expert = st.integers(-1, few - 1)
     rows = st.lists(expert, min_size=slots_per_rank, max_size=2 * slots_per_rank)
     size = st.one_of(st.integers(0, 100), st.integers(0, 200_000), st.sampled_from([1 << 20]))

@@ -384,7 +384,7 @@ def test_failed_calls_are_known(groups: list[uec.Group]) -> None:
 def test_more_calls_than_an_engine_holds_are_recorded_whole(groups: list[uec.Group]) -> None:
     recorders = [group.start_recording() for group in groups]
     works = []
-    for _ in range(20):  # nobody waits, and the engine takes four at a time
+    for _ in range(20):  # no waits, and the engine takes four at a time
         plan = plan_of(50)
         works += [
             threading.Thread(

@@ -90,7 +90,7 @@ def test_a_full_disk_leaves_the_file_of_before(recorded: list[Recording], tmp_pa
     path = tmp_path / "r.npz"
     path.write_bytes(b"before")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # as if so many bytes were left
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # as if 300 bytes were left
     try:
         with pytest.raises(OSError, match="cannot be written") as raised:
             save_recording(recorded[0], path)

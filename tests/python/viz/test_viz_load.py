@@ -246,7 +246,7 @@ def test_the_page_needs_no_network(series: LoadSeries) -> None:
     assert page.count("</script>") == 2  # its own
     assert "alert(1)" in data_of(page)["source"]
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
     assert not re.search(r"\bsrc=|@import|url\(|fetch\(|XMLHttpRequest", page)
     assert "default-src 'none'" in page  # and a browser would not let it
     assert 'lang="en"' in page
