@@ -152,9 +152,7 @@ def test_invalid_baselines(tmp_path: Path) -> None:
         instructions.read_baseline(path, made_with)
     for text in ("{", "[]", '{"records": []}', '{"tools": {}, "records": [{"op": "plan"}]}'):
         path.write_text(text)
-        with pytest.raises(
-            instructions.CountError, match="that --json of this script wrote"
-        ):
+        with pytest.raises(instructions.CountError, match="that --json of this script wrote"):
             instructions.read_baseline(path, made_with)
     path.write_text(json.dumps({"tools": made_with, "records": [record(100)]}))
     wanted = {name: record(100)[name] for name in ("loads", "inputs", "instructions")}
