@@ -198,7 +198,7 @@ def test_json_files(tmp_path: Path, content: bytes, message: str) -> None:
     assert len(str(raised.value)) < 200
     with pytest.raises(errors.CalibrationError, match="not JSON"):
         read_calibration(path)
-    with pytest.raises(errors.InvalidArgumentError, match="no JSON"):
+    with pytest.raises(errors.InvalidArgumentError, match="not a JSON"):
         load_results(path)
     assert bench(["show", str(path)]) == 2
 

@@ -290,10 +290,10 @@ class PlanStore:
         if not held:
             needed = self._captured_saves + 1
             raise UnsupportedError(
-                f"rank {self._rank}: the plan store has no free entry after {self._captured_saves}"
-                " captured saves, and none can be allocated while a CUDA graph is being captured."
-                f" Before the capture, call group.reserve_plans({needed}), or more: one entry for"
-                " each plan that it saves"
+                f"rank {self._rank}: save found no free entry in the plan store after"
+                f" {self._captured_saves} captured saves, and cannot allocate one while a CUDA"
+                f" graph is being captured. Before the capture, call group.reserve_plans({needed}),"
+                " or more: one entry for each plan that it saves"
             )
         self._captured_saves += 1
         return held.pop()

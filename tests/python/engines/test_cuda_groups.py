@@ -329,7 +329,7 @@ def test_close_tells_of_another_last_call(device: FakeDevice) -> None:
     for work in _call_all(groups):
         work.synchronize()
     device.on_launch = close_differs
-    with pytest.raises(errors.PlanMismatchError, match="rank 0 made another call"):
+    with pytest.raises(errors.PlanMismatchError, match="the last call of rank 0 differs"):
         groups[1].close()
     groups[0].close()
 

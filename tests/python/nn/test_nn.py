@@ -287,7 +287,7 @@ def test_a_reduction_that_was_not_started_is_missed(models: Callable[..., Model]
     x = torch.ones(1, requires_grad=True)
     y, _ = unn.join_reduction(x, run)
     with pytest.raises(
-        errors.InvalidArgumentError, match=r"rank 0: .* layer 9, microbatch 0 is to"
+        errors.InvalidArgumentError, match=r"rank 0: .* layer 9, microbatch 0 is joined but"
     ):
         y.sum().backward()
     run.handle.release()
@@ -380,7 +380,7 @@ def test_start_takes_main_weights_or_main_grads(models: Callable[..., Model]) ->
     with pytest.raises(errors.InvalidArgumentError, match="0 main weights, and a pass without"):
         unn.start_reduction(x, unn.ExpertPass(handle, weights))
     run = unn.ExpertPass(handle, weights)
-    with pytest.raises(errors.InvalidArgumentError, match=r"no slots of \['w1', 'w2'\]"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"no slots for \['w1', 'w2'\]"):
         unn.start_reduction(x, run, weights)
     with pytest.raises(errors.InvalidArgumentError, match="'w1' of layer 0 do not come from join"):
         unn.start_reduction(x, run, weights, group.slots)
