@@ -162,7 +162,7 @@ uint64_t Engine::capture_in(Handle stream) const {
 
 uint64_t Engine::submit_captured(uint64_t capture, const Request& request, bool background,
                                  Handle stream) {
-  if (is_over()) throw refusal("the group has failed; close it and make a new one");
+  if (is_over()) throw refusal("the group has failed; close it and create a new one");
   try {
     return launcher_->submit_captured(config_.rank, capture, request, stream, background);
   } catch (const CaptureError& error) {

@@ -23,11 +23,11 @@ from ultraep_comm.bench.commands.critical_path import run as critical_path
 from ultraep_comm.bench.commands.links import run as links
 from ultraep_comm.bench.commands.plan import device as plan_device
 from ultraep_comm.bench.commands.reduce.run import Reduction
-from ultraep_comm.bench.commands.replicate.one_plan import run_device
+from ultraep_comm.bench.commands.replicate.device import run_device
 from ultraep_comm.bench.commands.replicate.run import Replication
 from ultraep_comm.bench.report import Report, flatten
 
-FILES = ("--json", "-J", "--csv", "--output", "--trace")  # with a name behind them
+FILES = ("--json", "-J", "--csv", "--output", "--trace")  # followed by a file name
 SMALL = ["-b", "96K", "-n", "2", "-w", "1", "--experts", "16"]
 TIMES = {"time_us", "rank_time_us"}
 # Keys that records of replicate and reduce share, on the CPU and on a device.
@@ -111,13 +111,13 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
     for i, flag in enumerate(named[:-1]):
         if flag in FILES:
             named[i + 1] = str(folder / named[i + 1])
-    said = folder / "said"
-    said.mkdir(exist_ok=True)
-    for old in said.iterdir():
+    output = folder / "output"
+    output.mkdir(exist_ok=True)
+    for old in output.iterdir():
         old.unlink()
 
     def start(run: Any, settings: Any, num_ranks: int, *, preload: str = "") -> int:
-        return launch.run_ranks(Rank(run, said, fault), settings, num_ranks, preload=preload)
+        return launch.run_ranks(Rank(run, output, fault), settings, num_ranks, preload=preload)
 
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -126,7 +126,7 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
         contextlib.redirect_stderr(err),
     ):
         code = cli.main(named)
-    texts = {p.name: p.read_text() for p in sorted(said.iterdir())}
+    texts = {p.name: p.read_text() for p in sorted(output.iterdir())}
     ranks = [
         "".join(text for name, text in texts.items() if name[:3] == kind) for kind in ("out", "err")
     ]
