@@ -280,7 +280,7 @@ LONG = "9" * 5000
         (["replicate", "--num-sms", "1,,2"], "--num-sms"),
         (["replicate", "--segments", LONG], "segments"),
         (["replicate", "--segments", "100000000", "-b", "1G"], "segments"),
-        (["replicate", "-b", LONG], "memory's size"),
+        (["replicate", "-b", LONG], "is too large"),
         (["replicate", "--experts", "1000000000"], "1000000000 experts"),
         (["layer", "--experts", "99999999"], "99999999 experts"),
         (["plan", "--sizes", f"{LONG}/8/1"], "--sizes"),

@@ -381,8 +381,8 @@ def test_the_page_in_a_browser_with_lost_plans(
 ) -> None:
     page = make_page(without_plan(series, 0, 0))
     dom = show(page, "step=0&layer=0&rank=99&expert=x")
-    assert "no recorded plan" in text_of(dom, "ranks-text")
-    assert "no recorded plan" in text_of(dom, "expert-text")
+    assert "No plan was recorded" in text_of(dom, "ranks-text")
+    assert "No plan was recorded" in text_of(dom, "expert-text")
 
 
 # ---- the command ----------------------------------------------------------------------------
