@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import clear_slots, expert_bytes, fill_weights, make_weights, raw, wrong_bytes
+from ranks import (
+    clear_slots,
+    expert_bytes,
+    fill_weights,
+    make_weights,
+    raw,
+    settle,
+    wrong_bytes,
+)
 
 import ultraep_comm as uec
 from ultraep_comm import Segment
@@ -319,7 +327,7 @@ def play(
     """Run the process of one rank: join the cast, play the part, and report."""
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
+    settle()
     # torch's records of its last collectives would look like a leak.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import tempfile
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from actor import Actor, Report, play
+from ranks import forkserver
 
 STARTING = 60.0  # seconds until every rank is on stage, on a busy machine
 
@@ -65,13 +65,6 @@ def shared_memory_entries(pids: list[int]) -> set[str]:
     """Return the entries of /dev/shm that may belong to these processes or to the library."""
     marks = ["ultraep", *(f"_{pid}" for pid in pids)]
     return {p.name for p in Path("/dev/shm").iterdir() if any(m in p.name for m in marks)}
-
-
-def forkserver() -> Any:
-    """Return a context that forks from a single-threaded process with torch loaded."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
-    return context
 
 
 _starting = threading.Lock()  # of two casts at a time

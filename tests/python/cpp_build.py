@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # of pytest, in all its processes
@@ -146,9 +147,11 @@ class CppBuild:
         return ROOT / "build" / "cuda" / "cubins"
 
     def ctest(self, preset: str, *options: str, check: bool = True) -> str:
+        # A mutant is caught by all of a test's cases.
+        few = {"UEC_FEW_CASES": "1"} if preset == "cpu" and cases(1, 0) else {}
         # g++ 12's ThreadSanitizer does not start where the kernel randomises more address bits than
         # it knows of.
-        fixed_addresses = ["setarch", "-R"] if preset == "tsan" and can_fix_addresses() else []
+        fixed_addresses = ["setarch", "-R"] if "tsan" in preset and can_fix_addresses() else []
         # Leaks are failures too; a report ends the test at once.
         return run(
             [
@@ -160,6 +163,7 @@ class CppBuild:
                 *options,
             ],
             check=check,
+            **few,
             TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1",
             ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1",
             UBSAN_OPTIONS="print_stacktrace=1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -13,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from ranks import forkserver, settle
 
 
 def _free_port() -> int:
@@ -25,7 +24,7 @@ def _free_port() -> int:
 
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, task: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    torch.set_num_threads(1)
+    settle()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
     function, args = task
     try:
@@ -56,8 +55,7 @@ def run_ranks(
     Returns:
         The results by rank.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ultraep_comm", "numpy"])
+    context = forkserver()
     store = f"tcp://127.0.0.1:{_free_port()}" if hosted else f"file://{folder / 'store'}"
     pipes, processes = [], []
     for rank in range(num_ranks):

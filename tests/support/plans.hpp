@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <random>
 #include <vector>
 
@@ -10,13 +11,15 @@
 #include "core/schedule/schedule.hpp"
 #include "core/schedule/tiles.hpp"
 
-// Repetitions that are cheap in an optimised build and slow under a sanitizer.
+// How many repetitions there are: a part under a sanitizer, which makes them slow, and in the first
+// tier.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
-constexpr int scaled(int count) { return kSanitized ? (count + 7) / 8 : count; }
+inline const int kPart = kSanitized ? 8 : std::getenv("UEC_FEW_CASES") != nullptr ? 4 : 1;
+inline int scaled(int count) { return (count + kPart - 1) / kPart; }
 
 using Random = std::mt19937;
 

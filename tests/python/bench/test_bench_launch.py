@@ -175,7 +175,7 @@ def test_nothing_outlives_a_run(
         assert bench.stdout is not None
         try:
             while not bench.stdout.readline().startswith("# 1000000 iterations"):
-                assert bench.poll() is None
+                assert bench.poll() is None, bench.communicate()
             (os.killpg if to_all else os.kill)(bench.pid, number)
             _, errors = bench.communicate(timeout=60)
         finally:

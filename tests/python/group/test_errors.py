@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -15,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, clear_slots, close_all, fill_weights, make_weights, raised, wrong_bytes
+from ranks import (
+    RankPool,
+    clear_slots,
+    close_all,
+    fill_weights,
+    forkserver,
+    make_weights,
+    raised,
+    wrong_bytes,
+)
 
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
@@ -490,7 +498,7 @@ def _live(rank: int, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before new_group", "before the call", "between calls"])
 def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
-    context = mp.get_context("forkserver")
+    context = forkserver()
     pipes, processes = [], []
     for rank in range(4):
         here, there = context.Pipe(duplex=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, close_all, loopback, make_weights, raised
+from ranks import RankPool, close_all, forkserver, loopback, make_weights, raised
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors
@@ -338,7 +337,7 @@ def _dies(rank: int, folder: str, queue: Any) -> None:
 
 
 def test_a_process_that_has_ended_is_named(tmp_path: Path) -> None:
-    context = mp.get_context("forkserver")
+    context = forkserver()
     queue = context.Queue()
     processes = [
         context.Process(target=_dies, args=(rank, str(tmp_path), queue)) for rank in range(3)

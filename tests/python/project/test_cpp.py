@@ -22,14 +22,13 @@ def built(cpp: CppBuild, request: pytest.FixtureRequest) -> CppBuild:
 @pytest.mark.parametrize(
     "preset",
     [
-        pytest.param("cpu", marks=pytest.mark.builds("cpu")),
+        pytest.param("cpu", marks=[pytest.mark.cases, pytest.mark.builds("cpu")]),
         pytest.param("tsan", marks=[pytest.mark.exhaustive, pytest.mark.builds("tsan")]),
         pytest.param("asan", marks=[pytest.mark.exhaustive, pytest.mark.builds("asan")]),
     ],
 )
 def test_cpp_tests_pass(built: CppBuild, preset: str) -> None:
-    # Mutants have tests of their own.
-    options = ("--parallel", built.num_jobs, "--label-exclude", "mutant")
+    options = ("--parallel", built.num_jobs)
     left_out = ("--exclude-regex", "^test_hostile$") if preset == "cpu" else ()
     text = built.ctest(preset, *options, *left_out)
     for name in ("test_engine", "test_worklist", "publish_needs_delivered_1"):
@@ -38,6 +37,7 @@ def test_cpp_tests_pass(built: CppBuild, preset: str) -> None:
 
 
 @pytest.mark.builds("cpu")
+@pytest.mark.cases
 @pytest.mark.timeout(900)
 def test_the_protocol_holds_under_a_hostile_memory(
     built: CppBuild, say: Callable[[str], None]

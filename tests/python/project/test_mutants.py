@@ -60,6 +60,9 @@ def test_the_sample_has_one_of_each_family() -> None:
     assert sorted(sampled) == sorted(set(every.values()) - NEEDS_SANITIZER)
 
 
+MUTANTS_OF = {"cpu": "mutants", "tsan": "mutants-tsan"}  # test presets
+
+
 class Runs:
     """The mutants that this session's tests ask for, built and run side by side."""
 
@@ -71,13 +74,13 @@ class Runs:
     def line(self, request: pytest.FixtureRequest, preset: str, *targets: str) -> str:
         """Return the line that says what became of the test's mutant, and have it printed."""
         function, name = request.node.originalname, request.node.callspec.params["name"]
-        kind = "plain" if name in PLAIN and preset == "mutants" else "mutant"
+        kind = "plain" if name in PLAIN and preset == "cpu" else "mutant"
         if function not in self._texts:
             self._cpp.build(preset, *targets)
             tests = [item for item in self._items if isinstance(item, pytest.Function)]
             names = [t.callspec.params["name"] for t in tests if t.originalname == function]
             self._texts[function] = self._cpp.ctest(
-                preset,
+                MUTANTS_OF[preset],
                 *("--parallel", self._cpp.num_jobs, "--verbose"),
                 *("--tests-regex", f"^{kind}_({'|'.join(names)})$"),
                 check=False,  # each test looks for its own line
@@ -97,11 +100,11 @@ def runs(cpp: CppBuild, request: pytest.FixtureRequest) -> Runs:
     return Runs(cpp, request.session.items)
 
 
-@pytest.mark.builds("mutants", "mutants")
+@pytest.mark.builds("cpu", "mutants")
 @pytest.mark.timeout(1800)  # the first builds and runs all
 @pytest.mark.parametrize("name", sampled(SIMULATED, SAMPLE.__contains__))
 def test_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest) -> None:
-    line = runs.line(request, "mutants", "mutants")
+    line = runs.line(request, "cpu", "mutants")
     caught = re.match(rf"mutant {name}: caught: (.*?); (\d+) schedules; \"(.*?)\"", line)
     assert caught, line
     examples = {
@@ -116,11 +119,11 @@ def test_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest)
 PLAIN_TARGETS = tuple(f"mutant_{name}" for name in PLAIN)
 
 
-@pytest.mark.builds("mutants", *PLAIN_TARGETS)
+@pytest.mark.builds("cpu", *PLAIN_TARGETS)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PLAIN)
 def test_sampled_mutant_is_caught(runs: Runs, name: str, request: pytest.FixtureRequest) -> None:
-    assert "caught (by " in runs.line(request, "mutants", *PLAIN_TARGETS)
+    assert "caught (by " in runs.line(request, "cpu", *PLAIN_TARGETS)
 
 
 @pytest.mark.exhaustive
@@ -137,11 +140,11 @@ def test_sanitized_mutant_is_caught(runs: Runs, name: str, request: pytest.Fixtu
 @pytest.mark.parametrize(
     ("preset", "number"),
     [
-        pytest.param("mutants", 1, marks=pytest.mark.builds("mutants", "mutants")),
+        pytest.param("cpu", 1, marks=pytest.mark.builds("cpu", "mutants")),
         pytest.param("tsan", 25, marks=pytest.mark.builds("tsan", "mutants")),
     ],
 )
 def test_nothing_is_caught_where_no_rule_is_broken(cpp: CppBuild, preset: str, number: int) -> None:
     cpp.build(preset, "mutants")
-    text = cpp.ctest(preset, "--parallel", cpp.num_jobs, "--tests-regex", "^unmutated_")
+    text = cpp.ctest(MUTANTS_OF[preset], "--parallel", cpp.num_jobs, "--tests-regex", "^unmutated_")
     assert f"tests passed, 0 tests failed out of {number}" in text
