@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,12 +21,13 @@ from ultraep_comm.bench.payload import SENTINEL
 from ultraep_comm.bench.traffic import count_traffic
 from ultraep_comm.plan.schedule import make_schedule
 
+Case = TypeVar("Case")
 MODES = ["push", "pull", "direct", "auto"]
 SEGMENTS = {"w13": 200_003, "w2": 65_536, "scale": 37, "bias": 1}
 
 
-def thinned(engine: str, calls: Iterable[tuple[uec.Plan, str]]) -> list[tuple[uec.Plan, str]]:
-    """Return all calls on a GPU, and some in the first tier's other engines; no stride skips a mode."""
+def thinned(engine: str, calls: Iterable[Case]) -> list[Case]:
+    """Return all calls on a GPU, and some of them elsewhere; no stride skips a mode."""
     return list(calls)[:: 1 if engine == "cuda" else cases(5, 3 if engine == "emulated" else 1)]
 
 
@@ -123,12 +124,14 @@ def test_each_rank_stores_what_the_schedule_gives_it(engine: str, mode: str) -> 
 # ---- weights -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases
 @pytest.mark.parametrize("mode", ["push", "direct"])
 def test_weights_at_odd_addresses(engine: str, mode: str) -> None:
     sizes = {"w13": 70_001, "w2": 40_000, "scale": 37, "bias": 1}
     with Ranks(engine, 3, sizes, num_experts=7) as ranks:
         plan = ranks.plans(range(5, 6))[-1]
-        for first, gap in [*((first, 3) for first in range(1, 17)), (4, 0), (8, 8), (0, 1)]:
+        offsets = [*((first, 3) for first in range(1, 17)), (4, 0), (8, 8), (0, 1)]
+        for first, gap in thinned(engine, offsets):
             weights = [rank.at_odd_offsets(first, gap) for rank in ranks.ranks]
             ranks.replicate(weights, plan, mode=mode)
 

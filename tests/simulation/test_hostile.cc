@@ -113,9 +113,10 @@ int main(int argc, char** argv) {
     soak(std::atof(argv[2]), argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
     return 0;
   }
+  const bool is_few = kPart > 1 && !kSanitized;  // "two hubs" has the most states
   const bool one = argc > 2 && std::strcmp(argv[1], "--all") == 0;
   for (const Case& c : sim::exhaustive_cases())
-    if (!one || c.name == argv[2]) run_all(c);
+    if (one ? c.name == argv[2] : !is_few || c.name != "two hubs") run_all(c);
   if (one) return 0;
   const auto start = Clock::now();
   Totals named, random_cases;

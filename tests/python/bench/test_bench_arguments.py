@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from benched import plain_environment, settings_of
+from tiers import sampled
 
 from ultraep_comm.bench import cli
 from ultraep_comm.bench.cli import main, make_parser
@@ -277,7 +278,7 @@ def test_without_a_gpu_the_error_says_so(command: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("launcher", [True, False])
+@pytest.mark.parametrize("launcher", sampled([True, False], lambda launcher: not launcher))
 def test_without_a_gpu_processes_say_so_too(tmp_path: Path, launcher: bool) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "ultraep_comm.bench", "replicate", "--engine", "cuda", "--fabric", "nvshmem"]

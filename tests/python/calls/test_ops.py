@@ -141,7 +141,7 @@ def run_two_layers(
     [
         ("aot_eager", False),
         ("aot_eager", True),
-        pytest.param("inductor", False, marks=needs_compiler),  # for all tests of the first tier
+        pytest.param("inductor", False, marks=[pytest.mark.exhaustive, needs_compiler]),
         pytest.param("inductor", True, marks=[pytest.mark.exhaustive, needs_compiler]),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ending_ranks import LIMIT, PROGRAMS
 from ranks import run_python
+from tiers import cases
 
 HERE = Path(__file__).parents[1]
 RAISE = ("raises", "raises in context", "fails")
@@ -41,9 +42,11 @@ def _end(
     return wrong
 
 
+@pytest.mark.cases
 def test_programs_end(tmp_path: Path) -> None:
-    some = ["keeps the group", "closes and destroys", "raises", "fails and goes on"]
-    assert _end(tmp_path, 2, [*some, "forgets work", "leaves a call", "leaves a thread"]) == []
+    names = ["keeps the group", "closes and destroys", "raises", "fails and goes on"]
+    names += ["forgets work", "leaves a call", "leaves a thread"]
+    assert _end(tmp_path, 2, names[: cases(4, 7)]) == []
 
 
 @pytest.mark.exhaustive
