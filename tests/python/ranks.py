@@ -210,7 +210,7 @@ def forkserver() -> Any:
 
 
 def settle() -> None:
-    """Prepare a process that was just forked: one thread, and a garbage collector for what it makes.
+    """Prepare a process that was just forked: one thread, and garbage only of what it makes.
 
     To look through all of torch takes 0.1 s, and a copy of its pages.
     """
