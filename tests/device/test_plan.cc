@@ -165,7 +165,7 @@ int main() {
   Seen seen{};
   // As many as the mutants need, and as time allows: lanes are threads.
   constexpr bool kFewLanes = uec::ptx::kWarpSize <= 4;
-  const int cases = scaled(kFewLanes ? 250 : 20);
+  const int cases = kFewLanes ? (kPart == 1 ? 250 : 63) : scaled(20);
   for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), &seen);
   const int sizes = kFewLanes ? scaled(4) : 1;
   for (int seed = 0; seed < sizes; ++seed) {
