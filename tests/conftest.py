@@ -29,9 +29,8 @@ from ultraep_comm.engines.cuda import kernels as kernels_module
 
 # Tests give inductor a new cache. Into one it first builds programs that look for the CPU's vector
 # units, and precompiled headers: 10 s, and nothing to do with the library.
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = os.environ[
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-] = "0"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 # --hypothesis-profile=long runs for about an hour instead of seconds.
 settings.register_profile("long", deadline=None, max_examples=100_000)

@@ -11,8 +11,8 @@
 #include "core/schedule/schedule.hpp"
 #include "core/schedule/tiles.hpp"
 
-// How many repetitions there are: a part under a sanitizer, which makes them slow, and in the first
-// tier.
+// Tests make one in kPart of their repetitions under a sanitizer, which slows them, and in the
+// first tier.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kSanitized = true;
 #else
