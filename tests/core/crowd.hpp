@@ -1,60 +1,43 @@
-// A team of threads, as core/base/team.hpp describes it.
+// A team of several members, as core/base/team.hpp describes it.
 #pragma once
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
 #include "core/base/team.hpp"
 #include "support/check.hpp"
+#include "support/fibers.hpp"
 
 // Where the members of one team synchronise. Each operation is one meeting: members leave a value
 // each, and may read those of all others until the meeting after the next.
 class Room {
  public:
   explicit Room(int32_t num_members)
-      : size(num_members), seats_{Seats(num_members), Seats(num_members)} {}
+      : size(num_members), all_here_(num_members), seats_{Seats(num_members), Seats(num_members)} {}
 
   const int32_t size;
 
  private:
   friend class Crowd;
 
-  // Sleeps rather than spins: there are more members than cores.
-  void wait_for_all() {
-    std::unique_lock lock(mutex_);
-    const uint32_t meeting = meeting_;
-    if (++present_ == size) {
-      present_ = 0;
-      ++meeting_;
-      all_here_.notify_all();
-    } else {
-      all_here_.wait(lock, [&] { return meeting_ != meeting; });
-    }
-  }
   struct Seat {
     int32_t operation;
     std::array<std::byte, 48> value;
   };
   using Seats = std::vector<Seat>;
 
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  int32_t present_ = 0;
-  uint32_t meeting_ = 0;
+  FiberBarrier all_here_;
   Seats seats_[2];
 };
 
 class Crowd {
  public:
-  static int32_t index() { return me_.index; }
-  static int32_t size() { return me_.room->size; }
+  static int32_t index() { return me().index; }
+  static int32_t size() { return me().room->size; }
   static bool leader() { return index() == size() - 1; }  // not the first, to be found out
   static void sync() { meet(kSync, 0); }
   template <class T>
@@ -115,13 +98,14 @@ class Crowd {
   static auto run(int32_t size, Body&& body) {
     Room room(size);
     std::vector<decltype(body())> results(size);
-    std::vector<std::thread> threads;
+    Fibers members;
     for (int32_t i = 0; i < size; ++i)
-      threads.emplace_back([&room, &body, &results, i] {
-        me_ = {&room, i, 0};
+      members.spawn([&room, &body, &results, i] {
+        Member member{&room, i, 0};
+        Fiber::running()->set_own(&member);
         results[i] = body();
       });
-    for (std::thread& thread : threads) thread.join();
+    members.wait();
     return results;
   }
 
@@ -148,10 +132,11 @@ class Crowd {
   template <class T>
   static const Room::Seats& meet(int32_t operation, const T& value) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(Room::Seat::value));
-    Room::Seats& seats = me_.room->seats_[me_.turn++ % 2];
-    seats[me_.index].operation = operation;
-    std::memcpy(seats[me_.index].value.data(), &value, sizeof value);
-    me_.room->wait_for_all();
+    Member& member = me();
+    Room::Seats& seats = member.room->seats_[member.turn++ % 2];
+    seats[member.index].operation = operation;
+    std::memcpy(seats[member.index].value.data(), &value, sizeof value);
+    member.room->all_here_.wait();
     // All members take the same path: otherwise a warp on a device would hang or mix up values.
     for (const Room::Seat& seat : seats) CHECK_EQ(seat.operation, operation);
     return seats;
@@ -162,5 +147,5 @@ class Crowd {
     int32_t index;
     uint32_t turn;
   };
-  static inline thread_local Member me_{};
+  static Member& me() { return *static_cast<Member*>(Fiber::running()->own()); }
 };

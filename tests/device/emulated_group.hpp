@@ -160,13 +160,13 @@ class EmulatedGroup {
   // Every rank in a launch of its own, as on devices of their own. What a rank has finished is
   // checked at once.
   void launch_apart(int32_t num_blocks) {
-    std::vector<std::thread> ranks;
+    Fibers ranks;
     for (int32_t r = 0; r < group_.num_ranks; ++r)
-      ranks.emplace_back([this, num_blocks, r] {
+      ranks.spawn([this, num_blocks, r] {
         launch_ranks(num_blocks, r, 1);
         if (statuses_[r].failed_call == 0) check_rank(r);
       });
-    for (std::thread& rank : ranks) rank.join();
+    ranks.wait();
   }
 
   void notify(int32_t rank, Notice notice) {

@@ -1,7 +1,6 @@
 // Loads of an emulated group: ids of every rank, launches of the load kernel, and what they leave.
 #pragma once
 
-#include <thread>
 #include <vector>
 
 #include "core/plan/counts.hpp"
@@ -102,10 +101,10 @@ class EmulatedLoad {
 
   // Every rank in its own launch.
   void launch_apart(const LoadShape& shape) {
-    std::vector<std::thread> ranks;
+    Fibers ranks;
     for (int32_t r = 0; r < num_ranks(); ++r)
-      ranks.emplace_back([this, shape, r] { launch(shape, r, 1); });
-    for (std::thread& rank : ranks) rank.join();
+      ranks.spawn([this, shape, r] { launch(shape, r, 1); });
+    ranks.wait();
   }
 
   std::vector<int32_t> expected() const {

@@ -218,8 +218,10 @@ ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
 ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute
   FILE device/emulation/cuda/device/ptx.cuh
   FIND [[load_acquire_device(const uint64_t* at) {
+  emulation::look();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);]]
   REPLACE [[load_acquire_device(const uint64_t* at) {
+  emulation::look();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_relaxed);]])
 
 ultraep_add_device_mutant(reroute_counts_not_released PROGRAM test_reroute
@@ -316,9 +318,11 @@ ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM 
 ultraep_add_device_mutant(reduce_sum_not_released PROGRAM test_reduce
   FILE device/emulation/cuda/device/ptx.cuh
   FIND [[  std::atomic_ref(*at).store(value, std::memory_order_release);
+  emulation::act();
 }
 inline void fence_system]]
   REPLACE [[  std::atomic_ref(*at).store(value, std::memory_order_relaxed);
+  emulation::act();
 }
 inline void fence_system]])
 

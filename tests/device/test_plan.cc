@@ -163,7 +163,7 @@ int main() {
   const Watchdog watchdog("a launch that does not end");
   check_faults();
   Seen seen{};
-  // As many as the mutants need, and as time allows: lanes are threads.
+  // As many as the mutants need.
   constexpr bool kFewLanes = uec::ptx::kWarpSize <= 4;
   const int cases = kFewLanes ? (kPart == 1 ? 250 : 63) : scaled(20);
   for (int seed = 0; seed < cases; ++seed) check_random(static_cast<uint32_t>(seed), &seen);

@@ -2,7 +2,6 @@
 // peers, and which peers nothing is stored to.
 #include <atomic>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "core/transfer/gather.hpp"
@@ -156,7 +155,7 @@ int run_rank(World& world, int32_t rank, int32_t num_calls, Shared& shared) {
       agree<Crowd>(static_cast<uint64_t>(step));
       CHECK(step != Step::kFailed);
       if (step == Step::kFinished) break;
-      if (step == Step::kBlocked) std::this_thread::yield();
+      if (step == Step::kBlocked) Fibers::pause();
     }
     // Every member may read all of it.
     for (int32_t r = 0; r < world.num_ranks; ++r)
@@ -173,16 +172,16 @@ void check_all_at_once() {
     World world(draw(random, 1, 7), draw(random, 1, 9));
     const int32_t num_calls = 3;
     std::vector<Shared> shared(world.num_ranks);
-    std::vector<std::thread> ranks;
+    Fibers ranks;
     for (int32_t r = 0; r < world.num_ranks; ++r) {
       shared[r].stores = std::vector<Stores>(num_calls);
       shared[r].sent.resize(world.num_ranks);
       const int32_t size = kSizes[(repeat + r) % 4];
-      ranks.emplace_back([&, r, size] {
+      ranks.spawn([&, r, size] {
         Crowd::run(size, [&] { return run_rank(world, r, num_calls, shared[r]); });
       });
     }
-    for (std::thread& rank : ranks) rank.join();
+    ranks.wait();
     for (int32_t r = 0; r < world.num_ranks; ++r)
       for (int32_t peer = 0; peer < world.num_ranks; ++peer) {
         CHECK_EQ(world.counts[r][world.layout.gathered(peer) / 8].load(), num_calls);

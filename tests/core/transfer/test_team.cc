@@ -1,7 +1,6 @@
 // Steps run by a team of several threads: they do and report what a team of one does, also while
 // peers change flags between the looks of two members.
 #include <atomic>
-#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -356,7 +355,7 @@ constexpr int32_t kFetchTeam = 3, kStoreTeam = 2;
 
 // What the two sides of a rank share, as two warps of a block would.
 struct Both {
-  std::barrier<> barrier{kFetchTeam + kStoreTeam};
+  FiberBarrier barrier{kFetchTeam + kStoreTeam};
   std::atomic<Fault> fault{Fault::kNone};  // the first
 };
 
@@ -374,7 +373,7 @@ bool drive(TeamMemory<Crowd>& memory, const Call& call, Side& side, Both& both) 
       Fault first = Fault::kNone;
       if (Crowd::leader()) both.fault.compare_exchange_strong(first, report.fault);
     }
-    if (step != Step::kProgress) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (step != Step::kProgress) Fibers::pause();
   }
 }
 
@@ -392,10 +391,10 @@ int32_t run_fetch_side(World& world, int32_t rank, Both& both) {
     Part& part = *world.parts[c][rank];
     TeamMemory<Crowd> memory(world, rank);
     TeamMover<Crowd> mover(part.ring);
-    both.barrier.arrive_and_wait();
+    both.barrier.wait();
     uec::Fetcher fetcher(part.call, memory, mover, part.open.data(), part.state.data());
     if (!drive(memory, part.call, fetcher, both)) drain(fetcher);
-    both.barrier.arrive_and_wait();
+    both.barrier.wait();
     if (both.fault.load() != Fault::kNone) return c;
   }
   return world.num_calls();
@@ -410,11 +409,11 @@ int32_t run_store_side(World& world, int32_t rank, Both& both) {
     if (Crowd::leader()) world.fill_weights(rank, kFirstEpoch + c);
     announce_call(part.call, memory, mover);
     Crowd::sync();
-    both.barrier.arrive_and_wait();
+    both.barrier.wait();
     announce_open(part.call, memory, mover);
     uec::Storer storer(part.call, memory, mover, part.held);
     if (!drive(memory, part.call, storer, both)) drain(storer);
-    both.barrier.arrive_and_wait();
+    both.barrier.wait();
     if (both.fault.load() != Fault::kNone) {
       announce_abort(part.call, memory, mover, AbortWord::make(kFirstEpoch + c, 0, -1));
       return c;
@@ -430,24 +429,27 @@ int32_t run_store_side(World& world, int32_t rank, Both& both) {
   return world.num_calls();
 }
 
-// Every rank has two teams. `missing` makes no call, and is seen to be gone at some time; -1: none.
-void run_ranks(World& world, int32_t missing) {
+// Every rank has two teams. `missing` makes no call, and is seen to be gone after that many
+// turns; -1: none.
+void run_ranks(World& world, int32_t missing, int32_t turns = 0) {
   std::vector<Both> both(world.num_ranks());
-  std::vector<std::thread> threads;
+  Fibers sides;
   for (int32_t r = 0; r < world.num_ranks(); ++r) {
     if (r == missing) continue;
-    threads.emplace_back([&world, &both, r] {
+    sides.spawn([&world, &both, r] {
       Crowd::run(kFetchTeam, [&] { return run_fetch_side(world, r, both[r]); });
     });
-    threads.emplace_back([&world, &both, r] {
+    sides.spawn([&world, &both, r] {
       Crowd::run(kStoreTeam, [&] { return run_store_side(world, r, both[r]); });
     });
   }
-  if (missing >= 0) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    world.gone[missing] = true;
-  }
-  for (std::thread& thread : threads) thread.join();
+  if (missing >= 0)
+    sides.spawn([&world, missing, turns] {
+      for (int32_t i = 0; i < turns; ++i) Fibers::pause();
+      world.gone[missing] = true;
+      Turns::act();
+    });
+  sides.wait();
   for (int32_t r = 0; r < world.num_ranks(); ++r)
     CHECK_EQ(both[r].fault.load() != Fault::kNone, missing >= 0 && r != missing);
 }
@@ -471,7 +473,7 @@ void check_all_at_once() {
       for (int32_t r = 0; r < 3; ++r) group.place(e, r);
     World world(group, {5 << 16}, 32 << 10);
     world.add_call(group.slot_expert, static_cast<Mode>(repeat % uec::kNumModes));
-    run_ranks(world, repeat % 3);
+    run_ranks(world, repeat % 3, draw(random, 0, 100));
   }
 }
 

@@ -43,13 +43,12 @@ Work replicate(void** arguments, const Grid& grid) {
   };
 }
 
-// As many warps as are asked for, but no more than a test has threads for.
 Work reduce(void** arguments, const Grid& grid) {
   return [grid, args = argument<uec::cuda::LaunchArgs>(arguments)] {
     emulation::launch(
         grid.blocks, grid.ranks, grid.shared_bytes,
         [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
-        std::min(grid.threads / emulation::kLanes, 3));
+        grid.threads / emulation::kLanes);
   };
 }
 

@@ -13,7 +13,7 @@ inline void put(void* symmetric, const void* source, int64_t bytes, int32_t pe) 
   ptx::sync_warp();
   if (emulation::lane() == 0) {
     uint8_t* const to = emulation::Network::instance().translate(symmetric, pe);
-    emulation::self.warp->far_unordered.store(true, std::memory_order_relaxed);
+    emulation::self().warp->far_unordered.store(true, std::memory_order_relaxed);
     emulation::submit_far(true, [=] { std::memcpy(to, source, static_cast<size_t>(bytes)); });
   }
   ptx::sync_warp();
@@ -30,7 +30,7 @@ inline void put_signal(void* symmetric, const void* source, int64_t bytes, uint6
   ptx::sync_warp();
   if (emulation::lane() == 0) {
     // The flag would say that those bytes are there too.
-    if (emulation::self.warp->far_unordered.load(std::memory_order_relaxed))
+    if (emulation::self().warp->far_unordered.load(std::memory_order_relaxed))
       emulation::violate("a signal follows puts without fence");
     auto& network = emulation::Network::instance();
     uint8_t* const to = network.translate(symmetric, pe);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <chrono>
 #include <cstdint>
 
 #include "device.hpp"
@@ -26,34 +27,34 @@ inline constexpr int32_t kWarpSize = emulation::kLanes;
 
 using emulation::self;
 
-inline int32_t thread_idx() { return self.thread; }
-inline int32_t num_threads() { return emulation::kLanes * self.num_warps; }
-inline int32_t block_x() { return self.block_x; }
-inline int32_t block_y() { return self.block_y; }
-inline int32_t num_blocks_x() { return self.num_blocks_x; }
+inline int32_t thread_idx() { return self().thread; }
+inline int32_t num_threads() { return emulation::kLanes * self().num_warps; }
+inline int32_t block_x() { return self().block_x; }
+inline int32_t block_y() { return self().block_y; }
+inline int32_t num_blocks_x() { return self().num_blocks_x; }
 
 inline void sync_warp() { emulation::meet(); }
-inline void sync_block() { self.block->barrier.wait(); }
+inline void sync_block() { self().block->barrier.wait(); }
 inline uint32_t shuffle(uint32_t value, int32_t lane) {
-  self.warp->values[emulation::lane()] = value;
+  self().warp->values[emulation::lane()] = value;
   sync_warp();
-  const uint32_t result = self.warp->values[lane];
+  const uint32_t result = self().warp->values[lane];
   sync_warp();
   return result;
 }
 inline uint32_t reduce_min(uint32_t value) {
-  self.warp->values[emulation::lane()] = value;
+  self().warp->values[emulation::lane()] = value;
   sync_warp();
-  uint32_t result = self.warp->values[0];
-  for (const uint32_t other : self.warp->values) result = other < result ? other : result;
+  uint32_t result = self().warp->values[0];
+  for (const uint32_t other : self().warp->values) result = other < result ? other : result;
   sync_warp();
   return result;
 }
 inline uint32_t reduce_add(uint32_t value) {
-  self.warp->values[emulation::lane()] = value;
+  self().warp->values[emulation::lane()] = value;
   sync_warp();
   uint32_t result = 0;
-  for (const uint32_t other : self.warp->values) result += other;
+  for (const uint32_t other : self().warp->values) result += other;
   sync_warp();
   return result;
 }
@@ -65,19 +66,19 @@ T fetch_add_in_block(T* at, T value) {
 inline void set_in_block(uint8_t* at) { std::atomic_ref(*at).store(1, std::memory_order_relaxed); }
 
 inline uint32_t ballot(bool value) {
-  self.warp->values[emulation::lane()] = value;
+  self().warp->values[emulation::lane()] = value;
   sync_warp();
   uint32_t bits = 0;
-  for (int32_t i = 0; i < kWarpSize; ++i) bits |= self.warp->values[i] << i;
+  for (int32_t i = 0; i < kWarpSize; ++i) bits |= self().warp->values[i] << i;
   sync_warp();
   return bits;
 }
 inline uint32_t match(uint32_t value) {
-  self.warp->values[emulation::lane()] = value;
+  self().warp->values[emulation::lane()] = value;
   sync_warp();
   uint32_t bits = 0;
   for (int32_t i = 0; i < kWarpSize; ++i)
-    bits |= static_cast<uint32_t>(self.warp->values[i] == value) << i;
+    bits |= static_cast<uint32_t>(self().warp->values[i] == value) << i;
   sync_warp();
   return bits;
 }
@@ -85,55 +86,68 @@ inline int32_t num_set(uint32_t bits) { return std::popcount(bits); }
 inline int32_t lowest_set(uint32_t bits) { return std::countr_zero(bits); }
 
 inline uint64_t load_acquire_system(const uint64_t* at) {
+  emulation::look();
   emulation::observed();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);
 }
 inline void store_release_system(uint64_t* at, uint64_t value) {
-  if (self.warp->unfenced_deliveries.load(std::memory_order_relaxed) != 0)
+  if (self().warp->unfenced_deliveries.load(std::memory_order_relaxed) != 0)
     emulation::violate("a publish follows the wait for its delivery without proxy fence");
   std::atomic_ref(*at).store(value, std::memory_order_release);
+  emulation::act();
 }
 inline void fence_system() {}
 
 inline int32_t load_relaxed(const int32_t* at) {
+  emulation::look();
   return std::atomic_ref(*const_cast<int32_t*>(at)).load(std::memory_order_relaxed);
 }
 inline int32_t compare_swap_relaxed(int32_t* at, int32_t expected, int32_t value) {
   std::atomic_ref(*at).compare_exchange_strong(expected, value, std::memory_order_relaxed);
+  emulation::act();
   return expected;
 }
 inline int32_t fetch_add_relaxed(int32_t* at, int32_t value) {
   const int32_t drawn = std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  emulation::act();
   emulation::hold_up();
   return drawn;
 }
 inline int32_t fetch_add_acq_rel(int32_t* at, int32_t value) {
-  return std::atomic_ref(*at).fetch_add(value, std::memory_order_acq_rel);
+  const int32_t before = std::atomic_ref(*at).fetch_add(value, std::memory_order_acq_rel);
+  emulation::act();
+  return before;
 }
 inline uint64_t load_acquire_device(const uint64_t* at) {
+  emulation::look();
   return std::atomic_ref(*const_cast<uint64_t*>(at)).load(std::memory_order_acquire);
 }
 inline void store_release_device(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_release);
+  emulation::act();
 }
 inline uint64_t fetch_max_relaxed(uint64_t* at, uint64_t value) {
   std::atomic_ref<uint64_t> atomic(*at);
   uint64_t old = atomic.load(std::memory_order_relaxed);
   while (old < value && !atomic.compare_exchange_weak(old, value, std::memory_order_relaxed)) {
   }
+  emulation::act();
   return old;
 }
 inline void max_relaxed(uint64_t* at, uint64_t value) { fetch_max_relaxed(at, value); }
 inline void add_relaxed(uint64_t* at, uint64_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  emulation::act();
 }
 inline void add_relaxed(int32_t* at, int32_t value) {
   std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
+  emulation::act();
 }
 inline void add_shared_relaxed(int32_t* at, int32_t value) { add_relaxed(at, value); }
 inline int32_t load_shared_relaxed(const int32_t* at) { return load_relaxed(at); }
 inline void store_shared_relaxed(int32_t* at, int32_t value) {
   std::atomic_ref(*at).store(value, std::memory_order_relaxed);
+  emulation::act();
 }
 
 template <class T>
@@ -160,6 +174,7 @@ inline void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   });
 }
 inline bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
+  emulation::look();
   const uint64_t word =
       std::atomic_ref(*const_cast<uint64_t*>(barrier)).load(std::memory_order_acquire);
   emulation::Mbarrier state;
@@ -171,7 +186,7 @@ inline bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
 
 inline void fence_proxy_async_global() {
   emulation::fence_observations();
-  self.warp->unfenced_deliveries.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
+  self().warp->unfenced_deliveries.fetch_and(~emulation::lane_bit(), std::memory_order_relaxed);
 }
 inline void fence_proxy_async_shared() {}
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
@@ -193,10 +208,10 @@ void bulk_wait() {
 
 // Set back once, early on: nothing guarantees that a device's clock never is.
 inline uint64_t nanoseconds() {
-  if (self.clock_behind == 0 && emulation::roll() % 8 == 0) self.clock_behind = 40'000'000;
+  if (self().clock_behind == 0 && emulation::roll() % 8 == 0) self().clock_behind = 40'000'000;
   return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()) -
-         self.clock_behind;
+         self().clock_behind;
 }
-inline void pause() { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
+inline void pause() { Fibers::pause(); }
 
 }  // namespace uec::ptx
