@@ -43,6 +43,7 @@ struct Warp {
   std::atomic<uint32_t> far_pending{0};    // puts and signals under way
   std::atomic<uint32_t> far_awaited{0};    // lanes that wait for all of them
   std::atomic<uint32_t> far_fast{0};       // quick ones so far
+  std::atomic<int32_t> ended{0};           // lanes
   std::atomic<bool> far_unordered{false};  // puts that what comes next need not be behind
 };
 
@@ -67,6 +68,7 @@ struct Lane {
   Warp* warp = nullptr;
   std::vector<Group> groups = std::vector<Group>(1);  // of bulk stores; the last one is open
   uint32_t dice = 1;
+  bool all_late = false;
   uint64_t clock_behind = 0;
   uint32_t observed = 0,
            fenced = 0;  // observations that it knows of, and those behind a proxy fence
@@ -80,6 +82,9 @@ inline uint32_t roll() {
   dice = dice * 1664525 + 1013904223;
   return dice >> 16;  // the low bits go round soon
 }
+
+// Of what may be late: all in some launches, now and then in others.
+inline bool is_late() { return self().all_late || roll() % 4 == 0; }
 
 inline int32_t lane() { return self().thread % kLanes; }
 inline uint32_t lane_bit() { return 1u << lane(); }
@@ -142,7 +147,7 @@ void update(uint64_t* word, F&& change) {
 
 inline void bulk_load(uint8_t* to, const uint8_t* from, uint32_t bytes, uint64_t* barrier) {
   require_fence("a bulk load follows an observation without proxy fence");
-  const bool late = roll() % 4 == 0;
+  const bool late = is_late();
   self().launch->spawn([=] {
     if (late) Fibers::hold();
     std::memcpy(to, from, bytes);
@@ -200,7 +205,7 @@ inline void submit_far(bool slow, std::function<void()> operation) {
   Warp* const warp = self().warp;
   warp->far_pending.fetch_add(1, std::memory_order_relaxed);
   const uint32_t ahead = warp->far_fast.fetch_add(slow ? 0 : 1, std::memory_order_relaxed);
-  const bool late = roll() % 4 == 0;
+  const bool late = is_late();
   self().launch->spawn([=, operation = std::move(operation)] {
     if (slow && warp->far_awaited.load(std::memory_order_relaxed) == 0)
       Fibers::await_or_hold(warp->far_awaited, 0);
@@ -254,11 +259,16 @@ inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_by
           lane.launch = &lanes;
           lane.block = block;
           lane.warp = &block->warps[t / kLanes];
+          lane.all_late = (seed >> 16) % 3 == 0;
           lane.dice = seed + static_cast<uint32_t>(x * 31 + y * 7 + t + 1);
           Fiber::running()->set_own(&lane);
           kernel(memory);
           for (const Group& group : lane.groups)
             if (!group.empty()) violate("a block ended with bulk stores under way");
+          // The next call's signals could overtake them.
+          if (lane.warp->ended.fetch_add(1, std::memory_order_acq_rel) == kLanes - 1 &&
+              lane.warp->far_pending.load(std::memory_order_relaxed) != 0)
+            violate("a warp ended with puts or signals under way");
         });
     }
   lanes.wait();
