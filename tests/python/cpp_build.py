@@ -70,10 +70,10 @@ class CppBuild:
         self._stopped = False
 
     def _commands(self, preset: str, *targets: str) -> list[list[str]]:
-        only = ["--target", *targets] if targets else []
+        # Not by way of `cmake --build`, which would leave ninja running when it is stopped.
         return [
             [self.cmake, "--preset", preset, f"-DCMAKE_MAKE_PROGRAM={self.ninja}"],
-            [self.cmake, "--build", "--preset", preset, "--parallel", self.num_jobs, *only],
+            [self.ninja, "-C", f"build/{preset}", "-j", self.num_jobs, *targets],
         ]
 
     @contextmanager

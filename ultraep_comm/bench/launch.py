@@ -158,10 +158,7 @@ def run_ranks(
                 process.start()
             return _join(ranks)
         finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.terminate()
-                    process.join()
+            _end([process for process in ranks if process.is_alive()])
 
 
 @contextlib.contextmanager
@@ -217,6 +214,16 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
             ended_with = process.exitcode or 0
             code = code or (128 - ended_with if ended_with < 0 else ended_with)
     return code
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    # All are stopped before the first ends: the others would report a peer that is gone.
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, process.pid), number)
+    for process in ranks:
+        process.join()
 
 
 def _start_rank(

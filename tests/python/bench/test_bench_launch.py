@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from ultraep_comm.bench.launch import Launched, find_launcher, first_host, meeting_point
+from ultraep_comm.bench.launch import (
+    Launched,
+    find_launcher,
+    first_host,
+    meeting_point,
+    run_ranks,
+)
 from ultraep_comm.errors import InvalidArgumentError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -193,6 +202,35 @@ def test_nothing_outlives_a_run(
     assert not (tmp_path / "o.json").exists()
     assert not os.listdir(scratch) or number == signal.SIGKILL
     assert not {name for name in set(os.listdir("/dev/shm")) - shared if "ultraep" in name}
+
+
+def watch_the_first(folder: str) -> int:
+    """Leave a file if another rank sees the first one end."""
+    rank, pid = dist.get_rank(), Path(folder, "pid")
+    if rank == 0:
+        pid.write_text(str(os.getpid()))
+    dist.barrier()
+    first = os.pidfd_open(int(pid.read_text()))
+    Path(folder, f"ready{rank}").touch()
+    if select.select([first], [], [], 60)[0]:
+        Path(folder, f"seen{rank}").touch()
+    return 0
+
+
+@pytest.mark.usefixtures("plain")
+def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
+    program = (
+        "import sys; from test_bench_launch import *; "
+        "sys.exit(run_ranks(watch_the_first, sys.argv[1], 4))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environ) as run:
+        while len(list(tmp_path.glob("ready*"))) < 4:
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.terminate()
+    assert run.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("seen*"))
 
 
 def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:
