@@ -71,10 +71,10 @@ def _interrupted(rank: int, what: str) -> Any:
     weights = make_weights(group)
     start = time.monotonic()
     if rank == 0:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         error = raised(partial(WAITS[what], group, weights))
     else:
-        time.sleep(1.5)
+        time.sleep(0.8)
         start = time.monotonic()
         error = raised(partial(uec.replicate_experts, weights, PLAN, group=group))
     seconds = time.monotonic() - start
