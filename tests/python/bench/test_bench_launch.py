@@ -21,7 +21,6 @@ from ultraep_comm.bench.launch import (
     find_launcher,
     first_host,
     meeting_point,
-    run_ranks,
 )
 from ultraep_comm.errors import InvalidArgumentError
 
