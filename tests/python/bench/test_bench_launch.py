@@ -219,7 +219,8 @@ def watch_the_first(folder: str) -> int:
 @pytest.mark.usefixtures("plain")
 def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
     program = (
-        "import sys; from test_bench_launch import *; "
+        "import sys; from test_bench_launch import watch_the_first; "
+        "from ultraep_comm.bench.launch import run_ranks; "
         "sys.exit(run_ranks(watch_the_first, sys.argv[1], 4))"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
