@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,13 +78,20 @@ class CppBuild:
         ]
 
     @contextmanager
-    def _alone(self, preset: str) -> Iterator[None]:
-        """Lock the preset's build against other threads and processes of this pytest run."""
+    def _alone(self, preset: str, *, wait: bool) -> Iterator[bool]:
+        """Lock the preset's build against other threads and processes of this pytest run.
+
+        Without ``wait``, false where another has it locked.
+        """
         (ROOT / "build").mkdir(exist_ok=True)
         with (ROOT / "build" / f"{preset}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                yield
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            try:
+                yield True
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open
 
@@ -98,17 +106,20 @@ class CppBuild:
 
     def build(self, preset: str, *targets: str) -> Path:
         """Build targets, or everything, once in this pytest run, and return the folder."""
-        if not self._is_built(preset, *targets):
-            with self._alone(preset):  # an early build may have built it meanwhile
-                if not self._is_built(preset, *targets):
+        # An early build may have made them, and be busy with the next ones already.
+        while not self._is_built(preset, *targets):
+            with self._alone(preset, wait=False) as alone:
+                if alone and not self._is_built(preset, *targets):
                     for command in self._commands(preset, *targets):
                         run(command)
                     self._stamp(preset, *targets).write_text(RUN)
+            if not alone:
+                time.sleep(0.1)
         return ROOT / "build" / preset
 
     def build_early(self, preset: str, *targets: str) -> None:
         """Build at the lowest priority until it fails or is stopped."""
-        with self._alone(preset):
+        with self._alone(preset, wait=True):
             for command in self._commands(preset, *targets):
                 if self._stopped:
                     return

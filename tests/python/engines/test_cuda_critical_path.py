@@ -167,6 +167,7 @@ def test_bad_ids_leave_an_empty_plan_and_an_error(emulated: EmulatedDevice, laye
     layer = layer_of((2, 6, 1))
     layer.prepare(1)
     layer.ids[1][3, 1] = 6
+    emulated.delay(50_000)  # the calls return before they fail
     plans = loopback(2, lambda rank: uec.gather_and_plan(layer.ids[rank], group=layer.groups[rank]))
     emulated.settle()
     assert all(plan.num_replicas == 0 and not plan.home_quota.any() for plan in plans)

@@ -72,6 +72,7 @@ def test_bad_ids_reach_every_rank(
     groups = groups_of(2)
     ids = [torch.tensor([[0, 1]]), torch.tensor([[0, E], [9, 1]])]
     given = [emulated.put(i) for i in ids] if on_device else ids
+    emulated.delay(50_000)  # calls on a device's ids return before they fail
     found = each(2, lambda r: uec.gather_load(given[r], group=groups[r]))
     emulated.settle()
     if on_device:  # the next call says it; until then the load is zeros
