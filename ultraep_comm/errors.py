@@ -109,6 +109,9 @@ class GroupClosedError(UltraEPError):
 class TransferError(UltraEPError):
     """A call on the group failed. Filled slots are undefined; create a new group.
 
+    Main weights may be changed at once: a peer that reads them discards what it has read. A peer
+    that is in the middle of the call may still write to this rank's slots, until it raises or ends.
+
     Attributes:
         rank: the rank that raises.
         peer: the rank it waited for or disagrees with; -1 if none.

@@ -127,6 +127,14 @@ class EmulatedGroup {
   const uint8_t*& main(int32_t rank, int32_t index) { return tables_[rank][index]; }
   const Options& options() const { return options_; }
   const std::vector<int32_t>& counts(int32_t rank) const { return counts_[rank]; }
+  // All ranks' slots and their gradients, when nothing runs.
+  std::vector<uint8_t> results() const {
+    const auto& layout = layouts_[0].symmetric;
+    std::vector<uint8_t> all;
+    for (const auto& memory : memory_)
+      all.insert(all.end(), memory->data() + layout.slots_base, memory->data() + layout.total);
+    return all;
+  }
   // A flag in a rank's symmetric memory, when nothing runs.
   uint64_t flag(int32_t rank, int64_t offset) const {
     return *reinterpret_cast<const uint64_t*>(memory_[rank]->data() + offset);

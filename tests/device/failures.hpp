@@ -27,7 +27,9 @@ inline void launch_without_the_last(EmulatedGroup& ranks) {
     CHECK_EQ(report.root, 2);
     CHECK_EQ(report.epoch, uint64_t{1});
   }
+  const std::vector<uint8_t> before = ranks.results();
   ranks.launch(2);  // at once: nothing is waited for, moved or added
+  CHECK(ranks.results() == before);
   CHECK_EQ(ranks.status(2).failed_call, uint64_t{1});
   CHECK(ranks.status(2).report.fault == Fault::kAborted);
   CHECK_EQ(ranks.state(0).epoch, uint64_t{0});

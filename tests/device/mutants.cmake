@@ -127,6 +127,14 @@ ultraep_add_device_mutant(device_peers_unchecked FILE cuda/device/call.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
 
+ultraep_add_device_mutant(device_late_block_begins FILE cuda/device/replicate.cuh
+  FIND [[shared.first ? announced : may_begin(block, memory)]]
+  REPLACE [[announced]])
+
+ultraep_add_device_mutant(reduce_late_warp_begins PROGRAM test_reduce FILE cuda/device/reduce.cuh
+  FIND [[shared.first && warp == 0 ? announced : may_begin(block, memory)]]
+  REPLACE [[announced]])
+
 ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/claimer.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])

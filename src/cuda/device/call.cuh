@@ -98,8 +98,9 @@ UEC_ROLE void finish(CallShared& shared, const CallHeader& header, bool counted)
 //   spare(capacity)               where the call's block can be made, before there is work
 //   take(tables, call, capacity)  puts copies in the place of what the call points to
 //   has_work(call)
-//   work(shared, announced)       all of a block's work, by all its threads. `announced`: false in
-//                                 the first warp if its call has failed
+//   work(shared, announced)       all of a block's work, by all its threads. `announced`: in the
+//   first
+//                                 warp of a rank's first block, whether its call has not failed
 //   leave(device)                 by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>

@@ -59,7 +59,8 @@ struct Reduce {
     if (Warp::leader()) own.bytes_stored = 0;
     Memory memory(block);
     ReduceWorker worker(shared, own, ptx::block_x() * num_warps + warp);
-    if (!announced || !drive(worker, block, own.clock, memory))
+    const bool begins = shared.first && warp == 0 ? announced : may_begin(block, memory);
+    if (!begins || !drive(worker, block, own.clock, memory))
       while (worker.drain_step() != Step::kFinished) ptx::pause();
     if (Warp::leader()) ptx::add_relaxed(&block.state->bytes_stored, own.bytes_stored);
   }

@@ -28,7 +28,8 @@ UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
   auto* const scratch = reinterpret_cast<uint8_t*>(&shared + 1);
   Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch, scratch + block.call.num_ranks,
                                  ptx::block_x());
-  if (announced && drive(fetcher, block, block.clock, memory)) return;
+  const bool begins = shared.first ? announced : may_begin(block, memory);
+  if (begins && drive(fetcher, block, block.clock, memory)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
 }
 

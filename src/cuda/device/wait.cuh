@@ -64,6 +64,16 @@ UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   fail(block, memory, Fault::kRejected, -1, wait);
 }
 
+// Before a worker's first step, unless it has announced the call: whether no peer has given it up.
+// A rank that comes late would otherwise work on memory whose owners take it for their own again.
+template <class Memory>
+UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
+  Fault fault = Fault::kNone;
+  const int32_t aborter = find_teller(memory, block.call, &fault);
+  if (fault != Fault::kNone) fail(block, memory, fault, aborter, Wait{});
+  return fault == Fault::kNone;
+}
+
 inline constexpr uint32_t kStepsPerLook = 16;  // a look at a flag in memory costs a microsecond,
 inline constexpr uint32_t kStepsPerLongLook = 256;  // at one in the host's memory more
 
