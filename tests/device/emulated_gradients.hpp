@@ -141,16 +141,16 @@ class EmulatedGradients : public EmulatedGroup {
     std::_Exit(1);
   }
 
-  void run(const uec::cuda::LaunchArgs& args, int32_t num_blocks, int32_t num_ranks) override {
-    if (!reduces) return EmulatedGroup::run(args, num_blocks, num_ranks);
-    int64_t shared = 0;
+  void run(const uec::cuda::LaunchArgs& args, emulation::Grid grid) override {
+    if (!reduces) return EmulatedGroup::run(args, grid);
+    grid.warps = num_warps;
     for (const RankState& state : states_)
-      shared = std::max(shared, uec::cuda::reduce_shared_bytes(state.capacity, num_warps));
-    emulation::launch(
-        num_blocks, num_ranks, shared, [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
-        num_warps);
+      grid.shared_bytes =
+          std::max(grid.shared_bytes, uec::cuda::reduce_shared_bytes(state.capacity, num_warps));
+    emulation::launch("ultraep_reduce", args, grid,
+                      [&](std::byte* memory) { uec::cuda::reduce(args, memory); });
     // However the call went, its plan is no longer read.
-    for (int32_t i = 0; i < num_ranks; ++i)
+    for (int32_t i = 0; i < grid.ranks; ++i)
       if (const uint64_t mark = args.on_device[i].in_use)
         CHECK_EQ(*reinterpret_cast<const uint64_t*>(mark), 0);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -16,7 +17,7 @@
 
 namespace device_tests {
 
-inline constexpr int64_t kTile = 16 << 10;
+inline constexpr int64_t kTile = 16 << 10;  // or twice that
 
 using uec::Fault;
 using uec::Mode;
@@ -59,6 +60,8 @@ struct Options {
   Plans plans = Plans::kOnHost;
   std::vector<int64_t> grad_bytes{};  // of slot gradients
   std::vector<uec::GradType> grad_type{};
+  int64_t tile_bytes = kTile;
+  int32_t max_blocks = 4;
 };
 
 class EmulatedGroup {
@@ -85,7 +88,7 @@ class EmulatedGroup {
       config.segment_bytes = options.segment_bytes;
       config.grad_bytes = options.grad_bytes;
       config.grad_type = options.grad_type;
-      config.tile_bytes = kTile;
+      config.tile_bytes = options.tile_bytes;
       configs_.push_back(config);
       pes_.push_back(r);
     }
@@ -95,7 +98,8 @@ class EmulatedGroup {
     bases_.resize(ranks * ranks);
     call_bytes_ = 0;
     for (int32_t r = 0; r < ranks; ++r) {
-      const int64_t staging = int64_t{kMaxBlocks} * uec::cuda::kNumFarStages * kTile;
+      const int64_t staging =
+          int64_t{options.max_blocks} * uec::cuda::kNumFarStages * options.tile_bytes;
       memory_.push_back(std::make_unique<Buffer>(layout.symmetric.total + staging));
       regions_.push_back(std::make_unique<Buffer>(layout.region_bytes));
       region_table_.push_back(regions_.back()->data());
@@ -111,6 +115,7 @@ class EmulatedGroup {
     network.bytes = layout.symmetric.total;
     for (int32_t r = 0; r < ranks; ++r) network.bases.push_back(memory_[r]->data());
     for (int32_t r = 0; r < ranks; ++r) init_state(r);
+    if (const auto* const machine = ptx_machine::Client::instance()) describe(*machine);
   }
 
   virtual ~EmulatedGroup() = default;
@@ -135,9 +140,9 @@ class EmulatedGroup {
       all.insert(all.end(), memory->data() + layout.slots_base, memory->data() + layout.total);
     return all;
   }
-  // A flag in a rank's symmetric memory, when nothing runs.
+  // A flag in a rank's symmetric memory.
   uint64_t flag(int32_t rank, int64_t offset) const {
-    return *reinterpret_cast<const uint64_t*>(memory_[rank]->data() + offset);
+    return std::atomic_ref(*reinterpret_cast<uint64_t*>(memory_[rank]->data() + offset)).load();
   }
 
   void set_flag(int32_t rank, int64_t offset, uint64_t value) {
@@ -178,16 +183,19 @@ class EmulatedGroup {
   }
 
   void notify(int32_t rank, Notice notice) {
+    auto states = reinterpret_cast<uint64_t>(&states_[rank]);
+    auto what = static_cast<int64_t>(notice);
+    void* args[] = {&states, &what};
     emulation::launch(
-        1, 1, sizeof(uec::cuda::BlockCall),
+        "ultraep_replicate_notice", args,
+        {.shared_bytes = sizeof(uec::cuda::BlockCall), .warps = 1, .first_rank = rank},
         [&](std::byte* memory) {
           auto& block = *reinterpret_cast<uec::cuda::BlockCall*>(memory);
           if (options_.far)
             uec::cuda::notify<true>(states_[rank], notice, block);
           else
             uec::cuda::notify<false>(states_[rank], notice, block);
-        },
-        1);
+        });
   }
 
   // Every byte of a rank's slots: the expert's of this call, or still poison.
@@ -226,30 +234,60 @@ class EmulatedGroup {
   // A rank's expected state after a successful call.
   virtual void check_rank(int32_t r) { check_slots(r); }
 
-  virtual void run(const uec::cuda::LaunchArgs& args, int32_t num_blocks, int32_t num_ranks) {
-    int64_t shared = 0;
+  virtual void run(const uec::cuda::LaunchArgs& args, emulation::Grid grid) {
     for (const RankState& state : states_)
-      shared = std::max(shared, uec::cuda::shared_bytes(state.capacity, kTile));
-    emulation::launch(num_blocks, num_ranks, shared, [&](std::byte* memory) {
-      if (options_.far)
-        uec::cuda::replicate<kTile, true>(args, memory);
-      else
-        uec::cuda::replicate<kTile, false>(args, memory);
-    });
+      grid.shared_bytes =
+          std::max(grid.shared_bytes, uec::cuda::shared_bytes(state.capacity, options_.tile_bytes));
+    const auto launch = [&](const char* name, auto kernel) {
+      emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
+    };
+    using namespace uec::cuda;
+    if (options_.tile_bytes == kTile && !options_.far)
+      launch("ultraep_replicate_16384", replicate<kTile, false>);
+    else if (options_.tile_bytes == kTile)
+      launch("ultraep_replicate_16384_far", replicate<kTile, true>);
+    else if (!options_.far)
+      launch("ultraep_replicate_32768", replicate<2 * kTile, false>);
+    else
+      launch("ultraep_replicate_32768_far", replicate<2 * kTile, true>);
   }
 
-  static constexpr int32_t kMaxBlocks = 4;
   static constexpr uint8_t kPoison = 0xEE;
 
   void launch_ranks(int32_t num_blocks, int32_t first, int32_t count, bool counted = true) {
-    CHECK(num_blocks <= kMaxBlocks);
+    CHECK(num_blocks <= options_.max_blocks);
     uec::cuda::LaunchArgs args;
     args.states = reinterpret_cast<uint64_t>(states_.data() + first);
     args.calls = reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_);
     args.call_bytes = call_bytes_;
     args.counted = counted;
     std::copy_n(device_.begin() + first, count, args.on_device);
-    run(args, num_blocks, count);
+    // Whose blocks come late could be blamed for a short wait that expires.
+    run(args, {.blocks = num_blocks,
+               .ranks = count,
+               .first_rank = first,
+               .together = options_.call_timeout < 1});
+  }
+
+  // Whose memory is whose, and what a rank relies on when its kernel has ended.
+  void describe(const ptx_machine::Client& machine) {
+    machine.forget();
+    std::vector<uint8_t*> bases;
+    const uec::SymmetricLayout& layout = layouts_[0].symmetric;
+    for (int32_t r = 0; r < group_.num_ranks; ++r) {
+      uint8_t* const base = memory_[r]->data();
+      bases.push_back(base);
+      machine.memory(base, layout.total, r);
+      machine.memory(regions_[r]->data(), layouts_[r].region_bytes, r);
+      machine.results(base + layout.slots_base, layout.total - layout.slots_base, r,
+                      &states_[r].failed);
+      machine.results(regions_[r]->data(), layouts_[r].region_bytes, r, &states_[r].failed);
+      machine.results(base + layout.load_base,
+                      layout.load(group_.num_ranks, group_.num_experts) - layout.load_base, r,
+                      &states_[r].failed);
+    }
+    machine.memory(statuses_.data(), static_cast<int64_t>(statuses_.size() * sizeof(Status)), -1);
+    machine.symmetric(bases.data(), group_.num_ranks, layout.total);
   }
 
   int32_t num_segments() const { return static_cast<int32_t>(options_.segment_bytes.size()); }
@@ -279,7 +317,7 @@ class EmulatedGroup {
     state.home = reinterpret_cast<uint64_t>(configs_[r].home.data());
     state.domain = reinterpret_cast<uint64_t>(configs_[r].domain.data());
     state.main_idx = reinterpret_cast<uint64_t>(layouts_[r].main_idx.data());
-    state.tile_bytes = kTile;
+    state.tile_bytes = options_.tile_bytes;
     state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
     counts_[r].assign(group_.num_experts, 0);

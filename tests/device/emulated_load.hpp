@@ -87,15 +87,19 @@ class EmulatedLoad {
   // `count` ranks of the group, in one launch.
   void launch(const LoadShape& shape, int32_t first, int32_t count) {
     const uec::cuda::LoadArgs arguments = args(first, count);
-    emulation::launch(
-        shape.num_blocks, count, uec::cuda::load_shared_bytes(num_ranks(), num_experts()),
-        [&](std::byte* memory) {
-          if (ranks_.options().far)
-            uec::cuda::load<true>(arguments, memory);
-          else
-            uec::cuda::load<false>(arguments, memory);
-        },
-        shape.num_warps);
+    const bool far = ranks_.options().far;
+    emulation::launch(far ? "ultraep_load_far" : "ultraep_load", arguments,
+                      {.blocks = shape.num_blocks,
+                       .ranks = count,
+                       .shared_bytes = uec::cuda::load_shared_bytes(num_ranks(), num_experts()),
+                       .warps = shape.num_warps,
+                       .first_rank = first},
+                      [&](std::byte* memory) {
+                        if (far)
+                          uec::cuda::load<true>(arguments, memory);
+                        else
+                          uec::cuda::load<false>(arguments, memory);
+                      });
   }
   void launch(const LoadShape& shape) { launch(shape, 0, num_ranks()); }
 

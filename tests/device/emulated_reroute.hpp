@@ -13,7 +13,10 @@
 
 namespace device_tests {
 
-inline constexpr int32_t kThreads = emulation::kLanes * emulation::kWarps;
+inline int32_t num_threads() {
+  return ptx_machine::Client::instance() == nullptr ? emulation::kLanes * emulation::kWarps
+                                                    : uec::cuda::kRerouteThreads;
+}
 
 using uec::cuda::RerouteGrid;
 
@@ -28,9 +31,9 @@ class EmulatedReroute {
     shape_.slots_per_rank = c.group.slots_per_rank;
     shape_.per_rank = c.per_rank;
     shape_.window_log2 = window_log2;
-    shape_.max_runs =
-        uec::max32(RerouteGrid::of_ids(shape_, max_ids, kThreads, emulation::kLanes).num_blocks,
-                   RerouteGrid::of_map(shape_, max_tokens, kThreads, emulation::kLanes).num_blocks);
+    shape_.max_runs = uec::max32(
+        RerouteGrid::of_ids(shape_, max_ids, num_threads(), emulation::num_lanes()).num_blocks,
+        RerouteGrid::of_map(shape_, max_tokens, num_threads(), emulation::num_lanes()).num_blocks);
     const int64_t bytes = uec::cuda::RerouteArrays::cut(nullptr, shape_, &arrays_);
     const auto size = static_cast<size_t>(uec::round_up(bytes, 16));
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(16, size)));
@@ -54,14 +57,16 @@ class EmulatedReroute {
     args.slot_quota = address(case_.slot_quota.data());
     args.home_quota = address(case_.home_quota.data());
     args.home = address(case_.plan().home);
-    launch(RerouteGrid::of_shares(shape_, kThreads, emulation::kLanes),
+    launch("ultraep_reroute_shares", args,
+           RerouteGrid::of_shares(shape_, num_threads(), emulation::num_lanes()),
            [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }
 
   template <class Id>
   void reroute(const Id* ids, int64_t num_ids, Id* out) {
     uec::cuda::RerouteArgs args = make_args(ids, out, num_ids);
-    launch_runs(RerouteGrid::of_ids(shape_, num_ids, kThreads, emulation::kLanes),
+    launch_runs(sizeof(Id) == 4 ? "ultraep_reroute_int32" : "ultraep_reroute_int64", args,
+                RerouteGrid::of_ids(shape_, num_ids, num_threads(), emulation::num_lanes()),
                 [&](std::byte* shared) { uec::cuda::reroute_ids<Id>(args, shared); });
   }
 
@@ -74,7 +79,8 @@ class EmulatedReroute {
     args.probs = address(probs);
     args.physical_probs = address(physical_probs);
     args.prob_bytes = prob_bytes;
-    launch_runs(RerouteGrid::of_map(shape_, num_tokens, kThreads, emulation::kLanes),
+    launch_runs("ultraep_reroute_map", args,
+                RerouteGrid::of_map(shape_, num_tokens, num_threads(), emulation::num_lanes()),
                 [&](std::byte* shared) { uec::cuda::reroute_map(args, shared); });
   }
 
@@ -99,12 +105,19 @@ class EmulatedReroute {
     return args;
   }
 
-  static void launch(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
-    emulation::launch(grid.num_blocks, 1, grid.shared_bytes, kernel);
+  template <class Args>
+  static void launch(const char* name, const Args& args, const RerouteGrid& grid,
+                     const std::function<void(std::byte*)>& kernel) {
+    emulation::launch(name, args,
+                      {.blocks = grid.num_blocks,
+                       .shared_bytes = grid.shared_bytes,
+                       .warps = num_threads() / emulation::num_lanes()},
+                      kernel);
   }
-  void launch_runs(const RerouteGrid& grid, const std::function<void(std::byte*)>& kernel) {
+  void launch_runs(const char* name, const uec::cuda::RerouteArgs& args, const RerouteGrid& grid,
+                   const std::function<void(std::byte*)>& kernel) {
     CHECK(grid.num_blocks <= shape_.max_runs);
-    launch(grid, kernel);
+    launch(name, args, grid, kernel);
   }
 
   const RoutingCase& case_;

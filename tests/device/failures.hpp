@@ -2,10 +2,9 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
-#include <thread>
 
 #include "device/emulated_group.hpp"
+#include "support/fibers.hpp"
 
 namespace device_tests {
 
@@ -48,14 +47,22 @@ inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks) {
   CHECK(mismatches > 0);
 }
 
-// The host ends the waits of rank 0, while rank 2 never comes.
-inline void launch_and_cancel(EmulatedGroup& ranks) {
-  std::thread host([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+// The host ends the waits of rank 0 once it has told rank 1 of its call.
+template <class Launch>
+void cancel_while(EmulatedGroup& ranks, const Launch& launch) {
+  Fibers threads;
+  threads.spawn(launch);
+  threads.spawn([&] {
+    while (ranks.flag(1, ranks.state(1).layout.call(0)) == 0) Fibers::yield();
+    for (int i = 0; i < 10; ++i) Fibers::yield();
     std::atomic_ref(ranks.status(0).cancelled).store(1);
   });
-  ranks.launch(2, 2);
-  host.join();
+  threads.wait();
+}
+
+// Rank 2 never comes.
+inline void launch_and_cancel(EmulatedGroup& ranks) {
+  cancel_while(ranks, [&] { ranks.launch(2, 2); });
   CHECK(ranks.status(0).report.fault == Fault::kCancelled);
   CHECK_EQ(ranks.status(0).report.root, 0);
   CHECK(ranks.status(1).report.fault == Fault::kAborted);

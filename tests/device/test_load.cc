@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "device/emulated_load.hpp"
+#include "device/failures.hpp"
 #include "support/watchdog.hpp"
 
 namespace {
@@ -183,9 +184,10 @@ void check_mismatches() {
     Three group(3);
     CHECK(group.ranks.group().place(0, 2));
     group.ranks.prepare(Mode::kPush, {0});
-    std::thread other([&] { group.ranks.launch(1, 1); });
-    group.loads.launch({1, 2}, 1, 2);
-    other.join();
+    Fibers launches;
+    launches.spawn([&] { group.ranks.launch(1, 1); });
+    launches.spawn([&] { group.loads.launch({1, 2}, 1, 2); });
+    launches.wait();
     check_is_mismatch(group);
   }
 }
@@ -193,12 +195,7 @@ void check_mismatches() {
 // The host ends the waits of one rank, while another never comes.
 void check_cancel() {
   Three group(4, small(60));
-  std::thread host([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    std::atomic_ref(group.ranks.status(0).cancelled).store(1);
-  });
-  group.loads.launch({2, 2}, 0, 2);
-  host.join();
+  cancel_while(group.ranks, [&] { group.loads.launch({2, 2}, 0, 2); });
   CHECK(group.ranks.status(0).report.fault == Fault::kCancelled);
   CHECK_EQ(group.ranks.status(0).report.root, 0);
   CHECK(group.ranks.status(1).report.fault == Fault::kAborted);

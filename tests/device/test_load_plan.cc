@@ -50,14 +50,19 @@ class EmulatedPlanner {
       args.faults[i] = address(&faults_[first + i]);
     }
     emulation::launch(
-        shape.num_blocks, count, uec::cuda::load_plan_shared_bytes(topology_, shape.num_warps),
-        [&](std::byte* memory) { uec::cuda::load_plan(args, memory); }, shape.num_warps);
+        "ultraep_load_plan", args,
+        {.blocks = shape.num_blocks,
+         .ranks = count,
+         .shared_bytes = uec::cuda::load_plan_shared_bytes(topology_, shape.num_warps),
+         .warps = shape.num_warps,
+         .first_rank = first},
+        [&](std::byte* memory) { uec::cuda::load_plan(args, memory); });
   }
   void launch_apart(const LoadShape& shape) {
-    std::vector<std::thread> ranks;
+    Fibers ranks;
     for (int32_t r = 0; r < topology_.num_ranks; ++r)
-      ranks.emplace_back([this, shape, r] { launch(shape, r, 1); });
-    for (std::thread& rank : ranks) rank.join();
+      ranks.spawn([this, shape, r] { launch(shape, r, 1); });
+    ranks.wait();
   }
 
   void check_plan(int32_t rank, const Plan& plan) {

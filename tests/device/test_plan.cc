@@ -2,8 +2,7 @@
 // warps, and what it says of a load that has none.
 #include <cstdio>
 
-#include "cuda/device/plan.cuh"
-#include "device/host_plan.hpp"
+#include "device/emulated_plan.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
 #include "support/watchdog.hpp"
@@ -14,42 +13,7 @@ using namespace device_tests;
 using uec::Objective;
 using uec::Topology;
 using uec::cuda::LoadFault;
-using uec::cuda::PlanArgs;
 using uec::cuda::PlanStatus;
-
-uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
-
-// The kernel's plan of load [num_sources, E]. `fault`: the word that the host looks at.
-Plan plan_on_device(const Topology& topology, const std::vector<int32_t>& load,
-                    const Objective& objective, int32_t num_warps, uint64_t* fault) {
-  Plan plan(topology);
-  std::vector<int32_t> kept(num_warps % 2 == 0 ? load.size() : 0, 77);
-  std::vector<int32_t> mains_begin(topology.num_ranks + 1), mains(topology.num_experts);
-  const PlanArgs args{
-      .home = address(topology.home),
-      .domain = address(topology.domain),
-      .mains_begin = address(mains_begin.data()),
-      .mains = address(mains.data()),
-      .load = address(load.data()),
-      .kept_load = kept.empty() ? 0 : address(kept.data()),
-      .slot_expert = address(plan.slot_expert.data()),
-      .slot_quota = address(plan.slot_quota.data()),
-      .home_quota = address(plan.home_quota.data()),
-      .fault = address(fault),
-      .objective = objective,
-      .num_ranks = topology.num_ranks,
-      .num_experts = topology.num_experts,
-      .slots_per_rank = topology.slots_per_rank,
-      .num_sources = static_cast<int32_t>(load.size()) / topology.num_experts,
-      .max_mains = uec::group_mains(topology, mains_begin.data(), mains.data()),
-      .allow_cross_domain = topology.allow_cross_domain,
-  };
-  emulation::launch(
-      1, 1, uec::cuda::plan_shared_bytes(topology, num_warps),
-      [&](std::byte* memory) { uec::cuda::plan(args, memory); }, num_warps);
-  CHECK(kept.empty() || kept == load);
-  return plan;
-}
 
 // Counts what was covered, so that a test that covers nothing fails.
 struct Seen {
@@ -59,7 +23,8 @@ struct Seen {
 void check_load(const Topology& topology, const std::vector<int32_t>& load,
                 const Objective& objective, int32_t num_warps, Seen* seen) {
   uint64_t fault = 0;
-  const Plan device = plan_on_device(topology, load, objective, num_warps, &fault);
+  const Plan device =
+      plan_on_device(topology, load, objective, num_warps, &fault, num_warps % 2 == 0);
   CHECK_EQ(fault, 0);
   const Plan host = plan_on_host(topology, sums(load, topology.num_experts), objective);
   CHECK(device.slot_expert == host.slot_expert);
@@ -132,11 +97,12 @@ void check_fault(const Topology& topology, const std::vector<int32_t>& load, Loa
                  int32_t expert) {
   for (const int32_t num_warps : {1, 3, 8}) {
     uint64_t word = 0;
-    const Plan plan = plan_on_device(topology, load, Objective{}, num_warps, &word);
+    const Plan plan =
+        plan_on_device(topology, load, Objective{}, num_warps, &word, num_warps % 2 == 0);
     CHECK(PlanStatus::of(word).fault == fault);
     CHECK_EQ(PlanStatus::of(word).expert, expert);
     word = 77;  // the first stays
-    plan_on_device(topology, load, Objective{}, num_warps, &word);
+    plan_on_device(topology, load, Objective{}, num_warps, &word, num_warps % 2 == 0);
     CHECK_EQ(word, 77);
     for (const int32_t e : plan.slot_expert) CHECK_EQ(e, -1);
     for (const int32_t q : plan.slot_quota) CHECK_EQ(q, 0);

@@ -11,8 +11,9 @@ int main() {
   check_prepared(200, 24, [](const auto& compare) {
     compare([](const PrepareCase& c, Given& given) {
       std::vector<PrepareAnswer> answers(Warp::size());
-      emulation::launch(
-          1, 1, 0, [&](std::byte*) { answers[Warp::index()] = prepare_call(Warp{}, c, given); }, 1);
+      emulation::launch({.warps = 1}, [&](std::byte*) {
+        answers[Warp::index()] = prepare_call(Warp{}, c, given);
+      });
       return answers;
     });
   });

@@ -37,9 +37,9 @@ struct Entry {
 
   static uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
   static void run(const SaveArgs& args) {
-    emulation::launch(
-        1, 1, uec::cuda::kSaveSharedBytes,
-        [&](std::byte* memory) { uec::cuda::save_plan(args, memory); }, 2);
+    emulation::launch("ultraep_save_plan", args,
+                      {.shared_bytes = uec::cuda::kSaveSharedBytes, .warps = 2},
+                      [&](std::byte* memory) { uec::cuda::save_plan(args, memory); });
   }
 
   std::vector<int32_t> to, from;

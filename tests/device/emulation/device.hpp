@@ -15,6 +15,7 @@
 #include <memory>
 #include <vector>
 
+#include "ptx/client.hpp"
 #include "support/fibers.hpp"
 
 namespace emulation {
@@ -22,11 +23,8 @@ namespace emulation {
 #if !defined(UEC_EMULATED_LANES)
 #define UEC_EMULATED_LANES 2
 #endif
-#if !defined(UEC_EMULATED_WARPS)
-#define UEC_EMULATED_WARPS 2
-#endif
 inline constexpr int32_t kLanes = UEC_EMULATED_LANES;  // of a warp
-inline constexpr int32_t kWarps = UEC_EMULATED_WARPS;  // of a block, where a launch does not say
+inline constexpr int32_t kWarps = 2;                   // of a block, where a launch does not say
 
 [[noreturn]] inline void violate(const char* what) {
   std::fprintf(stderr, "emulated device: %s\n", what);
@@ -234,28 +232,35 @@ inline void hold_up() {
   if (roll() % 8 == 0) Fibers::hold();
 }
 
+struct Grid {
+  int32_t blocks = 1, ranks = 1;  // of each rank, a row
+  int64_t shared_bytes = 0;
+  int32_t warps = kWarps;  // of a block
+  int32_t first_rank = 0;  // of the group, in the first row
+  bool together = false;   // no block comes later than others
+};
+
 // Runs `kernel(shared_memory)` in every thread of the grid, and waits for all.
-inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_bytes,
-                   const std::function<void(std::byte*)>& kernel, int32_t num_warps = kWarps) {
+inline void launch(const Grid& grid, const std::function<void(std::byte*)>& kernel) {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::byte*> shared;
   static std::atomic<uint32_t> num_launches{0};
   const uint32_t seed = 2654435761 * num_launches.fetch_add(1, std::memory_order_relaxed);
   Fibers lanes;
-  for (int32_t y = 0; y < num_blocks_y; ++y)
-    for (int32_t x = 0; x < num_blocks_x; ++x) {
-      blocks.push_back(std::make_unique<Block>(num_warps));
-      const auto size = static_cast<size_t>((shared_bytes + 127) / 128 * 128);
+  for (int32_t y = 0; y < grid.ranks; ++y)
+    for (int32_t x = 0; x < grid.blocks; ++x) {
+      blocks.push_back(std::make_unique<Block>(grid.warps));
+      const auto size = static_cast<size_t>((grid.shared_bytes + 127) / 128 * 128);
       shared.push_back(static_cast<std::byte*>(std::aligned_alloc(128, size)));
       std::memset(shared.back(), 0xA5, size);
-      for (int32_t t = 0; t < num_warps * kLanes; ++t)
+      for (int32_t t = 0; t < grid.warps * kLanes; ++t)
         lanes.spawn([=, &lanes, block = blocks.back().get(), memory = shared.back(), &kernel] {
           Lane lane;
           lane.thread = t;
           lane.block_x = x;
           lane.block_y = y;
-          lane.num_blocks_x = num_blocks_x;
-          lane.num_warps = num_warps;
+          lane.num_blocks_x = grid.blocks;
+          lane.num_warps = grid.warps;
           lane.launch = &lanes;
           lane.block = block;
           lane.warp = &block->warps[t / kLanes];
@@ -274,5 +279,29 @@ inline void launch(int32_t num_blocks_x, int32_t num_blocks_y, int64_t shared_by
   lanes.wait();
   for (std::byte* memory : shared) std::free(memory);
 }
+
+// The same kernel by its name in the cubin: where the test has a PTX machine, that executes it.
+inline void launch(const char* name, void** args, const Grid& grid,
+                   const std::function<void(std::byte*)>& kernel) {
+  const auto* const machine = ptx_machine::Client::instance();
+  if (machine == nullptr) return launch(grid, kernel);
+  machine->run({.kernel = name,
+                .blocks = static_cast<uint32_t>(grid.blocks),
+                .ranks = static_cast<uint32_t>(grid.ranks),
+                .threads = static_cast<uint32_t>(grid.warps) * 32,
+                .shared_bytes = grid.shared_bytes,
+                .args = args,
+                .first_rank = grid.first_rank,
+                .together = grid.together});
+}
+template <class Args>
+void launch(const char* name, const Args& args, const Grid& grid,
+            const std::function<void(std::byte*)>& kernel) {
+  void* list[] = {const_cast<Args*>(&args)};
+  launch(name, list, grid, kernel);
+}
+
+// Lanes of a warp, wherever kernels run.
+inline int32_t num_lanes() { return ptx_machine::Client::instance() == nullptr ? kLanes : 32; }
 
 }  // namespace emulation

@@ -19,76 +19,34 @@ namespace {
 
 using emulation::Event;
 using emulation::Graph;
+using emulation::Grid;
 using emulation::kInvalid;
 using emulation::kSuccess;
 using emulation::Streams;
 using emulation::Work;
-
-struct Grid {
-  int32_t blocks, ranks, threads;
-  int64_t shared_bytes;
-};
 
 template <class Args>
 const Args& argument(void** arguments, int32_t i = 0) {
   return *static_cast<const Args*>(arguments[i]);
 }
 
-template <int64_t kTileBytes>
-Work replicate(void** arguments, const Grid& grid) {
-  return [grid, args = argument<uec::cuda::LaunchArgs>(arguments)] {
-    emulation::launch(grid.blocks, grid.ranks, grid.shared_bytes, [&](std::byte* memory) {
-      uec::cuda::replicate<kTileBytes, false>(args, memory);
-    });
+template <class Args, auto kKernel>
+Work run(const char* name, void** arguments, const Grid& grid) {
+  return [name, grid, args = argument<Args>(arguments)] {
+    emulation::launch(name, args, grid, [&](std::byte* memory) { kKernel(args, memory); });
   };
 }
 
-Work reduce(void** arguments, const Grid& grid) {
-  return [grid, args = argument<uec::cuda::LaunchArgs>(arguments)] {
-    emulation::launch(
-        grid.blocks, grid.ranks, grid.shared_bytes,
-        [&](std::byte* memory) { uec::cuda::reduce(args, memory); },
-        grid.threads / emulation::kLanes);
-  };
-}
-
-Work load(void** arguments, const Grid& grid) {
-  return [grid, args = argument<uec::cuda::LoadArgs>(arguments)] {
-    emulation::launch(grid.blocks, grid.ranks, grid.shared_bytes,
-                      [&](std::byte* memory) { uec::cuda::load<false>(args, memory); });
-  };
-}
-
-Work load_plan(void** arguments, const Grid& grid) {
-  return [grid, args = argument<uec::cuda::LoadPlanArgs>(arguments)] {
-    emulation::launch(
-        grid.blocks, grid.ranks, grid.shared_bytes,
-        [&](std::byte* memory) { uec::cuda::load_plan(args, memory); },
-        grid.threads / emulation::kLanes);
-  };
-}
-
-Work notify(void** arguments, const Grid&) {
+Work notify(const char* name, void** arguments, const Grid& grid) {
   using uec::cuda::BlockCall;
-  auto* const state = reinterpret_cast<uec::cuda::RankState*>(argument<uint64_t>(arguments));
-  const auto notice = argument<uec::cuda::Notice>(arguments, 1);
-  return [=] {
-    emulation::launch(
-        1, 1, sizeof(BlockCall),
-        [&](std::byte* memory) {
-          uec::cuda::notify<false>(*state, notice, *reinterpret_cast<BlockCall*>(memory));
-        },
-        1);
-  };
-}
-
-// Kernels of as many warps as they are launched with.
-template <class Args, void (*kKernel)(const Args&, std::byte*)>
-Work run(void** arguments, const Grid& grid) {
-  return [grid, args = argument<Args>(arguments)] {
-    emulation::launch(
-        grid.blocks, 1, grid.shared_bytes, [&](std::byte* memory) { kKernel(args, memory); },
-        grid.threads / emulation::kLanes);
+  auto state = argument<uint64_t>(arguments);
+  auto notice = argument<uec::cuda::Notice>(arguments, 1);
+  return [=]() mutable {
+    void* args[] = {&state, &notice};
+    emulation::launch(name, args, grid, [&](std::byte* memory) {
+      uec::cuda::notify<false>(*reinterpret_cast<uec::cuda::RankState*>(state), notice,
+                               *reinterpret_cast<BlockCall*>(memory));
+    });
   };
 }
 
@@ -97,15 +55,16 @@ std::atomic<uint64_t> launches{0};  // also those that are captured
 // A launch as an operation of a stream: the arguments are copied now.
 struct Kernel {
   const char* name;
-  Work (*launch)(void** arguments, const Grid& grid);
+  Work (*launch)(const char* name, void** arguments, const Grid& grid);
+  int32_t warps = 0;  // 0: as many as it is launched with, of the emulation's few lanes
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate_16384", replicate<16384>},
-    {"ultraep_replicate_32768", replicate<32768>},
-    {"ultraep_reduce", reduce},
-    {"ultraep_replicate_notice", notify},
-    {"ultraep_load", load},
-    {"ultraep_load_plan", load_plan},
+    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2},
+    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2},
+    {"ultraep_replicate_notice", notify, 1},
+    {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>},
+    {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},
+    {"ultraep_load_plan", run<uec::cuda::LoadPlanArgs, uec::cuda::load_plan>},
     {"ultraep_plan", run<uec::cuda::PlanArgs, uec::cuda::plan>},
     {"ultraep_reroute_shares", run<uec::cuda::SharesArgs, uec::cuda::reroute_shares>},
     {"ultraep_reroute_int32", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int32_t>>},
@@ -221,10 +180,17 @@ int32_t cuLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned,
                        void**) {
   const auto* const known = static_cast<const Kernel*>(kernel);
   if (known < std::begin(kKernels) || known >= std::end(kKernels)) return kInvalid;
-  const Grid grid{static_cast<int32_t>(grid_x), static_cast<int32_t>(grid_y),
-                  static_cast<int32_t>(block_x), shared};
+  const auto threads = static_cast<int32_t>(block_x);
+  const bool on_ptx = ptx_machine::Client::instance() != nullptr;
+  const Grid grid{
+      .blocks = static_cast<int32_t>(grid_x),
+      .ranks = static_cast<int32_t>(grid_y),
+      .shared_bytes = known->warps == 1 ? int64_t{sizeof(uec::cuda::BlockCall)} : shared,
+      .warps = on_ptx              ? threads / 32
+               : known->warps == 0 ? threads / emulation::kLanes
+                                   : known->warps};
   ++launches;
-  Streams::instance().enqueue(stream, known->launch(arguments, grid));
+  Streams::instance().enqueue(stream, known->launch(known->name, arguments, grid));
   return kSuccess;
 }
 

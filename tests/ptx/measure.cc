@@ -1,0 +1,153 @@
+// What the compiled kernels cost on the PTX machine: one JSON object a line, for each measurement
+// that is named on the command line. measure.py says which there are.
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "device/emulated_gradients.hpp"
+#include "device/emulated_plan.hpp"
+
+namespace {
+
+using namespace device_tests;
+
+void report(const std::string& name) {
+  std::printf("{\"measurement\": \"%s\", %s\n", name.c_str(),
+              ptx_machine::Client::instance()->report() + 1);
+}
+
+// The numbers behind a name: "push:2,4096,64,0".
+class Numbers {
+ public:
+  explicit Numbers(const std::string& text) {
+    for (size_t at = text.find(':'); at != std::string::npos; at = text.find(',', at + 1))
+      numbers_.push_back(std::stoi(text.substr(at + 1)));
+  }
+  int32_t next() {
+    if (next_ == numbers_.size()) {
+      std::fprintf(stderr, "too few numbers\n");
+      std::exit(2);
+    }
+    return numbers_[next_++];
+  }
+
+ private:
+  std::vector<int32_t> numbers_;
+  size_t next_ = 0;
+};
+
+std::vector<int32_t> zipf(int32_t num_experts, int32_t num_sources) {
+  Random random(1);
+  std::vector<int32_t> load(num_sources * num_experts);
+  for (int32_t e = 0; e < num_experts; ++e)
+    for (int32_t s = 0; s < num_sources; ++s)
+      load[s * num_experts + e] =
+          (100000 / (1 + (e * 37 + 11) % num_experts) + draw(random, 0, 200)) / num_sources;
+  return load;
+}
+
+Options options_of(const std::vector<int64_t>& segments, int32_t blocks, Plans plans) {
+  Options options;
+  options.segment_bytes = segments;
+  options.max_blocks = blocks;
+  options.plans = plans;
+  return options;
+}
+
+// ranks, blocks, whether the plan is on the device: a call that moves nothing.
+void empty(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), blocks = of.next();
+  const Plans plans = of.next() != 0 ? Plans::kOnDevice : Plans::kOnHost;
+  EmulatedGroup group(make_group(ranks, ranks * 4, 2), options_of({4096, 4096}, blocks, plans));
+  for (int call = 0; call < 2; ++call) {
+    group.prepare(Mode::kPush, {0, 1});
+    group.launch(blocks);
+    group.check_success();
+  }
+  report(name);
+}
+
+// ranks, experts, blocks, whether the plan is on the device, mode: replicas of 12 KiB.
+void small(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next(), blocks = of.next();
+  const Plans plans = of.next() != 0 ? Plans::kOnDevice : Plans::kOnHost;
+  PlanCase group = make_group(ranks, experts, 2);
+  group.slot_expert =
+      plan_on_host(group.topology(), sums(zipf(experts, 1), experts), uec::Objective{}).slot_expert;
+  EmulatedGroup all(group, options_of({8192, 4096}, blocks, plans));
+  all.prepare(static_cast<Mode>(of.next()), {0, 1});
+  all.launch(blocks);
+  all.check_success();
+  report(name);
+}
+
+// ranks, experts, slots, warps: a plan.
+void plan(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next(), slots = of.next(), warps = of.next();
+  const PlanCase group = make_group(ranks, experts, slots);
+  uint64_t fault = 0;
+  const auto* const machine = ptx_machine::Client::instance();
+  machine->forget();
+  machine->memory(&fault, sizeof fault, -1);
+  const std::vector<int32_t> load = zipf(experts, 1);
+  const Plan found = plan_on_device(group.topology(), load, {}, warps, &fault, false);
+  CHECK(found == plan_on_host(group.topology(), sums(load, experts), {}));
+  report(name);
+}
+
+// replicas, KiB, blocks, mode: one expert of rank 0.
+void fan_out(Numbers of, const std::string& name) {
+  const int32_t replicas = of.next();
+  const int64_t bytes = int64_t{of.next()} << 10;
+  const int32_t blocks = of.next();
+  PlanCase group = make_group(replicas + 1, replicas + 1, 1);
+  for (int32_t r = 1; r <= replicas; ++r) CHECK(group.place(0, r));
+  EmulatedGroup all(group, options_of({bytes}, blocks, Plans::kOnHost));
+  all.prepare(static_cast<Mode>(of.next()), {0});
+  all.launch(blocks);
+  all.check_success();
+  report(name);
+}
+
+// replicas, KiB of a replica's fp32 gradients, blocks, warps, mode: one expert of rank 0.
+void reduce(Numbers of, const std::string& name) {
+  const int32_t replicas = of.next();
+  const int64_t bytes = int64_t{of.next()} << 10;
+  const int32_t blocks = of.next(), warps = of.next();
+  PlanCase group = make_group(replicas + 1, replicas + 1, 1);
+  for (int32_t r = 1; r <= replicas; ++r) CHECK(group.place(0, r));
+  Options options = options_of({64}, blocks, Plans::kOnHost);
+  options.grad_bytes = {bytes};
+  options.grad_type = {uec::GradType::kFloat32};
+  EmulatedGradients all(group, options, {uec::GradType::kFloat32}, 0);
+  all.num_warps = warps;
+  all.prepare_sums({of.next(), true});
+  all.launch(blocks);
+  all.check_success();
+  report(name);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (ptx_machine::Client::instance() == nullptr) {
+    std::fprintf(stderr, "UEC_PTX_MACHINE has to name the PTX machine's library\n");
+    return 2;
+  }
+  const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
+      {"empty", empty}, {"small", small}, {"plan", plan}, {"fan_out", fan_out}, {"reduce", reduce}};
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    bool found = false;
+    for (const auto& [kind, measure] : known)
+      if (name.starts_with(std::string(kind) + ":")) {
+        measure(Numbers(name), name);
+        found = true;
+      }
+    if (!found) {
+      std::fprintf(stderr, "no measurement: %s\n", name.c_str());
+      return 2;
+    }
+    std::fflush(stdout);
+  }
+}

@@ -1,0 +1,69 @@
+"""The kernels as nvcc compiled them: every byte, every order, what a critical path costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from measure import BUDGET, CLOCKS, ROWS, measure, nvcc_version, summary
+from ptx_machine import PROGRAMS, RACE_FREE, PtxMachine
+from tiers import sampled
+
+# Between versions of a compiler, and no more.
+TOLERANCE = 0.05
+QUICK_ROWS = ["empty:8,16,0", "plan:64,256,2,16", "fan_out:2,4096,64,0"]
+
+
+@pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+@pytest.mark.parametrize(
+    "name,arch,seed",
+    sampled(
+        [(name, arch, seed) for name in PROGRAMS for arch in (90, 80) for seed in (1, 2)],
+        lambda case: case[1:] == (90, 1),
+    ),
+)
+def test_kernels_run_without_a_race(machine: PtxMachine, name: str, arch: int, seed: int) -> None:
+    outcome = machine.run_program(name, machine.kernels(arch), seed=seed)
+    assert outcome.status == RACE_FREE, outcome.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.builds("asan")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_stay_within_bounds(machine: PtxMachine, name: str) -> None:
+    """AddressSanitizer knows where each allocation of the program ends."""
+    folder = machine.build("asan", f"test_device_{name}") / "tests"
+    outcome = machine.run([folder / f"test_device_{name}"], seed=3)
+    assert outcome.status == RACE_FREE, outcome.text
+
+
+@pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+@pytest.mark.parametrize(
+    "clock,rows",
+    [
+        ("a", QUICK_ROWS),
+        *(pytest.param(clock, list(ROWS), marks=pytest.mark.exhaustive) for clock in CLOCKS),
+    ],
+    ids=["a-quick", *CLOCKS],
+)
+def test_critical_paths_cost_what_is_committed(
+    machine: PtxMachine, clock: str, rows: list[str]
+) -> None:
+    """After an intended change: ``python tests/ptx/measure.py --update``."""
+    budget = json.loads(BUDGET.read_text())
+    if budget["nvcc"] != nvcc_version():
+        pytest.skip(f"the budget is of nvcc {budget['nvcc']}, here is {nvcc_version()}")
+    found = {name: summary(report) for name, report in measure(machine, clock, rows).items()}
+    assert found == {name: _close(budget[clock][name]) for name in rows}
+
+
+def _close(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _close(inner) for key, inner in value.items()}
+    return pytest.approx(value, rel=TOLERANCE, abs=1)
+
+
+def test_the_budget_has_all_rows() -> None:
+    budget = json.loads(BUDGET.read_text())
+    for clock in CLOCKS:
+        assert list(budget[clock]) == list(ROWS)
