@@ -99,13 +99,16 @@ class Event:
         return self.place[:length] == other.place[:length]
 
     def fences(self, other: Event) -> bool:
-        """Whether it is a proxy fence that has an effect on the other: those of its block only."""
-        shared = "shared" if other.address.startswith("%") else "global"
-        everywhere = self.ends != "" or self.starts != ""
+        """Whether it is a proxy fence that has an effect on the other.
+
+        A fence has one on its block; a stream's order, on its device.
+        """
+        space = "shared" if other.address.startswith("%") else "global"
+        length = 1 if self.ends or self.starts else 3
         return (
             other.proxy in self.flushes
-            and self.space in ("", shared)
-            and (everywhere or self.place == other.place)
+            and self.space in ("", space)
+            and self.place[:length] == other.place[:length]
         )
 
 

@@ -1,0 +1,503 @@
+"""What the kernels rely on holds in the PTX memory model, and only thanks to their instructions.
+
+An order is a program of at most a few threads, an outcome that must be impossible, and what makes
+it possible: changes of one instruction in ptx.cuh. ``{name}`` in a program is the instruction of
+ptx.cuh's function of that name, as the file has it. ``calls`` says where the kernels have these
+orders: files of src/, functions, and what they call, in this order.
+
+The GPUs g0, g1, g2 are ranks; f0 and f1 are lanes of a block's fetching warp, s0 and s1 of its
+storing warp, t0 and t1 any threads. A lane with 0 is the leader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("z3", reason="no z3-solver: pip install '.[test]'")
+from memory_model import find_execution
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+PTX = (SRC / "cuda/device/ptx.cuh").read_text()
+INSTRUCTION = re.compile(r"(?<![\w.])(?:ld|st|atom|red|fence|mbarrier|cp)\.[\w.:]+")
+INTRINSICS = {"__syncwarp()": "bar.warp.sync", "__syncthreads()": "bar.sync"}
+
+Weakening = tuple[str, str, str]  # of a function: text, replacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    program: str
+    never: tuple[str, ...]
+    weak: tuple[Weakening, ...]
+    calls: dict[str, str] = field(default_factory=dict)
+    implicit_fence: bool = True  # see parse()
+
+
+# ---- weakenings --------------------------------------------------------------------------------
+
+RELEASE_SYSTEM: tuple[Weakening, ...] = (
+    ("store_release_system", "st.release", "st.relaxed"),
+    ("store_release_system", ".sys", ".gpu"),
+)
+ACQUIRE_SYSTEM: tuple[Weakening, ...] = (
+    ("load_acquire_system", "ld.acquire", "ld.relaxed"),
+    ("load_acquire_system", ".sys", ".gpu"),
+)
+FLAGS = RELEASE_SYSTEM + ACQUIRE_SYSTEM
+ARRIVAL: tuple[Weakening, ...] = (
+    ("fetch_add_acq_rel", ".acq_rel", ".relaxed"),
+    ("fetch_add_acq_rel", ".acq_rel", ".acquire"),
+    ("fetch_add_acq_rel", ".acq_rel", ".release"),
+    ("fetch_add_acq_rel", ".gpu", ".cta"),
+)
+NO_WARP_BARRIER = ("sync_warp", "__syncwarp();", "")
+NO_BLOCK_BARRIER = ("sync_block", "__syncthreads();", "")
+NO_GLOBAL_FENCE = ("fence_proxy_async_global", "fence.proxy.async.global;", "")
+NO_SHARED_FENCE = ("fence_proxy_async_shared", "fence.proxy.async.shared::cta;", "")
+ONLY_READ = ("bulk_wait", "wait_group", "wait_group.read")
+ARRIVE_RELAXED = ("mbarrier_arrive", "arrive.shared", "arrive.relaxed.cta.shared")
+EXPECT_RELAXED = ("mbarrier_arrive_expect", "expect_tx", "expect_tx.relaxed.cta")
+TEST_RELAXED = ("mbarrier_test", "wait.parity", "wait.parity.relaxed.cta")
+
+# ---- orders ------------------------------------------------------------------------------------
+
+MEMORY, MOVER, ADDER = (f"cuda/device/{name}.cuh" for name in ("memory", "mover", "adder"))
+
+ORDERS = {
+    # Bytes stored by ordinary stores of any lane: the ends of tiles, sums of gradients.
+    "published and observed": Order(
+        program="""
+            g0.b0.s1: st x 1; {sync_warp} a
+            g0.b0.s0: {sync_warp} a; {store_release_system} done 1
+            g1.b0.t0: {load_acquire_system} done 1; {sync_warp} b
+            g1.b0.t1: {sync_warp} b; r = {load_global} x""",
+        never=("r=0",),
+        weak=(*FLAGS, NO_WARP_BARRIER),
+        calls={
+            f"{MEMORY} publish": "store_release_system",
+            f"{MEMORY} observe": "load_acquire_system",
+            f"{ADDER} when_delivered": "sync_warp then",
+            "cuda/device/warp.cuh from": "sync_warp shuffle",
+        },
+    ),
+    # Bytes stored by bulk stores of any lane, even if their end were no proxy fence.
+    "delivered, then published": Order(
+        program="""
+            g0.b0.s1: st %tile 1; {fence_proxy_async_shared}; {bulk_store} x %tile; {bulk_commit};
+            g0.b0.s1: {bulk_wait} 0; {fence_proxy_async_global}; {sync_warp} a
+            g0.b0.s0: {sync_warp} a; {store_release_system} done 1
+            g1.b0.t0: {load_acquire_system} done 1; end call
+            g1.b1.t0: start call; r = ld x""",
+        never=("r=0",),
+        weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, NO_SHARED_FENCE, NO_WARP_BARRIER),
+        calls={
+            f"{MOVER} when_delivered": "wait_for_all_but fence_proxy_async_global sync_warp then",
+            f"{MOVER} wait_for_all_but": "bulk_wait",
+            f"{MOVER} commit": "bulk_commit",
+        },
+        implicit_fence=False,
+    ),
+    # Two hops: the hub loads what the home has stored, and hands it on.
+    "handed on by a hub": Order(
+        program="""
+            g0.b0.s0: st %h 1; {fence_proxy_async_shared}; {bulk_store} x %h; {bulk_wait} 0;
+            g0.b0.s0: {fence_proxy_async_global}; {store_release_system} ready 1
+            g1.b0.f1: {load_acquire_system} ready 1; {sync_warp} a
+            g1.b0.f0: {sync_warp} a; {fence_proxy_async_global}; {mbarrier_arrive_expect} %full;
+            g1.b0.f0: {bulk_load} %tile x %full
+            g1.b0.s0: {mbarrier_test} %full 2; {sync_warp} b; {sync_warp} c
+            g1.b0.s0: {store_release_system} done 1
+            g1.b0.s1: {sync_warp} b; {fence_proxy_async_global}; {bulk_store} y %tile;
+            g1.b0.s1: {bulk_wait} 0; {fence_proxy_async_global}; {sync_warp} c
+            g2.b0.t0: {load_acquire_system} done 1; r = ld y""",
+        never=("r=0",),
+        weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, TEST_RELAXED, NO_WARP_BARRIER),
+        calls={
+            f"{MOVER} fetch": "fence_proxy_async_global mbarrier_arrive_expect bulk_load",
+            f"{MOVER} loaded": "is_complete fence_proxy_async_global",
+            f"{MOVER} is_complete": "share mbarrier_test",
+        },
+        implicit_fence=False,
+    ),
+    # The owner has read its slot in earlier work; another lane than the one that stores saw it open.
+    "open, then stored to": Order(
+        program="""
+            g0.b9.t0: st y 1; end before
+            g1.b0.t0: r = ld x; end earlier
+            g1.b1.t0: start earlier; {store_release_system} open 1
+            g0.b0.f1: {load_acquire_system} open 1; {sync_warp} a
+            g0.b0.f0: start before; {sync_warp} a; {mbarrier_arrive_expect} %full;
+            g0.b0.f0: {bulk_load} %tile y %full
+            g0.b0.s0: {mbarrier_test} %full 2; {sync_warp} b
+            g0.b0.s1: {sync_warp} b; {fence_proxy_async_global}; {bulk_store} x %tile""",
+        never=("r=1",),
+        weak=(*FLAGS, EXPECT_RELAXED, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER),
+        calls={
+            "core/transfer/claimer.hpp claim": "look_for_openings sync lowest take from",
+            f"{MOVER} loaded": "is_complete fence_proxy_async_global",
+        },
+    ),
+    # A slot and a flag of call 1 serve again in call 2; the owner reads what call 2 has stored.
+    "reused in the next call": Order(
+        program="""
+            g0.b0.s0: st %a 1; {fence_proxy_async_shared}; {bulk_store} x %a; {bulk_wait} 0;
+            g0.b0.s0: {fence_proxy_async_global}; {store_release_system} done 1
+            g1.b0.t0: {load_acquire_system} done 1; end call
+            g1.b1.t0: start call; {store_release_system} open 2
+            g0.b1.s0: {load_acquire_system} open 2; st %b 2; {fence_proxy_async_shared};
+            g0.b1.s0: {fence_proxy_async_global}; {bulk_store} x %b; {bulk_wait} 0;
+            g0.b1.s0: {fence_proxy_async_global}; {store_release_system} done 2
+            g1.b2.t0: {load_acquire_system} done 2; r = ld x""",
+        never=("r!=2", "done=1"),
+        weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE),
+        implicit_fence=False,
+    ),
+    # A peer that has announced call 2 has set its flags of call 1: judge_flag() blames it otherwise.
+    "flags before the next record": Order(
+        program="""
+            g0.b0.s0: {store_release_system} done 1; end call
+            g0.b1.t0: start call; {store_release_system} record 2
+            g1.b0.t0: {load_acquire_system} record 2; r = {load_acquire_system} done""",
+        never=("r=0",),
+        weak=FLAGS,
+        calls={"core/transfer/protocol.hpp judge_flag": "observe observe peer_gone observe"},
+    ),
+    # Blocks of a rank: the last to arrive vouches for the stores of all, here for those of two.
+    "arrived, then published by the last": Order(
+        program="""
+            g0.b0.s0: st x 1; {fetch_add_acq_rel} left 1
+            g0.b1.s0: {fetch_add_acq_rel} left 1
+            g0.b2.s0: q = {fetch_add_acq_rel} left 1; {sync_warp} a
+            g0.b2.s1: {sync_warp} a; {store_release_system} done 1
+            g1.b0.t0: {load_acquire_system} done 1; r = ld x""",
+        never=("q=2 r=0",),
+        weak=(*FLAGS, *ARRIVAL, NO_WARP_BARRIER),
+        calls={
+            f"{MEMORY} arrive": "fetch_add_acq_rel",
+            "core/transfer/storer.hpp count_groups": "arrive share finish_task",
+        },
+    ),
+    # What the last block of a call changes has been read by all: the epoch, the counters.
+    "left, then advanced by the last": Order(
+        program="""
+            g0.b0.t1: r = ld epoch; {sync_block} a
+            g0.b0.t0: {sync_block} a; {fetch_add_acq_rel} left 1
+            g0.b1.t0: q = {fetch_add_acq_rel} left 1; st epoch 1""",
+        never=("q=1 r=1",),
+        weak=(*ARRIVAL, NO_BLOCK_BARRIER),
+        calls={"cuda/device/call.cuh run_call": "sync_block fetch_add_acq_rel finish leave"},
+    ),
+    "counted, then summed by the last": Order(
+        program="""
+            g0.b0.t1: {add_relaxed} counts 1; {sync_block} a
+            g0.b0.t0: {sync_block} a; {fetch_add_acq_rel} left 1
+            g0.b1.t0: q = {fetch_add_acq_rel} left 1; {sync_block} b
+            g0.b1.t1: {sync_block} b; r = {load_global} counts""",
+        never=("q=1 r=0",),
+        weak=(*ARRIVAL, NO_BLOCK_BARRIER),
+        calls={
+            "cuda/device/load.cuh load": "count_ids sync_block fetch_add_acq_rel sync_block take_row",
+            "cuda/device/load.cuh take_row": "load_global",
+        },
+    ),
+    # Two blocks of a rank do not both get a group.
+    "claimed by one": Order(
+        program="""
+            g0.b0.f0: {compare_swap_relaxed} cursor 0 1
+            g0.b1.f0: {compare_swap_relaxed} cursor 0 1""",
+        never=("",),
+        weak=(("compare_swap_relaxed", ".gpu", ".cta"),),
+        calls={f"{MEMORY} claim": "compare_swap_relaxed"},
+    ),
+    "taken by one": Order(
+        program="""
+            g0.b0.f0: q = {fetch_add_relaxed} cursor 1
+            g0.b1.f0: r = {fetch_add_relaxed} cursor 1""",
+        never=("q=0 r=0",),
+        weak=(("fetch_add_relaxed", ".gpu", ".cta"),),
+        calls={f"{MEMORY} take": "fetch_add_relaxed"},
+    ),
+    # Two hops: who finds a peer in the next call finds all claimed that the peer has waited for.
+    "claimed before the peer goes on": Order(
+        program="""
+            g0.b1.f0: {fetch_add_relaxed} cursor 1; {mbarrier_arrive} %full
+            g0.b1.s0: {mbarrier_test} %full 1; {store_release_system} done 1
+            g1.b0.t0: {load_acquire_system} done 1; end call
+            g1.b1.t0: start call; {store_release_system} record 2
+            g0.b0.f0: {load_acquire_system} record 2; r = {load_relaxed} cursor""",
+        never=("r=0",),
+        weak=(*FLAGS, ARRIVE_RELAXED, TEST_RELAXED),
+        calls={"core/transfer/claimer.hpp look_for_openings": "judge_open all_claimed"},
+    ),
+    # A tile, or its end, that came by ordinary stores.
+    "written, then stored from": Order(
+        program="""
+            g0.b0.f1: st %tile 1; {fence_proxy_async_shared}; {sync_warp} a
+            g0.b0.f0: {sync_warp} a; {mbarrier_arrive} %full
+            g0.b0.s0: {mbarrier_test} %full 1; {sync_warp} b
+            g0.b0.s1: {sync_warp} b; {bulk_store} x %tile; {bulk_wait} 0; r = ld x""",
+        never=("r=0",),
+        weak=(NO_SHARED_FENCE, ARRIVE_RELAXED, TEST_RELAXED, ONLY_READ, NO_WARP_BARRIER),
+        calls={
+            f"{MOVER} fetch": "copy_from_global fence_proxy_async_shared sync_warp mbarrier_arrive"
+        },
+    ),
+    # What came by a bulk load goes by ordinary stores. Without a fence but that of the load's end.
+    "loaded, then read": Order(
+        program="""
+            g0.b9.t0: st y 1; end before
+            g0.b0.f0: start before; {mbarrier_arrive_expect} %full; {bulk_load} %tile y %full
+            g0.b0.s0: {mbarrier_test} %full 2; {sync_warp} a
+            g0.b0.s1: {sync_warp} a; r = ld %tile""",
+        never=("r=0",),
+        weak=(TEST_RELAXED, NO_WARP_BARRIER),
+        calls={f"{MOVER} store": "bulk_store copy_from_shared"},
+    ),
+    # A stage is loaded into again once it has been read, ordinarily and by bulk stores.
+    "read, then loaded again": Order(
+        program="""
+            g0.b9.t0: st y 1; end before
+            g0.b0.s1: q = ld %tile; {bulk_store} x %tile; {bulk_commit}; {bulk_wait_read} 0
+            g0.b0.s1: {fence_proxy_async_shared}; {sync_warp} a; {bulk_wait} 0; r = ld x
+            g0.b0.s0: {sync_warp} a; {mbarrier_arrive} %empty
+            g0.b0.f0: start before; {mbarrier_test} %empty 1
+            g0.b0.f0: {mbarrier_arrive_expect} %full; {bulk_load} %tile y %full""",
+        never=("q=1", "r=1"),
+        weak=(
+            NO_SHARED_FENCE,
+            ("bulk_wait_read", "cp.async.bulk.wait_group.read %0;", ""),
+            ARRIVE_RELAXED,
+            TEST_RELAXED,
+            NO_WARP_BARRIER,
+        ),
+        calls={
+            f"{MOVER} commit": "bulk_commit bulk_wait_read sync_warp",
+            f"{MOVER} release": "fence_proxy_async_shared sync_warp mbarrier_arrive",
+            f"{MOVER} vacant": "is_complete",
+        },
+    ),
+    # The home's caller changes its weights once the hub has read them.
+    "pulled, then changed": Order(
+        program="""
+            g1.b0.f0: {mbarrier_arrive_expect} %full; {bulk_load} %tile x %full
+            g1.b0.s0: {mbarrier_test} %full 2; {sync_warp} a; r = ld %tile; {sync_warp} b
+            g1.b0.s0: {store_release_system} pulled 1
+            g1.b0.s1: {sync_warp} a; {fence_proxy_async_global}; {sync_warp} b
+            g0.b0.t0: {load_acquire_system} pulled 1; end call
+            g0.b1.t0: start call; st x 9""",
+        never=("r=9",),
+        weak=(*FLAGS, TEST_RELAXED, NO_WARP_BARRIER),
+        calls={"core/transfer/storer.hpp finish_task": "loads_complete find_abort publish publish"},
+    ),
+    # A home that fails changes its weights once its abort is delivered. A hub that has loaded new
+    # ones sees the abort: they are no flags, so that an acquire would not do.
+    "aborted, then changed": Order(
+        program="""
+            g0.b0.t0: {store_release_system} abort 1; {fence_system}; end call
+            g0.b1.t0: start call; st x 9
+            g1.b0.f0: {mbarrier_arrive_expect} %full; {bulk_load} %tile x %full
+            g1.b0.s0: {mbarrier_test} %full 2; r = ld %tile; {fetch_add_acq_rel} left 1
+            g1.b1.s0: {fetch_add_acq_rel} left 1; {sync_warp} a
+            g1.b1.s1: {sync_warp} a; {fence_system}; q = {load_acquire_system} abort""",
+        never=("left=2 r=9 q=0",),
+        weak=(
+            ("fence_system", "fence.sc", "fence.acq_rel"),
+            ("fence_system", ".sys", ".gpu"),
+        ),
+        calls={
+            f"{MOVER} loads_complete": "sync_warp fence_system",
+            f"{MEMORY} flags_delivered": "fence_system",
+            "cuda/device/wait.cuh fail": "announce_abort flags_delivered",
+        },
+    ),
+    # The same in a reduction: the home looks for all the hubs.
+    "aborted, then cleared": Order(
+        program="""
+            g2.b0.t0: {store_release_system} abort 1; {fence_system}; end call
+            g2.b1.t0: start call; st x 9
+            g1.b0.t0: p = {load_global} x; st sum p; {store_release_system} summed 1
+            g0.b0.t0: {load_acquire_system} summed 1; r = {load_global} sum; {fence_system}
+            g0.b0.t0: q = {load_acquire_system} abort""",
+        never=("r=9 q=0",),
+        weak=(("fence_system", "fence.sc", "fence.acq_rel"), *FLAGS),
+        calls={
+            f"{ADDER} loads_complete": "sync_warp fence_system",
+            "core/transfer/reducer.hpp finish_piece": "loads_complete find_abort publish",
+        },
+    ),
+    # Two hops: a hub's slot is cleared by another of its workers, once the home has its sum.
+    "summed, consumed, then cleared": Order(
+        program="""
+            g0.b0.t1: r = {load_global} x; {sync_warp} a
+            g0.b0.t0: {sync_warp} a; {store_release_system} summed 1
+            g1.b0.t0: {load_acquire_system} summed 1; {store_release_system} consumed 1
+            g0.b1.t0: {load_acquire_system} consumed 1; {sync_warp} b
+            g0.b1.t1: {sync_warp} b; st x 9""",
+        never=("r=9",),
+        weak=(*FLAGS, NO_WARP_BARRIER),
+        calls={"core/transfer/reducer.hpp ready": "summed consumed"},
+    ),
+    # The next backward pass adds to a cleared slot, which the next reduction reads.
+    "cleared, then added to": Order(
+        program="""
+            g0.b0.t0: st x 9; end call
+            g0.b1.t0: start call; red.add.relaxed.gpu x 1; end backward
+            g0.b2.t0: start backward; {store_release_system} open 2
+            g1.b0.t0: {load_acquire_system} open 2; {sync_warp} a
+            g1.b0.t1: {sync_warp} a; r = {load_global} x""",
+        never=("r!=10",),
+        weak=(*FLAGS, NO_WARP_BARRIER),
+    ),
+    # A call's block, made by all threads of the first block, read by all of another.
+    "prepared, then read": Order(
+        program="""
+            g0.b0.t1: st x 1; {sync_block} a
+            g0.b0.t0: {sync_block} a; {store_release_device} prepared 1
+            g0.b1.t0: {load_acquire_device} prepared 1; {sync_block} b
+            g0.b1.t1: {sync_block} b; r = ld x""",
+        never=("r=0",),
+        weak=(
+            ("store_release_device", "st.release", "st.relaxed"),
+            ("store_release_device", ".gpu", ".cta"),
+            ("load_acquire_device", "ld.acquire", "ld.relaxed"),
+            ("load_acquire_device", ".gpu", ".cta"),
+            NO_BLOCK_BARRIER,
+        ),
+        calls={
+            "cuda/device/prepare.cuh make_block": "fence_proxy_async_shared sync_block store_release",
+            "cuda/device/prepare.cuh await_block": "load_acquire_device",
+        },
+    ),
+    "reported to the host": Order(
+        program="""
+            g0.b0.t0: st report 1; {store_release_system} failed 1
+            host.h.t0: ld.acquire.sys failed 1; r = ld report""",
+        never=("r=0",),
+        weak=RELEASE_SYSTEM,
+        calls={"cuda/device/wait.cuh settle": "name_root store_release_system"},
+    ),
+}
+# Instructions without an order of their own: counts that are read after an arrival, bytes that only
+# one block touches, and barriers before their first use.
+UNORDERED = {
+    "add_shared_relaxed", "fence_mbarrier_init", "fetch_add_in_block", "fetch_max_relaxed",
+    "max_relaxed", "mbarrier_init", "set_in_block",
+}  # fmt: skip
+
+
+# ---- the source --------------------------------------------------------------------------------
+
+
+def functions(text: str) -> list[tuple[str, int, int]]:
+    """Return name, begin and end of each function of ptx.cuh."""
+    starts = [(m[1], m.start()) for m in re.finditer(r"^UEC_DEVICE [\w ]+?(\w+)\(", text, re.M)]
+    ends = [begin for _, begin in starts[1:]] + [len(text)]
+    return [(name, begin, end) for (name, begin), end in zip(starts, ends, strict=True)]
+
+
+def instructions(text: str) -> dict[str, str]:
+    """Return each function's instruction without its type; empty: it has lost it."""
+    found: dict[str, str] = {}
+    for name, begin, end in functions(text):
+        code = re.sub(r"//.*", "", text[begin:end])
+        says = [intrinsic for call, intrinsic in INTRINSICS.items() if call in code]
+        says += [re.sub(r"\.(v\d|[usb]\d+)\b", "", i) for i in INSTRUCTION.findall(code)]
+        assert len(says) <= 1 and found.get(name, says) == found.get(name, says), name
+        found[name] = says[0] if says else ""
+    return found
+
+
+def weakened(text: str, weakening: Weakening) -> str:
+    name, old, new = weakening
+    spans = [(begin, end) for n, begin, end in functions(text) if n == name]
+    assert spans, name
+    for begin, end in reversed(spans):
+        assert old in text[begin:end], weakening
+        text = text[:begin] + text[begin:end].replace(old, new) + text[end:]
+    return text
+
+
+def find_failure(order: Order, text: str) -> str | None:
+    """Return how ``order`` fails with the instructions of ``text``; None: it holds."""
+    known = instructions(text)
+    lines = []
+    for line in order.program.strip().splitlines():
+        thread, operations = line.split(":", 1)
+        kept = []
+        for operation in operations.split(";"):
+            name = re.search(r"{(\w+)}", operation)
+            if name is None:
+                kept.append(operation)
+            elif known[name[1]]:
+                kept.append(operation.replace(name[0], known[name[1]]))
+        lines.append(f"{thread}: {';'.join(kept)}")
+    program = "\n".join(lines)
+    found = (
+        find_execution(program, outcome, implicit_fence=order.implicit_fence)
+        for outcome in order.never
+    )
+    return next(filter(None, found), None)
+
+
+def body(where: str) -> str:
+    """Return the body of ``file function``."""
+    file, function = where.split()
+    text = re.sub(r"//.*", "", (SRC / file).read_text())
+    start = re.search(rf"UEC_\w+ [^;{{}}()]*\b{function}\([^;{{}}]*{{", text)
+    assert start is not None, where
+    depth, at = 1, start.end()
+    while depth > 0:
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        at += 1
+    return text[start.end() : at]
+
+
+# ---- tests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_order_holds(name: str) -> None:
+    failure = find_failure(ORDERS[name], PTX)
+    assert failure is None, f"possible:\n{failure}"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_kernels_have_the_order(name: str) -> None:
+    for where, calls in ORDERS[name].calls.items():
+        pattern = r".*?".join(rf"\b{call}\w*" for call in calls.split())
+        assert re.search(pattern, body(where), re.DOTALL), f"{where} does not call, in order: {calls}"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_weaker_instructions_fail(name: str, say: Callable[[str], None]) -> None:
+    """Each weakening in ptx.cuh makes the outcome possible, with an execution to show."""
+    order = ORDERS[name]
+    for weakening in order.weak:
+        witness = find_failure(order, weakened(PTX, weakening))
+        assert witness is not None, f"{name} holds even with {weakening}"
+        print(f"{name}, {weakening}:\n{witness}\n")
+    say(f"{name}: fails with each of {len(order.weak)} weaker instructions")
+
+
+def test_orders_have_all_instructions() -> None:
+    used = set(re.findall(r"{(\w+)}", "".join(order.program for order in ORDERS.values())))
+    known = instructions(PTX)
+    assert {name for name, says in known.items() if says} == used | UNORDERED
+    assert {w[0] for order in ORDERS.values() for w in order.weak} >= used - {
+        "load_global", "load_relaxed", "add_relaxed", "bulk_load", "bulk_store", "bulk_commit",
+    }  # fmt: skip
+
+
+def test_fences_at_the_end_of_copies() -> None:
+    """Which orders rest on the proxy fence that the ISA has at the end of a bulk copy."""
+    resting = {
+        name
+        for name, order in ORDERS.items()
+        if find_failure(Order(**{**vars(order), "implicit_fence": False}), PTX) is not None
+    }
+    assert resting == {"loaded, then read", "written, then stored from", "read, then loaded again"}
