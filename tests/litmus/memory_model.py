@@ -429,7 +429,7 @@ class Execution:
             return any_of(
                 all_of(at is f or self.base_causality(at, f), onward(f, left[1:]))
                 for f in self.events
-                if f.flushes and left[0](f)
+                if left[0](f) and f.issue in (None, at.issue)
             )
 
         return onward(a, needed)
