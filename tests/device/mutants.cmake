@@ -2,7 +2,7 @@
 # device, ThreadSanitizer or a check has to notice.
 #
 # Not here, because the emulation does without: fences of shared memory between the proxies, what a
-# shuffle does not order, and fence_system().
+# shuffle does not order, and fence_system(). tests/litmus/ has these.
 
 # ultraep_add_device_mutant(<name> [HANGS] [PROGRAM <test>] FILE <path> FIND [[...]] REPLACE [[...]])
 #

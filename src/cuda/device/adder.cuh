@@ -250,9 +250,12 @@ class DeviceAdder : public DeliveryPolicy {
     return true;
   }
 
-  // All lanes have added what they loaded, and this warp's arrival, which other warps' follow, is a
-  // release: it stays behind those loads, and ahead of what comes next.
-  UEC_DEVICE void loads_complete() const { ptx::sync_warp(); }
+  // All lanes have added what they loaded, and this warp comes after other warps' arrivals, which
+  // stay behind their loads. The fence is that of DeviceMover::loads_complete().
+  UEC_DEVICE void loads_complete() const {
+    ptx::sync_warp();
+    ptx::fence_system();
+  }
 
  private:
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has

@@ -170,8 +170,12 @@ class DeviceMover : public DeliveryPolicy {
   }
 
   // A stage was seen full before any of its bytes were stored, and this thread is ordered after
-  // that.
-  UEC_DEVICE void loads_complete() const { ptx::sync_warp(); }
+  // that. The fence pairs with that of DeviceMemory::flags_delivered(): who loads what a peer has
+  // stored behind it, as bytes and not as a flag, acquires nothing by that.
+  UEC_DEVICE void loads_complete() const {
+    ptx::sync_warp();
+    ptx::fence_system();
+  }
 
  private:
   UEC_DEVICE static bool is_aligned(const void* at) {

@@ -53,7 +53,8 @@ UEC_DEVICE uint64_t load_acquire_system(const uint64_t* at) {
 UEC_DEVICE void store_release_system(uint64_t* at, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
-// All that this thread has stored has arrived when this returns.
+// All that this thread has stored has arrived when this returns. Of two such fences of different
+// threads one is first: what comes after the other sees all that came before the first.
 UEC_DEVICE void fence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
 // ---- counters: device scope, for memory that only this device's blocks see ----------------------
