@@ -473,7 +473,9 @@ def test_order_holds(name: str) -> None:
 def test_kernels_have_the_order(name: str) -> None:
     for where, calls in ORDERS[name].calls.items():
         pattern = r".*?".join(rf"\b{call}\w*" for call in calls.split())
-        assert re.search(pattern, body(where), re.DOTALL), f"{where} does not call, in order: {calls}"
+        assert re.search(pattern, body(where), re.DOTALL), (
+            f"{where} does not call, in order: {calls}"
+        )
 
 
 @pytest.mark.parametrize("name", ORDERS)
