@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import z3
-from program import Event, Program, parse
+from programs import Event, Program, parse
 
 
 def any_of(terms: Iterable[Any]) -> Any:
@@ -62,10 +62,9 @@ class Execution:
         return z3.Bool(f"{name} {a.index} {b.index}")
 
     def require(self, *cases: Any) -> None:
-        """All cases but the last imply the last."""
-        term = any_of(
-            [z3.Not(c) if not isinstance(c, bool) else not c for c in cases[:-1]] + [cases[-1]]
-        )
+        """Require that all cases but the last imply the last."""
+        *given, then = cases
+        term = any_of([*(not c if isinstance(c, bool) else z3.Not(c) for c in given), then])
         if term is not True:
             self.solver.add(term)
 
@@ -73,7 +72,7 @@ class Execution:
         self.require(*terms, False)
 
     def order_statically(self, program: Program) -> None:
-        """Base causality that every execution has: program order, barriers, streams, bulk copies."""
+        """Base causality of every execution: program order, barriers, streams, bulk copies."""
         reach = [0] * len(self.events)
         for a, b in program.edges:
             reach[a.index] |= 1 << b.index
@@ -173,14 +172,10 @@ class Execution:
     def synchronize(self) -> None:
         """Synchronizes-with, and ``paths`` of base causality from its first step to its last."""
         when: dict[tuple[Event, Event], list[Any]] = {}
-        for (first, w), (r, last) in itertools.product(
-            self.release_patterns(), self.acquire_patterns()
-        ):
-            if (
-                first.thread != last.thread
-                and (w, r) in self.observed
-                and morally_strong(first, last)
-            ):
+        patterns = itertools.product(self.release_patterns(), self.acquire_patterns())
+        for (first, w), (r, last) in patterns:
+            met = first.thread != last.thread and (w, r) in self.observed
+            if met and morally_strong(first, last):
                 when.setdefault((first, last), []).append(self.observed[w, r])
         self.turn = {e: z3.Int(f"turn {e.index}") for e in self.events if e.semantics == "sc"}
         for a, b in itertools.permutations(self.turn, 2):
@@ -188,10 +183,8 @@ class Execution:
                 self.solver.add(self.turn[a] != self.turn[b])
                 when.setdefault((a, b), []).append(self.turn[a] < self.turn[b])
         self.steps = {step: any_of(terms) for step, terms in when.items()}
-        self.paths = {
-            (d, e): z3.Bool(f"path {i}")
-            for i, (d, e) in enumerate(itertools.product(self.steps, repeat=2))
-        }
+        pairs = itertools.product(self.steps, repeat=2)
+        self.paths = {pair: z3.Bool(f"path {i}") for i, pair in enumerate(pairs)}
         for d, happens in self.steps.items():
             self.require(happens, self.paths[d, d])
             for e, f in itertools.product(self.steps, repeat=2):
@@ -238,17 +231,12 @@ class Execution:
 
     def causality(self) -> dict[tuple[Event, Event], Any]:
         kept = {(a, b): self.in_proxy(a, b) for a, b in self.overlapping(self.memory)}
-        return {
-            (a, b): any_of(
-                [kept[a, b]]
-                + [
-                    all_of(v, kept[z, b])
-                    for (w, z), v in self.observed.items()
-                    if w is a and z is not b
-                ]
-            )
-            for a, b in kept
-        }
+        through = {(a, b): [before] for (a, b), before in kept.items()}
+        for (a, z), seen in self.observed.items():
+            for b in self.memory:
+                if (z, b) in kept and b is not a:
+                    through[a, b].append(all_of(seen, kept[z, b]))
+        return {pair: any_of(ways) for pair, ways in through.items()}
 
     # ---- axioms
 
@@ -300,12 +288,10 @@ class Execution:
                 holds = self.value_read[self.by_register[name]] == int(value)
             else:
                 writes = [w for w in self.writes if w.location == name]
-                last = {
-                    w: all_of(*(z3.Not(self.co[w, o]) for o in writes if o is not w))
-                    for w in writes
-                }
+                newer = {w: [self.co[w, o] for o in writes if o is not w] for w in writes}
                 holds = any_of(
-                    all_of(v, self.value_written[w] == int(value)) for w, v in last.items()
+                    all_of(self.value_written[w] == int(value), *map(z3.Not, newer[w]))
+                    for w in writes
                 )
             self.solver.add(z3.Not(holds) if differs else holds)
 
@@ -320,9 +306,8 @@ class Execution:
             if e.reads:
                 found = [w for (w, r), v in self.rf.items() if r is e and z3.is_true(model.eval(v))]
                 source = f"{found[0].thread}: {found[0].text}" if found else "the start"
-                says += (
-                    f" -> {model.eval(self.value_read[e], model_completion=True)}, from {source}"
-                )
+                value = model.eval(self.value_read[e], model_completion=True)
+                says += f" -> {value}, from {source}"
             lines.append(says)
         return "\n".join(lines)
 

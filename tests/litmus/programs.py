@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LOADS, STORES, ATOMICS = ("ld", "suld", "tex"), ("st", "sust"), ("atom", "red", "mbarrier")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 SEMANTICS = ("weak", "relaxed", "acquire", "release", "acq_rel", "sc")
 # Of instructions that do not say them.
@@ -105,7 +106,7 @@ class Program:
 
 
 def parse(text: str, *, implicit_fence: bool = True) -> Program:
-    """Read a program. ``implicit_fence``: the end of a bulk copy is a proxy fence, as in the ISA."""
+    """Read a program. ``implicit_fence``: a bulk copy ends with a proxy fence, as in the ISA."""
     program = Program()
     last: dict[str, Event] = {}
     stores: dict[str, list[tuple[Event, Event]]] = {}  # read and end of a thread's bulk stores
@@ -155,10 +156,12 @@ def read_operation(thread: str, place: tuple[str, ...], text: str) -> Event:
     event.scope = next((w for w in words if w in SCOPES), default[1])
     if kind == "fence":
         return event
+    if kind not in (*LOADS, *STORES, *ATOMICS):
+        raise ValueError(text)
     event.address = operands[0]
     event.proxy = PROXIES.get(kind, "generic")
-    event.reads = kind not in ("st", "sust")
-    event.writes = kind not in ("ld", "suld", "tex") and "test_wait" not in words
+    event.reads = kind not in STORES
+    event.writes = kind not in LOADS and "test_wait" not in words
     event.adds = event.reads and event.writes and "cas" not in words
     if event.reads and not event.adds and len(operands) > 1:
         event.expected = int(operands[1])
