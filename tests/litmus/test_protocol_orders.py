@@ -12,7 +12,7 @@ storing warp, t0 and t1 any threads. A lane with 0 is the leader.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -27,7 +27,7 @@ class Order:
     never: tuple[str, ...]
     weak: tuple[Weakening, ...]
     calls: dict[str, str] = field(default_factory=dict)
-    implicit_fence: bool = True  # see parse()
+    implicit_fence: bool = False  # it rests on the proxy fence that a bulk copy ends with
 
 
 # ---- weakenings --------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ ORDERS = {
             "cuda/device/warp.cuh from": "sync_warp shuffle",
         },
     ),
-    # Bytes stored by bulk stores of any lane, even if their end were no proxy fence.
+    # Bytes stored by bulk stores of any lane.
     "delivered, then published": Order(
         program="""
             g0.b0.s1: st %tile 1; {fence_proxy_async_shared}; {bulk_store} x %tile; {bulk_commit};
@@ -92,7 +92,6 @@ ORDERS = {
             f"{MOVER} wait_for_all_but": "bulk_wait",
             f"{MOVER} commit": "bulk_commit",
         },
-        implicit_fence=False,
     ),
     # Two hops: the hub loads what the home has stored, and hands it on.
     "handed on by a hub": Order(
@@ -104,17 +103,15 @@ ORDERS = {
             g1.b0.f0: {bulk_load} %tile x %full
             g1.b0.s0: {mbarrier_test} %full 2; {sync_warp} b; {sync_warp} c
             g1.b0.s0: {store_release_system} done 1
-            g1.b0.s1: {sync_warp} b; {fence_proxy_async_global}; {bulk_store} y %tile;
-            g1.b0.s1: {bulk_wait} 0; {fence_proxy_async_global}; {sync_warp} c
+            g1.b0.s1: {sync_warp} b; {bulk_store} y %tile; {bulk_wait} 0;
+            g1.b0.s1: {fence_proxy_async_global}; {sync_warp} c
             g2.b0.t0: {load_acquire_system} done 1; r = ld y""",
         never=("r=0",),
         weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, TEST_RELAXED, NO_WARP_BARRIER),
         calls={
             f"{MOVER} fetch": "fence_proxy_async_global mbarrier_arrive_expect bulk_load",
-            f"{MOVER} loaded": "is_complete fence_proxy_async_global",
             f"{MOVER} is_complete": "share mbarrier_test",
         },
-        implicit_fence=False,
     ),
     # The owner has read its slot in earlier work; another lane than the storing one saw it open.
     "open, then stored to": Order(
@@ -137,7 +134,7 @@ ORDERS = {
     # A slot and a flag of call 1 serve again in call 2; the owner reads what call 2 has stored.
     "reused in the next call": Order(
         program="""
-            g0.b0.s0: st %a 1; {fence_proxy_async_shared}; {bulk_store} x %a; {bulk_wait} 0;
+            g0.b0.s0: {bulk_store} x %a; {bulk_wait} 0;
             g0.b0.s0: {fence_proxy_async_global}; {store_release_system} done 1
             g1.b0.t0: {load_acquire_system} done 1; end call
             g1.b1.t0: start call; {store_release_system} open 2
@@ -147,7 +144,6 @@ ORDERS = {
             g1.b2.t0: {load_acquire_system} done 2; r = ld x""",
         never=("r!=2", "done=1"),
         weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE),
-        implicit_fence=False,
     ),
     # A peer that has announced call 2 has set its flags of call 1; else judge_flag() blames it.
     "flags before the next record": Order(
@@ -240,7 +236,7 @@ ORDERS = {
             f"{MOVER} fetch": "copy_from_global fence_proxy_async_shared sync_warp mbarrier_arrive"
         },
     ),
-    # What came by a bulk load goes by ordinary stores. Without a fence but that of the load's end.
+    # What came by a bulk load goes by ordinary stores.
     "loaded, then read": Order(
         program="""
             g0.b9.t0: st y 1; end before
@@ -250,13 +246,14 @@ ORDERS = {
         never=("r=0",),
         weak=(TEST_RELAXED, NO_WARP_BARRIER),
         calls={f"{MOVER} store": "bulk_store copy_from_shared"},
+        implicit_fence=True,
     ),
     # A stage is loaded into again once it has been read, ordinarily and by bulk stores.
     "read, then loaded again": Order(
         program="""
             g0.b9.t0: st y 1; end before
             g0.b0.s1: q = ld %tile; {bulk_store} x %tile; {bulk_commit}; {bulk_wait_read} 0
-            g0.b0.s1: {fence_proxy_async_shared}; {sync_warp} a; {bulk_wait} 0; r = ld x
+            g0.b0.s1: {fence_proxy_async_shared}; {sync_warp} a; r = ld x
             g0.b0.s0: {sync_warp} a; {mbarrier_arrive} %empty
             g0.b0.f0: start before; {mbarrier_test} %empty 1
             g0.b0.f0: {mbarrier_arrive_expect} %full; {bulk_load} %tile y %full""",
@@ -277,12 +274,12 @@ ORDERS = {
     # A row of loads has been stored to all ranks when the planner writes to its place.
     "sent, then overwritten": Order(
         program="""
-            g0.b0.s1: st %row 1; {fence_proxy_async_shared}; {bulk_store} x %row; {bulk_wait} 0
-            g0.b0.s1: {fence_proxy_async_global}; {sync_block} a; r = ld x
+            g0.b0.s1: {bulk_store} x %row; {bulk_wait} 0; {sync_block} a; r = ld x
             g0.b0.t0: {sync_block} a; st %row 9""",
         never=("r=9",),
         weak=(("bulk_wait", "cp.async.bulk.wait_group %0;", ""), NO_BLOCK_BARRIER),
         calls={"cuda/device/load_plan.cuh load_plan": "load sync_block plan"},
+        implicit_fence=True,
     ),
     # The home's caller changes its weights once the hub has read them.
     "pulled, then changed": Order(
@@ -296,7 +293,6 @@ ORDERS = {
         never=("r=9",),
         weak=(*FLAGS, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER),
         calls={"core/transfer/storer.hpp finish_task": "loads_complete find_abort publish publish"},
-        implicit_fence=False,
     ),
     # A home that fails changes its weights once its abort is delivered. A hub that has loaded new
     # ones sees the abort: they are no flags, so that an acquire would not do.
@@ -393,6 +389,7 @@ UNORDERED = {
     "add_shared_relaxed", "fence_mbarrier_init", "fetch_add_in_block", "fetch_max_relaxed",
     "max_relaxed", "mbarrier_init", "set_in_block",
 }  # fmt: skip
+FENCE_OR_BARRIER = re.compile(r"{(fence\w+|sync_\w+|bulk_wait\w*)}[^;\n]*")
 
 
 def find_failure(order: Order, ptx: str) -> str | None:
@@ -437,11 +434,12 @@ def test_orders_have_all_instructions() -> None:
     }  # fmt: skip
 
 
-def test_fences_at_the_end_of_copies() -> None:
-    """Which orders rest on the proxy fence that the ISA has at the end of a bulk copy."""
-    resting = {
-        name
-        for name, order in ORDERS.items()
-        if find_failure(Order(**{**vars(order), "implicit_fence": False}), PTX) is not None
-    }
-    assert resting == {"loaded, then read", "sent, then overwritten"}
+@pytest.mark.parametrize("name", ORDERS)
+def test_each_fence_and_barrier_counts(name: str) -> None:
+    """Where a program has several, leaving out any one of them makes the outcome possible."""
+    order = ORDERS[name]
+    for found in FENCE_OR_BARRIER.finditer(order.program):
+        without = order.program[: found.start()] + order.program[found.end() :]
+        assert find_failure(replace(order, program=without), PTX) is not None, found
+    if order.implicit_fence:
+        assert find_failure(replace(order, implicit_fence=False), PTX) is not None
