@@ -20,7 +20,14 @@ HOST_TILE_BYTES = 64 << 10
 WAIT_TIMEOUT = 30.0
 ENGINES = ("auto", "host", "cuda")
 FABRICS = ("auto", "shm", "nvshmem", "torch", "loopback")
+# Engines over fabrics between processes, in the order in which "auto" prefers them.
+PREFERRED = (("cuda", "nvshmem"), ("cuda", "torch"), ("host", "shm"))
 ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
+
+
+def allowed_ways(engine: str, fabric: str) -> list[tuple[str, str]]:
+    """Return the engines and fabrics that these arguments of a group allow, preferred first."""
+    return [(e, f) for e, f in PREFERRED if engine in ("auto", e) and fabric in ("auto", f)]
 
 
 class Options:
@@ -45,7 +52,7 @@ class Options:
         self.calibration = calibration or Calibration()
         self.engine = engine
         self.fabric = fabric
-        if (engine, fabric) in (("host", "nvshmem"), ("host", "torch"), ("cuda", "shm")):
+        if fabric != "loopback" and not allowed_ways(engine, fabric):
             raise UnsupportedError(
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
                 " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"

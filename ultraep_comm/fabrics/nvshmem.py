@@ -8,15 +8,10 @@ is created and all ranks have closed theirs. ``close()`` waits for no rank, dead
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import os
 import re
 import struct
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,9 +26,9 @@ from ultraep_comm.errors import (
 )
 from ultraep_comm.fabrics import SharedRegion
 from ultraep_comm.fabrics.meeting import Meeting
+from ultraep_comm.fabrics.nvshmem_library import load_library
 from ultraep_comm.system import undocumented
 
-LIBRARY = "libnvshmem_host.so.3"
 UID_BYTES = 128
 INITIALIZED = 2  # NVSHMEM_STATUS_IS_INITIALIZED; higher ones: several PEs on a GPU
 INVALID = 32767  # NVSHMEM_STATUS_INVALID
@@ -146,23 +141,6 @@ class Nvshmem:
     def unregister(self, code: object) -> None:
         """Undo one registration."""
         self._core.library_finalize(self._core.NvshmemKernelObject.from_obj(code))
-
-
-def load_library() -> None:
-    """Load the wheel's host library from any folder of ``sys.path``.
-
-    nvshmem4py searches site-packages only. If nothing is found here, or the library cannot be
-    loaded, nvshmem4py searches next and reports the error.
-    """
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        return  # loaded already, for instance by torch; a second copy would have separate state
-    for folder in sys.path:
-        path = Path(folder) / "nvidia" / "nvshmem" / "lib" / LIBRARY
-        if path.is_file():
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
-            return
 
 
 def parse_version(text: str) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep_comm.fabrics.nvshmem import LIBRARY, UID_BYTES, Nvshmem, load_library
+from ultraep_comm.fabrics.nvshmem import UID_BYTES, Nvshmem
+from ultraep_comm.fabrics.nvshmem_library import LIBRARY, load_library
 
 
 @pytest.fixture

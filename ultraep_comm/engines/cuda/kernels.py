@@ -11,10 +11,13 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ultraep_comm import _core, env
-from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ultraep_comm.engines.cuda.device import Device, Kernels
 
 INFO_SYMBOL = "ultraep_cubin_info"
 INFO_MAGIC = 0x55455031

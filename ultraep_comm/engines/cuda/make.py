@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from ultraep_comm.engines.cuda.kernels import (
     load_kernels,
 )
 from ultraep_comm.engines.cuda.stages import CudaStages
-from ultraep_comm.engines.options import Options
+from ultraep_comm.engines.options import Options, allowed_ways
 from ultraep_comm.errors import BootstrapError, UnsupportedError
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
@@ -32,7 +33,6 @@ from ultraep_comm.fabrics.torch_memory import SymmetricMemory, TorchFabric, find
 from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
 PROBE_BYTES = 128
-AUTO_FABRICS = ("nvshmem", "torch")  # in the order of preference
 
 
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
@@ -68,6 +68,45 @@ def find_torch_device() -> tuple[Device, SymmetricMemory, Kernels]:
     return device, memory, load_kernels(device, None)
 
 
+@dataclass(frozen=True)
+class Way:
+    """An engine over a fabric, as this process has it.
+
+    Attributes:
+        engine: as in `new_group`.
+        fabric: as in `new_group`.
+        found: what a group needs of it; None for the host engine.
+        missing: why it cannot be used; None: it can.
+    """
+
+    engine: str
+    fabric: str
+    found: Any = None
+    missing: Exception | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot be used; empty: it can."""
+        return "" if self.missing is None else str(self.missing) or "nothing was found"
+
+
+def find_ways(engine: str, fabric: str) -> Iterator[Way]:
+    """Look for what a group with these arguments may use, the preferred first.
+
+    `new_group` takes the first way that no rank is missing. Each is looked for when its turn has
+    come: NVSHMEM is not loaded for nothing.
+    """
+    for engine_name, fabric_name in allowed_ways(engine, fabric):
+        found: Any = None
+        missing: Exception | None = None
+        try:
+            if engine_name == "cuda":
+                found = find_nvshmem_device() if fabric_name == "nvshmem" else find_torch_device()
+        except Exception as nothing:  # of any type: the peers must not wait for this rank
+            missing = nothing
+        yield Way(engine_name, fabric_name, found, missing)
+
+
 def make_group_parts(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
 ) -> Parts | None:
@@ -85,22 +124,22 @@ def make_group_parts(
     own: list[Exception] = []
     foreign: OtherPesError | None = None  # why NVSHMEM was skipped
     reasons: dict[str, list[str]] = {}  # reason -> fabrics that it rules out
-    for name in AUTO_FABRICS if options.fabric == "auto" else (options.fabric,):
-        found: Any = None
-        missing: Exception | None = None
-        try:
-            found = find_nvshmem_device() if name == "nvshmem" else find_torch_device()
-        except Exception as nothing:  # of any type: the peers must not wait for this rank
-            missing = nothing
-            own.append(missing)
-        text = "" if missing is None else str(missing) or "nothing was found"
+    for way in find_ways(options.engine, options.fabric):
+        if way.engine == "host":
+            # If NVSHMEM is in use the ranks have GPUs, and taking the host engine would surprise.
+            if foreign is None:
+                return None
+            break
+        name, text = way.fabric, way.reason
+        if way.missing is not None:
+            own.append(way.missing)
         answers = meeting.exchange(Hello(error=text))
         lacking = [rank for rank, answer in enumerate(answers) if answer.error]
         if not lacking:
             options.refuse_check()  # on all ranks alike
             make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
             try:
-                return make(meeting, options, topology, given_domains, found)
+                return make(meeting, options, topology, given_domains, way.found)
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -114,9 +153,6 @@ def make_group_parts(
                 raise error from foreign
         why = text or answers[lacking[0]].error
         reasons.setdefault(f"rank {meeting.rank if text else lacking[0]}: {why}", []).append(name)
-    # If NVSHMEM is in use the ranks have GPUs, and falling back to the host engine would surprise.
-    if options.engine == "auto" and options.fabric == "auto" and foreign is None:
-        return None
     raise _why_none(meeting.rank, reasons, own)
 
 
