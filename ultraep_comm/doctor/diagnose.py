@@ -1,0 +1,225 @@
+"""What is wrong or missing, by the facts alone, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from ultraep_comm.doctor.facts import NVSHMEM_PACKAGES, PACKAGES, Facts
+
+ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
+REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
+_FIRST_CUDA = (12, 0)
+_EXTRAS = (12, 13)  # the extras cuda12 and cuda13
+_CHECK = "nvidia-smi; sudo dmesg | grep -i nvrm"
+_MENDS = {  # of what cuInit answers
+    "CUDA_ERROR_SYSTEM_NOT_READY": "sudo systemctl restart nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "sudo reboot  # the driver was updated while it was loaded",
+    "CUDA_ERROR_STUB_LIBRARY": "unset LD_LIBRARY_PATH  # it leads to the stubs of a CUDA toolkit",
+    "CUDA_ERROR_MPS_CONNECTION_FAILED": "nvidia-cuda-mps-control -d",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know.
+
+    Attributes:
+        severity: "error": broken, or required and missing; "warning": less works than could;
+            "note": no fault, but a limit.
+        about: the area of the facts.
+        text: what is the matter.
+        mend: the command that mends it; empty: none does.
+    """
+
+    severity: str
+    about: str
+    text: str
+    mend: str = ""
+
+
+def diagnose(facts: Facts, required: Collection[str] = ()) -> list[Finding]:
+    """Return the findings, the worst first.
+
+    Args:
+        facts: of this machine.
+        required: of `REQUIRABLE`, what has to be there.
+    """
+    found = [*_broken(facts), *_driver(facts), *_software(facts), *_devices(facts), *_peers(facts)]
+    taken = facts.taken
+    if facts.driver.devices and taken and taken.engine == "host" and not _is_bad(found):
+        reason = facts.torch.ways[0].missing
+        found.append(Finding(WARNING, "auto", f"no engine uses the GPUs here: {reason}"))
+    found += _required(facts, required)
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _is_bad(found: list[Finding]) -> bool:
+    return any(finding.severity != NOTE for finding in found)
+
+
+def _extra(facts: Facts) -> str:
+    built = next((cubin.cuda[0] for cubin in facts.kernels.cubins if cubin.cuda), 0)
+    runs = facts.driver.cuda[0] if facts.driver.cuda else _EXTRAS[-1]
+    return f"cuda{built or min(max(runs, _EXTRAS[0]), _EXTRAS[-1])}"
+
+
+def _install(facts: Facts) -> str:
+    return f"pip install 'ultraep_comm[{_extra(facts)}]'"
+
+
+def _build(facts: Facts) -> str:
+    archs = ";".join(sorted({f"{d.capability[0]}{d.capability[1]}" for d in facts.driver.devices}))
+    return (
+        f"ULTRAEP_CUDA=ON pip install -c constraints.txt -e '.[{_extra(facts)}]'"
+        f' -C cmake.define.ULTRAEP_CUDA_ARCHS="{archs}"'
+    )
+
+
+def _broken(facts: Facts) -> Iterator[Finding]:
+    nvshmem = f"pip install --force-reinstall nvidia-nvshmem-{_extra(facts).replace('da', '')}"
+    mends = {
+        "driver": _CHECK,
+        "nvml": _CHECK,
+        "torch": "python -c 'import torch'",
+        "nvshmem": nvshmem,
+        "kernels": "pip install --force-reinstall --no-deps -c constraints.txt -e .",
+        "heap": "NVSHMEM_DEBUG=INFO python -m ultraep_comm.doctor.probes heap '{}'",
+    }
+    for area, mend in mends.items():
+        error = getattr(facts, area).error
+        if error:
+            yield Finding(ERROR, area, f"the probe of {area} {error}", mend)
+    if facts.heap.allocates is False:
+        text = "NVSHMEM's symmetric heap has no room for 1 MiB"
+        yield Finding(ERROR, "heap", text, "export NVSHMEM_SYMMETRIC_SIZE=1G")
+
+
+def _driver(facts: Facts) -> Iterator[Finding]:
+    driver, gpus = facts.driver, facts.system.pci_gpus
+    visible = facts.system.variables.get("CUDA_VISIBLE_DEVICES")
+    if driver.missing and gpus:
+        text = f"there is a GPU ({gpus} on the PCI bus), but no driver: {driver.missing}"
+        yield Finding(WARNING, "driver", text, "install NVIDIA's driver; docker run --gpus all ...")
+    elif driver.status == "CUDA_ERROR_NO_DEVICE" or (driver.cuda and not driver.devices):
+        if visible is not None:
+            text = f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs"
+            yield Finding(WARNING, "driver", text, "unset CUDA_VISIBLE_DEVICES")
+        elif gpus:
+            text = f"there is a GPU ({gpus} on the PCI bus), but the driver has no device"
+            yield Finding(WARNING, "driver", text, _CHECK)
+    elif driver.status:
+        mend = _MENDS.get(driver.status, _CHECK)
+        yield Finding(ERROR, "driver", f"the driver does not work: {driver.status}", mend)
+    if driver.cuda and driver.cuda < _FIRST_CUDA:
+        text = f"the driver is for CUDA {_dotted(driver.cuda)}; 12.0 or later is needed"
+        yield Finding(WARNING, "driver", text, "update NVIDIA's driver")
+    if driver.devices and facts.nvml.status:
+        text = f"NVML does not answer ({facts.nvml.status}): links and MIG are unknown"
+        yield Finding(WARNING, "nvml", text, "nvidia-smi")
+
+
+def _software(facts: Facts) -> Iterator[Finding]:
+    torch, installed = facts.torch, facts.system.packages
+    if not torch.version and not torch.error:
+        text = "torch is not installed: no engine works without it"
+        yield Finding(ERROR, "torch", text, "pip install -c constraints.txt torch")
+    if not facts.driver.devices:
+        return
+    if torch.version and torch.cuda is None:
+        text = f"torch {torch.version} was built without CUDA"
+        mend = "pip install --force-reinstall -c constraints.txt torch"
+        yield Finding(WARNING, "torch", text, mend)
+    missing = [name for name in PACKAGES if name not in installed and name != "torch"]
+    if missing:
+        text = f"the CUDA engine needs {', '.join(missing)}"
+        yield Finding(WARNING, "torch", text, _install(facts))
+    bindings = any(name in installed for name in NVSHMEM_PACKAGES)
+    if not facts.nvshmem.error and (facts.nvshmem.version is None or not bindings):
+        name = "NVSHMEM's library" if facts.nvshmem.version is None else "nvshmem4py"
+        text = f"{name} is not there, which fabric nvshmem needs"
+        yield Finding(WARNING, "nvshmem", text, _install(facts))
+    for cubin in facts.kernels.cubins:
+        if cubin.error:
+            yield Finding(WARNING, "kernels", cubin.error, _build(facts))
+        elif cubin.nvshmem_error and cubin.cuda and cubin.nvshmem:
+            package = f"nvidia-nvshmem-cu{cubin.cuda[0]}"
+            limits = f">={_dotted(cubin.nvshmem)},<{cubin.nvshmem[0] + 1}"
+            mend = f"pip install '{package}{limits}'"
+            yield Finding(WARNING, "nvshmem", cubin.nvshmem_error, mend)
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    if facts.kernels.missing:
+        archs = ", ".join(f"sm_{major}{minor}" for major, minor in facts.kernels.missing)
+        text = f"no device kernels for {archs} in {facts.kernels.folder}"
+        yield Finding(WARNING, "kernels", text, _build(facts))
+    for index, device in enumerate(facts.driver.devices):
+        links, name = facts.links(device), f"GPU {index}"
+        if device.compute_mode == 2:
+            mend = f"sudo nvidia-smi -i {device.pci} -c DEFAULT"
+            yield Finding(WARNING, "driver", f"{name} is in compute mode Prohibited", mend)
+        if device.cooperative == 0:
+            text = f"{name} takes no cooperative launches, which the kernels are"
+            yield Finding(WARNING, "driver", text)
+        if links.mig:
+            text = f"{name} is divided (MIG): its parts do not reach other GPUs or each other"
+            yield Finding(NOTE, "nvml", text, f"sudo nvidia-smi -i {device.pci} -mig 0")
+        if device.mps:
+            share = facts.system.variables.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+            part = f", {share}% of its multiprocessors for this process" if share else ""
+            text = f"{name} is shared through MPS{part}: pass a num_sms that fits with the others'"
+            yield Finding(NOTE, "driver", text)
+        down = links.links.count(False)
+        if any(links.links) and down:  # without NVLink bridges all are down
+            text = f"{down} of the {len(links.links)} NVLinks of {name} are inactive"
+            yield Finding(WARNING, "nvml", text, f"nvidia-smi nvlink -s -i {device.pci}")
+        if links.fabric not in ("", "completed"):
+            text = f"registration of {name} with the NVLink fabric: {links.fabric}"
+            yield Finding(WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex")
+
+
+def apart(facts: Facts) -> list[tuple[int, int]]:
+    """Return the pairs of devices of which one does not reach the other."""
+    reaches = facts.driver.reaches
+    pairs = ((i, j) for i in range(len(reaches)) for j in range(i + 1, len(reaches)))
+    return [(i, j) for i, j in pairs if not (reaches[i][j] and reaches[j][i])]
+
+
+def _peers(facts: Facts) -> Iterator[Finding]:
+    pairs = apart(facts)
+    if pairs:
+        names = ", ".join(f"{i} and {j}" for i, j in pairs[:4]) + ", ..." * (len(pairs) > 4)
+        text = (
+            f"no load/store access between GPUs {names}: fabric torch needs it between all ranks;"
+            " over nvshmem those are domains of their own"
+        )
+        yield Finding(WARNING, "driver", text, "nvidia-smi topo -p2p r")
+
+
+def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
+    usable = [device for device in facts.driver.devices if device.compute_mode != 2]
+    ways = facts.torch.ways
+    has = {
+        "device": bool(usable),
+        "cuda": any(way.engine == "cuda" and not way.missing for way in ways),
+        "nvshmem": any(way.fabric == "nvshmem" and not way.missing for way in ways),
+        "p2p": len(usable) > 1 and not apart(facts),
+    }
+    means = {
+        "device": "a GPU that CUDA can use",
+        "cuda": "engine='cuda'",
+        "nvshmem": "fabric='nvshmem'",
+        "p2p": "several GPUs with load/store access between all pairs",
+    }
+    for name in REQUIRABLE:
+        if name in required and not has[name]:
+            why = next(
+                (w.missing for w in ways if name in (w.engine, w.fabric) and w.missing), ""
+            )
+            text = f"--require {name}: there is not {means[name]}" + (f": {why}" if why else "")
+            yield Finding(ERROR, "required", text)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

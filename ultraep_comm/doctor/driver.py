@@ -1,0 +1,192 @@
+"""What the NVIDIA driver reports, through libcuda and NVML. Both may hang or crash: see `probes`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+OUT = object()  # where a call's result goes, in its arguments
+_LENGTH = 96  # of texts
+# Of CUdevice_attribute.
+_MAJOR, _MINOR = 75, 76
+_ATTRIBUTES = {"num_sms": 16, "compute_mode": 20, "cooperative": 95, "fabric": 128, "mps": 133}
+_LINK_SPEED = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
+_MOST_LINKS = 36
+_BY_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
+_FABRIC_STATES = ("", "not started", "in progress", "completed")  # of nvmlGpuFabricState_t
+
+
+class CallError(Exception):
+    """A function of the driver answered with an error, whose name is the text."""
+
+
+class _Library:
+    """A library whose functions return 0 or an error."""
+
+    def __init__(self, name: str, name_of: Callable[[ctypes.CDLL, int], str]) -> None:
+        self._library = ctypes.CDLL(name)
+        self._name_of = name_of
+
+    def read(self, name: str, *arguments: Any, kind: Any = ctypes.c_int) -> Any:
+        """Call a function; return the ``kind`` that it wrote to ``OUT``.
+
+        Raises:
+            CallError: it failed, or this driver does not have it.
+        """
+        result = kind()
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise CallError(f"there is no {name}") from None
+        error = function(*(ctypes.byref(result) if a is OUT else a for a in arguments))
+        if error != 0:
+            raise CallError(self._name_of(self._library, error))
+        return result
+
+    def text(self, name: str, *arguments: Any) -> str:
+        """Call a function that writes at most ``_LENGTH`` bytes of text to ``OUT``."""
+        value = self.read(name, *arguments, kind=ctypes.c_char * _LENGTH).value
+        return str(value.decode(errors="replace"))
+
+
+def _short(pci: str) -> str:
+    """Return a PCI address as the kernel writes it, which libcuda and NVML do not."""
+    return pci.lower()[-len("0000:00:00.0") :]
+
+
+# ---- libcuda ------------------------------------------------------------------------------------
+
+
+def _cuda_error(library: ctypes.CDLL, error: int) -> str:
+    name = ctypes.c_char_p()
+    library.cuGetErrorName(error, ctypes.byref(name))
+    return name.value.decode() if name.value else f"error {error}"
+
+
+def read_cuda() -> Iterator[dict[str, Any]]:
+    """Yield the fields of `Driver` as they become known."""
+    try:
+        cuda = _Library("libcuda.so.1", _cuda_error)
+    except OSError as error:
+        yield {"missing": str(error)}
+        return
+    try:
+        version = cuda.read("cuDriverGetVersion", OUT).value
+        yield {"cuda": (version // 1000, version % 1000 // 10)}
+        cuda.read("cuInit", 0)
+        indices = range(cuda.read("cuDeviceGetCount", OUT).value)
+        yield {"devices": [_read_device(cuda, index) for index in indices]}
+        yield {
+            "reaches": [
+                [i == j or bool(cuda.read("cuDeviceCanAccessPeer", OUT, i, j).value) for j in indices]
+                for i in indices
+            ]
+        }
+    except CallError as error:
+        yield {"status": str(error)}
+
+
+def _read_device(cuda: _Library, index: int) -> dict[str, Any]:
+    device = cuda.read("cuDeviceGet", OUT, index)
+
+    def attribute(number: int) -> int:
+        return int(cuda.read("cuDeviceGetAttribute", OUT, number, device).value)
+
+    found: dict[str, Any] = {
+        "name": cuda.text("cuDeviceGetName", OUT, _LENGTH, device),
+        "pci": _short(cuda.text("cuDeviceGetPCIBusId", OUT, _LENGTH, device)),
+        "memory_bytes": cuda.read("cuDeviceTotalMem_v2", OUT, device, kind=ctypes.c_size_t).value,
+        "capability": (attribute(_MAJOR), attribute(_MINOR)),
+    }
+    for name, number in _ATTRIBUTES.items():
+        with contextlib.suppress(CallError):  # older drivers lack the newer ones
+            found[name] = attribute(number)
+    return found
+
+
+# ---- NVML ---------------------------------------------------------------------------------------
+
+
+class _PciInfo(ctypes.Structure):
+    _fields_ = (("legacy", ctypes.c_char * 16), ("numbers", ctypes.c_uint * 5), ("id", ctypes.c_char * 32))
+
+
+class _FieldValue(ctypes.Structure):
+    _fields_ = (
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency_us", ctypes.c_longlong),
+        ("type", ctypes.c_int),
+        ("error", ctypes.c_int),
+        ("value", ctypes.c_uint),  # of a union of 8 bytes
+        ("rest", ctypes.c_uint),
+    )
+
+
+class _FabricInfo(ctypes.Structure):  # version 2
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+        ("health", ctypes.c_uint),
+    )
+
+
+def _nvml_error(library: ctypes.CDLL, error: int) -> str:
+    library.nvmlErrorString.restype = ctypes.c_char_p
+    text = library.nvmlErrorString(error)
+    return text.decode() if text else f"error {error}"
+
+
+def read_nvml() -> Iterator[dict[str, Any]]:
+    """Yield the fields of `Nvml` as they become known: of all GPUs, also those hidden from CUDA."""
+    try:
+        nvml = _Library("libnvidia-ml.so.1", _nvml_error)
+    except OSError as error:
+        yield {"status": str(error)}
+        return
+    try:
+        nvml.read("nvmlInit_v2")
+        yield {"version": nvml.text("nvmlSystemGetDriverVersion", OUT, _LENGTH)}
+        handles = {}
+        for index in range(nvml.read("nvmlDeviceGetCount_v2", OUT).value):
+            handle = nvml.read("nvmlDeviceGetHandleByIndex_v2", index, OUT, kind=ctypes.c_void_p)
+            info = nvml.read("nvmlDeviceGetPciInfo_v3", handle, OUT, kind=_PciInfo)
+            handles[_short(info.id.decode())] = handle
+        yield {"devices": [_read_links(nvml, pci, handles) for pci in handles]}
+    except CallError as error:
+        yield {"status": str(error)}
+
+
+def _read_links(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -> dict[str, Any]:
+    handle = handles[pci]
+    found: dict[str, Any] = {"pci": pci}
+    # A GPU without the thing asked for answers with an error.
+    with contextlib.suppress(CallError):
+        pending = ctypes.byref(ctypes.c_int())
+        found["mig"] = bool(nvml.read("nvmlDeviceGetMigMode", handle, OUT, pending).value)
+    active = []
+    with contextlib.suppress(CallError):
+        for link in range(_MOST_LINKS):
+            active.append(bool(nvml.read("nvmlDeviceGetNvLinkState", handle, link, OUT).value))
+    found["links"] = active
+    with contextlib.suppress(CallError):
+        field = _FieldValue(field=_LINK_SPEED)
+        nvml.read("nvmlDeviceGetFieldValues", handle, 1, ctypes.byref(field))
+        found["link_mbps"] = field.value if field.error == 0 else 0
+    with contextlib.suppress(CallError):
+        info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
+        nvml.read("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info))
+        found["fabric"] = _FABRIC_STATES[info.state] if info.state < len(_FABRIC_STATES) else "?"
+    found["nvlink_to"] = []
+    for other, peer in handles.items():
+        with contextlib.suppress(CallError):
+            status = nvml.read("nvmlDeviceGetP2PStatus", handle, peer, _BY_NVLINK, OUT)
+            if other != pci and status.value == 0:
+                found["nvlink_to"].append(other)
+    return found
