@@ -71,7 +71,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
     if not 0 < value < 1e6:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}; expected seconds, below 1e6")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ultraep_comm.doctor.facts import NVSHMEM_PACKAGES, PACKAGES, Facts
+from ultraep_comm.doctor.facts import CUDA_PACKAGES, NVSHMEM_PACKAGES, Facts
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
@@ -14,7 +14,7 @@ _EXTRAS = (12, 13)  # the extras cuda12 and cuda13
 _CHECK = "nvidia-smi; sudo dmesg | grep -i nvrm"
 _MENDS = {  # of what cuInit answers
     "CUDA_ERROR_SYSTEM_NOT_READY": "sudo systemctl restart nvidia-fabricmanager",
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "sudo reboot  # the driver was updated while it was loaded",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "sudo reboot  # the driver was updated while loaded",
     "CUDA_ERROR_STUB_LIBRARY": "unset LD_LIBRARY_PATH  # it leads to the stubs of a CUDA toolkit",
     "CUDA_ERROR_MPS_CONNECTION_FAILED": "nvidia-cuda-mps-control -d",
 }
@@ -130,7 +130,7 @@ def _software(facts: Facts) -> Iterator[Finding]:
         text = f"torch {torch.version} was built without CUDA"
         mend = "pip install --force-reinstall -c constraints.txt torch"
         yield Finding(WARNING, "torch", text, mend)
-    missing = [name for name in PACKAGES if name not in installed and name != "torch"]
+    missing = [name for name in CUDA_PACKAGES if name not in installed]
     if missing:
         text = f"the CUDA engine needs {', '.join(missing)}"
         yield Finding(WARNING, "torch", text, _install(facts))
@@ -174,9 +174,11 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         if any(links.links) and down:  # without NVLink bridges all are down
             text = f"{down} of the {len(links.links)} NVLinks of {name} are inactive"
             yield Finding(WARNING, "nvml", text, f"nvidia-smi nvlink -s -i {device.pci}")
-        if links.fabric not in ("", "completed"):
-            text = f"registration of {name} with the NVLink fabric: {links.fabric}"
-            yield Finding(WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex")
+        if links.fabric_state not in ("", "completed"):
+            text = f"registration of {name} with the NVLink fabric: {links.fabric_state}"
+            yield Finding(
+                WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex"
+            )
 
 
 def apart(facts: Facts) -> list[tuple[int, int]]:
@@ -206,19 +208,16 @@ def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
         "nvshmem": any(way.fabric == "nvshmem" and not way.missing for way in ways),
         "p2p": len(usable) > 1 and not apart(facts),
     }
-    means = {
-        "device": "a GPU that CUDA can use",
-        "cuda": "engine='cuda'",
-        "nvshmem": "fabric='nvshmem'",
-        "p2p": "several GPUs with load/store access between all pairs",
+    lacks = {
+        "device": "there is no GPU that CUDA can use",
+        "cuda": "engine='cuda' cannot be used",
+        "nvshmem": "fabric='nvshmem' cannot be used",
+        "p2p": "there are no several GPUs with load/store access between all pairs",
     }
     for name in REQUIRABLE:
         if name in required and not has[name]:
-            why = next(
-                (w.missing for w in ways if name in (w.engine, w.fabric) and w.missing), ""
-            )
-            text = f"--require {name}: there is not {means[name]}" + (f": {why}" if why else "")
-            yield Finding(ERROR, "required", text)
+            why = next((f": {w.missing}" for w in ways if name in (w.engine, w.fabric)), "")
+            yield Finding(ERROR, "required", f"--require {name}: {lacks[name]}{why}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver reports, through libcuda and NVML. Both may hang or crash: see `probes`."""
+"""What the NVIDIA driver reports, through libcuda and NVML. Either may hang or crash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ OUT = object()  # where a call's result goes, in its arguments
 _LENGTH = 96  # of texts
 # Of CUdevice_attribute.
 _MAJOR, _MINOR = 75, 76
-_ATTRIBUTES = {"num_sms": 16, "compute_mode": 20, "cooperative": 95, "fabric": 128, "mps": 133}
+_ATTRIBUTES = {
+    "num_sms": 16,
+    "compute_mode": 20,
+    "cooperative": 95,
+    "fabric_handles": 128,
+    "mps": 133,
+}
 _LINK_SPEED = 90  # NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
 _MOST_LINKS = 36
 _BY_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
@@ -80,7 +86,10 @@ def read_cuda() -> Iterator[dict[str, Any]]:
         yield {"devices": [_read_device(cuda, index) for index in indices]}
         yield {
             "reaches": [
-                [i == j or bool(cuda.read("cuDeviceCanAccessPeer", OUT, i, j).value) for j in indices]
+                [
+                    i == j or bool(cuda.read("cuDeviceCanAccessPeer", OUT, i, j).value)
+                    for j in indices
+                ]
                 for i in indices
             ]
         }
@@ -110,7 +119,11 @@ def _read_device(cuda: _Library, index: int) -> dict[str, Any]:
 
 
 class _PciInfo(ctypes.Structure):
-    _fields_ = (("legacy", ctypes.c_char * 16), ("numbers", ctypes.c_uint * 5), ("id", ctypes.c_char * 32))
+    _fields_ = (
+        ("legacy", ctypes.c_char * 16),
+        ("numbers", ctypes.c_uint * 5),
+        ("id", ctypes.c_char * 32),
+    )
 
 
 class _FieldValue(ctypes.Structure):
@@ -182,7 +195,9 @@ def _read_links(nvml: _Library, pci: str, handles: dict[str, ctypes.c_void_p]) -
     with contextlib.suppress(CallError):
         info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
         nvml.read("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info))
-        found["fabric"] = _FABRIC_STATES[info.state] if info.state < len(_FABRIC_STATES) else "?"
+        found["fabric_state"] = (
+            _FABRIC_STATES[info.state] if info.state < len(_FABRIC_STATES) else "?"
+        )
     found["nvlink_to"] = []
     for other, peer in handles.items():
         with contextlib.suppress(CallError):

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import ultraep_comm
 from ultraep_comm.doctor.probes import ask
 
-# Python packages that the library uses; the extras cuda12 and cuda13 bring all but the first two.
-PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "pyelftools")
-NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")
+CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "pyelftools")  # of the extras cuda12 and cuda13
+NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
@@ -27,133 +26,87 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What is known without asking the driver.
+    """What is known without asking the driver."""
 
-    Attributes:
-        version: of ultraep_comm.
-        python: version.
-        platform: kernel and architecture.
-        pci_gpus: NVIDIA GPUs on the PCI bus, with or without a driver.
-        packages: installed versions.
-        variables: environment variables that are set.
-    """
-
-    version: str
+    version: str  # of ultraep_comm
     python: str
     platform: str
-    pci_gpus: int
-    packages: dict[str, str]
-    variables: dict[str, str]
+    pci_gpus: int  # NVIDIA GPUs on the PCI bus, with or without a driver
+    packages: dict[str, str]  # installed versions
+    variables: dict[str, str]  # environment variables that are set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU that CUDA sees, None where the driver does not tell.
-
-    Attributes:
-        name: of the product.
-        pci: address on the PCI bus.
-        capability: compute capability, (major, minor).
-        memory_bytes: of the device.
-        num_sms: multiprocessors.
-        compute_mode: 0: default, 2: prohibited, 3: one process only.
-        cooperative: 1: it takes cooperative launches.
-        fabric: 1: other machines of an NVLink rack can map its memory.
-        mps: 1: contexts on it are shared through MPS.
-    """
+    """A GPU that CUDA sees; None where the driver does not tell."""
 
     name: str
-    pci: str
+    pci: str  # address
     capability: tuple[int, int]
     memory_bytes: int
     num_sms: int | None = None
-    compute_mode: int | None = None
-    cooperative: int | None = None
-    fabric: int | None = None
-    mps: int | None = None
+    compute_mode: int | None = None  # 0: default, 2: prohibited, 3: one process only
+    cooperative: int | None = None  # 1: it takes cooperative launches
+    mps: int | None = None  # 1: contexts on it are shared through MPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """libcuda. Like every area, it has an ``error`` if the probe raised, hung or died.
+    """libcuda. Like other areas it has an ``error`` if its probe raised, hung or died."""
 
-    Attributes:
-        missing: why there is no libcuda.
-        cuda: the newest CUDA that it runs, (major, minor).
-        status: name of the error with which it refuses to start.
-        devices: in CUDA's order.
-        reaches: ``[i][j]``: device i can load and store in the memory of device j.
-    """
-
-    missing: str = ""
-    cuda: tuple[int, int] | None = None
-    status: str = ""
+    missing: str = ""  # why there is no libcuda
+    cuda: tuple[int, int] | None = None  # the newest that it runs
+    status: str = ""  # the error that it answers with
     devices: tuple[Device, ...] = ()
-    reaches: tuple[tuple[bool, ...], ...] = ()
+    reaches: tuple[tuple[bool, ...], ...] = ()  # [i][j]: i loads and stores in the memory of j
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What NVML knows of a GPU.
+    """What NVML knows of a GPU."""
 
-    Attributes:
-        pci: address on the PCI bus.
-        mig: whether it is divided; None: it cannot be.
-        links: for each NVLink, whether it is active.
-        link_mbps: MB/s of an active link and direction; 0: unknown.
-        fabric: how far it is registered with the fabric of an NVLink rack; empty: it has none.
-        nvlink_to: PCI addresses of the GPUs that it reaches by NVLink.
-    """
-
-    pci: str
-    mig: bool | None = None
-    links: tuple[bool, ...] = ()
-    link_mbps: int = 0
-    fabric: str = ""
-    nvlink_to: tuple[str, ...] = ()
+    pci: str  # address
+    mig: bool | None = None  # whether it is divided; None: it cannot be
+    links: tuple[bool, ...] = ()  # for each NVLink, whether it is active
+    link_mbps: int = 0  # MB/s of an active link in a direction; 0: unknown
+    fabric_state: str = ""  # of its registration in an NVLink rack; empty: there is none
+    nvlink_to: tuple[str, ...] = ()  # addresses of the GPUs that it reaches by NVLink
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """NVML: the driver's version, why it does not answer, and links by GPU."""
+    """NVML: all GPUs of the machine."""
 
-    version: str = ""
-    status: str = ""
+    version: str = ""  # of the driver
+    status: str = ""  # why it does not answer
     devices: tuple[Links, ...] = ()
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """An engine over a fabric, and why this process cannot use it; empty: it can."""
+    """An engine over a fabric."""
 
     engine: str
     fabric: str
-    missing: str
+    missing: str  # why this process cannot use it; empty: it can
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """torch, and what a group with ``engine="auto"`` could take here, the preferred first.
+    """torch, and what ``find_ways`` of `engines.cuda.make` finds for "auto"."""
 
-    Attributes:
-        version: empty: it is not installed.
-        cuda: the CUDA that it was built with; None: without.
-        folder: where it is.
-        ways: of :func:`ultraep_comm.engines.cuda.make.find_ways`.
-    """
-
-    version: str = ""
-    cuda: str | None = None
+    version: str = ""  # empty: it is not installed
+    cuda: str | None = None  # that it was built with
     folder: str = ""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Way, ...] = ()  # the preferred first
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nvshmem:
-    """NVSHMEM's host library: (major, minor, patch), and its file."""
+    """NVSHMEM's host library."""
 
     version: tuple[int, int, int] | None = None
     path: str = ""
@@ -162,38 +115,30 @@ class Nvshmem:
 
 @dataclass(frozen=True, kw_only=True)
 class Cubin:
-    """A file of device kernels.
-
-    Attributes:
-        name: of the file.
-        cuda: version that it was built with.
-        nvshmem: version that it was built with.
-        error: why it cannot be used here.
-        nvshmem_error: why it cannot be used with the NVSHMEM here.
-    """
+    """A file of device kernels."""
 
     name: str
-    cuda: tuple[int, int] | None = None
-    nvshmem: tuple[int, int] | None = None
-    error: str = ""
-    nvshmem_error: str = ""
+    cuda: tuple[int, int] | None = None  # that it was built with
+    nvshmem: tuple[int, int] | None = None  # likewise
+    error: str = ""  # why it cannot be used here
+    nvshmem_error: str = ""  # why not with the NVSHMEM here
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The cubins, and the compute capabilities of devices here that have none."""
+    """The cubins."""
 
     folder: str = ""
     cubins: tuple[Cubin, ...] = ()
-    missing: tuple[tuple[int, int], ...] = ()
+    missing: tuple[tuple[int, int], ...] = ()  # compute capabilities here without one
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heap:
-    """NVSHMEM's symmetric heap: whether allocating worked; None: not tried."""
+    """NVSHMEM's symmetric heap."""
 
-    allocates: bool | None = None
+    allocates: bool | None = None  # None: not tried
     error: str = ""
 
 
@@ -262,7 +207,7 @@ def _frozen(value: Any) -> Any:
 
 def _read_system() -> System:
     packages = {}
-    for name in (*PACKAGES, *NVSHMEM_PACKAGES):
+    for name in ("torch", "numpy", *CUDA_PACKAGES, *NVSHMEM_PACKAGES):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""What may hang or crash, asked in processes of their own: ``python -m ultraep_comm.doctor.probes``.
+"""What may hang or crash, each in a process of its own: ``python -m ultraep_comm.doctor.probes``.
 
-A probe yields the fields that it has found as it finds them, so that they are known even if it never
-ends. Each is a line of JSON.
+A probe yields what it finds as it finds it, a line of JSON each, so that it is known even if the
+probe never ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,27 +84,24 @@ def probe_kernels(
     for path in sorted(folder.glob("ultraep_comm-sm_*.cubin")):
         cubin: dict[str, Any] = {"name": path.name}
         cubins.append(cubin)
+        fails = "error"
         try:
             info = read_info(path)
             cubin |= {"cuda": (info.cuda_major, info.cuda_minor), "nvshmem": info.nvshmem}
-            major = info.cuda_major if cuda_major is None else cuda_major
-            check_info(info, cuda_major=major, layout=_core.cuda_layout())
+            check = partial(check_info, info, cuda_major=cuda_major or info.cuda_major)
+            check(layout=_core.cuda_layout())
+            fails = "nvshmem_error"
+            version = (nvshmem[0], nvshmem[1]) if nvshmem else None
+            check(layout=_core.cuda_layout(), nvshmem=version)
         except (UnsupportedError, OSError) as error:
-            cubin["error"] = str(error)
-            continue
-        try:
-            version = None if nvshmem is None else (nvshmem[0], nvshmem[1])
-            check_info(info, cuda_major=major, layout=_core.cuda_layout(), nvshmem=version)
-        except UnsupportedError as error:
-            cubin["nvshmem_error"] = str(error)
-    yield {"cubins": cubins}
+            cubin[fails] = str(error)
     missing = []
     for major, minor in capabilities:
         try:
             find_cubin((major, minor))
         except UnsupportedError:
             missing.append((major, minor))
-    yield {"missing": missing}
+    yield {"cubins": cubins, "missing": missing}
 
 
 def probe_heap() -> Fields:
@@ -141,56 +139,6 @@ def main(name: str, arguments: str) -> None:
 # ---- in the doctor's process --------------------------------------------------------------------
 
 
-class _Child:
-    """A probe in a process of its own."""
-
-    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._out: IO[bytes] = tempfile.TemporaryFile()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, name, json.dumps(arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._errors,
-            start_new_session=True,
-        )
-
-    def answer(self, limit: float, end: float) -> dict[str, Any]:
-        """Return the fields that it found until ``end``; ``error`` if it hung or died."""
-        error = ""
-        try:
-            status = self._process.wait(max(end - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            error = f"did not end within {limit:g} s"
-        else:
-            if status < 0:
-                error = f"was ended by {signal.Signals(-status).name}"
-            elif status > 0:
-                error = f"ended with status {status}"
-        if error:
-            said = self._lines(self._errors)
-            error += f"; its last words: {said[-1].strip()[:200]}" if said else ""
-        found: dict[str, Any] = {"error": error} if error else {}
-        for line in self._lines(self._out):
-            if line.endswith("\n"):  # else it was ended while it wrote
-                found |= json.loads(line)
-        return found
-
-    def end(self) -> None:
-        """Kill it, without waiting long: a process that is stuck in the driver cannot be killed."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)
-        self._out.close()
-        self._errors.close()
-
-    @staticmethod
-    def _lines(file: IO[bytes]) -> list[str]:
-        file.seek(0)
-        return file.read().decode(errors="replace").splitlines(keepends=True)
-
-
 def ask(questions: Mapping[str, Mapping[str, Any]], limit: float) -> dict[str, dict[str, Any]]:
     """Run probes at the same time.
 
@@ -204,10 +152,53 @@ def ask(questions: Mapping[str, Mapping[str, Any]], limit: float) -> dict[str, d
     with contextlib.ExitStack() as stack:
         children = {}
         for name, arguments in questions.items():
-            children[name] = _Child(name, arguments)
-            stack.callback(children[name].end)
+            out = stack.enter_context(tempfile.TemporaryFile())
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__, name, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+            )
+            stack.callback(_end, child)
+            children[name] = child, out, errors
         end = time.monotonic() + limit
-        return {name: child.answer(limit, end) for name, child in children.items()}
+        return {name: _answer(*child, limit, end) for name, child in children.items()}
+
+
+def _answer(
+    child: subprocess.Popen[bytes], out: IO[bytes], errors: IO[bytes], limit: float, end: float
+) -> dict[str, Any]:
+    error = ""
+    try:
+        status = child.wait(max(end - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        error = f"did not end within {limit:g} s"
+    else:
+        if status < 0:
+            error = f"was ended by {signal.Signals(-status).name}"
+        elif status > 0:
+            error = f"ended with status {status}"
+    said = _lines(errors) if error else []
+    found = {"error": "; its last words: ".join([error, *said[-1:]])} if error else {}
+    for line in _lines(out):
+        with contextlib.suppress(ValueError):  # it was ended while it wrote
+            found |= json.loads(line)
+    return found
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child, without waiting long: one that is stuck in the driver cannot be killed."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1)
 
 
 if __name__ == "__main__":

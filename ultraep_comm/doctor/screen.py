@@ -28,10 +28,10 @@ def format_screen(facts: Facts, findings: Sequence[Finding]) -> str:
 def _verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     if any(finding.severity == "error" for finding in findings):
         return "result: something is broken or missing"
-    if not facts.driver.devices:
-        return "result: fine for a machine without a GPU: the host engine needs none"
     if any(finding.severity == "warning" for finding in findings):
         return "result: it works, with less than this machine could do"
+    if not facts.driver.devices:
+        return "result: fine for a machine without a GPU: the host engine needs none"
     return "result: fine"
 
 
@@ -46,7 +46,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         )
         if part
     )
-    yield "driver", version or f"none ({driver.missing or driver.error})"
+    yield "driver", version or ("unknown" if driver.error else f"none ({driver.missing})")
     yield from _device_rows(facts)
     if torch.version:
         built = f"CUDA {torch.cuda}" if torch.cuda else "without CUDA"
@@ -54,7 +54,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     else:
         yield "torch", "unknown" if torch.error else "none"
     found = f"{_dotted(nvshmem.version)}: {nvshmem.path}" if nvshmem.version else "none"
-    yield "NVSHMEM", nvshmem.error and f"unknown: {nvshmem.path}" or found
+    yield "NVSHMEM", f"unknown: {nvshmem.path}" if nvshmem.error else found
     if not kernels.cubins:
         yield "kernels", f"none in {kernels.folder}" if kernels.folder else "unknown"
     for cubin in kernels.cubins:
@@ -73,13 +73,13 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     groups: dict[str, list[int]] = {}
-    for index, device in enumerate(facts.driver.devices):
+    driver, devices, reaches = facts.driver, facts.driver.devices, facts.driver.reaches
+    for index, device in enumerate(devices):
         groups.setdefault(_describe(facts, device), []).append(index)
     if not groups:
-        yield "GPUs", "none"
+        yield "GPUs", "unknown" if driver.error else "none"
     for text, indices in groups.items():
         yield f"GPU {','.join(map(str, indices))}", text
-    devices, reaches = facts.driver.devices, facts.driver.reaches
     if len(reaches) < 2:
         return
     by_link = {device.pci: facts.links(device).nvlink_to for device in devices}
@@ -87,7 +87,11 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     def way(i: int, j: int) -> str:
         if i == j:
             return "-"
-        return ("link" if devices[j].pci in by_link[devices[i].pci] else "pci") if reaches[i][j] else "no"
+        return (
+            ("link" if devices[j].pci in by_link[devices[i].pci] else "pci")
+            if reaches[i][j]
+            else "no"
+        )
 
     rows = [[way(i, j) for j in range(len(reaches))] for i in range(len(reaches))]
     ways = {cell for row in rows for cell in row} - {"-"}
@@ -109,14 +113,18 @@ def _describe(facts: Facts, device: Device) -> str:
     if any(links.links):
         rate = f" x {links.link_mbps / 1000:g} GB/s" if links.link_mbps else ""
         parts.append(f"{sum(links.links)} NVLinks{rate}")
-    parts += [f"NVLink fabric {links.fabric}"] * bool(links.fabric)
+    parts += [f"NVLink fabric {links.fabric_state}"] * bool(links.fabric_state)
     parts += ["MIG"] * bool(links.mig) + ["MPS"] * bool(device.mps)
     return ", ".join(parts)
 
 
 def _choice_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     taken = facts.taken
-    yield "auto", f"engine {taken.engine} over {taken.fabric}, as far as this process can tell" if taken else "unknown"
+    if taken is None:
+        yield "auto", "unknown"
+    else:
+        others = "" if taken.engine == "host" else ", if every rank has it"
+        yield "auto", f"engine {taken.engine} over {taken.fabric}{others}"
     reasons: dict[str, list[str]] = {}
     for way in facts.torch.ways:
         if way.missing:
