@@ -1,0 +1,392 @@
+"""What the doctor concludes from facts, what it prints, and what it finds here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+
+from ultraep_comm.doctor import facts as facts_module
+from ultraep_comm.doctor.cli import main
+from ultraep_comm.doctor.diagnose import REQUIRABLE, diagnose
+from ultraep_comm.doctor.facts import (
+    Cubin,
+    Device,
+    Driver,
+    Facts,
+    Heap,
+    Kernels,
+    Links,
+    Nvml,
+    Nvshmem,
+    System,
+    Torch,
+    Way,
+)
+from ultraep_comm.doctor.screen import format_screen
+from ultraep_comm.engines.cuda import make
+from ultraep_comm.engines.options import PREFERRED
+from ultraep_comm.errors import UnsupportedError
+
+PCI = [f"0000:{index}b:00.0" for index in range(4)]
+CUBIN = Cubin(name="ultraep_comm-sm_90.cubin", cuda=(13, 0), nvshmem=(3, 4))
+
+
+def device(index: int, **changes: Any) -> Device:
+    known: dict[str, Any] = {
+        "name": "NVIDIA H200",
+        "pci": PCI[index],
+        "capability": (9, 0),
+        "memory_bytes": 140 << 30,
+        "num_sms": 132,
+        "compute_mode": 0,
+        "cooperative": 1,
+        "mps": 0,
+    }
+    return Device(**{**known, **changes})
+
+
+def links(index: int, **changes: Any) -> Links:
+    peers = tuple(pci for pci in PCI if pci != PCI[index])
+    known: dict[str, Any] = {"links": (True,) * 18, "link_mbps": 26562, "nvlink_to": peers}
+    return Links(pci=PCI[index], **{"mig": False, **known, **changes})
+
+
+def ways(*missing: str) -> tuple[Way, ...]:
+    reasons = (*missing, "", "", "")
+    return tuple(Way(engine=e, fabric=f, missing=m) for (e, f), m in zip(PREFERRED, reasons))  # noqa: B905
+
+
+PACKAGES = ("torch", "numpy", "cuda-core", "cuda-bindings", "pyelftools", "nvshmem4py-cu13")
+NODE = Facts(
+    system=System(
+        version="0.1.0",
+        python="3.12.1",
+        platform="Linux",
+        pci_gpus=4,
+        packages=dict.fromkeys(PACKAGES, "13.1"),
+        variables={},
+    ),
+    driver=Driver(cuda=(13, 0), devices=tuple(map(device, range(4))), reaches=((True,) * 4,) * 4),
+    nvml=Nvml(version="580.65", devices=tuple(map(links, range(4)))),
+    torch=Torch(version="2.13.0", cuda="13.0", folder="/t/torch", ways=ways()),
+    nvshmem=Nvshmem(version=(3, 4, 5), path="/t/libnvshmem_host.so.3"),
+    kernels=Kernels(folder="/t/cubins", cubins=(CUBIN,)),
+    heap=Heap(allocates=True),
+)
+NO_CUDA = "this build of torch has no CUDA"
+LAPTOP = replace(
+    NODE,
+    system=replace(NODE.system, pci_gpus=0, packages={"torch": "2.13.0+cpu", "numpy": "2.4.6"}),
+    driver=Driver(missing="libcuda.so.1: cannot open shared object file"),
+    nvml=Nvml(status="libnvidia-ml.so.1: cannot open shared object file"),
+    torch=Torch(version="2.13.0+cpu", folder="/t/torch", ways=ways(NO_CUDA, NO_CUDA)),
+    nvshmem=Nvshmem(),
+    kernels=Kernels(folder="/t/cubins"),
+    heap=Heap(),
+)
+
+
+def changed(facts: Facts, **areas: dict[str, Any]) -> Facts:
+    return replace(facts, **{n: replace(getattr(facts, n), **c) for n, c in areas.items()})
+
+
+def without(*packages: str) -> dict[str, Any]:
+    kept = {n: v for n, v in NODE.system.packages.items() if n not in packages}
+    return {"packages": kept}
+
+
+def test_a_node_with_everything_and_a_laptop_are_fine() -> None:
+    assert diagnose(NODE, ["device", "cuda", "nvshmem", "p2p"]) == []
+    assert diagnose(LAPTOP) == []
+
+
+APART = tuple(tuple({i, j} != {0, 3} for j in range(4)) for i in range(4))
+OTHER_NVSHMEM = "built with NVSHMEM 3.4, but the library here is 4.0"
+CASES: dict[str, tuple[Facts, str, str, str]] = {
+    "no driver": (
+        changed(LAPTOP, system={"pci_gpus": 1}),
+        *("warning", "there is a GPU (1 on the PCI bus), but no driver", "--gpus all"),
+    ),
+    "hidden devices": (
+        changed(
+            NODE,
+            system={"variables": {"CUDA_VISIBLE_DEVICES": ""}},
+            driver={"devices": (), "reaches": (), "status": "CUDA_ERROR_NO_DEVICE"},
+        ),
+        *("warning", "CUDA_VISIBLE_DEVICES= hides all", "unset CUDA_VISIBLE_DEVICES"),
+    ),
+    "no devices": (
+        changed(NODE, driver={"devices": (), "reaches": ()}),
+        *("warning", "the driver has no device", "nvidia-smi"),
+    ),
+    "a driver that refuses": (
+        changed(NODE, driver={"devices": (), "status": "CUDA_ERROR_SYSTEM_NOT_READY"}),
+        *("error", "CUDA_ERROR_SYSTEM_NOT_READY", "fabricmanager"),
+    ),
+    "an old driver": (
+        changed(NODE, driver={"cuda": (11, 8)}),
+        *("warning", "for CUDA 11.8; 12.0 or later", "update"),
+    ),
+    "no NVML": (
+        changed(NODE, nvml={"status": "version mismatch", "devices": ()}),
+        *("warning", "version mismatch", "nvidia-smi"),
+    ),
+    "partial P2P": (
+        changed(NODE, driver={"reaches": APART}),
+        *("warning", "between GPUs 0 and 3:", "topo -p2p"),
+    ),
+    "MIG": (
+        changed(NODE, nvml={"devices": (links(0, mig=True),)}),
+        *("note", "GPU 0 is divided (MIG)", f"-i {PCI[0]} -mig 0"),
+    ),
+    "MPS": (
+        changed(
+            NODE,
+            system={"variables": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}},
+            driver={"devices": (device(0, mps=1),)},
+        ),
+        *("note", "GPU 0 is shared through MPS, 50% of", ""),
+    ),
+    "prohibited": (
+        changed(NODE, driver={"devices": (device(0), device(1, compute_mode=2))}),
+        *("warning", "GPU 1 is in compute mode Prohibited", f"-i {PCI[1]} -c DEFAULT"),
+    ),
+    "no cooperative launch": (
+        changed(NODE, driver={"devices": (device(0, cooperative=0),)}),
+        *("warning", "GPU 0 takes no cooperative launches", ""),
+    ),
+    "links down": (
+        changed(NODE, nvml={"devices": (links(2, links=(True, False, False)),)}),
+        *("warning", "2 of the 3 NVLinks of GPU 2", f"nvlink -s -i {PCI[2]}"),
+    ),
+    "a rack's fabric": (
+        changed(NODE, nvml={"devices": (links(2, fabric_state="in progress"),)}),
+        *("warning", "GPU 2 with the NVLink fabric: in progress", "fabricmanager"),
+    ),
+    "no torch": (
+        changed(LAPTOP, torch={"version": "", "ways": ()}),
+        *("error", "torch is not installed", "pip install -c constraints.txt torch"),
+    ),
+    "torch without CUDA": (
+        changed(NODE, torch={"version": "2.13.0+cpu", "cuda": None, "ways": ways("x", "x")}),
+        *("warning", "torch 2.13.0+cpu was built without CUDA", "--force-reinstall"),
+    ),
+    "no bindings": (
+        changed(NODE, system=without("cuda-core", "pyelftools")),
+        *("warning", "the CUDA engine needs cuda-core, pyelftools", "'ultraep_comm[cuda13]'"),
+    ),
+    "no NVSHMEM": (
+        changed(NODE, nvshmem={"version": None}, torch={"ways": ways("no NVSHMEM")}),
+        *("warning", "NVSHMEM's library is not there", "'ultraep_comm[cuda13]'"),
+    ),
+    "no nvshmem4py, CUDA 12": (
+        changed(
+            NODE,
+            system=without("nvshmem4py-cu13"),
+            driver={"cuda": (12, 4)},
+            kernels={"cubins": ()},
+        ),
+        *("warning", "nvshmem4py is not there", "'ultraep_comm[cuda12]'"),
+    ),
+    "another NVSHMEM": (
+        changed(NODE, kernels={"cubins": (replace(CUBIN, nvshmem_error=OTHER_NVSHMEM),)}),
+        *("warning", OTHER_NVSHMEM, "pip install 'nvidia-nvshmem-cu13>=3.4,<4'"),
+    ),
+    "a damaged cubin": (
+        changed(NODE, kernels={"cubins": (replace(CUBIN, error="is not a cubin"),)}),
+        *("warning", "is not a cubin", "ULTRAEP_CUDA=ON"),
+    ),
+    "no cubin": (
+        changed(
+            NODE,
+            driver={"devices": (device(0, capability=(12, 0)), device(1))},
+            kernels={"missing": ((12, 0),)},
+        ),
+        *("warning", "no device kernels for sm_120 in /t/cubins", 'ULTRAEP_CUDA_ARCHS="120;90"'),
+    ),
+    "a full heap": (
+        changed(NODE, heap={"allocates": False}),
+        *("error", "no room", "NVSHMEM_SYMMETRIC_SIZE"),
+    ),
+    "NVSHMEM ends the process": (
+        changed(NODE, heap={"allocates": None, "error": "ended with status 255"}),
+        *("error", "the probe of heap ended with status 255", "NVSHMEM_DEBUG=INFO"),
+    ),
+    "a probe that hung": (
+        changed(LAPTOP, torch={"version": "", "ways": (), "error": "did not end within 60 s"}),
+        *("error", "the probe of torch did not end within 60 s", "import torch"),
+    ),
+    "anything else": (
+        changed(NODE, torch={"ways": ways("the bindings are for CUDA 14", "x")}),
+        *("warning", "no engine uses the GPUs here: the bindings are for CUDA 14", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_fault_is_one_finding(name: str) -> None:
+    facts, severity, text, mend = CASES[name]
+    (finding,) = diagnose(facts)
+    assert (finding.severity, text in finding.text, mend in finding.mend) == (severity, True, True)
+    assert bool(finding.mend) == bool(mend)
+
+
+@pytest.mark.parametrize(
+    "what, facts, why",
+    [
+        ("device", LAPTOP, "no GPU"),
+        ("device", changed(NODE, driver={"devices": (device(0, compute_mode=2),)}), "no GPU"),
+        ("cuda", LAPTOP, NO_CUDA),
+        ("nvshmem", changed(NODE, torch={"ways": ways("too old")}), "too old"),
+        ("p2p", changed(NODE, driver={"reaches": APART}), "all pairs"),
+        ("p2p", changed(NODE, driver={"devices": (device(0),), "reaches": ((True,),)}), "several"),
+    ],
+)
+def test_what_is_required_and_missing_is_an_error(what: str, facts: Facts, why: str) -> None:
+    others = [name for name in REQUIRABLE if name != what]
+    (finding,) = (f for f in diagnose(facts, [what]) if f.severity == "error")
+    assert finding.text.startswith(f"--require {what}: ")
+    assert why in finding.text
+    assert f"--require {what}" not in str(diagnose(facts, others))
+
+
+# ---- the screen, and the command ----------------------------------------------------------------
+
+
+def test_the_screen_of_a_node() -> None:
+    facts = changed(
+        NODE,
+        driver={"reaches": APART, "devices": (*NODE.driver.devices[:3], device(3, mps=1))},
+        nvml={"devices": (*NODE.nvml.devices[:3], links(3, nvlink_to=()))},
+    )
+    text = format_screen(facts, diagnose(facts))
+    kind = "NVIDIA H200, sm_90, 132 SMs, 140 GiB, cooperative launch, 18 NVLinks x 26.562 GB/s"
+    assert f"GPU 0,1,2  {kind}\nGPU 3      {kind}, MPS\n" in text
+    assert "     0     -  link  link    no\n" in text
+    assert "     3    no   pci   pci     -\n" in text
+    assert "auto       engine cuda over nvshmem, if every rank has it\n" in text
+    assert text.endswith("result: it works, with less than this machine could do")
+    assert "P2P        all pairs, over NVLink\n" in format_screen(NODE, [])
+
+
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], facts: Facts, *words: str
+) -> tuple[int, str]:
+    monkeypatch.setattr(facts_module, "collect", lambda limit: facts)
+    status = main(words)
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "facts, words, status",
+    [
+        (LAPTOP, [], 0),
+        (LAPTOP, ["--require", "device"], 1),
+        (NODE, ["--require", *REQUIRABLE], 0),
+        (CASES["no NVSHMEM"][0], [], 0),
+        (CASES["no torch"][0], [], 1),
+    ],
+)
+def test_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    facts: Facts,
+    words: list[str],
+    status: int,
+) -> None:
+    assert run_main(monkeypatch, capsys, facts, *words)[0] == status
+    answer, text = run_main(monkeypatch, capsys, facts, *words, "--json")
+    document = json.loads(text)
+    assert answer == document["status"] == status
+    assert [f["severity"] for f in document["findings"]].count("error") == status
+
+
+@pytest.mark.parametrize("words", [["--require", "gpu"], ["--timeout", "0"], ["--timeout", "x"]])
+def test_wrong_usage(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(limit: float) -> Facts:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(facts_module, "collect", interrupted)
+    assert main([]) == 130
+
+
+# ---- this machine -------------------------------------------------------------------------------
+
+
+def run_here(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ultraep_comm.doctor", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_this_machine() -> None:
+    document = json.loads(run_here("--json")[1])
+    assert document["torch"]["version"] == torch.__version__
+    ways = [(way["engine"], way["fabric"]) for way in document["torch"]["ways"]]
+    assert ways == list(PREFERRED)
+    assert document["auto"] == next(w for w in document["torch"]["ways"] if not w["missing"])
+    if not torch.cuda.is_available() and not shutil.which("nvidia-smi"):
+        assert document["status"] == 0
+        assert document["auto"] == {"engine": "host", "fabric": "shm", "missing": ""}
+
+
+def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the probe of torch needs it."""
+    absent = "raise ModuleNotFoundError('No module named torch', name='torch')"
+    (tmp_path / "torch.py").write_text(absent)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, text = run_here()
+    assert status == 1
+    assert "torch      none\n" in text
+    assert "kernels    " in text
+    assert "\nerror: torch is not installed" in text
+    assert "error: the probe" not in text
+
+
+def test_help_loads_nothing() -> None:
+    code = (
+        "import sys; from ultraep_comm.doctor.cli import make_parser; make_parser().format_help()"
+    )
+    heavy = "print(*{'torch', 'numpy', 'ultraep_comm.doctor.facts'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {heavy}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\n"
+
+
+# ---- one decision, for groups and for the doctor ------------------------------------------------
+
+
+def test_auto_is_decided_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise UnsupportedError("no NVSHMEM here")
+
+    fake = FakeDevice()
+    monkeypatch.setattr(make, "find_nvshmem_device", missing)
+    monkeypatch.setattr(make, "find_torch_device", lambda: (fake, "memory", fake.kernels))
+    found = list(make.find_ways("auto", "auto"))
+    assert [(w.engine, w.fabric, w.reason) for w in found] == [
+        ("cuda", "nvshmem", "no NVSHMEM here"),
+        ("cuda", "torch", ""),
+        ("host", "shm", ""),
+    ]
+    assert found[1].found[1] == "memory"
+    assert [w.fabric for w in make.find_ways("cuda", "auto")] == ["nvshmem", "torch"]
+    assert [w.engine for w in make.find_ways("auto", "shm")] == ["host"]
+    assert asdict(ways("a")[0])["missing"] == "a"

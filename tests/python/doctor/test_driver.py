@@ -1,0 +1,133 @@
+"""The probes of libcuda and NVML, over a driver that is none, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ultraep_comm.doctor.probes import ask
+
+LIMIT = 20.0
+SOURCE = Path(__file__).with_name("fake_driver.cc")
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with libcuda.so.1 and libnvidia-ml.so.1."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler: install one, or name it in CXX")
+    folder = tmp_path_factory.mktemp("driver")
+    library = folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCE], check=True)
+    (folder / "libnvidia-ml.so.1").hardlink_to(library)
+    return folder
+
+
+@pytest.fixture
+def told(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Tell the driver what to say: ``told(devices=4)``."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_driver))
+
+    def tell(**answers: object) -> None:
+        for name, answer in answers.items():
+            monkeypatch.setenv(f"FAKE_{name.upper()}", str(answer))
+
+    return tell
+
+
+def one(probe: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
+    return ask({probe: arguments}, limit)[probe]
+
+
+def test_no_driver() -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is one")
+    found = one("driver")
+    assert list(found) == ["missing"]
+    assert "libcuda.so.1" in found["missing"]
+    assert "libnvidia-ml.so.1" in one("nvml")["status"]
+
+
+def test_a_device(told: Callable[..., None]) -> None:
+    told(devices=1, compute_mode=3)
+    assert one("driver") == {
+        "cuda": [13, 2],
+        "devices": [
+            {
+                "name": "Fake H",
+                "pci": "0000:0b:00.0",
+                "capability": [9, 0],
+                "memory_bytes": 80 << 30,
+                "num_sms": 132,
+                "compute_mode": 3,
+                "cooperative": 1,  # and no "mps", which this driver does not know
+            }
+        ],
+        "reaches": [[True]],
+    }
+
+
+def test_peers_and_mps(told: Callable[..., None]) -> None:
+    told(devices=4, apart=1, mps=1)
+    found = one("driver")
+    assert [device["mps"] for device in found["devices"]] == [1] * 4
+    apart = [(i, j) for i in range(4) for j in range(4) if not found["reaches"][i][j]]
+    assert apart == [(0, 3), (1, 2), (2, 1), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    "init, status",
+    [(100, "CUDA_ERROR_NO_DEVICE"), (802, "CUDA_ERROR_SYSTEM_NOT_READY"), (7, "error 7")],
+)
+def test_a_driver_that_refuses(told: Callable[..., None], init: int, status: str) -> None:
+    told(init=init)
+    assert one("driver") == {"cuda": [13, 2], "status": status}
+
+
+def test_links(told: Callable[..., None]) -> None:
+    told(mig=1)
+    found = one("nvml")
+    assert found["version"] == "580.1"
+    assert [gpu["pci"][5:7] for gpu in found["devices"]] == ["4b", "3b", "2b", "1b", "0b"]
+    assert found["devices"][3] == {
+        "pci": "0000:1b:00.0",
+        "mig": True,
+        "links": [True, True, False, *[True] * 15],
+        "link_mbps": 26562,
+        "fabric_state": "in progress",
+        "nvlink_to": ["0000:4b:00.0", "0000:3b:00.0", "0000:2b:00.0"],  # not to 0b
+    }
+
+
+def test_nvml_that_refuses(told: Callable[..., None]) -> None:
+    told(nvml=18)
+    assert one("nvml") == {"status": "Driver/library version mismatch"}
+
+
+def test_a_crash_leaves_what_was_found(told: Callable[..., None]) -> None:
+    told(init="crash")
+    assert one("driver") == {"cuda": [13, 2], "error": "was ended by SIGSEGV"}
+
+
+def test_a_probe_that_hangs_is_left_behind(told: Callable[..., None]) -> None:
+    """The others' answers are there, and nothing is waited for longer."""
+    told(init="hang")
+    start = time.monotonic()
+    found = ask({"driver": {}, "nvml": {}}, 3.0)
+    assert time.monotonic() - start < LIMIT
+    assert found["driver"] == {"cuda": [13, 2], "error": "did not end within 3 s"}
+    assert len(found["nvml"]["devices"]) == 5
+
+
+def test_an_exception_names_itself() -> None:
+    error = one("kernels")["error"]
+    assert error.startswith("raised TypeError: ")
+    assert "capabilities" in error
