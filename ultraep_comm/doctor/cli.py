@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ultraep_comm.doctor.diagnose import ERROR, REQUIRABLE, diagnose
+from ultraep_comm.doctor.facts import collect
+from ultraep_comm.doctor.screen import format_screen
 
 FORMAT = 1  # of the JSON document; a change that only adds fields keeps the number
 BROKEN, INTERRUPTED = 1, 130
@@ -16,9 +18,6 @@ _LIMIT = 60.0  # importing torch from a network's file system can take that long
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is here; return 0, or 1 if something is broken, or required and missing."""
-    from ultraep_comm.doctor.facts import collect
-    from ultraep_comm.doctor.screen import format_screen
-
     options = make_parser().parse_args(arguments)
     try:
         facts = collect(options.timeout)

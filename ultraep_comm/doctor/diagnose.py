@@ -11,6 +11,7 @@ ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
 _FIRST_CUDA = (12, 0)
 _EXTRAS = (12, 13)  # the extras cuda12 and cuda13
+_NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 _CHECK = "nvidia-smi; sudo dmesg | grep -i nvrm"
 _MENDS = {  # of what cuInit answers
     "CUDA_ERROR_SYSTEM_NOT_READY": "sudo systemctl restart nvidia-fabricmanager",
@@ -101,16 +102,16 @@ def _driver(facts: Facts) -> Iterator[Finding]:
     if driver.missing and gpus:
         text = f"there is a GPU ({gpus} on the PCI bus), but no driver: {driver.missing}"
         yield Finding(WARNING, "driver", text, "install NVIDIA's driver; docker run --gpus all ...")
-    elif driver.status == "CUDA_ERROR_NO_DEVICE" or (driver.cuda and not driver.devices):
+    elif driver.status and driver.status != _NO_DEVICE:
+        mend = _MENDS.get(driver.status, _CHECK)
+        yield Finding(ERROR, "driver", f"the driver does not work: {driver.status}", mend)
+    elif driver.cuda and not driver.devices and not driver.error:
         if visible is not None:
             text = f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs"
             yield Finding(WARNING, "driver", text, "unset CUDA_VISIBLE_DEVICES")
         elif gpus:
             text = f"there is a GPU ({gpus} on the PCI bus), but the driver has no device"
             yield Finding(WARNING, "driver", text, _CHECK)
-    elif driver.status:
-        mend = _MENDS.get(driver.status, _CHECK)
-        yield Finding(ERROR, "driver", f"the driver does not work: {driver.status}", mend)
     if driver.cuda and driver.cuda < _FIRST_CUDA:
         text = f"the driver is for CUDA {_dotted(driver.cuda)}; 12.0 or later is needed"
         yield Finding(WARNING, "driver", text, "update NVIDIA's driver")

@@ -14,11 +14,11 @@ from ultraep_comm.doctor.probes import ask
 
 CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "pyelftools")  # of the extras cuda12 and cuda13
 NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
+# Read as a fact; the library's own variables are read in `env`.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "NVSHMEM_SYMMETRIC_SIZE",
-    "ULTRAEP_CUBINS",
 )
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
 Kind = TypeVar("Kind")

@@ -35,6 +35,8 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm import _core, errors, model, nn
+from ultraep_comm.doctor import facts
+from ultraep_comm.doctor.diagnose import Finding
 from ultraep_comm.recording import Known
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -255,6 +257,7 @@ def options() -> Section:
         for command in action.choices:
             actions = parser_of(program, command)._actions
             found[f"{program} {command}"] = "; ".join(map(describe, actions[1:]))  # not --help
+    found["doctor"] = "; ".join(map(describe, parser_of("doctor")._actions[1:]))
     return found
 
 
@@ -334,6 +337,17 @@ def keys_alone() -> Section:
         run_command("viz", "timeline", *sizes.split(), "--out", str(path))
         found |= {f"timeline: {k}": keys(v) for k, v in json.loads(path.read_text()).items()}
     return found
+
+
+def keys_of_doctor() -> Section:
+    """Keys of the document, and of its areas, of which a machine fills only some."""
+    areas = {name: cls for name, cls in vars(facts).items() if dataclasses.is_dataclass(cls)}
+    found = {
+        name: "; ".join(f"{field.name}: {field.type}" for field in dataclasses.fields(cls))
+        for name, cls in {**areas, "Finding": Finding}.items()
+    }
+    document = json.loads(run_command("doctor", "--json"))
+    return {"": " ".join([*document, f"format={document['format']}"]), **found}
 
 
 def spawn(*arguments: str) -> None:
@@ -581,6 +595,7 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "variables": variables,
     "options": options,
     "keys": keys_alone,
+    "keys of doctor": keys_of_doctor,
     **{f"keys of {name}": partial(written, name, given, spawn) for name, given in RANKS.items()},
     "integers": integers,
     "recording": recording,
