@@ -90,6 +90,12 @@ def record_calls() -> int | None:
     return _read("ULTRAEP_RECORD_CALLS", int)
 
 
+def of_the_driver() -> dict[str, str]:
+    """Return the variables of CUDA and NVSHMEM that change what a GPU offers, as far as set."""
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NVSHMEM_SYMMETRIC_SIZE")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def disable_multicast() -> None:
     """Disable NVLink multicast in NVSHMEM, unless the user has set it. Call before its init."""
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")

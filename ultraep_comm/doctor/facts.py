@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,16 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ultraep_comm
+from ultraep_comm import env
 from ultraep_comm.doctor.probes import ask
 
 CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "pyelftools")  # of the extras cuda12 and cuda13
 NVSHMEM_PACKAGES = ("nvshmem4py-cu12", "nvshmem4py-cu13")  # one of them
-# Read as a fact; the library's own variables are read in `env`.
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "NVSHMEM_SYMMETRIC_SIZE",
-)
 _PCI, _NVIDIA, _DISPLAY = Path("/sys/bus/pci/devices"), "0x10de", "0x03"
 Kind = TypeVar("Kind")
 
@@ -33,7 +27,7 @@ class System:
     platform: str
     pci_gpus: int  # NVIDIA GPUs on the PCI bus, with or without a driver
     packages: dict[str, str]  # installed versions
-    variables: dict[str, str]  # environment variables that are set
+    variables: dict[str, str]  # of the environment, that change what a GPU offers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +212,7 @@ def _read_system() -> System:
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         pci_gpus=sum(map(_is_gpu, _PCI.glob("*"))),
         packages=packages,
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables=env.of_the_driver(),
     )
 
 

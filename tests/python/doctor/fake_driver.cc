@@ -1,11 +1,12 @@
 // A driver without GPUs: libcuda.so.1 and libnvidia-ml.so.1 in one, told by the environment what to
 // say. CUDA sees FAKE_DEVICES of the five that NVML sees.
 
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <unistd.h>
 
 namespace {
 
@@ -19,9 +20,7 @@ bool is(const char* name, const char* value) {
   return text != nullptr && std::strcmp(text, value) == 0;
 }
 
-int index_of(void* handle) {
-  return static_cast<int>(reinterpret_cast<long>(handle)) - 100;
-}
+int index_of(void* handle) { return static_cast<int>(reinterpret_cast<long>(handle)) - 100; }
 
 struct Field {
   unsigned id, scope;
@@ -95,15 +94,14 @@ int cuDeviceTotalMem_v2(std::size_t* bytes, int) {
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  switch (attribute) {
-    case 16: *value = 132; return 0;
-    case 20: *value = number("FAKE_COMPUTE_MODE", 0); return 0;
-    case 75: *value = 9; return 0;
-    case 76: *value = 0; return 0;
-    case 95: *value = 1; return 0;
-    case 133: *value = 1; return is("FAKE_MPS", "1") ? 0 : 1;  // or an old driver
-    default: return 1;
+  const int mode = number("FAKE_COMPUTE_MODE", 0);
+  const int known[][2] = {{16, 132}, {20, mode}, {75, 9}, {76, 0}, {95, 1}, {133, 1}};
+  for (const auto& [name, answer] : known) {
+    if (name != attribute) continue;
+    *value = answer;
+    return attribute == 133 && !is("FAKE_MPS", "1");  // an old driver does not know it
   }
+  return 1;
 }
 
 int cuDeviceCanAccessPeer(int* reaches, int from, int to) {
