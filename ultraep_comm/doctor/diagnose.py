@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ultraep_comm.doctor.facts import CUDA_PACKAGES, NVSHMEM_PACKAGES, Facts
+from ultraep_comm.doctor.facts import CUDA_PACKAGES, NVSHMEM_PACKAGES, Device, Facts
 
 ERROR, WARNING, NOTE = SEVERITIES = ("error", "warning", "note")
 REQUIRABLE = ("device", "cuda", "nvshmem", "p2p")
+PROHIBITED = 2  # a compute mode
 _FIRST_CUDA = (12, 0)
 _EXTRAS = (12, 13)  # the extras cuda12 and cuda13
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
@@ -155,31 +156,37 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         archs = ", ".join(f"sm_{major}{minor}" for major, minor in facts.kernels.missing)
         text = f"no device kernels for {archs} in {facts.kernels.folder}"
         yield Finding(WARNING, "kernels", text, _build(facts))
+    groups: dict[tuple[str, ...], list[int]] = {}
     for index, device in enumerate(facts.driver.devices):
-        links, name = facts.links(device), f"GPU {index}"
-        if device.compute_mode == 2:
-            mend = f"sudo nvidia-smi -i {device.pci} -c DEFAULT"
-            yield Finding(WARNING, "driver", f"{name} is in compute mode Prohibited", mend)
-        if device.cooperative == 0:
-            text = f"{name} takes no cooperative launches, which the kernels are"
-            yield Finding(WARNING, "driver", text)
-        if links.mig:
-            text = f"{name} is divided (MIG): its parts do not reach other GPUs or each other"
-            yield Finding(NOTE, "nvml", text, f"sudo nvidia-smi -i {device.pci} -mig 0")
-        if device.mps:
-            share = facts.system.variables.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-            part = f", {share}% of its multiprocessors for this process" if share else ""
-            text = f"{name} is shared through MPS{part}: pass a num_sms that fits with the others'"
-            yield Finding(NOTE, "driver", text)
-        down = links.links.count(False)
-        if any(links.links) and down:  # without NVLink bridges all are down
-            text = f"{down} of the {len(links.links)} NVLinks of {name} are inactive"
-            yield Finding(WARNING, "nvml", text, f"nvidia-smi nvlink -s -i {device.pci}")
-        if links.fabric_state not in ("", "completed"):
-            text = f"registration of {name} with the NVLink fabric: {links.fabric_state}"
-            yield Finding(
-                WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex"
-            )
+        for fault in _faults(facts, device):
+            groups.setdefault(fault, []).append(index)
+    for (severity, about, text, mend), indices in groups.items():
+        pci = ",".join(facts.driver.devices[index].pci for index in indices)
+        names = ", ".join(map(str, indices))
+        yield Finding(severity, about, f"GPU {names}: {text}", mend.replace("PCI", pci))
+
+
+def _faults(facts: Facts, device: Device) -> Iterator[tuple[str, str, str, str]]:
+    links = facts.links(device)
+    if device.compute_mode == PROHIBITED:
+        yield WARNING, "driver", "compute mode Prohibited", "sudo nvidia-smi -i PCI -c DEFAULT"
+    if device.cooperative == 0:
+        yield WARNING, "driver", "no cooperative launches, which the kernels are", ""
+    if links.mig:
+        text = "divided (MIG): its parts do not reach other GPUs or each other"
+        yield NOTE, "nvml", text, "sudo nvidia-smi -i PCI -mig 0"
+    if device.mps:
+        share = facts.system.variables.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        part = f", {share}% of the multiprocessors for this process" if share else ""
+        text = f"shared through MPS{part}: pass a num_sms that fits beside the others'"
+        yield NOTE, "driver", text, ""
+    down = links.links.count(False)
+    if any(links.links) and down:  # without NVLink bridges all are down
+        text = f"inactive NVLinks: {down} of {len(links.links)}"
+        yield WARNING, "nvml", text, "nvidia-smi nvlink -s -i PCI"
+    if links.fabric_state not in ("", "completed"):
+        text = f"registration with the NVLink fabric: {links.fabric_state}"
+        yield WARNING, "nvml", text, "systemctl status nvidia-fabricmanager nvidia-imex"
 
 
 def apart(facts: Facts) -> list[tuple[int, int]]:
@@ -201,7 +208,7 @@ def _peers(facts: Facts) -> Iterator[Finding]:
 
 
 def _required(facts: Facts, required: Collection[str]) -> Iterator[Finding]:
-    usable = [device for device in facts.driver.devices if device.compute_mode != 2]
+    usable = [device for device in facts.driver.devices if device.compute_mode != PROHIBITED]
     ways = facts.torch.ways
     has = {
         "device": bool(usable),

@@ -79,7 +79,7 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if not groups:
         yield "GPUs", "unknown" if driver.error else "none"
     for text, indices in groups.items():
-        yield f"GPU {','.join(map(str, indices))}", text
+        yield "GPUs", f"{','.join(map(str, indices))}: {text}"
     if len(reaches) < 2:
         return
     by_link = {device.pci: facts.links(device).nvlink_to for device in devices}

@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
     ),
     "MIG": (
         changed(NODE, nvml={"devices": (links(0, mig=True),)}),
-        *("note", "GPU 0 is divided (MIG)", f"-i {PCI[0]} -mig 0"),
+        *("note", "GPU 0: divided (MIG)", f"-i {PCI[0]} -mig 0"),
     ),
     "MPS": (
         changed(
@@ -154,23 +154,23 @@ CASES: dict[str, tuple[Facts, str, str, str]] = {
             system={"variables": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}},
             driver={"devices": (device(0, mps=1),)},
         ),
-        *("note", "GPU 0 is shared through MPS, 50% of", ""),
+        *("note", "GPU 0: shared through MPS, 50% of", ""),
     ),
     "prohibited": (
         changed(NODE, driver={"devices": (device(0), device(1, compute_mode=2))}),
-        *("warning", "GPU 1 is in compute mode Prohibited", f"-i {PCI[1]} -c DEFAULT"),
+        *("warning", "GPU 1: compute mode Prohibited", f"-i {PCI[1]} -c DEFAULT"),
     ),
     "no cooperative launch": (
         changed(NODE, driver={"devices": (device(0, cooperative=0),)}),
-        *("warning", "GPU 0 takes no cooperative launches", ""),
+        *("warning", "GPU 0: no cooperative launches", ""),
     ),
     "links down": (
-        changed(NODE, nvml={"devices": (links(2, links=(True, False, False)),)}),
-        *("warning", "2 of the 3 NVLinks of GPU 2", f"nvlink -s -i {PCI[2]}"),
+        changed(NODE, nvml={"devices": [links(i, links=(True, False, False)) for i in (2, 3)]}),
+        *("warning", "GPU 2, 3: inactive NVLinks: 2 of 3", f"nvlink -s -i {PCI[2]},{PCI[3]}"),
     ),
     "a rack's fabric": (
         changed(NODE, nvml={"devices": (links(2, fabric_state="in progress"),)}),
-        *("warning", "GPU 2 with the NVLink fabric: in progress", "fabricmanager"),
+        *("warning", "GPU 2: registration with the NVLink fabric: in progress", "fabricmanager"),
     ),
     "no torch": (
         changed(LAPTOP, torch={"version": "", "ways": ()}),
@@ -270,7 +270,7 @@ def test_the_screen_of_a_node() -> None:
     )
     text = format_screen(facts, diagnose(facts))
     kind = "NVIDIA H200, sm_90, 132 SMs, 140 GiB, cooperative launch, 18 NVLinks x 26.562 GB/s"
-    assert f"GPU 0,1,2  {kind}\nGPU 3      {kind}, MPS\n" in text
+    assert f"GPUs       0,1,2: {kind}\n           3: {kind}, MPS\n" in text
     assert "     0     -  link  link    no\n" in text
     assert "     3    no   pci   pci     -\n" in text
     assert "auto       engine cuda over nvshmem, if every rank has it\n" in text

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ultraep_comm.doctor.probes import ask
 
@@ -125,6 +127,22 @@ def test_a_probe_that_hangs_is_left_behind(told: Callable[..., None]) -> None:
     assert time.monotonic() - start < LIMIT
     assert found["driver"] == {"cuda": [13, 2], "error": "did not end within 3 s"}
     assert len(found["nvml"]["devices"]) == 5
+
+
+def test_the_whole_command(told: Callable[..., None]) -> None:
+    """From the driver to the screen."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch would use the driver that is none")
+    told(devices=4, apart=1, mig=1)
+    command = [sys.executable, "-m", "ultraep_comm.doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "driver     580.1, CUDA 13.2\n" in done.stdout
+    assert "GPUs       0,1,2,3: Fake H, sm_90, 132 SMs, 80 GiB" in done.stdout
+    assert ", 17 NVLinks x 26.562 GB/s, NVLink fabric in progress, MIG\n" in done.stdout
+    assert "1   pci     -    no  link\n" in done.stdout
+    assert "without CUDA\n  mend: pip install" in done.stdout
+    assert done.stdout.endswith("result: it works, with less than this machine could do\n")
 
 
 def test_an_exception_names_itself() -> None:
