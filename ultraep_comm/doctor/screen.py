@@ -87,11 +87,9 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     def way(i: int, j: int) -> str:
         if i == j:
             return "-"
-        return (
-            ("link" if devices[j].pci in by_link[devices[i].pci] else "pci")
-            if reaches[i][j]
-            else "no"
-        )
+        if not reaches[i][j]:
+            return "no"
+        return "link" if devices[j].pci in by_link[devices[i].pci] else "pci"
 
     rows = [[way(i, j) for j in range(len(reaches))] for i in range(len(reaches))]
     ways = {cell for row in rows for cell in row} - {"-"}

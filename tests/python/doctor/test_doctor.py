@@ -6,15 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeNvshmem
 
+from ultraep_comm import _core
 from ultraep_comm.doctor import cli
+from ultraep_comm.doctor import facts as facts_module
 from ultraep_comm.doctor.cli import main
 from ultraep_comm.doctor.diagnose import REQUIRABLE, diagnose
 from ultraep_comm.doctor.facts import (
@@ -30,9 +32,12 @@ from ultraep_comm.doctor.facts import (
     System,
     Torch,
     Way,
+    collect,
 )
+from ultraep_comm.doctor.probes import probe_heap, probe_kernels
 from ultraep_comm.doctor.screen import format_screen
-from ultraep_comm.engines.cuda import make
+from ultraep_comm.engines.cuda import kernels, make
+from ultraep_comm.engines.cuda.kernels import CubinInfo
 from ultraep_comm.engines.options import PREFERRED
 from ultraep_comm.errors import UnsupportedError
 
@@ -107,6 +112,8 @@ def without(*packages: str) -> dict[str, Any]:
 def test_a_node_with_everything_and_a_laptop_are_fine() -> None:
     assert diagnose(NODE, ["device", "cuda", "nvshmem", "p2p"]) == []
     assert diagnose(LAPTOP) == []
+    without_bridges = tuple(links(index, links=(False,) * 12) for index in range(4))
+    assert diagnose(changed(NODE, nvml={"devices": without_bridges})) == []
 
 
 APART = tuple(tuple({i, j} != {0, 3} for j in range(4)) for i in range(4))
@@ -253,7 +260,9 @@ def test_one_fault_is_one_finding(name: str) -> None:
 )
 def test_what_is_required_and_missing_is_an_error(what: str, facts: Facts, why: str) -> None:
     others = [name for name in REQUIRABLE if name != what]
-    (finding,) = (f for f in diagnose(facts, [what]) if f.severity == "error")
+    finding, *others_found = diagnose(facts, [what])
+    assert finding.severity == "error"
+    assert "error" not in [other.severity for other in others_found]
     assert finding.text.startswith(f"--require {what}: ")
     assert why in finding.text
     assert f"--require {what}" not in str(diagnose(facts, others))
@@ -368,6 +377,69 @@ def test_help_loads_nothing() -> None:
         [sys.executable, "-c", f"{code}; {heavy}"], capture_output=True, text=True, check=True
     )
     assert done.stdout == "\n"
+
+
+# ---- probes that need more than this machine has -------------------------------------------------
+
+
+def test_the_second_round_asks_by_the_answers_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = []
+
+    def ask(questions: Any, limit: float) -> dict[str, Any]:
+        rounds.append(questions)
+        answers = {
+            "driver": {"cuda": [13, 0], "devices": [asdict(device(i)) for i in (0, 1)]},
+            "torch": {"ways": [asdict(way) for way in ways(*missing)]},
+            "nvshmem": {"version": [3, 4, 5]},
+        }
+        return {name: answers.get(name, {}) for name in questions}
+
+    monkeypatch.setattr(facts_module, "ask", ask)
+    for missing in [(), ("no NVSHMEM",)]:
+        found = collect(1.0)
+        assert found.driver.devices[1] == device(1)
+    first, heap_too, first_again, kernels_only = rounds
+    assert first == first_again
+    assert list(heap_too) == ["kernels", "heap"]
+    assert list(kernels_only) == ["kernels"]
+    assert heap_too["kernels"]["capabilities"] == [(9, 0)]
+    assert heap_too["kernels"]["nvshmem"] == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "built, lacks", [((3, 4), ""), ((3, 9), "nvshmem_error"), ((2, 9), "nvshmem_error")]
+)
+def test_cubins_and_nvshmem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: tuple[int, int], lacks: str
+) -> None:
+    path = tmp_path / CUBIN.name
+    path.touch()
+    info = CubinInfo(
+        path=path,
+        cuda_major=13,
+        cuda_minor=0,
+        nvshmem=built,
+        arch=90,
+        layout=tuple(_core.cuda_layout()),
+    )
+    monkeypatch.setenv("ULTRAEP_CUBINS", str(tmp_path))
+    monkeypatch.setattr(kernels, "read_info", lambda path: info)
+    here: dict[str, Any] = {"capabilities": [[9, 0], [12, 0]], "nvshmem": [3, 4, 5]}
+    found = list(probe_kernels(**here, cuda_major=None))[-1]
+    assert found["missing"] == [(12, 0)]
+    assert [key for key in found["cubins"][0] if "error" in key] == [lacks] * bool(lacks)
+    (cubin,) = list(probe_kernels(**here, cuda_major=12))[-1]["cubins"]
+    assert "this installation has CUDA 12" in cubin["error"]
+
+
+@pytest.mark.parametrize("room", [0, 1 << 30])
+def test_the_heap(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    fake, runtime = FakeDevice(), FakeNvshmem(room=room)
+    monkeypatch.setattr(make, "find_nvshmem_device", lambda: (fake, runtime, fake.kernels))
+    assert list(probe_heap()) == [{"allocates": room > 0}]
+    assert runtime.pes() == (0, 1)
 
 
 # ---- one decision, for groups and for the doctor ------------------------------------------------

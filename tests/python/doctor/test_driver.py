@@ -49,6 +49,15 @@ def one(probe: str, limit: float = LIMIT, **arguments: Any) -> dict[str, Any]:
     return ask({probe: arguments}, limit)[probe]
 
 
+def is_probe(command: Path) -> bool:
+    """Whether a process is this one's probe of the driver, and lives."""
+    try:
+        parent = (command.parent / "stat").read_text().rsplit(")")[-1].split()[1]
+        return int(parent) == os.getpid() and b"\0driver\0" in command.read_bytes()
+    except OSError:
+        return False
+
+
 def test_no_driver() -> None:
     if shutil.which("nvidia-smi"):
         pytest.skip("there is one")
@@ -127,6 +136,7 @@ def test_a_probe_that_hangs_is_left_behind(told: Callable[..., None]) -> None:
     assert time.monotonic() - start < LIMIT
     assert found["driver"] == {"cuda": [13, 2], "error": "did not end within 3 s"}
     assert len(found["nvml"]["devices"]) == 5
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_probe(path)]
 
 
 def test_the_whole_command(told: Callable[..., None]) -> None:
