@@ -155,6 +155,14 @@ def test_the_whole_command(told: Callable[..., None]) -> None:
     assert done.stdout.endswith("result: it works, with less than this machine could do\n")
 
 
+def test_what_is_no_line_of_a_probe_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('{\"half a line')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert {"status", "version"} & {*one("nvml")}
+
+
 def test_an_exception_names_itself() -> None:
     error = one("kernels")["error"]
     assert error.startswith("raised TypeError: ")
