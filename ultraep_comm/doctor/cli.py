@@ -44,8 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ultraep_comm.doctor",
         description="Show which GPUs, driver and libraries are here, what engine='auto' and"
-        " fabric='auto' take and why, and what is missing with the command that mends it. It starts"
-        " no kernel. Where there is a GPU it loads the device kernels and allocates 1 MiB.",
+        " fabric='auto' take and why, and what is missing with the command that mends it."
+        " Where there is a GPU it loads the device kernels, and initialises NVSHMEM in a process"
+        " of its own, with its symmetric heap.",
         epilog="Exit status: 0 fine for what is here, 1 something is broken, or is required and"
         " missing, 2 wrong usage.",
     )
