@@ -21,12 +21,13 @@ using Ints = std::vector<int32_t>;
 // ultraep_comm.model checks user input; these checks only prevent undefined behaviour.
 model::Machine make_machine(const std::vector<double>& rates, const std::vector<int64_t>& times,
                             const Ints& counts, const std::vector<double>& cores) {
-  require_equal("length of rates", rates.size(), 8);
-  require_equal("length of times", times.size(), 6);
+  require_equal("length of rates", rates.size(), 9);
+  require_equal("length of times", times.size(), 12);
   require_equal("length of counts", counts.size(), 4);
   require_equal("length of cores", cores.size(), 2);
   if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
     throw nb::value_error("cores has a value out of range");
+  if (rates[8] > 1) throw nb::value_error("rates has a value out of range");
   for (const double rate : rates)
     if (!(rate > 0 && rate < 2e9)) throw nb::value_error("rates has a value out of range");
   for (const int64_t time : times)
@@ -40,12 +41,19 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.load = {rates[2], rates[3]};
   m.far_store = {rates[4], rates[5]};
   m.far_load = {rates[6], rates[7]};
+  m.unloaded = rates[8];
   m.store_ps = times[0];
   m.flag_ps = times[1];
   m.load_ps = times[2];
   m.far_ps = times[3];
   m.group_ps = times[4];
   m.call_ps = times[5];
+  m.finish_ps = times[6];
+  m.claim_ps = times[7];
+  m.flagged_claim_ps = times[8];
+  m.fetch_ps = times[9];
+  m.store_ps_of_tile = times[10];
+  m.publish_ps = times[11];
   m.shared = cores[0];
   m.read = cores[1];
   m.domain_size = counts[0];

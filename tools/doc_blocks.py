@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from includes import BELOW
 
 from ultraep_comm.bench.commands.show import print_document
 from ultraep_comm.bench.table import format_table
+from ultraep_comm.model import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 Document = Mapping[str, Any]
@@ -128,10 +130,35 @@ def sensitivity(document: Document) -> str:
     return _markdown(["change", *header], rows)
 
 
+def charged(document: Document) -> str:
+    """Modelled time over T* on links alone and with what workers spend, by size of expert."""
+    records = document["records"]
+    machines = list(dict.fromkeys(row["machine"] for row in records))
+    rows = []
+    for mb in dict.fromkeys(row["expert_mb"] for row in records):
+        cells = []
+        for mode in ("push", "pull", "direct"):
+            for machine in machines:
+                of = [r for r in records if (r["expert_mb"], r["machine"]) == (mb, machine)]
+                cells.append(sum(r["over_bound"][mode]["mean"] for r in of) / len(of))
+        rows.append([f"{mb} MB", *(f"{cell:.2f}" for cell in cells)])
+    names = [f"{mode}, {m}" for mode in ("push", "pull", "direct") for m in machines]
+    return _markdown(["expert", *names], rows)
+
+
 BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
-    for block in (shown, example, published, claims, over_bound, planner, sensitivity)
+    for block in (shown, example, published, claims, over_bound, charged, planner, sensitivity)
 }
+
+
+def costs() -> str:
+    """Draw what the machines of the model charge, in microseconds."""
+    names = [f.name for f in fields(Machine) if f.name.endswith("_us")]
+    machines = [MACHINES[name] for name in ("nvl72-links", "nvl72", "gb200")]
+    rows = [[f"`{n}`", *(f"{getattr(m, n):g}" for m in machines)] for n in names]
+    header = ["microseconds", *(f"`{machine.name}`" for machine in machines)]
+    return _markdown(header, [row for row in rows if set(row[1:]) != {"0"}])
 
 
 def layers() -> list[list[str]]:
@@ -220,5 +247,5 @@ def walk() -> str:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    drawn.__name__: drawn for drawn in (python_layers, cpp_layers, walk)
+    drawn.__name__: drawn for drawn in (python_layers, cpp_layers, walk, costs)
 }

@@ -26,7 +26,7 @@ from ultraep_comm.bench.table import format_table
 from ultraep_comm.errors import InvalidArgumentError
 from ultraep_comm.model import MACHINES, Machine, predict
 
-NVL72 = MACHINES["nvl72"]
+NVL72 = MACHINES["nvl72-links"]  # links alone: what a schedule can reach
 SHAPES = {  # experts, imbalance (0: one expert), seed
     "64/128/2, imbalance 3": (128, 3.0, 0),
     "64/256/2, two imports": (256, 2.0, 6),

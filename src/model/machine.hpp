@@ -23,11 +23,22 @@ struct Machine {
   int64_t load_ps = 0;      // from a remote load's issue to its first byte
   int64_t far_ps = 0;       // what each of these takes more between domains
   int32_t domain_size = 0;  // ranks of a domain; 0: there is one domain
+  double unloaded = 1;      // of the time that a byte takes, what is left while one link is busy
   int32_t workers = 1;      // of a rank
   int32_t stages = 1;       // of a worker: its tiles in flight
   bool fair = true;         // a home serves the ranks that load from it in turns, else in the order
                             // in which they asked
   int64_t call_ps = 0;      // what a call takes before anything else
+  int64_t finish_ps = 0;    // and behind everything
+
+  // What a worker spends, on its fetch side or its store side. While it does, that side does
+  // nothing else.
+  int64_t claim_ps = 0;          // of a claim of a group that is not flagged
+  int64_t flagged_claim_ps = 0;  // of a flagged one, from the look at its flag; a rank's claims in
+                                 // one piece take turns
+  int64_t fetch_ps = 0;          // of a tile
+  int64_t store_ps_of_tile = 0;  // likewise
+  int64_t publish_ps = 0;        // of a flag
 
   // Ranks whose own cores make their copies, in a memory that all share: a tile's first store also
   // reads it, wherever it lies, and a rank's own slot takes a copy like any other.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "core/base/team.hpp"
@@ -25,31 +26,55 @@ inline int64_t offset_at(const uint8_t* at) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at) & ((uintptr_t{1} << kRankShift) - 1));
 }
 
+// What the step of a worker costs that is being taken: nothing where a machine charges nothing.
+struct Spent {
+  bool counts = false;  // what comes before a worker's steps is part of the call's fixed time
+  int64_t ps = 0;
+  int64_t retry_at = 0;  // it lost a claim, and may try again then
+};
+
 class ModelMemory {
  public:
   using Team = Alone;
 
-  ModelMemory(World& world, int32_t rank) : world_(world), rank_(rank) {}
+  ModelMemory(World& world, int32_t rank, Spent& spent)
+      : world_(world), rank_(rank), spent_(spent) {}
 
   uint64_t observe(int64_t offset) const { return world_.flag(rank_, offset); }
   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
-    world_.publish(rank_, rank, offset, value);
+    if (rank != rank_ && spent_.counts) spent_.ps += world_.machine().publish_ps;
+    world_.publish(rank_, rank, offset, value, spent_.ps);
   }
   static bool flags_delivered() { return true; }
   static bool peer_gone(int32_t) { return false; }
 
   static int32_t load(const int32_t* counter) { return *counter; }
-  static bool claim(int32_t* counter, int32_t expected) {
+  // Of those that claim at the same time one gets the group; the others look again.
+  bool claim(int32_t* counter, int32_t expected) {
+    if (const int64_t takes = world_.machine().flagged_claim_ps; takes > 0) {
+      int64_t& free = free_[counter];
+      if (world_.now() < free) {
+        spent_.retry_at = free;
+        return false;
+      }
+      free = world_.now() + takes;
+      spent_.ps += takes;
+    }
     if (*counter != expected) return false;
     ++*counter;
     return true;
   }
-  static int32_t take(int32_t* counter) { return (*counter)++; }
+  int32_t take(int32_t* counter) {
+    spent_.ps += world_.machine().claim_ps;
+    return (*counter)++;
+  }
   static int32_t arrive(Delivered, int32_t* counter, int32_t count) { return *counter -= count; }
 
  private:
   World& world_;
   int32_t rank_;
+  Spent& spent_;
+  std::unordered_map<const int32_t*, int64_t> free_;  // when the next claim of a piece may begin
 };
 
 // A local load takes no time: memory is several times as fast as a link. Where cores copy, loads
@@ -59,7 +84,7 @@ class ModelMover : public DeliveryPolicy {
  public:
   // `received` [G][S] bytes, `held` of this rank: stages in use.
   ModelMover(World& world, const Call& call, int32_t worker, int64_t* received, int32_t* held,
-             int64_t* idle_since)
+             int64_t* idle_since, Spent& spent)
       : world_(world),
         call_(call),
         worker_(worker),
@@ -67,6 +92,7 @@ class ModelMover : public DeliveryPolicy {
         received_(received),
         held_(held),
         idle_since_(idle_since),
+        spent_(spent),
         stages_(num_stages_) {}
 
   // ---- fetch side
@@ -79,14 +105,20 @@ class ModelMover : public DeliveryPolicy {
     described_ = k + 1;
     if (stage.ends_stream()) return;
     hold();
+    spent_.ps += world_.machine().fetch_ps;
     const Piece& piece = call_.work.pieces[stage.piece];
-    if (piece.source != Source::kRemoteMain || world_.machine().cores()) return;
+    if (piece.source != Source::kRemoteMain || world_.machine().cores()) {
+      if (spent_.ps == 0) return;
+      at(k).loaded = false;
+      world_.schedule(world_.now() + spent_.ps, EventKind::kLoaded, worker_, k, 0);
+      return;
+    }
     at(k).loaded = false;
     Copy copy = copy_of(k);
     copy.from = piece.source_rank;
     copy.to = call_.rank;
     copy.is_load = true;
-    world_.load(copy);
+    world_.load(copy, spent_.ps);
   }
 
   // ---- store side
@@ -117,6 +149,7 @@ class ModelMover : public DeliveryPolicy {
   }
 
   uint32_t commit(uint32_t k) {
+    spent_.ps += world_.machine().store_ps_of_tile;
     world_.arrivals_of(worker_, k).closed = true;
     world_.deliver_if_done(worker_, k);
     return k + 1;
@@ -183,6 +216,7 @@ class ModelMover : public DeliveryPolicy {
   int64_t* received_;
   int32_t* held_;
   int64_t* idle_since_;
+  Spent& spent_;
   std::vector<Slot> stages_;
   uint32_t described_ = 0, released_ = 0, delivered_ = 0;
 };

@@ -48,7 +48,7 @@ class Simulation {
     workers_.reserve(workers);
     for (int32_t r = 0; r < num_ranks_; ++r) {
       Rank& rank = ranks_[r];
-      rank.memory = std::make_unique<ModelMemory>(world_, r);
+      rank.memory = std::make_unique<ModelMemory>(world_, r, spent_);
       rank.at_work = machine.workers;
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers); ++w)
@@ -98,7 +98,7 @@ class Simulation {
           open(call.num_ranks),
           state(call.work.num_pieces),
           mover(s.world_, call, w, s.outcome_.received.data(), &s.ranks_[call.rank].held,
-                &s.ranks_[call.rank].idle_since),
+                &s.ranks_[call.rank].idle_since, s.spent_),
           worker(call, *s.ranks_[call.rank].memory, mover, open.data(), state.data(),
                  w % s.machine_.workers) {}
 
@@ -107,6 +107,7 @@ class Simulation {
     ModelMover mover;
     ModelWorker worker;
     bool slept = false, fetched = false, ended = false;
+    int64_t fetch_free = 0, store_free = 0;  // when a side may take its next step
   };
 
   void wake(int32_t w) {
@@ -154,6 +155,8 @@ class Simulation {
         return wake(event.who);
       case EventKind::kFlag:
         return note_flag(event);
+      case EventKind::kFree:
+        return wake(event.who);
       default:
         return;
     }
@@ -186,7 +189,8 @@ class Simulation {
     const int32_t r = agent.call.rank;
     if (agent.ended) return;
     // The store side first: it gives back stages.
-    const Step stored = agent.worker.store_step(), fetched = agent.worker.fetch_step();
+    const Step stored = take_step(w, agent.store_free, [&] { return agent.worker.store_step(); });
+    const Step fetched = take_step(w, agent.fetch_free, [&] { return agent.worker.fetch_step(); });
     if (stored == Step::kFailed || fetched == Step::kFailed)
       throw std::logic_error("a modelled transfer fails");
     const bool claimed = fetched == Step::kProgress;
@@ -206,6 +210,18 @@ class Simulation {
     if (got_something) wake_one(r);
   }
 
+  // A step of a side of a worker, unless it is busy until `free`.
+  template <class F>
+  Step take_step(int32_t w, int64_t& free, F&& step) {
+    const int64_t now = world_.now();
+    if (now < free) return Step::kIdle;
+    spent_ = {.counts = true};
+    const Step taken = step();
+    free = std::max(now + spent_.ps, spent_.retry_at);
+    if (free > now) world_.schedule(free, EventKind::kFree, w, 0, 0);
+    return taken;
+  }
+
   void finish(int32_t r) {
     Rank& rank = ranks_[r];
     if (rank.finished) return;
@@ -217,7 +233,7 @@ class Simulation {
     if (step == Step::kFailed) throw std::logic_error("a modelled transfer fails");
     if (step != Step::kFinished) return;
     rank.finished = true;
-    const int64_t now = outcome_.finish[r] = world_.now();
+    const int64_t now = outcome_.finish[r] = world_.now() + machine_.finish_ps;
     world_.note({r, SpanKind::kWait, -1, -1, -1, rank.idle_since, now, 0});
     world_.note({r, SpanKind::kCall, -1, -1, -1, 0, now, 0});
   }
@@ -226,6 +242,7 @@ class Simulation {
   const Job& job_;
   int32_t num_ranks_;
   World world_;
+  Spent spent_;
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<Agent>> workers_;
   std::vector<uint8_t> due_flag_;

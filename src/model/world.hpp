@@ -45,7 +45,7 @@ struct Copy {
   bool is_load = false;
 };
 
-enum class EventKind : int32_t { kLink, kRequest, kLoaded, kDelivered, kFlag };
+enum class EventKind : int32_t { kLink, kRequest, kLoaded, kDelivered, kFlag, kFree };
 
 struct Event {
   int64_t time;
@@ -87,8 +87,9 @@ class World {
   // ---- flags
 
   uint64_t& flag(int32_t rank, int64_t offset) { return flags_[rank][offset / 8]; }
-  void publish(int32_t from, int32_t to, int64_t offset, uint64_t value) {
-    const int64_t way = machine_.flag_ps + (machine_.far(from, to) ? machine_.far_ps : 0);
+  // `after`: what the sender does first.
+  void publish(int32_t from, int32_t to, int64_t offset, uint64_t value, int64_t after) {
+    const int64_t way = after + machine_.flag_ps + (machine_.far(from, to) ? machine_.far_ps : 0);
     schedule(from == to ? now_ : now_ + way, EventKind::kFlag, to, offset, value);
   }
 
@@ -98,8 +99,9 @@ class World {
     const bool far = machine_.far(copy.from, copy.to);
     enqueue(2 * copy.worker + far, copy);
   }
-  void load(const Copy& copy) {
-    const int64_t way = machine_.load_ps + (machine_.far(copy.from, copy.to) ? machine_.far_ps : 0);
+  void load(const Copy& copy, int64_t after) {
+    const int64_t way =
+        after + machine_.load_ps + (machine_.far(copy.from, copy.to) ? machine_.far_ps : 0);
     Arrivals& a = arrivals_of(copy.worker, copy.stage);
     a.request = copy;
     schedule(now_ + way, EventKind::kRequest, copy.worker, copy.stage, 0);
@@ -121,6 +123,7 @@ class World {
       enqueue(load_stream(copy), copy);
     } else if (event.kind == EventKind::kLink) {
       links_[event.who].busy = false;
+      num_busy_ -= event.who % 2 == 0;
       serve(event.who);
     }
     return event;
@@ -213,7 +216,14 @@ class World {
     if (stream.next < stream.copies.size()) turns.push_back(id);
     stream.forget();
     l.busy = true;
+    num_busy_ += link % 2 == 0;
     schedule(now_ + pass(copy), EventKind::kLink, link, 0, 0);
+  }
+
+  // The time of a byte now over that while all links are busy: linear between one link and all.
+  double load_of_links() const {
+    const double others = std::max(1, num_ranks_ - 1);
+    return machine_.unloaded + (1 - machine_.unloaded) * std::min(1.0, (num_busy_ - 1) / others);
   }
 
   // Starts a copy; returns how long it occupies the sender's link.
@@ -221,9 +231,10 @@ class World {
     const bool far = machine_.far(copy.from, copy.to);
     const Rate& rate = machine_.rate(copy.is_load, far);
     const bool cores = machine_.cores();
-    const int64_t out = Rate::time(rate.egress, copy.bytes) + copy.extra;
+    const double slower = far || cores ? 1 : load_of_links();
+    const int64_t out = Rate::time(rate.egress * slower, copy.bytes) + copy.extra;
     const int64_t in =
-        cores ? Rate::time(machine_.shared, out) : Rate::time(rate.ingress, copy.bytes);
+        cores ? Rate::time(machine_.shared, out) : Rate::time(rate.ingress * slower, copy.bytes);
     int64_t& free = ingress_free_[cores ? 0 : 2 * copy.to + far];
     free = std::max(free, now_) + in;
     const int64_t end = std::max(free, now_ + out);
@@ -250,6 +261,7 @@ class World {
   bool keeps_spans_;
   int64_t now_;
   uint64_t num_events_ = 0;
+  int32_t num_busy_ = 0;  // near links out
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<Arrivals> arrivals_;     // [workers][stages]
   std::vector<Link> links_;            // [ranks][near, far]

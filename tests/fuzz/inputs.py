@@ -137,7 +137,7 @@ def result_documents() -> list[dict[str, Any]]:
     """Return short documents of the benchmark, of all kinds that are shown or drawn."""
     names = ("replicate_4ranks_16M", "replicate_sweep_4ranks", "links_4ranks")
     found = []
-    for name in (*names, "model_nvl72", "model_fan_out"):
+    for name in (*names, "model_links", "model_fan_out"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
         if name.startswith("model"):
             document["records"] = document["records"][:3]

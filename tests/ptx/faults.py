@@ -50,7 +50,6 @@ EXPLAINED = {
         "ids, main gradients and main weights, which nobody writes meanwhile; what peers write is "
         "copied in bulk"
     ),
-    r"loads_complete": "ahead of a look at the aborts; tests/litmus has it",
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
     r"|claimer\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (

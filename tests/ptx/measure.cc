@@ -11,8 +11,10 @@ namespace {
 
 using namespace device_tests;
 
-void report(const std::string& name) {
-  std::printf("{\"measurement\": \"%s\", %s\n", name.c_str(),
+void report(const std::string& name, const std::vector<int32_t>& slot_expert = {}) {
+  std::string plan;
+  for (const int32_t e : slot_expert) plan += (plan.empty() ? "" : ", ") + std::to_string(e);
+  std::printf("{\"measurement\": \"%s\", \"slot_expert\": [%s], %s\n", name.c_str(), plan.c_str(),
               ptx_machine::Client::instance()->report() + 1);
 }
 
@@ -46,10 +48,12 @@ std::vector<int32_t> zipf(int32_t num_experts, int32_t num_sources) {
   return load;
 }
 
-Options options_of(const std::vector<int64_t>& segments, int32_t blocks, Plans plans) {
+Options options_of(const std::vector<int64_t>& segments, int32_t blocks, Plans plans,
+                   int64_t tile_bytes = kTile) {
   Options options;
   options.segment_bytes = segments;
   options.max_blocks = blocks;
+  options.tile_bytes = tile_bytes;
   options.plans = plans;
   return options;
 }
@@ -67,18 +71,22 @@ void empty(Numbers of, const std::string& name) {
   report(name);
 }
 
-// ranks, experts, blocks, whether the plan is on the device, mode: replicas of 12 KiB.
-void small(Numbers of, const std::string& name) {
-  const int32_t ranks = of.next(), experts = of.next(), blocks = of.next();
+// ranks, experts, KiB, blocks, KiB of a tile, whether the plan is on the device, mode: what a
+// skewed load asks for.
+void planned(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next();
+  const int64_t bytes = int64_t{of.next()} << 10;
+  const int32_t blocks = of.next();
+  const int64_t tile_bytes = int64_t{of.next()} << 10;
   const Plans plans = of.next() != 0 ? Plans::kOnDevice : Plans::kOnHost;
   PlanCase group = make_group(ranks, experts, 2);
   group.slot_expert =
       plan_on_host(group.topology(), sums(zipf(experts, 1), experts), uec::Objective{}).slot_expert;
-  EmulatedGroup all(group, options_of({8192, 4096}, blocks, plans));
+  EmulatedGroup all(group, options_of({bytes / 3 * 2, bytes / 3}, blocks, plans, tile_bytes));
   all.prepare(static_cast<Mode>(of.next()), {0, 1});
   all.launch(blocks);
   all.check_success();
-  report(name);
+  report(name, group.slot_expert);
 }
 
 // ranks, experts, slots, warps: a plan.
@@ -95,18 +103,19 @@ void plan(Numbers of, const std::string& name) {
   report(name);
 }
 
-// replicas, KiB, blocks, mode: one expert of rank 0.
+// replicas, KiB, blocks, KiB of a tile, mode: one expert of rank 0.
 void fan_out(Numbers of, const std::string& name) {
   const int32_t replicas = of.next();
   const int64_t bytes = int64_t{of.next()} << 10;
   const int32_t blocks = of.next();
+  const int64_t tile_bytes = int64_t{of.next()} << 10;
   PlanCase group = make_group(replicas + 1, replicas + 1, 1);
   for (int32_t r = 1; r <= replicas; ++r) CHECK(group.place(0, r));
-  EmulatedGroup all(group, options_of({bytes}, blocks, Plans::kOnHost));
+  EmulatedGroup all(group, options_of({bytes}, blocks, Plans::kOnHost, tile_bytes));
   all.prepare(static_cast<Mode>(of.next()), {0});
   all.launch(blocks);
   all.check_success();
-  report(name);
+  report(name, group.slot_expert);
 }
 
 // replicas, KiB of a replica's fp32 gradients, blocks, warps, mode: one expert of rank 0.
@@ -135,7 +144,11 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
-      {"empty", empty}, {"small", small}, {"plan", plan}, {"fan_out", fan_out}, {"reduce", reduce}};
+      {"empty", empty},
+      {"planned", planned},
+      {"plan", plan},
+      {"fan_out", fan_out},
+      {"reduce", reduce}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     bool found = false;

@@ -24,8 +24,8 @@ _MAX_TILES = 1 << 22
 _MAX_RANKS = 1024
 _MAX_SEGMENTS = 1024
 _MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model can add up
-# Constants of mode="auto" besides links, as for groups on GPUs: picoseconds for loading a KiB, and
-# for a flag group.
+# Constants of mode="auto" besides links: picoseconds for loading a KiB, as for groups on GPUs, and
+# for a flag group where claiming one costs nothing.
 _LOAD_PER_KIB, _GROUP = 310, 200_000
 
 
@@ -68,6 +68,7 @@ def predict(
     mode: str = "auto",
     *,
     may_pull: bool = False,
+    device_plan: bool = False,
     timeline: bool = False,
 ) -> Prediction:
     """Predict the time of :func:`ultraep_comm.replicate_experts` on a machine.
@@ -78,6 +79,7 @@ def predict(
         machine: a name in ``MACHINES``, or a Machine.
         mode: "push", "pull", "direct", or "auto": by the cost model, with the machine's constants.
         may_pull: "auto" considers pull, that is, peers can read the main weights.
+        device_plan: the plan is in device memory: a kernel makes the schedule.
         timeline: keep a timeline.
 
     Raises:
@@ -96,6 +98,7 @@ def predict(
         machine,
         mode=MODES.get(mode),
         may_pull=may_pull,
+        device_plan=device_plan,
         timeline=timeline,
     )
 
@@ -107,6 +110,7 @@ def run_transfer(
     *,
     mode: _core.Mode | None,
     may_pull: bool = False,
+    device_plan: bool = False,
     timeline: bool = False,
     parent: Sequence[int] = (),
     chunk_tiles: int = 1,
@@ -114,7 +118,7 @@ def run_transfer(
     """Model a transfer as :func:`predict` does, or along trees of relays.
 
     Args:
-        plan, expert_bytes, machine, may_pull, timeline: as in :func:`predict`.
+        plan, expert_bytes, machine, may_pull, device_plan, timeline: as in :func:`predict`.
         mode: None: chosen by the cost model.
         parent: ``[R]``, the rank that sends to each replica, by ascending expert and then rank;
             empty: the library's schedule.
@@ -134,6 +138,9 @@ def run_transfer(
     host.validate(allow_cross_domain=True)
     crosses = _check_links(slots, home, on, mode)
     cross = on.cross_gbps or on.egress_gbps  # not used without such a link
+    before = on.launch_us + on.call_us
+    if device_plan:
+        before += on.schedule_us + on.schedule_replica_us * host.num_replicas
     try:
         found = _core.model_transfer(
             slot_expert=slots.ravel().tolist(),
@@ -149,12 +156,14 @@ def run_transfer(
                 for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
                 for efficiency in (on.write_efficiency, on.read_efficiency)
                 for gbps in links
-            ],
+            ]
+            + [on.egress_gbps / (on.unloaded_gbps or on.egress_gbps)],
             times=[
                 round(us * 1e6)
                 for us in (
                     *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
-                    *(on.group_us, on.call_us),
+                    *(on.group_us, before, on.leave_us, on.claim_us, on.flagged_claim_us),
+                    *(on.fetch_us, on.store_us, on.publish_us),
                 )
             ],
             counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
@@ -242,7 +251,11 @@ def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     ratios matter.
     """
     store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
-    load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
+    load, group, percent = (
+        float(_LOAD_PER_KIB),
+        1e6 * machine.flagged_claim_us or _GROUP,
+        100 * num_ranks,
+    )
     if machine.parallel is not None:  # cores: the calibrated constants, as for groups on the host
         load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
         group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))

@@ -165,16 +165,17 @@ Wait Machine::place_of(const Block& block, uint64_t address) const {
   return owner == kNobody || owner == block.rank ? kWaitL2 : kWaitRemote;
 }
 
-// Bytes to or from a peer pass one rank's link on their way out, and the other's on their way in.
-// Returns when the last has.
+// Bytes to or from a peer pass one rank's link on their way out, and the other's on their way in:
+// the switch between them holds up nobody. Returns when the last has.
 uint64_t Machine::over_link(const Block& block, uint64_t address, uint32_t bytes, bool inwards,
                             uint64_t at) {
   const int32_t peer = owner_of(address);
   uint64_t& out = link_free_[{inwards ? peer : block.rank, true}];
   uint64_t& in = link_free_[{inwards ? block.rank : peer, false}];
-  const uint64_t done = std::max({at, out, in}) + bytes / costs_.link_bytes;
-  out = in = done;
-  return done;
+  const uint64_t begin = std::max(at, out), takes = bytes / costs_.link_bytes;
+  out = begin + takes;
+  in = std::max(begin, in) + takes;
+  return in;
 }
 
 void Machine::apply_events() {

@@ -29,7 +29,7 @@ from ultraep_comm.plan import schedule
 
 W = 37_748_736
 MODES = ("push", "pull", "direct")
-NVL72 = MACHINES["nvl72"]
+NVL72 = MACHINES["nvl72-links"]  # links alone: what a schedule can reach
 IDEAL = dataclasses.replace(NVL72, name="ideal", deliver_us=0.0, flag_us=0.0, load_us=0.0)
 
 
@@ -289,8 +289,69 @@ def test_what_cannot_be_modelled_is_refused() -> None:
 
 
 def test_empty_plans_take_no_time() -> None:
-    found = predict(make_plan([[-1], [-1]], 2), W)
+    found = predict(make_plan([[-1], [-1]], 2), W, NVL72)
     assert (found.time_us, found.bound_us, found.over_bound) == (0, 0, 1)
+
+
+# ---- what workers spend -------------------------------------------------------------------------
+
+COSTS = (
+    *("launch_us", "call_us", "leave_us", "claim_us", "flagged_claim_us"),
+    *("fetch_us", "store_us", "publish_us"),
+)
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_what_workers_spend_takes_time(name: str) -> None:
+    plan = make_plan([[-1], [0], [0], [0]], 4)
+    slower = dataclasses.replace(NVL72, **{name: 5.0})
+    free, charged = (predict(plan, 4 << 20, on, "push") for on in (NVL72, slower))
+    assert charged.time_us >= free.time_us + 4.9
+    assert charged.sent_bytes.tolist() == free.sent_bytes.tolist()
+    assert charged.bound_us == free.bound_us
+
+
+def test_claims_of_flagged_groups_take_turns() -> None:
+    """With two replicas each hub passes on half of the groups, however many workers it has."""
+    plan = make_plan([[-1], [0], [0]], 3)
+    for num_sms in (16, 64):
+        on = dataclasses.replace(NVL72, flagged_claim_us=10.0, num_sms=num_sms)
+        groups = (4 << 20) // on.tile_bytes // 2  # of two tiles
+        time = predict(plan, 4 << 20, on, "push").time_us
+        assert groups / 2 * 10 < time < groups / 2 * 10 + 40
+
+
+def test_a_link_alone_is_faster() -> None:
+    two = make_plan([[-1], [0], [-1], [-1]], 4)
+    all_send = make_plan([[3], [0], [1], [2]], 4)
+    on = dataclasses.replace(NVL72, unloaded_gbps=1420.0)
+    hops = NVL72.hop_us + NVL72.flag_us
+    free = predict(two, W, NVL72, "direct").time_us - hops
+    assert predict(two, W, on, "direct").time_us == pytest.approx(free / 2 + hops, rel=0.02)
+    assert predict(all_send, W, on, "direct").time_us == pytest.approx(
+        predict(all_send, W, NVL72, "direct").time_us, rel=0.05
+    )
+    assert predict(two, W, on, "direct").bound_us == predict(two, W, NVL72).bound_us
+
+
+def test_a_published_copy_alone() -> None:
+    """22 MB took 34.5 us, a launch and what a call of ours spends besides not included."""
+    on = MACHINES["gb200"]
+    found = predict(make_plan([[-1], [0]], 2), 22_000_000, on, "direct")
+    ours = on.call_us + on.leave_us + on.claim_us + on.fetch_us + on.store_us + on.publish_us
+    assert found.time_us - ours == pytest.approx(34.5, rel=0.1)
+
+
+def test_a_kernel_makes_the_schedule_of_a_device_plan() -> None:
+    on, plan = MACHINES["nvl72"], make_plan([[-1], [0], [0]], 3)
+    more = predict(plan, W, device_plan=True).time_us - predict(plan, W).time_us
+    assert more == pytest.approx(on.schedule_us + 2 * on.schedule_replica_us)
+
+
+def test_auto_knows_what_a_flagged_group_costs() -> None:
+    plan = make_plan([[-1], [0], [0]], 3)
+    assert predict(plan, W, NVL72).mode == "push"
+    assert predict(plan, W, "nvl72").mode == "direct"
 
 
 # ---- the bound ----------------------------------------------------------------------------------
@@ -426,7 +487,7 @@ def test_direct_times_are_the_published_ones(run: PublishedRun) -> None:
 @pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=lambda run: str(run.imbalance))
 def test_the_published_relay_takes_longer_than_the_model_says(run: PublishedRun) -> None:
     """Not reproduced, and said so: by how much belongs to docs/model.md."""
-    modelled = predict_relay(run.make_plan(), W).time_us
+    modelled = predict_relay(run.make_plan(), W, NVL72).time_us
     assert 0.8 < modelled / run.relay_us < 0.9
 
 
@@ -449,7 +510,7 @@ def test_the_relay_as_published() -> None:
     assert relay_parents(narrow) == [0] * (MIN_RELAYED - 1)
     assert predict_relay(narrow, W).sent_bytes.tolist() == [3 * W, 0, 0, 0]
 
-    found = predict_relay(wide, W)
+    found = predict_relay(wide, W, NVL72)
     assert found.sent_bytes.tolist() == [
         3 * W if r in (0,) else 2 * W * (r in relays) for r in range(10)
     ]

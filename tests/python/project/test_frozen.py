@@ -540,7 +540,7 @@ def scheduled(case: Case, home: list[int], index: int) -> Iterator[str]:
     )
     if index % 3 == 1:
         plan = uec.Plan.from_slots(rows, num_experts=len(home), home=home)
-        times = [model.predict(plan, 1 << 20, "nvl72", mode).time_us for mode in modes]
+        times = [model.predict(plan, 1 << 20, "nvl72-links", mode).time_us for mode in modes]
         yield "us " + " ".join(f"{time:.2f}" for time in times)
 
 

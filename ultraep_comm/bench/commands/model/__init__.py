@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_SIZES = "64/256/2,64/128/2,64/128/1,40/160/4,72/288/2"
 DEFAULT_IMBALANCES = "1.5,2,3,4,6,8"
 DEFAULT_FAMILIES = "zipf0.6,zipf1.0,zipf1.4,lognormal,adversarial"
-MACHINES = ("hgx8", "nvl72", "nvl72-racks")  # of `ultraep_comm.model`
+MACHINES = ("gb200", "hgx8", "nvl72", "nvl72-links", "nvl72-racks")  # of `ultraep_comm.model`
 DEFAULT_EXPERT_BYTES = "36M"  # 37.75 MB: Qwen3-235B in bf16
 
 

@@ -11,7 +11,7 @@ from tiers import sampled
 
 # Between versions of a compiler, and no more.
 TOLERANCE = 0.05
-QUICK_ROWS = ["empty:8,16,0", "plan:64,256,2,16", "fan_out:2,4096,64,0"]
+QUICK_ROWS = ["empty:8,16,0", "plan:64,256,2,16", "fan_out:2,4096,64,16,0"]
 
 
 @pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")

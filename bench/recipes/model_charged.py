@@ -1,0 +1,81 @@
+"""Modelled time over the bound before and after charging what workers spend, by machine and size.
+
+    python bench/recipes/model_charged.py [--json FILE]
+
+"nvl72-links" charges links and latencies alone; "nvl72" and "gb200" charge what the compiled
+kernels spend too. A record is of several loads of one size of group, with experts of one size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ultraep_comm import Plan, plan_replicas
+from ultraep_comm.bench.commands.model import DEFAULT_SIZES
+from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.options import check_writable
+from ultraep_comm.bench.report import show_progress, write_records
+from ultraep_comm.bench.table import format_table
+from ultraep_comm.model import predict
+
+MACHINES = ("nvl72-links", "nvl72", "gb200")
+MEGABYTES = (10, 19, 38, 90)
+MODES = ("push", "pull", "direct")
+KINDS = ("imbalance2", "imbalance4", "zipf1.0", "lognormal")
+
+
+def make_plans(size: str) -> list[Plan]:
+    ranks, experts, slots = map(int, size.split("/"))
+    shape = {"num_ranks": ranks, "num_experts": experts}
+    return [
+        plan_replicas(torch.from_numpy(np.array(load)), slots_per_rank=slots, num_ranks=ranks)
+        for kind in KINDS
+        for load in make_loads(kind, **shape, num_tokens=4096 * ranks, topk=8, seeds=2)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-J", "--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.json:
+        check_writable(options.json, "--json")
+    plans = {size: make_plans(size) for size in DEFAULT_SIZES.split(",")}
+    cells = [(size, mb, machine) for size in plans for mb in MEGABYTES for machine in MACHINES]
+    records = []
+    for at, (size, mb, machine) in enumerate(cells):
+        show_progress(at, len(cells), f"{size}, {mb} MB, {machine}")
+        found = {
+            mode: [predict(plan, mb * 10**6, machine, mode) for plan in plans[size]]
+            for mode in MODES
+        }
+        over = {mode: np.array([p.over_bound for p in of]) for mode, of in found.items()}
+        records.append(
+            {
+                "op": "model_charged",
+                "size": size,
+                "expert_mb": mb,
+                "machine": machine,
+                "loads": len(plans[size]),
+                "bound_us": float(np.mean([p.bound_us for p in found["push"]])),
+                "time_us": {m: float(np.mean([p.time_us for p in of])) for m, of in found.items()},
+                "over_bound": {m: figures_of(of, "mean", "worst") for m, of in over.items()},
+            }
+        )
+    rows = [
+        [r["size"], str(r["expert_mb"]), r["machine"], f"{r['bound_us']:.0f}"]
+        + [f"{r['over_bound'][mode]['mean']:.2f}" for mode in MODES]
+        for r in records
+    ]
+    header = ["size", "expert", "machine", "T*", *MODES]
+    print(format_table([header, ["G/E/S", "(MB)", "", "(us)", *["/T*"] * 3]], rows))
+    write_records(options.json, records)
+
+
+if __name__ == "__main__":
+    main()

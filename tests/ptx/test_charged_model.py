@@ -1,0 +1,87 @@
+"""The charged model against the compiled kernels: whole transfers of small groups, by both."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from measure import measure
+from ptx_machine import HERE, PtxMachine
+from tiers import sampled
+
+from ultraep_comm import Plan
+from ultraep_comm.model import MACHINES, predict
+
+pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+
+MODES = ("push", "pull", "direct")
+# Of measure.cc: replicas, KiB, blocks, KiB of a tile, mode; ranks, experts, KiB, blocks, KiB of a
+# tile, plan on the host, mode. Where the constants come from is half of these.
+TRANSFERS = [
+    *(
+        f"fan_out:{replicas},{kib},{blocks},32,{mode}"
+        for replicas in (1, 2, 3, 5, 7)
+        for mode in range(3)
+        for kib in (1024, 4096)
+        for blocks in (16, 64)
+    ),
+    *(
+        f"planned:{size},{kib},16,32,0,{mode}"
+        for size in ("4,16", "8,32", "8,16")
+        for mode in range(3)
+        for kib in (1536, 3072)
+    ),
+]
+QUICK = TRANSFERS[::13]
+
+
+@pytest.mark.parametrize(
+    "clock,name,transfers",
+    sampled(
+        [("a", "nvl72", QUICK), ("a", "nvl72", TRANSFERS), ("b", "gb200", TRANSFERS)],
+        lambda case: case[2] is QUICK,
+    ),
+    ids=["a-quick", "a", "b"],
+)
+def test_the_model_agrees_with_the_kernels(
+    machine: PtxMachine, clock: str, name: str, transfers: list[str], say: Callable[[str], None]
+) -> None:
+    errors = {}
+    for asked, report in measure(machine, clock, transfers).items():
+        kind, numbers = asked.split(":")
+        of = [int(number) for number in numbers.split(",")]
+        ranks, experts = (of[0] + 1, of[0] + 1) if kind == "fan_out" else (of[0], of[1])
+        kib, blocks = (of[1], of[2]) if kind == "fan_out" else (of[2], of[3])
+        segments = [kib << 10] if kind == "fan_out" else [(kib << 10) // 3 * 2, (kib << 10) // 3]
+        slots = torch.tensor(report["slot_expert"], dtype=torch.int32).reshape(ranks, -1)
+        plan = Plan.from_slots(slots, num_experts=experts)
+        # The clock's links, and no launch.
+        on = replace(
+            MACHINES[name],
+            egress_gbps=link_gbps(clock),
+            ingress_gbps=link_gbps(clock),
+            unloaded_gbps=None,
+            launch_us=0.0,
+            num_sms=blocks,
+            tiles_in_flight=4 * blocks,
+        )
+        modelled = predict(plan, segments, on, MODES[of[-1]]).time_us
+        errors[asked] = modelled / report["us"] - 1
+    sizes = [abs(error) for error in errors.values()]
+    worst = max(errors, key=lambda asked: abs(errors[asked]))
+    say(
+        f"model and kernels, clock {clock}: {statistics.median(sizes):.1%} apart in the median of"
+        f" {len(sizes)} transfers, {errors[worst]:+.1%} at worst ({worst})"
+    )
+    assert statistics.median(sizes) < 0.15
+    assert max(sizes) < 0.35
+
+
+def link_gbps(clock: str) -> float:
+    """Return what a clock's links carry."""
+    lines = (HERE / f"clock_{clock}.env").read_text().splitlines()
+    values = dict(line.split("#")[0].split("=") for line in lines if line[:1].isupper())
+    return int(values["LINK_BYTES"]) * int(values["MHZ"]) / 1e3
