@@ -42,6 +42,7 @@ EXPLAINED = {
     r"|reducer\.hpp: const uint64_t seen|claimer\.hpp: const (CallRecord|uint64_t)": (
         "fills in what a failed wait reports"
     ),
+    r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
     r"layout\.open\(": "the same thread has released its call's record before, which is looked at",
     r"protocol\.hpp: const CallRecord record": "a record tells of another call, and is all it says",
     r"&state\.entered": "what it acquires the launch before has left, which is over",

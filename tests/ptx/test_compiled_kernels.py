@@ -18,7 +18,7 @@ QUICK_ROWS = ["empty:8,16,0", "plan:64,256,2,16", "fan_out:2,4096,64,16,0"]
 @pytest.mark.parametrize(
     "name,arch,seed",
     sampled(
-        [(name, arch, seed) for name in PROGRAMS for arch in (90, 80) for seed in (1, 2)],
+        [(name, arch, seed) for name in PROGRAMS for arch, seed in ((90, 1), (90, 2), (80, 1))],
         lambda case: case[1:] == (90, 1),
     ),
 )

@@ -216,9 +216,9 @@ _SLOW_WORKERS: dict[str, float] = {  # clock_b.env: in far ones, or in memory
 _LAUNCH_US = 3.0  # published: 2 to 4
 
 # Published: direct fan-out reaches 706-715 GB/s on a rack of 72 GPUs, all of which send; a copy
-# alone 785 GB/s behind 6.5 us, of which a launch is half (22 MB in 34.5 us; 24 of them at 776 GB/s).
+# alone 785 GB/s behind 6.5 us, half of them a launch (22 MB in 34.5 us, 24 of them at 776 GB/s).
 _LOADED, _UNLOADED = 710.0, 785.0
-_NICS: dict[str, float] = {"cross_gbps": 45.0, "cross_us": 3.0}  # 400 Gb/s a rank, not calibrated
+_NICS: dict[str, float] = {"cross_gbps": 45.0, "cross_us": 3.0}  # 400 Gb/s, not calibrated
 
 MACHINES = {
     machine.name: machine

@@ -39,7 +39,7 @@ def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
 
     A link of 710 GB/s and memory of 3.3 TB/s: published values of a 72-GPU NVLink rack. A claimed
-    flag group and a hop: those of machine "nvl72" of `ultraep_comm.model`. Not measured on a device.
+    flag group and a hop: those of "nvl72" in `ultraep_comm.model`. Not measured on a device.
     """
     return (1_440, 310, 1_250_000, 2_600_000, 100 * num_ranks)
 
