@@ -35,7 +35,7 @@ TRANSFERS = [
         for kib in (1536, 3072)
     ),
 ]
-QUICK = TRANSFERS[::9]
+QUICK = TRANSFERS[::17]
 
 
 @pytest.mark.parametrize(

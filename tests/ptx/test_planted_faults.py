@@ -63,12 +63,7 @@ def test_a_sample_of_faults_is_caught(
     machine: PtxMachine, kernels: Kernels, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     every = kernels.faults()
-    sample = [
-        f
-        for name in SAMPLE
-        for f in every
-        if re.search(re.escape(name).replace(r"\.\*", ".*"), f.name)
-    ]
+    sample = [fault for fault in every if fault.name.startswith(tuple(SAMPLE))]
     assert len(sample) >= len(SAMPLE)
     check(machine, kernels, sample, tmp_path, say)
 
