@@ -376,9 +376,9 @@ __device__ void measure(Results* r, int64_t count, const Step& step) {
   }
   end(r);
 }
-// What was computed is used, so that it is not left out.
+// What was computed is used, so that the assembler does not leave it out.
 __device__ void keep(Results* r, uint64_t value) {
-  if (value == 0x123456789ABCDEF) r->values[61] = value;
+  if (static_cast<uint32_t>(value) == 0x9ABCDEF1) r->values[61] = value;
 }
 __device__ uint64_t load_near(const uint64_t* at) {  // not of the first-level cache
   uint64_t value;
@@ -410,20 +410,26 @@ UEC_PROBE(measure_clock) {
   end(r);
 }
 UEC_PROBE(measure_alu) {
-  uint32_t value = static_cast<uint32_t>(rounds), other = value | 1;
+  uint32_t value = ptx::thread_idx(), other = value | 5;  // not uniform: those have other registers
   measure<32>(r, rounds, [&] {  // two: of one kind, the assembler makes one of several
     asm volatile("add.u32 %0, %0, %1;\n xor.b32 %0, %0, %1;" : "+r"(value) : "r"(other));
   });
   keep(r, value);
 }
-// A step adds, compares and branches.
+// A step multiplies, compares and branches; how often only the loop itself can tell.
 UEC_PROBE(measure_branch) {
-  uint32_t n = 0;
+  const auto step = [](uint32_t n) { return n * 5 + 3; };
+  uint32_t n = ptx::thread_idx(), last = n;
+  uint64_t steps = 0;
+  for (int64_t i = 0; i < rounds; ++i) last = step(last);
   const uint64_t begin = cycles();
 #pragma unroll 1
-  while (n != static_cast<uint32_t>(rounds)) asm volatile("add.u32 %0, %0, 1;" : "+r"(n));
+  do {
+    n = step(n);
+    ++steps;
+  } while (n != last);
   r->values[0] = cycles() - begin;
-  r->values[1] = n;
+  r->values[1] = steps;
   end(r);
 }
 UEC_PROBE(measure_shuffle) {

@@ -75,7 +75,7 @@ MEASURES = {
     "measure_fence_system": CHAIN,
     "measure_store_fence_device": CHAIN,
     "measure_store_fence_system": CHAIN,
-    "measure_atomic_rate": Probe(blocks=0, rounds=4096, few=64),
+    "measure_atomic_rate": Probe(blocks=0, rounds=4096, few=256),
     "measure_atomic_trip": CHAIN,
     "measure_compare_swap_trip": CHAIN,
     "measure_bulk_first": Probe(shared=TILE + 8, rounds=512, few=16, arch=90),
