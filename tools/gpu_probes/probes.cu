@@ -1,4 +1,5 @@
-// Each primitive of ptx.cuh alone: a block or a few that use it and check what came of it; then what each costs.
+// Each primitive of ptx.cuh alone: a block or a few that use it and check what came of it; then
+// what each costs.
 //
 // probes.py launches them, on a GPU or on the machine of tests/ptx. `rounds` says how often.
 #include <cstdint>
@@ -271,8 +272,8 @@ UEC_PROBE(check_atomics) {
   ptx::add_relaxed(words + 1, me);
   ptx::add_relaxed(wide, uint64_t{1} << 32);
   ptx::max_relaxed(wide + 1, static_cast<uint64_t>(me) << 32);
-  expect(r, ptx::fetch_max_relaxed(wide + 2, static_cast<uint64_t>(me)) <
-                static_cast<uint64_t>(all));
+  expect(r,
+         ptx::fetch_max_relaxed(wide + 2, static_cast<uint64_t>(me)) < static_cast<uint64_t>(all));
   stored[me] = pattern(me, 4);
   if (ptx::fetch_add_acq_rel(words + 2, 1) == all - 1) {
     expect(r, words[0] == all && words[1] == all * (all - 1) / 2);
@@ -392,6 +393,7 @@ __device__ void chase(Results* r, void* at, int64_t count, const Load& load) {
   *p = reinterpret_cast<uint64_t>(p);
   ptx::fence_system();
   p = reinterpret_cast<uint64_t*>(load(p));
+  keep(r, reinterpret_cast<uint64_t>(p));  // it has come before the clock starts
   measure<16>(r, count, [&] { p = reinterpret_cast<uint64_t*>(load(p)); });
   keep(r, reinterpret_cast<uint64_t>(p));
 }
@@ -444,8 +446,7 @@ UEC_PROBE(measure_barrier) {
 UEC_PROBE(measure_shared) {
   uint32_t at = ptx::shared_address(dynamic);
   *reinterpret_cast<volatile uint32_t*>(dynamic) = at;
-  measure<16>(r, rounds,
-              [&] { asm volatile("ld.shared.u32 %0, [%0];" : "+r"(at)::"memory"); });
+  measure<16>(r, rounds, [&] { asm volatile("ld.shared.u32 %0, [%0];" : "+r"(at)::"memory"); });
   keep(r, at);
 }
 UEC_PROBE(measure_l1) {
@@ -535,9 +536,8 @@ UEC_PROBE(measure_atomic_rate) {
 }
 UEC_PROBE(measure_atomic_trip) {
   int32_t value = 1;
-  measure<4>(r, rounds, [&] {
-    value = ptx::fetch_add_relaxed(reinterpret_cast<int32_t*>(memory), value);
-  });
+  measure<4>(r, rounds,
+             [&] { value = ptx::fetch_add_relaxed(reinterpret_cast<int32_t*>(memory), value); });
   keep(r, static_cast<uint64_t>(value));
 }
 UEC_PROBE(measure_compare_swap_trip) {
@@ -590,15 +590,18 @@ UEC_PROBE(measure_bulk_copy) {
 extern "C" __global__ void __cluster_dims__(2, 1, 1)
     measure_cluster(Results* r, uint8_t* memory, uint64_t* host, int64_t rounds) {
   uint32_t at;  // in the second block
-  asm volatile("mapa.shared::cluster.u32 %0, %1, 1;" : "=r"(at) : "r"(ptx::shared_address(dynamic)));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 1;"
+               : "=r"(at)
+               : "r"(ptx::shared_address(dynamic)));
   if (ptx::block_x() == 1) *reinterpret_cast<volatile uint32_t*>(dynamic) = at;
   const auto meet = [] {
     asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
   };
   meet();
   if (ptx::block_x() == 0) {
-    measure<16>(r, rounds,
-                [&] { asm volatile("ld.shared::cluster.u32 %0, [%0];" : "+r"(at)::"memory"); });
+    measure<16>(r, rounds, [&] {
+      asm volatile("ld.shared::cluster.u32 %0, [%0];" : "+r"(at)::"memory");
+    });
     keep(r, at);
   } else {
     end(r);

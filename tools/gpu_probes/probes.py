@@ -25,13 +25,13 @@ WORDS = 64  # of the results: wrong, ended, values
 
 @dataclass(frozen=True)
 class Probe:
-    """How a kernel is launched; `rounds` on a GPU, `few` on the machine; 0 blocks: one for each multiprocessor."""
+    """How a kernel is launched."""
 
-    blocks: int = 1
+    blocks: int = 1  # 0: one for each multiprocessor
     threads: int = 1
     shared: int = 0
     rounds: int = 1
-    few: int = 1
+    few: int = 1  # of rounds, on the machine
     arch: int = 80
     kernel: str = ""
     values: int = 0  # further ones than cycles and their number

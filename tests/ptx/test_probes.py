@@ -1,0 +1,109 @@
+"""What tools/gpu_hour runs first on a GPU, here on the machine: it is right, and would notice if not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cpp_build import ROOT
+from ptx_machine import HERE, RACE_FREE, Outcome, PtxMachine
+
+sys.path.insert(0, str(ROOT / "tools" / "gpu_probes"))
+import probes  # noqa: E402
+
+SOURCE = ROOT / "tools" / "gpu_probes" / "probes.cu"
+pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+
+
+def compiled(text: str, folder: Path) -> Path:
+    (folder / "probes.cu").write_text(text)
+    flags = ["-ptx", "-arch=sm_90", "-std=c++20", "-O3", "-lineinfo", "-I", str(ROOT / "src")]
+    words = [shutil.which("nvcc") or "nvcc", *flags, "-o", "probes.ptx", "probes.cu"]
+    subprocess.run(words, cwd=folder, check=True)
+    return folder / "probes.ptx"
+
+
+@pytest.fixture(scope="module")
+def kernels(machine: PtxMachine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(SOURCE.read_text(), tmp_path_factory.mktemp("probes"))
+
+
+def run(machine: PtxMachine, kernels: Path, *names: str, **options: Any) -> Outcome:
+    program = [sys.executable, ROOT / "tools/gpu_probes/probes.py"]
+    words = [*program, "--machine", machine.library, kernels, *names]
+    return machine.run(words, kernels, **options)
+
+
+def lines(outcome: Outcome) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in outcome.text.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_primitive_is_right(machine: PtxMachine, kernels: Path, seed: int) -> None:
+    outcome = run(machine, kernels, *probes.CHECKS, seed=seed)
+    assert outcome.status == RACE_FREE, outcome.text
+    assert [line["probe"] for line in lines(outcome)] == list(probes.CHECKS)
+
+
+def test_measurements_race_no_more_than_the_checks(machine: PtxMachine, kernels: Path) -> None:
+    outcome = run(machine, kernels, *probes.MEASURES)
+    assert outcome.status == RACE_FREE, outcome.text
+
+
+@pytest.mark.parametrize("name", ["clock_a", "clock_b"])
+def test_the_constants_of_a_clock_are_found_again(
+    machine: PtxMachine, kernels: Path, name: str
+) -> None:
+    clock = HERE / f"{name}.env"
+    timed = [probe for probe in probes.MEASURES if probe not in probes.UNTIMED]
+    outcome = run(machine, kernels, *timed, UEC_PTX_COSTS=str(clock))
+    assert outcome.status == RACE_FREE, outcome.text
+    found = probes.clock(lines(outcome))
+    values = [line.split("#")[0].split("=") for line in clock.read_text().splitlines()]
+    given = {pair[0]: int(pair[1]) for pair in values if len(pair) == 2}
+    assert given.keys() - found.keys() == {"REMOTE", "LINK_BYTES", "CLUSTER"}
+    for constant, value in found.items():
+        assert value == pytest.approx(given[constant], rel=0.2), constant
+
+
+# What is wrong in a kernel, and whose check has to find it.
+WRONG = [
+    ("check_bulk_load", "  ptx::fence_proxy_async_global();\n", ""),
+    ("check_bulk_load", "if (await(r, [&] { return ptx::mbarrier_test(barrier, 0); }))", ""),
+    ("check_bulk_store", "ptx::bulk_wait<0>()", "ptx::bulk_wait_read<0>()"),
+    ("check_bulk_store", "  ptx::fence_proxy_async_shared();\n", ""),
+    ("check_buffer_reuse", "ptx::bulk_wait_read<0>()", "ptx::bulk_wait_read<4>()"),
+    ("check_mbarrier_phases", "if (turn > 0)", "if (turn < 0)"),
+    ("check_message_device", "ptx::store_release_device(at, value)", "*at = value"),
+    ("check_message_system", "ptx::load_acquire_system(at)", "*at"),
+    ("check_relay", "      ptx::bulk_wait<0>();\n", ""),
+    ("check_fence_system", "    ptx::fence_system();\n", ""),
+    ("check_claims", "== seen)\n", "!= -1)\n"),
+    ("check_atomics", "ptx::fetch_add_acq_rel", "ptx::fetch_add_relaxed"),
+    ("check_in_block", "ptx::set_in_block(marks + (me ^ 1))", "ptx::set_in_block(marks + 1)"),
+    ("check_warp", "(lane + 5) % 32", "(lane + 6) % 32"),
+    ("check_loads", "+ 4 * lane + 3)", "+ 4 * lane + 2)"),
+    ("check_clock", "expect(r, now >= last);", "expect(r, now < last);"),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), WRONG)
+def test_what_is_wrong_is_found(
+    machine: PtxMachine, tmp_path: Path, name: str, right: str, wrong: str
+) -> None:
+    text = SOURCE.read_text()
+    begin = text.index(f"UEC_PROBE({name})")
+    end = text.index("UEC_PROBE(", begin + 1)
+    changed = text[begin:end].replace(right, wrong)
+    assert changed != text[begin:end]
+    kernels = compiled(text[:begin] + changed + text[end:], tmp_path)
+    assert any(run(machine, kernels, name, seed=seed).status != RACE_FREE for seed in range(1, 5))
+
+
+def test_every_check_has_something_wrong_that_it_finds() -> None:
+    assert {name for name, _, _ in WRONG} | {"check_message_host"} == probes.CHECKS.keys()
