@@ -1,8 +1,9 @@
-"""What tools/gpu_hour runs first on a GPU, here on the machine: it is right, and would notice if not."""
+"""The probes that tools/gpu_hour runs on a GPU, here on the machine: they notice what is wrong."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from cpp_build import ROOT
 from ptx_machine import HERE, RACE_FREE, Outcome, PtxMachine
 
 sys.path.insert(0, str(ROOT / "tools" / "gpu_probes"))
-import probes  # noqa: E402
+import probes
 
 SOURCE = ROOT / "tools" / "gpu_probes" / "probes.cu"
 pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
@@ -41,6 +42,13 @@ def run(machine: PtxMachine, kernels: Path, *names: str, **options: Any) -> Outc
 
 def lines(outcome: Outcome) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outcome.text.splitlines() if line.startswith("{")]
+
+
+def test_every_function_of_the_device_is_probed() -> None:
+    device = (ROOT / "src" / "cuda" / "device" / "ptx.cuh").read_text()
+    functions = set(re.findall(r"^UEC_DEVICE [\w ]*?(\w+)\(", device, re.MULTILINE))
+    assert len(functions) > 40
+    assert functions <= set(re.findall(r"ptx::(\w+)", SOURCE.read_text()))
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -266,7 +266,8 @@ UEC_PROBE(check_atomics) {
   auto* const wide = reinterpret_cast<uint64_t*>(memory + 256);
   auto* const stored = reinterpret_cast<uint32_t*>(memory + 512);
   const int32_t all = ptx::num_threads() * ptx::num_blocks_x();
-  const int32_t me = ptx::block_x() * ptx::num_threads() + ptx::thread_idx();
+  const int32_t block = ptx::block_y() * ptx::num_blocks_x() + ptx::block_x();
+  const int32_t me = block * ptx::num_threads() + ptx::thread_idx();
   const int32_t before = ptx::fetch_add_relaxed(words, 1);
   expect(r, before >= 0 && before < all);
   ptx::add_relaxed(words + 1, me);
