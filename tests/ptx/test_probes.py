@@ -79,6 +79,29 @@ def test_the_constants_of_a_clock_are_found_again(
         assert value == pytest.approx(given[constant], rel=0.2), constant
 
 
+def test_probes_are_launched_by_the_driver(
+    machine: PtxMachine, kernels: Path, tmp_path: Path
+) -> None:
+    """What runs on a GPU, over a driver with the real one's signatures."""
+    library = tmp_path / "libcuda.so.1"
+    words = ["c++", "-std=c++20", "-shared", "-fPIC", "-O1", "-o", library]
+    subprocess.run([*words, HERE / "fake_cuda.cc", "-ldl"], check=True)
+    program = [sys.executable, ROOT / "tools/gpu_probes/probes.py", kernels]
+    names = [
+        *("device", "check_bulk_load", "check_message_host", "measure_shuffle"),
+        *("measure_cluster", "launch", "device_copy"),
+    ]
+    outcome = machine.run([*program, *names], kernels, LD_LIBRARY_PATH=str(tmp_path))
+    assert outcome.status == RACE_FREE, outcome.text
+    device, load, host, shuffle, cluster, launch, copy = lines(outcome)
+    assert (device["name"], device["arch"]) == ("a machine in software", 90)
+    assert load["ended"] == load["threads"] == 128
+    assert host["ended"] == 64
+    assert (shuffle["count"], cluster["count"]) == (4096, 4096)
+    assert launch["plain_host_us"] > 0
+    assert copy["gb_per_s"] == pytest.approx(2 * 2**30 / 2e6, rel=0.001)
+
+
 # What is wrong in a kernel, and whose check has to find it.
 WRONG = [
     ("check_bulk_load", "  ptx::fence_proxy_async_global();\n", ""),
