@@ -492,35 +492,21 @@ UEC_PROBE(measure_acquire_device) {
 UEC_PROBE(measure_acquire_system) {
   chase(r, memory, rounds, [](const uint64_t* p) { return ptx::load_acquire_system(p); });
 }
-UEC_PROBE(measure_release_device) {
-  auto* const at = reinterpret_cast<uint64_t*>(memory);
-  measure<4>(r, rounds, [&] { ptx::store_release_device(at, 1); });
-}
-UEC_PROBE(measure_release_system) {
-  auto* const at = reinterpret_cast<uint64_t*>(memory);
-  measure<4>(r, rounds, [&] { ptx::store_release_system(at, 1); });
-}
-// A fence with nothing to wait for, and one with a store.
-UEC_PROBE(measure_fence_device) {
-  measure<4>(r, rounds, [&] { asm volatile("fence.acq_rel.gpu;" ::: "memory"); });
-}
-UEC_PROBE(measure_fence_system) {
-  measure<4>(r, rounds, [&] { ptx::fence_system(); });
-}
-UEC_PROBE(measure_store_fence_device) {
-  auto* const at = reinterpret_cast<volatile uint64_t*>(memory);
-  measure<4>(r, rounds, [&] {
-    *at = 1;
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  });
-}
-UEC_PROBE(measure_store_fence_system) {
-  auto* const at = reinterpret_cast<volatile uint64_t*>(memory);
-  measure<4>(r, rounds, [&] {
-    *at = 1;
-    ptx::fence_system();
-  });
-}
+// A store and a fence, and either by itself.
+#define UEC_COST(name, step)                              \
+  UEC_PROBE(name) {                                       \
+    auto* const at = reinterpret_cast<uint64_t*>(memory); \
+    measure<4>(r, rounds, [&] { step; });                 \
+  }
+__device__ inline void store(volatile uint64_t* at) { *at = 1; }
+__device__ inline void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+UEC_COST(measure_release_device, ptx::store_release_device(at, 1))
+UEC_COST(measure_release_system, ptx::store_release_system(at, 1))
+UEC_COST(measure_fence_device, fence_device())
+UEC_COST(measure_fence_system, ptx::fence_system())
+UEC_COST(measure_store_fence_device, (store(at), fence_device()))
+UEC_COST(measure_store_fence_system, (store(at), ptx::fence_system()))
+
 // All blocks on one address, a thread of each; the last addition of each comes back.
 UEC_PROBE(measure_atomic_rate) {
   auto* const words = reinterpret_cast<int32_t*>(memory);

@@ -80,7 +80,7 @@ MEASURES = {
     "measure_compare_swap_trip": CHAIN,
     "measure_bulk_first": Probe(shared=TILE + 8, rounds=512, few=16, arch=90),
     "measure_bulk_copy": COPY,
-    "measure_all_copy": Probe(**vars(COPY) | {"blocks": 0, "few": 4}),
+    "measure_all_copy": Probe(**vars(COPY) | {"blocks": 0, "rounds": 128, "few": 4}),
     "measure_cluster": Probe(blocks=2, shared=16, rounds=4096, few=64, arch=90),
 }
 HOST_ONLY = ("launch", "device_copy")  # of a GPU: what no kernel measures
@@ -132,6 +132,9 @@ class Machine:
 
     def empty_cache(self) -> None:
         """Nothing: the machine has none that is full."""
+
+    def wake(self) -> None:
+        """Nothing: the machine has one clock rate."""
 
 
 class Gpu:
@@ -222,10 +225,16 @@ class Gpu:
 
     def empty_cache(self) -> None:
         """Fill the second-level cache with what nobody reads."""
-        size = max(4 * self.attribute(38), 1 << 28)
+        size = max(4 * self.attribute(38), 1 << 26)
         self._scratch = self._scratch or self.allocate(size)
         self.call("cuMemsetD8_v2", c.c_uint64(self._scratch), c.c_ubyte(1), c.c_size_t(size))
         self.call("cuCtxSynchronize")
+
+    def wake(self) -> None:
+        """Keep the device busy until its clock rate has gone up."""
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            self.empty_cache()
 
     def elapsed_us(self, act: Callable[[], None]) -> float:
         """Return the time between two events around what `act` submits."""
@@ -266,6 +275,8 @@ def run(device: Gpu | Machine, name: str) -> dict[str, Any]:
     warm, results = device.allocate(8 * WORDS), device.allocate(8 * WORDS)
     before, _words = arguments(warm, memory, host, rounds)
     args, _kept = arguments(results, memory, host, rounds)
+    if name in MEASURES:
+        device.wake()
     if name == "measure_dram":
         device.launch("prepare_dram", 1, 1, 0, before)
         device.empty_cache()
@@ -285,6 +296,7 @@ def run(device: Gpu | Machine, name: str) -> dict[str, Any]:
 def launch_costs(gpu: Gpu) -> dict[str, Any]:
     """Return what a launch costs: the host, a queue that is full, and from call to end."""
     found: dict[str, Any] = {"probe": "launch", "wrong": 0}
+    gpu.wake()
     args, _kept = arguments(gpu.allocate(8 * WORDS), 0, 0, 3_000_000)
     function, spin = gpu.function("empty"), gpu.function("measure_clock")
     for how, name in (("cuLaunchKernel", "plain"), ("cuLaunchCooperativeKernel", "cooperative")):
@@ -325,7 +337,7 @@ def device_copy(gpu: Gpu) -> dict[str, Any]:
         pointers = c.c_uint64(destination), c.c_uint64(source)
         gpu.call("cuMemcpyDtoDAsync_v2", *pointers, c.c_size_t(size), None)
 
-    copy()
+    gpu.wake()
     times = [gpu.elapsed_us(copy) for _ in range(20)]
     rate = 2 * size / median(times) / 1000
     return {"probe": "device_copy", "wrong": 0, "us": median(times), "gb_per_s": round(rate, 1)}
