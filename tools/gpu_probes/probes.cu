@@ -493,10 +493,10 @@ UEC_PROBE(measure_acquire_system) {
   chase(r, memory, rounds, [](const uint64_t* p) { return ptx::load_acquire_system(p); });
 }
 // A store and a fence, and either by itself.
-#define UEC_COST(name, step)                              \
-  UEC_PROBE(name) {                                       \
-    auto* const at = reinterpret_cast<uint64_t*>(memory); \
-    measure<4>(r, rounds, [&] { step; });                 \
+#define UEC_COST(name, step)                                               \
+  UEC_PROBE(name) {                                                        \
+    [[maybe_unused]] auto* const at = reinterpret_cast<uint64_t*>(memory); \
+    measure<4>(r, rounds, [&] { step; });                                  \
   }
 __device__ inline void store(volatile uint64_t* at) { *at = 1; }
 __device__ inline void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
