@@ -84,7 +84,6 @@ MEASURES = {
     "measure_cluster": Probe(blocks=2, shared=16, rounds=4096, few=64, arch=90),
 }
 HOST_ONLY = ("launch", "device_copy")  # of a GPU: what no kernel measures
-UNTIMED = ("measure_cluster",)  # the machine in software has no time for it
 DRAM_BYTES = 4096 * (131072 + 128)
 
 

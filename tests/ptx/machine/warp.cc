@@ -188,7 +188,13 @@ bool Machine::run(Warp& w, int budget) {
       case Op::kClusterWait:
         set_pc(lanes, pc + 1);
         set_pc(on, pc);
-        each_lane(on, [&](int l) { w.status[l] = Status::kAtCluster; });
+        each_lane(on, [&](int l) {
+          // Nobody wakes those who come when the phase has ended already.
+          if (timed && pass_cluster(w, l))
+            w.pc[l] = pc + 1;
+          else
+            w.status[l] = Status::kAtCluster;
+        });
         return true;
       case Op::kCall:
         set_pc(lanes, pc + 1);
