@@ -22,7 +22,7 @@ using Ints = std::vector<int32_t>;
 model::Machine make_machine(const std::vector<double>& rates, const std::vector<int64_t>& times,
                             const Ints& counts, const std::vector<double>& cores) {
   require_equal("length of rates", rates.size(), 9);
-  require_equal("length of times", times.size(), 12);
+  require_equal("length of times", times.size(), 15);
   require_equal("length of counts", counts.size(), 4);
   require_equal("length of cores", cores.size(), 2);
   if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
@@ -54,6 +54,9 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.fetch_ps = times[9];
   m.store_ps_of_tile = times[10];
   m.publish_ps = times[11];
+  m.gather_ps = times[12];
+  m.add_ps = times[13];
+  m.clear_ps = times[14];
   m.shared = cores[0];
   m.read = cores[1];
   m.domain_size = counts[0];
@@ -113,7 +116,7 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
                       bool may_pull, const std::vector<int64_t>& cost,
                       const std::vector<double>& rates, const std::vector<int64_t>& times,
                       const Ints& counts, const std::vector<double>& cores, bool timeline,
-                      const Ints& parent, int32_t chunk_tiles) {
+                      const Ints& parent, int32_t chunk_tiles, const Ints& grad_types, bool zero) {
   if (num_ranks < 1) reject("num_ranks", num_ranks, "at least 1");
   require_equal("length of cost", cost.size(), 5);
   const Ints domain(num_ranks);
@@ -132,6 +135,13 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
   transfer.cost = {cost[0], cost[1], cost[2], cost[3], cost[4]};
   transfer.parent = parent;
   transfer.chunk_tiles = chunk_tiles;
+  for (const int32_t type : grad_types) {
+    if (type < 0 || type > 1) reject("grad_types", type, "0 or 1");
+    transfer.grad_type.push_back(static_cast<GradType>(type));
+  }
+  if (transfer.reduces())
+    require_equal("length of grad_types", grad_types.size(), segment_bytes.size());
+  transfer.zero = zero;
   check_transfer(transfer, slot_expert.size());
   const model::Machine machine = make_machine(rates, times, counts, cores);
   model::Result result;
@@ -157,8 +167,8 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
 void bind_model(nb::module_& m) {
   m.def("model_transfer", &model_transfer, "slot_expert"_a, "home"_a, "num_ranks"_a,
         "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a, "cost"_a, "rates"_a,
-        "times"_a, "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a,
-        "See src/model. RuntimeError: the transfer does not finish.");
+        "times"_a, "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a, "grad_types"_a,
+        "zero"_a, "See src/model. RuntimeError: the transfer does not finish.");
 }
 
 }  // namespace uec::python

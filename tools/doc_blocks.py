@@ -146,9 +146,35 @@ def charged(document: Document) -> str:
     return _markdown(["expert", *names], rows)
 
 
+def charged_reductions(document: Document) -> str:
+    """The same of reductions."""
+    records = document["records"]
+    machines = list(dict.fromkeys(row["machine"] for row in records))
+    ways = [(mode, machine) for mode in ("pull", "direct") for machine in machines]
+    rows = []
+    for mb in dict.fromkeys(row["expert_mb"] for row in records):
+        of = [row for row in records if row["expert_mb"] == mb]
+        cells = []
+        for mode, machine in ways:
+            found = [r["reduction"][mode]["mean"] for r in of if r["machine"] == machine]
+            cells.append(f"{sum(found) / len(found):.2f}")
+        rows.append([f"{mb} MB", *cells])
+    return _markdown(["expert", *(f"{mode}, {machine}" for mode, machine in ways)], rows)
+
+
 BLOCKS: dict[str, Callable[[Document], str]] = {
     block.__name__: block
-    for block in (shown, example, published, claims, over_bound, charged, planner, sensitivity)
+    for block in (
+        shown,
+        example,
+        published,
+        claims,
+        over_bound,
+        charged,
+        charged_reductions,
+        planner,
+        sensitivity,
+    )
 }
 
 

@@ -3,7 +3,8 @@
     python bench/recipes/model_charged.py [--json FILE]
 
 "nvl72-links" charges links and latencies alone; "nvl72" and "gb200" charge what the compiled
-kernels spend too. A record is of several loads of one size of group, with experts of one size.
+kernels spend too. A record is of several loads of one size of group, with experts of one size; its
+reduction is of every other load, with gradients of fp32, twice the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.options import check_writable
 from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import format_table
-from ultraep_comm.model import predict
+from ultraep_comm.model import predict, predict_reduction
 
 MACHINES = ("nvl72-links", "nvl72", "gb200")
 MEGABYTES = (10, 19, 38, 90)
@@ -54,6 +55,13 @@ def main() -> None:
             mode: [predict(plan, mb * 10**6, machine, mode) for plan in plans[size]]
             for mode in MODES
         }
+        sums = {
+            mode: [
+                predict_reduction(plan, 2 * mb * 10**6, machine, mode).over_bound
+                for plan in plans[size][::2]
+            ]
+            for mode in ("pull", "direct")
+        }
         over = {mode: np.array([p.over_bound for p in of]) for mode, of in found.items()}
         records.append(
             {
@@ -65,15 +73,19 @@ def main() -> None:
                 "bound_us": float(np.mean([p.bound_us for p in found["push"]])),
                 "time_us": {m: float(np.mean([p.time_us for p in of])) for m, of in found.items()},
                 "over_bound": {m: figures_of(of, "mean", "worst") for m, of in over.items()},
+                "reduction": {
+                    m: figures_of(np.array(of), "mean", "worst") for m, of in sums.items()
+                },
             }
         )
     rows = [
         [r["size"], str(r["expert_mb"]), r["machine"], f"{r['bound_us']:.0f}"]
         + [f"{r['over_bound'][mode]['mean']:.2f}" for mode in MODES]
+        + [f"{r['reduction'][mode]['mean']:.2f}" for mode in ("pull", "direct")]
         for r in records
     ]
-    header = ["size", "expert", "machine", "T*", *MODES]
-    print(format_table([header, ["G/E/S", "(MB)", "", "(us)", *["/T*"] * 3]], rows))
+    header = ["size", "expert", "machine", "T*", *MODES, "reduce,pull", "direct"]
+    print(format_table([header, ["G/E/S", "(MB)", "", "(us)", *["/T*"] * 5]], rows))
     write_records(options.json, records)
 
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/base/team.hpp"
@@ -219,6 +220,70 @@ class ModelMover : public DeliveryPolicy {
   Spent& spent_;
   std::vector<Slot> stages_;
   uint32_t described_ = 0, released_ = 0, delivered_ = 0;
+};
+
+// What is in this rank's own memory is delivered at once.
+class ModelHerald : public DeliveryPolicy {
+ public:
+  template <class F>
+  static bool when_delivered(uint32_t, bool, F&& then) {
+    then(delivered());
+    return true;
+  }
+};
+
+// Loads of a tile's addends take links, and adding them a worker's time; sums and main gradients
+// are in its own memory.
+class ModelAdder : public DeliveryPolicy {
+ public:
+  ModelAdder(World& world, const Call& call, int32_t worker, Spent& spent)
+      : world_(world), call_(call), worker_(worker), spent_(spent) {}
+
+  template <class Source>
+  void sum(uint8_t*, int32_t n, Source&& source, int64_t elements, GradType type) {
+    read(n, source, elements * bytes_of(type));
+  }
+  template <class Source>
+  void add(uint8_t*, GradType, int32_t n, Source&& source, int64_t elements, GradType type) {
+    read(n, source, elements * bytes_of(type));
+  }
+  void zero(uint8_t*, int64_t) { cost_ += world_.machine().clear_ps; }
+  template <class F>
+  static bool when_delivered(F&& then) {
+    then(delivered());
+    return true;
+  }
+  static void loads_complete() {}
+
+  // ---- called by the agent
+
+  bool waits() const { return pending_ > 0; }
+  bool note_loaded() { return --pending_ == 0; }  // whether all are there
+  int64_t take_cost() { return std::exchange(cost_, 0); }
+
+ private:
+  template <class Source>
+  void read(int32_t n, Source&& source, int64_t bytes) {
+    cost_ += world_.machine().add_ps * n;
+    for (int32_t i = 0; i < n; ++i) {
+      Copy copy;
+      copy.from = rank_at(source(i));
+      copy.to = call_.rank;
+      if (copy.from == copy.to) continue;
+      copy.worker = worker_;
+      copy.bytes = bytes;
+      copy.is_load = true;
+      ++pending_;
+      world_.load(copy, spent_.ps + world_.machine().gather_ps);
+    }
+  }
+
+  World& world_;
+  const Call& call_;
+  int32_t worker_;
+  Spent& spent_;
+  int32_t pending_ = 0;
+  int64_t cost_ = 0;
 };
 
 }  // namespace uec::model

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/transfer/announce.hpp"
+#include "core/transfer/reducer.hpp"
 #include "core/transfer/worker.hpp"
 #include "model/policies.hpp"
 #include "model/world.hpp"
@@ -24,6 +25,21 @@ struct Job {
   int32_t slots_per_rank = 0;
 };
 
+// What an agent, a worker of a rank, is made of.
+struct Context {
+  World& world;
+  const Call& call;
+  ModelMemory& memory;
+  Spent& spent;
+  int32_t id;         // among all workers
+  uint8_t* open;      // [G] scratch
+  int64_t* received;  // [G][S]
+  int32_t* held;      // of the rank: stages in use
+  int64_t* idle_since;
+
+  int32_t worker() const { return id % world.machine().workers; }
+};
+
 struct Outcome {
   std::vector<int64_t> finish;                     // [G] when a rank's call ends
   std::vector<int64_t> egress_busy, ingress_busy;  // [G]
@@ -32,13 +48,15 @@ struct Outcome {
   std::vector<Span> spans;
 };
 
+// An Agent has two sides, each with a step, as Worker has, and hears when its copies have arrived.
+template <class Agent>
 class Simulation {
  public:
   Simulation(const Machine& machine, const Job& job, bool keeps_spans)
       : machine_(machine),
         job_(job),
         num_ranks_(static_cast<int32_t>(job.calls.size())),
-        world_(machine, num_ranks_, job.calls[0].layout.gathered_base, keeps_spans),
+        world_(machine, num_ranks_, job.calls[0].layout.slots_base, keeps_spans),
         ranks_(num_ranks_) {
     const size_t workers = static_cast<size_t>(num_ranks_) * machine.workers;
     outcome_.finish.resize(num_ranks_);
@@ -52,16 +70,16 @@ class Simulation {
       rank.at_work = machine.workers;
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers); ++w)
-      workers_.push_back(std::make_unique<Agent>(*this, w));
+      workers_.push_back(std::make_unique<State>(*this, w));
   }
 
   // Throws std::logic_error if ranks wait for each other forever, which would be a bug in the core
   // or in the job.
   Outcome run() {
     for (int32_t r = 0; r < num_ranks_; ++r) {
-      ModelMover& mover = workers_[r * machine_.workers]->mover;
-      announce_call(job_.calls[r], *ranks_[r].memory, mover);
-      announce_open(job_.calls[r], *ranks_[r].memory, mover);
+      ModelHerald herald;
+      announce_call(job_.calls[r], *ranks_[r].memory, herald);
+      announce_open(job_.calls[r], *ranks_[r].memory, herald);
     }
     for (int32_t w = 0; w < static_cast<int32_t>(workers_.size()); ++w) wake(w);
     run_due();
@@ -80,8 +98,6 @@ class Simulation {
   }
 
  private:
-  using ModelWorker = Worker<ModelMemory, ModelMover>;
-
   struct Rank {
     std::unique_ptr<ModelMemory> memory;
     std::unique_ptr<Finish<ModelMemory>> finish;
@@ -92,20 +108,16 @@ class Simulation {
     bool finished = false;
   };
 
-  struct Agent {
-    Agent(Simulation& s, int32_t w)
-        : call(s.job_.calls[s.world_.rank_of(w)]),
-          open(call.num_ranks),
-          state(call.work.num_pieces),
-          mover(s.world_, call, w, s.outcome_.received.data(), &s.ranks_[call.rank].held,
-                &s.ranks_[call.rank].idle_since, s.spent_),
-          worker(call, *s.ranks_[call.rank].memory, mover, open.data(), state.data(),
-                 w % s.machine_.workers) {}
+  struct State {
+    State(Simulation& s, int32_t w)
+        : rank(s.world_.rank_of(w)),
+          open(s.num_ranks_),
+          agent({s.world_, s.job_.calls[rank], *s.ranks_[rank].memory, s.spent_, w, open.data(),
+                 s.outcome_.received.data(), &s.ranks_[rank].held, &s.ranks_[rank].idle_since}) {}
 
-    const Call& call;
-    std::vector<uint8_t> open, state;
-    ModelMover mover;
-    ModelWorker worker;
+    int32_t rank;
+    std::vector<uint8_t> open;
+    Agent agent;
     bool slept = false, fetched = false, ended = false;
     int64_t fetch_free = 0, store_free = 0;  // when a side may take its next step
   };
@@ -148,10 +160,10 @@ class Simulation {
   void handle(const Event& event) {
     switch (event.kind) {
       case EventKind::kLoaded:
-        workers_[event.who]->mover.note_loaded(static_cast<uint32_t>(event.what));
+        workers_[event.who]->agent.note_loaded(static_cast<uint32_t>(event.what));
         return wake(event.who);
       case EventKind::kDelivered:
-        workers_[event.who]->mover.note_delivered(static_cast<uint32_t>(event.what));
+        workers_[event.who]->agent.note_delivered(static_cast<uint32_t>(event.what));
         return wake(event.who);
       case EventKind::kFlag:
         return note_flag(event);
@@ -166,13 +178,16 @@ class Simulation {
     const int32_t r = event.who;
     world_.flag(r, event.what) = event.value;
     const SymmetricLayout& layout = job_.calls[r].layout;
-    if (ranks_[r].at_work == 0) {
+    const auto is_in = [&](int64_t begin, int64_t end) {
+      return event.what >= begin && event.what < end;
+    };
+    if (ranks_[r].at_work == 0)
       finish(r);
-    } else if (event.what >= layout.ready_base && event.what < layout.pulled_base) {
+    else if (is_in(layout.ready_base, layout.pulled_base) ||
+             is_in(layout.summed_base, layout.consumed_base))
       wake_one(r);
-    } else if (event.what < layout.done_base) {
+    else if (event.what < layout.done_base || event.what >= layout.consumed_base)
       wake_all(r);
-    }
   }
 
   void run_due() {
@@ -185,26 +200,26 @@ class Simulation {
   }
 
   void run_worker(int32_t w) {
-    Agent& agent = *workers_[w];
-    const int32_t r = agent.call.rank;
-    if (agent.ended) return;
+    State& state = *workers_[w];
+    const int32_t r = state.rank;
+    if (state.ended) return;
     // The store side first: it gives back stages.
-    const Step stored = take_step(w, agent.store_free, [&] { return agent.worker.store_step(); });
-    const Step fetched = take_step(w, agent.fetch_free, [&] { return agent.worker.fetch_step(); });
+    const Step stored = take_step(w, state.store_free, [&] { return state.agent.store_step(); });
+    const Step fetched = take_step(w, state.fetch_free, [&] { return state.agent.fetch_step(); });
     if (stored == Step::kFailed || fetched == Step::kFailed)
       throw std::logic_error("a modelled transfer fails");
     const bool claimed = fetched == Step::kProgress;
-    const bool ends = fetched == Step::kFinished && !agent.fetched;  // the store side will see it
-    agent.fetched = fetched == Step::kFinished;
+    const bool ends = fetched == Step::kFinished && !state.fetched;  // the store side will see it
+    state.fetched = fetched == Step::kFinished;
     // Workers that are due at the same moment take steps in turns, as they run in parallel on a
     // device: one that filled all its stages first would hold groups that others could send sooner.
     if (stored == Step::kProgress || claimed || ends) wake(w);
     const bool is_blocked = fetched == Step::kBlocked;
-    const bool got_something = claimed || ends || (agent.slept && !is_blocked);
-    agent.slept = is_blocked;
+    const bool got_something = claimed || ends || (state.slept && !is_blocked);
+    state.slept = is_blocked;
     is_blocked ? note_blocked(w) : note_awake(w);
     if (stored == Step::kFinished) {
-      agent.ended = true;
+      state.ended = true;
       if (--ranks_[r].at_work == 0) finish(r);
     }
     if (got_something) wake_one(r);
@@ -244,11 +259,66 @@ class Simulation {
   World world_;
   Spent spent_;
   std::vector<Rank> ranks_;
-  std::vector<std::unique_ptr<Agent>> workers_;
+  std::vector<std::unique_ptr<State>> workers_;
   std::vector<uint8_t> due_flag_;
   std::vector<int32_t> place_;  // [workers] among the blocked of its rank; -1: it is not
   std::deque<int32_t> due_;
   Outcome outcome_;
+};
+
+// Streams tiles of experts.
+class TransferAgent {
+ public:
+  explicit TransferAgent(const Context& c)
+      : state_(c.call.work.num_pieces),
+        mover_(c.world, c.call, c.id, c.received, c.held, c.idle_since, c.spent),
+        worker_(c.call, c.memory, mover_, c.open, state_.data(), c.worker()) {}
+
+  Step store_step() { return worker_.store_step(); }
+  Step fetch_step() { return worker_.fetch_step(); }
+  void note_loaded(uint32_t k) { mover_.note_loaded(k); }
+  void note_delivered(uint32_t k) { mover_.note_delivered(k); }
+
+ private:
+  std::vector<uint8_t> state_;
+  ModelMover mover_;
+  Worker<ModelMemory, ModelMover> worker_;
+};
+
+// Adds gradients: one side, which waits for what it loads.
+class ReductionAgent {
+ public:
+  explicit ReductionAgent(const Context& c)
+      : world_(c.world),
+        id_(c.id),
+        state_(c.call.work.num_reductions),
+        adder_(c.world, c.call, c.id, c.spent),
+        reducer_(c.call, c.memory, adder_, c.open, state_.data(), c.worker()) {}
+
+  Step store_step() const { return ended_ ? Step::kFinished : Step::kIdle; }
+  Step fetch_step() {
+    if (adder_.waits() || world_.now() < adds_until_) return Step::kIdle;
+    const Step step = reducer_.step();
+    ended_ |= step == Step::kFinished;
+    if (!adder_.waits()) adds_until_ = world_.now() + adder_.take_cost();
+    if (adds_until_ > world_.now()) world_.schedule(adds_until_, EventKind::kFree, id_, 0, 0);
+    return step;
+  }
+  void note_loaded(uint32_t) {
+    if (!adder_.note_loaded()) return;
+    adds_until_ = world_.now() + adder_.take_cost();
+    world_.schedule(adds_until_, EventKind::kFree, id_, 0, 0);
+  }
+  static void note_delivered(uint32_t) {}
+
+ private:
+  World& world_;
+  int32_t id_;
+  std::vector<uint8_t> state_;
+  ModelAdder adder_;
+  Reducer<ModelMemory, ModelAdder> reducer_;
+  bool ended_ = false;
+  int64_t adds_until_ = 0;
 };
 
 }  // namespace uec::model

@@ -24,8 +24,13 @@ struct Transfer {
   int32_t mode = -1;  // a Mode, or -1: by cost
   bool may_pull = false;
   CostModel cost;
+  // A reduction: segments are those of slot gradients, of these types, and nothing is relayed.
+  std::vector<GradType> grad_type{};
+  bool zero = true;             // slots are cleared
   std::vector<int32_t> parent;  // [R] of relays; empty: the core's schedule
   int32_t chunk_tiles = 1;
+
+  bool reduces() const { return !grad_type.empty(); }
 };
 
 struct Result {
@@ -59,21 +64,30 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
   const TileMap tiles{num_segments, segment.data(), transfer.segment_bytes.data(),
                       first_tile.data(), transfer.tile_bytes};
 
-  Capacity capacity{t.num_ranks, t.num_experts, t.slots_per_rank, 0, num_segments, 0};
+  const Gradients grads{transfer.reduces() ? num_segments : 0, transfer.segment_bytes.data(),
+                        transfer.grad_type.data(), slot_offset.data()};
+  Capacity capacity{t.num_ranks, t.num_experts, t.slots_per_rank,
+                    0,           num_segments,  grads.num_segments};
   using Block = std::vector<std::byte>;
   ScheduleArrays work;
   Block schedule_block(ScheduleArrays::cut(nullptr, capacity, &work));
   ScheduleArrays::cut(schedule_block.data(), capacity, &work);
   PlanShape shape;
-  make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.may_pull,
-                transfer.cost, work.scratch, &shape, work.schedule);
+  if (transfer.reduces())
+    make_reduction(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.cost,
+                   work.scratch, &shape, work.schedule);
+  else
+    make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.may_pull,
+                  transfer.cost, work.scratch, &shape, work.schedule);
 
   const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
   const int64_t max_groups = transfer.parent.empty()
                                  ? tiles.num_groups(kWideFanout + 1)
                                  : ceil_div(tiles.num_tiles(), transfer.chunk_tiles);
-  const SymmetricLayout layout = SymmetricLayout::make(
-      t, max_mains, max_groups, num_segments, transfer.segment_bytes.data(), slot_offset.data());
+  const SymmetricLayout layout =
+      SymmetricLayout::make(t, max_mains, max_groups, transfer.reduces() ? 0 : num_segments,
+                            transfer.segment_bytes.data(), slot_offset.data(), grads,
+                            transfer.tile_bytes, slot_offset.data());
   check_sizes(layout, machine);
   std::vector<uint8_t*> bases(t.num_ranks);
   for (int32_t r = 0; r < t.num_ranks; ++r) bases[r] = base_of(r);
@@ -99,14 +113,22 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     call.addresses = {
         bases.data(), transfer.segment_bytes.data(), slot_offset.data(), mains.data(), num_mains[r],
         bases.data(), region_offset.data()};
-    if (transfer.parent.empty())
+    call.grads = grads;
+    call.main_type = transfer.grad_type.data();
+    if (transfer.reduces())
+      build_reductions(Alone{}, t, tiles, work.schedule, main_idx.data(), r, transfer.zero,
+                       call.work);
+    else if (transfer.parent.empty())
       build_worklist(Alone{}, t, tiles, work.schedule, main_idx.data(), r, call.work);
     else
       build_relays(t, work.schedule, transfer.parent, transfer.chunk_tiles, tiles.num_tiles(),
                    main_idx.data(), r, call.work);
     call.reset_counters(Alone{});
   }
-  return {work.schedule.mode, Simulation(machine, job, keeps_spans).run()};
+  const Mode mode = work.schedule.mode;
+  if (transfer.reduces())
+    return {mode, Simulation<ReductionAgent>(machine, job, keeps_spans).run()};
+  return {mode, Simulation<TransferAgent>(machine, job, keeps_spans).run()};
 }
 
 }  // namespace uec::model

@@ -102,9 +102,14 @@ class World {
   void load(const Copy& copy, int64_t after) {
     const int64_t way =
         after + machine_.load_ps + (machine_.far(copy.from, copy.to) ? machine_.far_ps : 0);
-    Arrivals& a = arrivals_of(copy.worker, copy.stage);
-    a.request = copy;
-    schedule(now_ + way, EventKind::kRequest, copy.worker, copy.stage, 0);
+    if (spare_.empty()) {
+      spare_.push_back(static_cast<int64_t>(requests_.size()));
+      requests_.emplace_back();
+    }
+    const int64_t request = spare_.back();
+    spare_.pop_back();
+    requests_[request] = copy;
+    schedule(now_ + way, EventKind::kRequest, copy.worker, request, 0);
   }
 
   // ---- the clock
@@ -118,8 +123,8 @@ class World {
     events_.pop();
     now_ = event.time;
     if (event.kind == EventKind::kRequest) {
-      const auto stage = static_cast<uint32_t>(event.what);
-      const Copy& copy = arrivals_of(event.who, stage).request;
+      const Copy copy = requests_[event.what];
+      spare_.push_back(event.what);
       enqueue(load_stream(copy), copy);
     } else if (event.kind == EventKind::kLink) {
       links_[event.who].busy = false;
@@ -143,7 +148,6 @@ class World {
     int32_t pending = 0;
     bool closed = false;  // there will be no more
     int64_t last = 0;
-    Copy request;  // that the stage is loaded with
   };
   Arrivals& arrivals_of(int32_t worker, uint32_t stage) {
     const auto stages = static_cast<uint32_t>(machine_.stages);
@@ -264,6 +268,8 @@ class World {
   int32_t num_busy_ = 0;  // near links out
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::vector<Arrivals> arrivals_;     // [workers][stages]
+  std::vector<Copy> requests_;         // of loads, on their way
+  std::vector<int64_t> spare_;         // indices of these
   std::vector<Link> links_;            // [ranks][near, far]
   std::vector<int64_t> ingress_free_;  // [ranks][near, far]
   std::vector<Stream> streams_;        // stores [workers][near, far], then loads

@@ -118,14 +118,15 @@ void fan_out(Numbers of, const std::string& name) {
   report(name, group.slot_expert);
 }
 
-// replicas, KiB of a replica's fp32 gradients, blocks, warps, mode: one expert of rank 0.
+// replicas, KiB of a replica's fp32 gradients, blocks, warps, mode: one expert of rank 0, in tiles
+// of 32 KiB.
 void reduce(Numbers of, const std::string& name) {
   const int32_t replicas = of.next();
   const int64_t bytes = int64_t{of.next()} << 10;
   const int32_t blocks = of.next(), warps = of.next();
   PlanCase group = make_group(replicas + 1, replicas + 1, 1);
   for (int32_t r = 1; r <= replicas; ++r) CHECK(group.place(0, r));
-  Options options = options_of({64}, blocks, Plans::kOnHost);
+  Options options = options_of({64}, blocks, Plans::kOnHost, 2 * kTile);
   options.grad_bytes = {bytes};
   options.grad_type = {uec::GradType::kFloat32};
   EmulatedGradients all(group, options, {uec::GradType::kFloat32}, 0);

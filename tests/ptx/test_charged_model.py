@@ -13,13 +13,13 @@ from ptx_machine import HERE, PtxMachine
 from tiers import sampled
 
 from ultraep_comm import Plan
-from ultraep_comm.model import MACHINES, predict
+from ultraep_comm.model import MACHINES, predict, predict_reduction
 
 pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
 
 MODES = ("push", "pull", "direct")
 # Of measure.cc: replicas, KiB, blocks, KiB of a tile, mode; ranks, experts, KiB, blocks, KiB of a
-# tile, plan on the host, mode. Where the constants come from is half of these.
+# tile, plan on the host, mode. The constants come from these and others like them.
 TRANSFERS = [
     *(
         f"fan_out:{replicas},{kib},{blocks},32,{mode}"
@@ -35,41 +35,35 @@ TRANSFERS = [
         for kib in (1536, 3072)
     ),
 ]
+# Replicas, KiB of fp32 gradients, blocks, warps, mode.
+REDUCTIONS = [
+    f"reduce:{replicas},{kib},{blocks},8,{mode}"
+    for replicas in (1, 2, 7)
+    for mode in (1, 2)
+    for kib, blocks in ((512, 32), (1024, 8))
+]
+CLOCKS = (("a", "nvl72"), ("b", "gb200"))
 QUICK = TRANSFERS[::17]
 
 
 @pytest.mark.parametrize(
     "clock,name,transfers",
     sampled(
-        [("a", "nvl72", QUICK), ("a", "nvl72", TRANSFERS), ("b", "gb200", TRANSFERS)],
+        [
+            ("a", "nvl72", QUICK),
+            *((clock, name, of) for clock, name in CLOCKS for of in (TRANSFERS, REDUCTIONS)),
+        ],
         lambda case: case[2] is QUICK,
     ),
-    ids=["a-quick", "a", "b"],
+    ids=["a-quick", "a", "a-reductions", "b", "b-reductions"],
 )
 def test_the_model_agrees_with_the_kernels(
     machine: PtxMachine, clock: str, name: str, transfers: list[str], say: Callable[[str], None]
 ) -> None:
-    errors = {}
-    for asked, report in measure(machine, clock, transfers).items():
-        kind, numbers = asked.split(":")
-        of = [int(number) for number in numbers.split(",")]
-        ranks, experts = (of[0] + 1, of[0] + 1) if kind == "fan_out" else (of[0], of[1])
-        kib, blocks = (of[1], of[2]) if kind == "fan_out" else (of[2], of[3])
-        segments = [kib << 10] if kind == "fan_out" else [(kib << 10) // 3 * 2, (kib << 10) // 3]
-        slots = torch.tensor(report["slot_expert"], dtype=torch.int32).reshape(ranks, -1)
-        plan = Plan.from_slots(slots, num_experts=experts)
-        # The clock's links, and no launch.
-        on = replace(
-            MACHINES[name],
-            egress_gbps=link_gbps(clock),
-            ingress_gbps=link_gbps(clock),
-            unloaded_gbps=None,
-            launch_us=0.0,
-            num_sms=blocks,
-            tiles_in_flight=4 * blocks,
-        )
-        modelled = predict(plan, segments, on, MODES[of[-1]]).time_us
-        errors[asked] = modelled / report["us"] - 1
+    errors = {
+        asked: modelled_us(asked, report["slot_expert"], clock, name) / report["us"] - 1
+        for asked, report in measure(machine, clock, transfers).items()
+    }
     sizes = [abs(error) for error in errors.values()]
     worst = max(errors, key=lambda asked: abs(errors[asked]))
     say(
@@ -78,6 +72,29 @@ def test_the_model_agrees_with_the_kernels(
     )
     assert statistics.median(sizes) < 0.15
     assert max(sizes) < 0.35
+
+
+def modelled_us(asked: str, slot_expert: list[int], clock: str, name: str) -> float:
+    """Return the model's time of one of TRANSFERS or REDUCTIONS, on the clock's links."""
+    kind, numbers = asked.split(":")
+    of = [int(number) for number in numbers.split(",")]
+    ranks, experts = (of[0], of[1]) if kind == "planned" else (of[0] + 1, of[0] + 1)
+    kib, blocks = (of[2], of[3]) if kind == "planned" else (of[1], of[2])
+    on = replace(
+        MACHINES[name],
+        egress_gbps=link_gbps(clock),
+        ingress_gbps=link_gbps(clock),
+        unloaded_gbps=None,
+        launch_us=0.0,
+        num_sms=blocks,
+        tiles_in_flight=4 * blocks,
+    )
+    slots = torch.tensor(slot_expert or [-1] + [0] * of[0], dtype=torch.int32).reshape(ranks, -1)
+    plan, size, mode = Plan.from_slots(slots, num_experts=experts), kib << 10, MODES[of[-1]]
+    if kind == "reduce":
+        return predict_reduction(plan, size, on, mode).time_us
+    segments = [size] if kind == "fan_out" else [size // 3 * 2, size // 3]
+    return predict(plan, segments, on, mode).time_us
 
 
 def link_gbps(clock: str) -> float:

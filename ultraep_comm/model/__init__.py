@@ -9,7 +9,7 @@ docs/model.md describes what is modelled and what is left out.
 
 from ultraep_comm.model.bound import transfer_bound_us
 from ultraep_comm.model.machine import MACHINES, Machine, find_machine
-from ultraep_comm.model.predict import Prediction, predict
+from ultraep_comm.model.predict import Prediction, predict, predict_reduction
 
 __all__ = [
     "MACHINES",
@@ -17,5 +17,6 @@ __all__ = [
     "Prediction",
     "find_machine",
     "predict",
+    "predict_reduction",
     "transfer_bound_us",
 ]

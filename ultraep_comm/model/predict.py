@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ultraep_comm import _core
@@ -27,6 +28,7 @@ _MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model ca
 # Constants of mode="auto" besides links: picoseconds for loading a KiB, as for groups on GPUs, and
 # for a flag group where claiming one costs nothing.
 _LOAD_PER_KIB, _GROUP = 310, 200_000
+_GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,6 +105,50 @@ def predict(
     )
 
 
+def predict_reduction(
+    plan: Plan,
+    grad_bytes: ExpertBytes,
+    machine: str | Machine = "nvl72",
+    mode: str = "auto",
+    *,
+    grads: torch.dtype = torch.float32,
+    zero: bool = True,
+    device_plan: bool = False,
+) -> Prediction:
+    """Predict the time of :func:`ultraep_comm.reduce_expert_grads` on a machine.
+
+    T* is that of a transfer of the same bytes, with directions reversed. Adding is charged to who
+    adds; main gradients and slots to be cleared are in its own memory. ``received_bytes`` is 0.
+
+    Args:
+        plan, machine, device_plan: as in :func:`predict`; within a domain, on ranks with links.
+        grad_bytes: bytes of one expert's gradients in a slot; or of each segment.
+        mode: "pull", "direct", or "auto".
+        grads: their dtype, float32 or bfloat16.
+        zero: slots are cleared.
+
+    Raises:
+        InvalidArgumentError, InvalidPlanError, UnsupportedError: as :func:`predict`; the dtype is
+            none of these, or the machine's ranks copy with their cores.
+    """
+    if mode not in ("auto", "pull", "direct"):
+        raise InvalidArgumentError(f"mode is {mode!r}; expected one of auto, pull, direct")
+    if grads not in _GRAD_TYPES:
+        raise InvalidArgumentError(f"grads is {grads!r}; expected float32 or bfloat16")
+    on = find_machine(machine)
+    if on.parallel is not None:
+        raise UnsupportedError(f"machine {on.name!r} copies with cores; reductions need links")
+    return run_transfer(
+        plan,
+        grad_bytes,
+        on,
+        mode=MODES.get(mode),
+        device_plan=device_plan,
+        grads=grads,
+        zero=zero,
+    )
+
+
 def run_transfer(
     plan: Plan,
     expert_bytes: ExpertBytes,
@@ -114,6 +160,8 @@ def run_transfer(
     timeline: bool = False,
     parent: Sequence[int] = (),
     chunk_tiles: int = 1,
+    grads: torch.dtype | None = None,
+    zero: bool = True,
 ) -> Prediction:
     """Model a transfer as :func:`predict` does, or along trees of relays.
 
@@ -123,6 +171,7 @@ def run_transfer(
         parent: ``[R]``, the rank that sends to each replica, by ascending expert and then rank;
             empty: the library's schedule.
         chunk_tiles: tiles that a relay passes on together.
+        grads, zero: of a reduction, as in :func:`predict_reduction`; None: a transfer.
     """
     if not isinstance(plan, Plan):
         raise InvalidArgumentError(f"plan is {plan!r}; expected a Plan")
@@ -164,9 +213,14 @@ def run_transfer(
                     *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
                     *(on.group_us, before, on.leave_us, on.claim_us, on.flagged_claim_us),
                     *(on.fetch_us, on.store_us, on.publish_us),
+                    *(on.gather_us, on.add_us, on.clear_us),
                 )
             ],
-            counts=[on.domain_size or 0, on.num_sms, on.stages, int(on.fair_loads)],
+            counts=[
+                on.domain_size or 0,
+                *((on.num_sms, on.stages) if grads is None else (on.num_sms * on.reduce_warps, 1)),
+                int(on.fair_loads),
+            ],
             cores=[
                 0.0 if on.parallel is None else 1 / on.parallel,
                 0.0 if on.read_gbps is None else 1e3 / on.read_gbps,
@@ -174,6 +228,8 @@ def run_transfer(
             timeline=timeline,
             parent=list(parent),
             chunk_tiles=chunk_tiles,
+            grad_types=[] if grads is None else [_GRAD_TYPES[grads]] * len(segments),
+            zero=zero,
         )
     except OverflowError as error:
         raise InvalidArgumentError(
