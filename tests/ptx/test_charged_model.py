@@ -36,12 +36,7 @@ TRANSFERS = [
     ),
 ]
 # Replicas, KiB of fp32 gradients, blocks, warps, mode.
-REDUCTIONS = [
-    f"reduce:{replicas},{kib},{blocks},8,{mode}"
-    for replicas in (1, 2, 7)
-    for mode in (1, 2)
-    for kib, blocks in ((512, 32), (1024, 8))
-]
+REDUCTIONS = [f"reduce:{replicas},512,8,8,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)]
 CLOCKS = (("a", "nvl72"), ("b", "gb200"))
 QUICK = TRANSFERS[::17]
 
