@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from ultraep_comm.calibration import MeasuredCosts
 from ultraep_comm.errors import InvalidArgumentError
@@ -195,7 +196,7 @@ class Machine:
 # What the CUDA engine's compiled kernels spend on a machine that executes PTX: fitted to transfers
 # of 1 to 4 MiB among 2 to 8 ranks, and held to them by tests/ptx/test_charged_model.py. That hubs
 # read memory twice is in `fetch_us`; what memory carries, several times a link, is not charged.
-_FAST_WORKERS: dict[str, float] = {  # tests/ptx/clock_a.env: flags and tables in near caches
+_FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in near caches
     "call_us": 7.3,
     "leave_us": 2.8,
     "deliver_us": 1.4,
@@ -212,7 +213,7 @@ _FAST_WORKERS: dict[str, float] = {  # tests/ptx/clock_a.env: flags and tables i
     "add_us": 10.4,
     "clear_us": 0.5,
 }
-_SLOW_WORKERS: dict[str, float] = {  # clock_b.env: in far ones, or in memory
+_SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "call_us": 9.9,
     "leave_us": 5.2,
     "deliver_us": 2.0,
@@ -234,7 +235,14 @@ _LAUNCH_US = 3.0  # published: 2 to 4
 # Published: direct fan-out reaches 706-715 GB/s on a rack of 72 GPUs, all of which send; a copy
 # alone 785 GB/s behind 6.5 us, half of them a launch (22 MB in 34.5 us, 24 of them at 776 GB/s).
 _LOADED, _UNLOADED = 710.0, 785.0
-_NICS: dict[str, float] = {"cross_gbps": 45.0, "cross_us": 3.0}  # 400 Gb/s, not calibrated
+_RACK: dict[str, Any] = {
+    "egress_gbps": _LOADED,
+    "ingress_gbps": _LOADED,
+    "unloaded_gbps": _UNLOADED,
+    "domain_size": 72,
+    "launch_us": _LAUNCH_US,
+}
+_NICS: dict[str, Any] = {"cross_gbps": 45.0, "cross_us": 3.0}  # 400 Gb/s, not calibrated
 
 MACHINES = {
     machine.name: machine
@@ -242,35 +250,10 @@ MACHINES = {
         # The links alone, as if workers took no time: what schedules are judged by. A hop of 2 us
         # fits the published times.
         Machine(name="nvl72-links", egress_gbps=_LOADED, ingress_gbps=_LOADED, domain_size=72),
-        Machine(
-            name="nvl72",
-            egress_gbps=_LOADED,
-            ingress_gbps=_LOADED,
-            unloaded_gbps=_UNLOADED,
-            domain_size=72,
-            launch_us=_LAUNCH_US,
-            **_FAST_WORKERS,  # type: ignore[arg-type]
-        ),
+        Machine(name="nvl72", **_RACK, **_FAST_WORKERS),
         # The same rack of GPUs of two dies each: flags and tables may lie in the other die's cache.
-        Machine(
-            name="gb200",
-            egress_gbps=_LOADED,
-            ingress_gbps=_LOADED,
-            unloaded_gbps=_UNLOADED,
-            domain_size=72,
-            launch_us=_LAUNCH_US,
-            **_SLOW_WORKERS,  # type: ignore[arg-type]
-        ),
-        Machine(
-            name="nvl72-racks",
-            egress_gbps=_LOADED,
-            ingress_gbps=_LOADED,
-            unloaded_gbps=_UNLOADED,
-            domain_size=72,
-            launch_us=_LAUNCH_US,
-            **_FAST_WORKERS,  # type: ignore[arg-type]
-            **_NICS,  # type: ignore[arg-type]
-        ),
+        Machine(name="gb200", **_RACK, **_SLOW_WORKERS),
+        Machine(name="nvl72-racks", **_RACK, **_FAST_WORKERS, **_NICS),
         # Nodes of 8 GPUs: 450 GB/s each way by the data sheet, scaled by 710/900 as on NVL72. Not
         # calibrated.
         Machine(
@@ -279,8 +262,8 @@ MACHINES = {
             ingress_gbps=355.0,
             domain_size=8,
             launch_us=_LAUNCH_US,
-            **_FAST_WORKERS,  # type: ignore[arg-type]
-            **_NICS,  # type: ignore[arg-type]
+            **_FAST_WORKERS,
+            **_NICS,
         ),
     )
 }
