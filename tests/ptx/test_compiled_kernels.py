@@ -30,6 +30,7 @@ def test_kernels_run_without_a_race(machine: PtxMachine, name: str, arch: int, s
 
 @pytest.mark.exhaustive
 @pytest.mark.builds("asan")
+@pytest.mark.timeout(900)  # the first waits for the build
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_stay_within_bounds(machine: PtxMachine, name: str) -> None:
     """AddressSanitizer knows where each allocation of the program ends."""
