@@ -112,17 +112,6 @@ std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Han
   return {e.replicate_on_device(args, call.background, stream, interrupted), call.mode};
 }
 
-// Fills `bases` [num_ranks] on the device; see kernels.cu.
-void launch_peers(const Driver& driver, uint64_t context, uint64_t kernel, uint64_t stream,
-                  uint64_t bases, uint64_t own, uint64_t pes, int32_t num_ranks) {
-  const cuda::ContextScope current(driver, handle(context));
-  void* arguments[] = {&bases, &own, &pes, &num_ranks};
-  require(driver,
-          driver.cuLaunchKernel(handle(kernel), 1, 1, 1, 32, 1, 1, 0, handle(stream), arguments,
-                                nullptr),
-          "cuLaunchKernel");
-}
-
 }  // namespace
 
 void bind_cuda(nb::module_& m) {
@@ -131,6 +120,7 @@ void bind_cuda(nb::module_& m) {
 
   m.def("cuda_layout",
         [] { return std::vector<int32_t>(std::begin(cuda::kLayout), std::end(cuda::kLayout)); });
+  m.attr("CUDA_KERNELS_VERSION") = cuda::kVersion;
   m.attr("CUDA_MAX_DEVICE_SEGMENTS") = cuda::kMaxDeviceSegments;
   m.attr("CUDA_MAX_LAUNCH_RANKS") = cuda::kMaxLaunchRanks;
   m.attr("CUDA_CAPTURED") = cuda::kCaptured;
@@ -171,9 +161,6 @@ void bind_cuda(nb::module_& m) {
       "Offsets of slot_expert, slot_quota and home_quota, and total bytes.");
   m.def("cuda_staging_bytes", &Engine::staging_bytes, "num_sms"_a, "tile_bytes"_a);
   m.def("cuda_driver_names", &driver_names);
-  m.def("cuda_launch_peers", &launch_peers, "driver"_a, "context"_a, "kernel"_a, "stream"_a,
-        "bases"_a, "own"_a, "pes"_a, "num_ranks"_a,
-        "Fills `bases` on the device; 0: no load/store access.");
 
   nb::class_<Driver>(m, "CudaDriver",
                      "Addresses of the driver's functions; ValueError: one is missing.")
@@ -217,7 +204,8 @@ void bind_cuda(nb::module_& m) {
           "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a, "reduce_warps"_a,
           "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
-      .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes);
+      .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes)
+      .def("blocks_per_multiprocessor", &Launcher::blocks_per_multiprocessor);
 
   nb::class_<Launcher>(m, "CudaLauncher",
                        "Launches calls of the ranks that share it; `keep` owns its memory.")

@@ -74,6 +74,27 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
   return c.num_ranks * (kStatusBytes + static_cast<int64_t>(kDepth) * call_block_bytes(c.capacity));
 }
 
+Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c) {
+  return {c.kernel, kNumThreads, shared_bytes(c.capacity, c.tile_bytes)};
+}
+Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
+  return {c.reduce, c.reduce_warps * c.warp_size, reduce_shared_bytes(c.capacity, c.reduce_warps)};
+}
+
+int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
+  const ContextScope current(c.driver, c.context);
+  const auto fitting = [&](const BlockShape& shape) {
+    int32_t blocks = 0;
+    require(c.driver,
+            c.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, shape.kernel, shape.num_threads, static_cast<size_t>(shape.shared_bytes)),
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    return blocks;
+  };
+  const int32_t blocks = fitting(replicate_blocks(c));
+  return c.reduce == nullptr ? blocks : std::min(blocks, fitting(reduce_blocks(c)));
+}
+
 Launcher::Launcher(const LauncherConfig& config)
     : config_(config), call_bytes_(call_block_bytes(config.capacity)) {
   const ContextScope current = scope();
@@ -240,6 +261,19 @@ void Launcher::launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_thre
           "cuLaunchKernel");
 }
 
+// Each block has its own share of a call's pieces, and blocks wait for each other's. A cooperative
+// launch starts none before there is room for all, those of every rank in it: in a plain one, the
+// first ranks' blocks could fill the device and wait for others. A capture keeps that.
+void Launcher::launch_together(const BlockShape& shape, void* args, Handle stream) {
+  void* arguments[] = {args};
+  require(config_.driver,
+          config_.driver.cuLaunchCooperativeKernel(
+              shape.kernel, static_cast<unsigned>(config_.num_sms),
+              static_cast<unsigned>(config_.num_ranks), 1, static_cast<unsigned>(shape.num_threads),
+              1, 1, static_cast<unsigned>(shape.shared_bytes), stream, arguments),
+          "cuLaunchCooperativeKernel");
+}
+
 // A replication, or a reduction.
 void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   const LauncherConfig& c = config_;
@@ -251,11 +285,8 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   args.counted = !is_captured(call);
   args.tag = e.requests.front().tag;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
-  if (e.requests.front().operation == Operation::kReduce)
-    return launch_kernel(c.reduce, c.num_sms, c.reduce_warps * c.warp_size,
-                         reduce_shared_bytes(c.capacity, c.reduce_warps), &args, stream);
-  launch_kernel(c.kernel, c.num_sms, kNumThreads, shared_bytes(c.capacity, c.tile_bytes), &args,
-                stream);
+  const bool reduces = e.requests.front().operation == Operation::kReduce;
+  launch_together(reduces ? reduce_blocks(c) : replicate_blocks(c), &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {

@@ -81,6 +81,8 @@ class Launcher {
 
   static int64_t device_bytes(const LauncherConfig& config);
   static int64_t pinned_bytes(const LauncherConfig& config);
+  // Blocks of a transfer, or of a reduction, that a multiprocessor holds: the smaller number.
+  static int32_t blocks_per_multiprocessor(const LauncherConfig& config);
 
   explicit Launcher(const LauncherConfig& config);
   ~Launcher();
@@ -152,6 +154,12 @@ class Launcher {
     Entry& entry(uint64_t number) { return entries[number % kDepth]; }
     const Entry& entry(uint64_t number) const { return entries[number % kDepth]; }
   };
+  // A kernel whose blocks all have to be resident at the same time.
+  struct BlockShape {
+    Handle kernel;
+    int32_t num_threads;
+    int64_t shared_bytes;
+  };
   struct End {
     int32_t rank = -1;  // -1: not ended
     uint64_t from = 0;  // first call that is not launched
@@ -162,6 +170,8 @@ class Launcher {
   static uint64_t number(uint64_t call) { return call & ~kCaptured; }
   Line& line(uint64_t call) { return is_captured(call) ? captured_ : line_; }
   const Line& line(uint64_t call) const { return is_captured(call) ? captured_ : line_; }
+  static BlockShape replicate_blocks(const LauncherConfig& config);
+  static BlockShape reduce_blocks(const LauncherConfig& config);
   Line make_line() const;
   void destroy(const Line& line) const;
   void enter(int32_t rank, uint64_t call, const Request& request, Handle stream, bool background);
@@ -170,6 +180,7 @@ class Launcher {
   void launch_load(const Entry& entry, uint64_t call, Handle stream);
   void launch_kernel(Handle kernel, int32_t num_blocks, int32_t num_threads, int64_t shared_bytes,
                      void* args, Handle stream);
+  void launch_together(const BlockShape& shape, void* args, Handle stream);
   bool agree(const Entry& entry, uint64_t call);
   void copy_blocks(const Entry& entry, uint64_t call, Handle stream);
   void join(const Line& line, Handle stream);

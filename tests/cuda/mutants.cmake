@@ -54,6 +54,11 @@ ultraep_add_cuda_mutant(stages_fault_given_up_before_read PROGRAM test_stages FI
 
 # ---- launches of calls ---------------------------------------------------------------------------
 
+ultraep_add_cuda_mutant(launcher_counts_blocks_of_transfers_only PROGRAM test_engine
+  FILE cuda/launcher.cc
+  FIND [[std::min(blocks, fitting(reduce_blocks(c)))]]
+  REPLACE [[blocks]])
+
 ultraep_add_cuda_mutant(launcher_waits_outside_the_capture PROGRAM test_engine_plans
   FILE cuda/launcher.cc
   FIND [[if (capture == 0 || capture != own)]]

@@ -33,6 +33,7 @@ inline const Handle kLoadPlan = reinterpret_cast<Handle>(0xA4);
 struct Launch {
   Handle kernel = nullptr, stream = nullptr;
   unsigned grid[3] = {}, block[3] = {}, shared_bytes = 0;
+  bool together = false;       // a cooperative launch
   uec::cuda::LaunchArgs args;  // of the replicate or the reduce kernel
   uec::cuda::LoadArgs load;    // of the load kernel
   Address states = 0;          // of the notice kernel
@@ -50,6 +51,7 @@ struct State {
   uint64_t capture = 9;
   Result capture_result = 0;
   Result launch_result = 0;
+  std::function<int32_t(Handle kernel, int32_t threads, size_t shared)> occupancy;
   int32_t mode = 0;          // of the thread, for captures
   int contexts = 0;          // pushed and not popped
   int events = 0;            // that exist
@@ -86,6 +88,34 @@ inline void deliver_staged() {
   State& s = state();
   if (!s.staged.empty()) std::memcpy(s.staged_to, s.staged.data(), s.staged.size());
   s.staged.clear();
+}
+
+inline Result launch(Handle kernel, const unsigned (&grid)[3], const unsigned (&block)[3],
+                     unsigned shared, bool together, Handle stream, void** arguments) {
+  if (state().launch_result != 0) return state().launch_result;
+  Launch launch;
+  launch.kernel = kernel;
+  launch.stream = stream;
+  std::copy_n(grid, 3, launch.grid);
+  std::copy_n(block, 3, launch.block);
+  launch.shared_bytes = shared;
+  launch.together = together;
+  launch.arguments = arguments[0];
+  if (kernel == kNotice) {
+    launch.states = *static_cast<Address*>(arguments[0]);
+    launch.notice = *static_cast<int64_t*>(arguments[1]);
+  } else if (kernel == kLoad) {
+    launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
+  } else if (kernel == kKernel || kernel == kReduce) {
+    launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
+  }
+  {
+    const std::lock_guard lock(state().mutex);
+    state().launches.push_back(launch);
+    note((kernel == kNotice ? "notice on " : "launch on ") + name_of(stream));
+  }
+  if (state().on_launch) state().on_launch(launch);
+  return 0;
 }
 
 inline Driver make_driver() {
@@ -171,22 +201,16 @@ inline Driver make_driver() {
   d.cuLaunchKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                         unsigned by, unsigned bz, unsigned shared, Handle stream, void** arguments,
                         void**) {
-    if (state().launch_result != 0) return state().launch_result;
-    Launch launch{kernel, stream, {gx, gy, gz}, {bx, by, bz}, shared, {}, {}, 0, -1, arguments[0]};
-    if (kernel == kNotice) {
-      launch.states = *static_cast<Address*>(arguments[0]);
-      launch.notice = *static_cast<int64_t*>(arguments[1]);
-    } else if (kernel == kLoad) {
-      launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
-    } else if (kernel == kKernel || kernel == kReduce) {
-      launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
-    }
-    {
-      const std::lock_guard lock(state().mutex);
-      state().launches.push_back(launch);
-      note((kernel == kNotice ? "notice on " : "launch on ") + name_of(stream));
-    }
-    if (state().on_launch) state().on_launch(launch);
+    return launch(kernel, {gx, gy, gz}, {bx, by, bz}, shared, false, stream, arguments);
+  };
+  d.cuLaunchCooperativeKernel = [](Handle kernel, unsigned gx, unsigned gy, unsigned gz,
+                                   unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                                   Handle stream, void** arguments) {
+    return launch(kernel, {gx, gy, gz}, {bx, by, bz}, shared, true, stream, arguments);
+  };
+  d.cuOccupancyMaxActiveBlocksPerMultiprocessor = [](int32_t* blocks, Handle kernel,
+                                                     int32_t threads, size_t shared) {
+    *blocks = state().occupancy(kernel, threads, shared);
     return 0;
   };
   d.cuGetErrorName = [](Result, const char** name) {

@@ -107,6 +107,7 @@ void check_in_place() {
     CHECK(log[2].starts_with("record ") && log[2].ends_with(on(kUserStream)));
     const recorder::Launch launch = recorder::state().launches.back();
     CHECK(launch.kernel == recorder::kKernel);
+    CHECK(launch.together);  // blocks wait for each other
     CHECK_EQ(launch.grid[0], kNumSms);
     CHECK_EQ(launch.grid[1], 1);
     CHECK_EQ(launch.block[0], uec::cuda::kNumThreads);
@@ -127,6 +128,24 @@ void check_in_place() {
     CHECK(ranks.engines[0]->wait(1, kUserStream, {}));
     CHECK(recorder::take_log().empty());
   }
+}
+
+// How many blocks a multiprocessor holds depends on what their kernel takes, when it is launched.
+void check_residency() {
+  const PlanCase plan = make_plan();
+  const Ranks ranks(plan, 0, 1);
+  uec::cuda::LauncherConfig config = ranks.launcher->config();
+  recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
+    const bool reduces = kernel == recorder::kReduce;
+    CHECK_EQ(threads, reduces ? 8 * 32 : uec::cuda::kNumThreads);
+    CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity, 8)
+                             : uec::cuda::shared_bytes(config.capacity, config.tile_bytes));
+    return reduces ? 2 : 3;
+  };
+  CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 2);
+  config.reduce = nullptr;
+  CHECK_EQ(Launcher::blocks_per_multiprocessor(config), 3);
+  recorder::state().occupancy = nullptr;
 }
 
 // In the background: on the group's stream, behind what the caller's stream held.
@@ -392,7 +411,7 @@ void check_driver_errors() {
   } catch (const uec::cuda::DriverError& error) {
     thrown = true;
     const std::string text = error.what();
-    CHECK(text.find("cuLaunchKernel") != std::string::npos);
+    CHECK(text.find("cuLaunchCooperativeKernel") != std::string::npos);
     CHECK(text.find("CUDA_ERROR_OF_THE_TEST (719)") != std::string::npos);
   }
   CHECK(thrown);
@@ -430,6 +449,7 @@ void check_refused_by_captures() {
 int main() {
   check_state();
   check_in_place();
+  check_residency();
   check_background();
   check_ring();
   check_shared_launch();

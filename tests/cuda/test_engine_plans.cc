@@ -247,6 +247,7 @@ void check_reductions() {
   CHECK_EQ(ranks.engines[2]->reduce_on_device(device, false, kUserStream, {}), 1);
   const recorder::Launch launch = recorder::state().launches.back();
   CHECK(launch.kernel == recorder::kReduce);
+  CHECK(launch.together);
   CHECK_EQ(launch.grid[0], kNumSms);
   CHECK_EQ(launch.grid[1], 3);
   CHECK_EQ(launch.block[0], 8 * 32);

@@ -14,7 +14,6 @@ HEAD = """
 .target sm_90
 .address_size 64
 .extern .shared .align 128 .b8 dynamic[];
-.extern .func (.param .b64 result) nvshmem_ptr (.param .b64 at, .param .b32 pe);
 .extern .func nvshmemx_putmem_nbi_warp
   (.param .b64 to, .param .b64 from, .param .b64 n, .param .b32 pe);
 .extern .func nvshmem_quiet ();

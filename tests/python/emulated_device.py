@@ -36,6 +36,7 @@ class EmulatedDevice:
         self.library = ctypes.CDLL(str(library))
         for name, arguments in {
             "emulated_begin_capture": 1,
+            "emulated_settle_stream": 1,
             "emulated_is_capturing": 1,
             "emulated_end_capture": 2,
             "emulated_replay": 2,
@@ -52,7 +53,7 @@ class EmulatedDevice:
         ]
         self.torch_device = torch.device("cpu")
         self.compute_capability = (9, 0)
-        self.num_sms = 16
+        self.num_sms = self.library.emulated_multiprocessors()
         self.warp_size = 2
         self.max_shared_bytes = 227 << 10
         self.cuda_major = 13
@@ -146,6 +147,9 @@ class EmulatedDevice:
 
     def settle(self) -> None:
         self.library.emulated_settle()
+
+    def settle_stream(self) -> None:
+        self.library.emulated_settle_stream(self.current_stream())
 
     def load(self, cubin: Path) -> EmulatedKernels:
         return self.kernels

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.cuda.kernels import NOTICE, PEERS
+from ultraep_comm.engines.cuda.kernels import NOTICE
 from ultraep_comm.fabrics.nvshmem import Heap
 
 NOT_READY = 600
+# Kernels whose blocks wait for each other.
+TOGETHER = re.compile(r"ultraep_(replicate_\d+(_far)?|reduce)$")
 _POINTER = ctypes.c_void_p
 _RESULT = ctypes.c_int32
 _ARGUMENTS = {
@@ -48,6 +50,18 @@ _ARGUMENTS = {
         ctypes.POINTER(_POINTER),
         _POINTER,
     ],
+    "cuLaunchCooperativeKernel": [
+        _POINTER,
+        *[ctypes.c_uint] * 7,
+        _POINTER,
+        ctypes.POINTER(_POINTER),
+    ],
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": [
+        ctypes.POINTER(ctypes.c_int32),
+        _POINTER,
+        ctypes.c_int32,
+        ctypes.c_size_t,
+    ],
     "cuGetErrorName": [_RESULT, ctypes.POINTER(ctypes.c_char_p)],
     "cuGetErrorString": [_RESULT, ctypes.POINTER(ctypes.c_char_p)],
 }
@@ -76,10 +90,14 @@ class FakeDevice:
     """``log`` holds (what, handle, handle) of launches, records and waits."""
 
     def __init__(
-        self, *, num_sms: int = 132, max_shared_bytes: int = 227 << 10, reaches: Any = None
+        self,
+        *,
+        num_sms: int = 132,
+        max_shared_bytes: int = 227 << 10,
+        compute_capability: tuple[int, int] = (9, 0),
     ) -> None:
         self.torch_device = torch.device("cpu")
-        self.compute_capability = (9, 0)
+        self.compute_capability = compute_capability
         self.num_sms = num_sms
         self.warp_size = 32
         self.max_shared_bytes = max_shared_bytes
@@ -94,7 +112,8 @@ class FakeDevice:
         self.capturing = 0
         self.launch_result = 0
         self.on_launch: Callable[[str, list[int]], None] | None = None
-        self.reaches = reaches  # [G] written by the peers kernel; None: all ranks
+        self.blocks_per_sm: dict[str, int] = {}  # by kernel, if not 1
+        self.settled = 0  # waits for the whole device
         self.memory: list[torch.Tensor] = []
         self.pages: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []  # of empty()
@@ -143,6 +162,9 @@ class FakeDevice:
         return 0x51, None
 
     def settle(self) -> None:
+        self.settled += 1
+
+    def settle_stream(self) -> None:
         pass
 
     def load(self, cubin: Path) -> FakeKernels:
@@ -219,20 +241,30 @@ class FakeDevice:
     def _driver_thread_exchange_stream_capture_mode(self, mode: Any) -> int:
         return 0
 
+    def _driver_occupancy_max_active_blocks_per_multiprocessor(
+        self, blocks: Any, kernel: int, threads: int, shared_bytes: int
+    ) -> int:
+        name = self.kernels.names[kernel]
+        assert shared_bytes == self.kernels.shared_bytes[name]
+        blocks[0] = self.blocks_per_sm.get(name, 1)
+        return 0
+
+    def _driver_launch_cooperative_kernel(self, kernel: int, *rest: Any) -> int:
+        return self._launch(kernel, *rest)
+
     def _driver_launch_kernel(self, kernel: int, *rest: Any) -> int:
+        assert not TOGETHER.match(self.kernels.names[kernel])
+        return self._launch(kernel, *rest[:-1])
+
+    def _launch(self, kernel: int, *rest: Any) -> int:
         if self.launch_result:
             return self.launch_result
         grid_x, grid_y, stream, arguments = rest[0], rest[1], rest[7], rest[8]
         name = self.kernels.names[kernel]
         self.log.append(("launch", kernel, stream))
         self.grids.append((grid_x, grid_y))
-        words = {NOTICE: 2, PEERS: 4}.get(name, 0)
+        words = 2 if name == NOTICE else 0
         values = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(words)]
-        if name == PEERS:
-            bases, own, _, count = values
-            for r in range(count & 0xFFFFFFFF):
-                reached = self.reaches is None or self.reaches[r]
-                ctypes.c_uint64.from_address(bases + 8 * r).value = own if reached else 0
         if self.on_launch is not None:
             self.on_launch(name, values)
         return 0
@@ -247,15 +279,22 @@ class FakeDevice:
 class FakeNvshmem:
     """One PE. Collective calls do not check that the other PEs make them too."""
 
-    def __init__(self, *, pes: tuple[int, int] | None = None, room: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        *,
+        pes: tuple[int, int] | None = None,
+        room: int = 1 << 30,
+        reaches: Sequence[int] | None = None,
+    ) -> None:
         self.heap = Heap(self)
         self.initialized = pes is not None
         self._pes = pes or (-1, -1)
         self.room = room
+        self.reaches = reaches  # by PE; None: all
         self.uids: list[bytes] = []
         self.made: dict[int, Any] = {}
         self.freed: list[int] = []
-        self.registered = 0
+        self.registered: list[object] = []
         self.init_error: Exception | None = None
 
     def version(self) -> tuple[int, int]:
@@ -290,9 +329,8 @@ class FakeNvshmem:
         self.freed.append(address)
         del self.made[address]
 
-    def register(self, code: object) -> None:
-        assert code == "the cubin"
-        self.registered += 1
+    def peer_address(self, address: int, pe: int) -> int:
+        return address if self.reaches is None or self.reaches[pe] else 0
 
-    def unregister(self, code: object) -> None:
-        self.registered -= 1
+    def register(self, code: object) -> None:
+        self.registered.append(code)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -69,11 +69,11 @@ class Runtime(Protocol):
     def free(self, address: int) -> None:
         """Free symmetric memory. Collective."""
 
-    def register(self, code: object) -> None:
-        """Initialise NVSHMEM's device state in a loaded cubin."""
+    def peer_address(self, address: int, pe: int) -> int:
+        """Return where this device reaches a PE's part of an allocation; 0: out of reach."""
 
-    def unregister(self, code: object) -> None:
-        """Undo one :meth:`register`."""
+    def register(self, code: object) -> None:
+        """Initialise NVSHMEM's device state in a loaded cubin, once: that waits for the device."""
 
 
 class Nvshmem:
@@ -87,6 +87,7 @@ class Nvshmem:
         self._core: Any = nvshmem.core
         self._bindings: Any = nvshmem.bindings
         self.heap = Heap(self)
+        self._registered: list[object] = []
         self._version = parse_version(nvshmem.core.get_version().libnvshmem_version)
 
     def version(self) -> tuple[int, int]:
@@ -110,6 +111,7 @@ class Nvshmem:
         from cuda.core import Device
 
         env.disable_multicast()
+        self._registered.clear()
         unique = self._core.get_unique_id(empty=True)
         undocumented(unique, "_data").view(np.uint8)[:] = np.frombuffer(uid, np.uint8)
         cuda_device = Device(device)
@@ -134,13 +136,15 @@ class Nvshmem:
         """Free."""
         self._bindings.free(address)
 
-    def register(self, code: object) -> None:
-        """Register the cubin; NVSHMEM counts registrations."""
-        self._core.library_init(self._core.NvshmemKernelObject.from_obj(code))
+    def peer_address(self, address: int, pe: int) -> int:
+        """Ask the host library, which has the addresses that the device's function returns."""
+        return int(self._bindings.ptr(address, pe))
 
-    def unregister(self, code: object) -> None:
-        """Undo one registration."""
-        self._core.library_finalize(self._core.NvshmemKernelObject.from_obj(code))
+    def register(self, code: object) -> None:
+        """Register the cubin for the rest of the process, as it stays loaded."""
+        if code not in self._registered:
+            self._core.library_init(self._core.NvshmemKernelObject.from_obj(code))
+            self._registered.append(code)
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -236,6 +240,7 @@ class Heap:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._made = 0
+        self._bytes: dict[int, int] = {}  # number -> size
         self._retired: dict[int, int] = {}  # number -> address
 
     def allocate(self, meeting: Meeting, num_bytes: int) -> tuple[int, int]:
@@ -248,13 +253,17 @@ class Heap:
         address = self._runtime.malloc(num_bytes)
         error = None
         if address == 0:
+            held = sum(self._bytes.values())
             error = OutOfSharedMemoryError(
-                f"rank {meeting.rank}: NVSHMEM's symmetric heap does not have {num_bytes} bytes"
-                " left for slots and flags; raise NVSHMEM_SYMMETRIC_SIZE by at least that much"
-                " before the process starts, or use fewer slots_per_rank"
+                f"rank {meeting.rank}: NVSHMEM's heap has no {num_bytes} bytes left for slots and"
+                f" flags, beside {held} of this process's groups; set NVSHMEM_SYMMETRIC_SIZE to at"
+                f" least {-(-(held + num_bytes) >> 20)}M before the process starts. Or use fewer"
+                " slots_per_rank, or close groups; where NVSHMEM grows its heap, leave more device"
+                " memory free"
             )
         meeting.agree(error)
         self._made += 1
+        self._bytes[self._made] = num_bytes
         return self._made, address
 
     def retire(self, number: int, address: int) -> None:
@@ -264,12 +273,14 @@ class Heap:
     def forget(self) -> None:
         """Drop all retired memory, after other code finalised NVSHMEM and freed it."""
         self._retired.clear()
+        self._bytes.clear()
 
     def _free_retired(self, meeting: Meeting) -> None:
         oldest = sorted(self._retired)[:MAX_FREED]
         rows = meeting.gather_ints(*oldest, *[-1] * (MAX_FREED - len(oldest)), least=-1)
         for number in sorted(set.intersection(*(set(row) for row in rows)) - {-1}):
             self._runtime.free(self._retired.pop(number))
+            self._bytes.pop(number, None)
 
 
 class NvshmemFabric:
@@ -277,25 +288,24 @@ class NvshmemFabric:
 
     Args:
         meeting: exchanges records with the peers.
-        heap: the process's allocations.
+        runtime: NVSHMEM in this process.
+        pes: the ranks' PEs ``[G]``.
         view: takes an address and a size, zeroes that memory and returns it as a uint8 tensor.
-        find_peers: takes this rank's address of an allocation and returns ``[G]`` peer addresses.
     """
 
     def __init__(
         self,
         meeting: Meeting,
-        heap: Heap,
+        runtime: Runtime,
+        pes: Sequence[int],
         view: Callable[[int, int], torch.Tensor],
-        find_peers: Callable[[int], list[int]],
     ) -> None:
         self._meeting = meeting
-        self._heap = heap
+        self._runtime = runtime
+        self._pes = pes
         self._view = view
-        self._find_peers = find_peers
         self._made: list[tuple[int, int]] = []
         self.can_pull = True
-        self.on_close: Callable[[], None] | None = None
 
     @property
     def peer_sockets(self) -> list[int]:
@@ -318,23 +328,20 @@ class NvshmemFabric:
             return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> SharedRegion:
-        number, address = self._heap.allocate(self._meeting, num_bytes)
+        number, address = self._runtime.heap.allocate(self._meeting, num_bytes)
         self._made.append((number, address))
-        local, bases, error = torch.empty(0, device="cpu"), [0], None
+        local, error = torch.empty(0, device="cpu"), None
         try:
             local = self._view(address, num_bytes)
-            bases = self._find_peers(address)
         except UltraEPError as failure:
             error = failure
         self._meeting.agree(error)
+        bases = [self._runtime.peer_address(address, pe) for pe in self._pes]
         return SharedRegion(bases=bases, local=local)
 
     def close(self) -> None:
         """Retire this group's memory; its tensors stay valid until the next group is created."""
         for number, address in self._made:
-            self._heap.retire(number, address)
+            self._runtime.heap.retire(number, address)
         self._made.clear()
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
         self._meeting.leave()

@@ -5,6 +5,9 @@
 
 namespace uec::cuda {
 
+// Of the library that kernels and host are part of: 10000 major + 100 minor + patch.
+inline constexpr int32_t kVersion = 100;
+
 inline constexpr int32_t kNumThreads = 64;  // a warp that fetches, and one that stores
 inline constexpr uint32_t kNumStages = 4;
 // Ranks that share launches: their arguments are passed by value.

@@ -10,9 +10,6 @@
 
 namespace uec::cuda::far {
 
-// The address at which this device reaches `symmetric` of a peer; null: it does not.
-UEC_DEVICE void* peer_address(void* symmetric, int32_t pe) { return nvshmem_ptr(symmetric, pe); }
-
 // Called by a whole warp. `source` stays as it is until quiet().
 UEC_DEVICE void put(void* symmetric, const void* source, int64_t bytes, int32_t pe) {
   nvshmemx_putmem_nbi_warp(symmetric, source, bytes, pe);

@@ -83,15 +83,6 @@ UEC_KERNEL(128) void ultraep_plan(const uec::cuda::PlanArgs args) {
   uec::cuda::plan(args, shared_memory);
 }
 
-// Fills a table with the addresses at which this device reaches the ranks' symmetric memory; 0: out
-// of reach. `own` is this rank's, and pes [num_ranks] are NVSHMEM's numbers of the ranks.
-UEC_KERNEL(UEC_REGISTERS)
-void ultraep_replicate_peers(uint64_t* bases, void* own, const int32_t* pes,
-                             const int32_t num_ranks) {
-  for (int32_t r = uec::ptx::thread_idx(); r < num_ranks; r += uec::ptx::num_threads())
-    bases[r] = reinterpret_cast<uint64_t>(uec::cuda::far::peer_address(own, pes[r]));
-}
-
 // The reroute. First the shares, once per plan; then ids or maps.
 UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_shares(const uec::cuda::SharesArgs args) {
   uec::cuda::reroute_shares(args, shared_memory);
@@ -118,7 +109,8 @@ namespace {
 inline constexpr int32_t kNumLayout = sizeof(uec::cuda::kLayout) / sizeof(int32_t);
 
 struct CubinInfo {
-  int32_t mark = 0x55455031;
+  int32_t mark = 0x55455032;
+  int32_t version = uec::cuda::kVersion;
   int32_t cuda_major = __CUDACC_VER_MAJOR__;
   int32_t cuda_minor = __CUDACC_VER_MINOR__;
   int32_t nvshmem_major = NVSHMEM_VENDOR_MAJOR_VERSION;

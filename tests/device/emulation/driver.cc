@@ -57,12 +57,13 @@ struct Kernel {
   const char* name;
   Work (*launch)(const char* name, void** arguments, const Grid& grid);
   int32_t warps = 0;  // 0: as many as it is launched with, of the emulation's few lanes
+  bool together = false;  // blocks of a launch wait for each other
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2},
-    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2},
+    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2, true},
+    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2, true},
     {"ultraep_replicate_notice", notify, 1},
-    {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>},
+    {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>, 0, true},
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},
     {"ultraep_load_plan", run<uec::cuda::LoadPlanArgs, uec::cuda::load_plan>},
     {"ultraep_plan", run<uec::cuda::PlanArgs, uec::cuda::plan>},
@@ -72,6 +73,35 @@ const Kernel kKernels[] = {
     {"ultraep_reroute_map", run<uec::cuda::RerouteArgs, uec::cuda::reroute_map>},
     {"ultraep_save_plan", run<uec::cuda::SaveArgs, uec::cuda::save_plan>},
 };
+
+constexpr int32_t kMultiprocessors = 16;
+
+// In the shared memory of a multiprocessor of sm_90.
+int32_t blocks_per_multiprocessor(size_t shared) {
+  return static_cast<int32_t>((228u << 10) / (shared + 1024));
+}
+
+int32_t launch(void* kernel, unsigned blocks, unsigned ranks, unsigned threads, unsigned shared,
+               bool together, void* stream, void** arguments) {
+  const auto* const known = static_cast<const Kernel*>(kernel);
+  if (known < std::begin(kKernels) || known >= std::end(kKernels)) return kInvalid;
+  if (known->together != together) return kInvalid;
+  const int32_t room = kMultiprocessors * blocks_per_multiprocessor(shared);
+  if (together && static_cast<int32_t>(blocks * ranks) > room)
+    return emulation::kCooperativeTooLarge;
+  const auto num_threads = static_cast<int32_t>(threads);
+  const bool on_ptx = ptx_machine::Client::instance() != nullptr;
+  const Grid grid{
+      .blocks = static_cast<int32_t>(blocks),
+      .ranks = static_cast<int32_t>(ranks),
+      .shared_bytes = known->warps == 1 ? int64_t{sizeof(uec::cuda::BlockCall)} : shared,
+      .warps = on_ptx              ? num_threads / 32
+               : known->warps == 0 ? num_threads / emulation::kLanes
+                                   : known->warps};
+  ++launches;
+  Streams::instance().enqueue(stream, known->launch(known->name, arguments, grid));
+  return kSuccess;
+}
 
 }  // namespace
 
@@ -85,9 +115,12 @@ const void* emulated_kernel(const char* name) {
   return nullptr;
 }
 
+int32_t emulated_multiprocessors() { return kMultiprocessors; }
+
 uint64_t emulated_launches() { return launches.load(); }
 
 void emulated_settle() { Streams::instance().settle(); }
+void emulated_settle_stream(void* stream) { Streams::instance().settle(stream); }
 
 // Keeps a stream busy for that long.
 void emulated_delay(void* stream, int64_t microseconds) {
@@ -178,19 +211,18 @@ int32_t cuThreadExchangeStreamCaptureMode(int32_t* mode) {
 int32_t cuLaunchKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned, unsigned block_x,
                        unsigned, unsigned, unsigned shared, void* stream, void** arguments,
                        void**) {
-  const auto* const known = static_cast<const Kernel*>(kernel);
-  if (known < std::begin(kKernels) || known >= std::end(kKernels)) return kInvalid;
-  const auto threads = static_cast<int32_t>(block_x);
-  const bool on_ptx = ptx_machine::Client::instance() != nullptr;
-  const Grid grid{
-      .blocks = static_cast<int32_t>(grid_x),
-      .ranks = static_cast<int32_t>(grid_y),
-      .shared_bytes = known->warps == 1 ? int64_t{sizeof(uec::cuda::BlockCall)} : shared,
-      .warps = on_ptx              ? threads / 32
-               : known->warps == 0 ? threads / emulation::kLanes
-                                   : known->warps};
-  ++launches;
-  Streams::instance().enqueue(stream, known->launch(known->name, arguments, grid));
+  return launch(kernel, grid_x, grid_y, block_x, shared, false, stream, arguments);
+}
+
+int32_t cuLaunchCooperativeKernel(void* kernel, unsigned grid_x, unsigned grid_y, unsigned,
+                                  unsigned block_x, unsigned, unsigned, unsigned shared,
+                                  void* stream, void** arguments) {
+  return launch(kernel, grid_x, grid_y, block_x, shared, true, stream, arguments);
+}
+
+int32_t cuOccupancyMaxActiveBlocksPerMultiprocessor(int32_t* blocks, void*, int32_t,
+                                                    size_t shared) {
+  *blocks = blocks_per_multiprocessor(shared);
   return kSuccess;
 }
 

@@ -24,7 +24,7 @@ inline thread_local int32_t capture_mode = 0;
 // CUDA's names for these.
 inline constexpr int32_t kSuccess = 0, kInvalid = 1, kNotReady = 600, kCaptureUnsupported = 900,
                          kCaptureInvalidated = 901, kCaptureUnjoined = 904, kCaptureIsolation = 905,
-                         kCapturedEvent = 907;
+                         kCapturedEvent = 907, kCooperativeTooLarge = 720;
 
 // Runs queued operations one after another in its own thread.
 class Stream {
@@ -141,6 +141,12 @@ class Streams {
       for (const auto& [handle, stream] : all_) all.push_back(stream);
     }
     for (Stream* const stream : all) stream->settle();
+  }
+  void settle(void* handle) {
+    std::unique_lock lock(mutex_);
+    Stream& one = stream(handle);
+    lock.unlock();
+    one.settle();
   }
 
   int32_t record(Event* event, void* handle) {

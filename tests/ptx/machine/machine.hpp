@@ -454,7 +454,6 @@ class Machine {
   uint64_t argument(const NetworkCall& c, int lane, size_t k) const;
   void give_back(const NetworkCall& c, int lane, uint64_t v) const;
   uint8_t* symmetric(const NetworkCall& c, uint64_t address, uint64_t pe) const;
-  void net_pointer(const NetworkCall& c);
   void net_put(const NetworkCall& c);
   void net_signal(const NetworkCall& c);
   void net_fence(const NetworkCall& c);

@@ -14,7 +14,6 @@ constexpr uint64_t kSignalSet = 9, kCompareGreaterEqual = 3;  // as nvshmem.h be
 
 const Machine::NetworkFunction* Machine::network_function(const std::string& name) {
   static const std::map<std::string, NetworkFunction> functions{
-      {"nvshmem_ptr", {&Machine::net_pointer, false}},
       {"nvshmemx_putmem_nbi_warp", {&Machine::net_put, true}},
       {"nvshmemx_putmem_signal_nbi_warp", {&Machine::net_put, true}},
       {"nvshmemx_signal_op", {&Machine::net_signal, false}},
@@ -47,14 +46,6 @@ uint8_t* Machine::symmetric(const NetworkCall& c, uint64_t address, uint64_t pe)
       return symmetric_[pe] + (address - begin);
   }
   trap("memory that is not symmetric: " + where(c.pc));
-}
-
-void Machine::net_pointer(const NetworkCall& c) {
-  each_lane(c.lanes, [&](int l) {
-    const uint64_t pe = argument(c, l, 1);
-    const bool own = static_cast<int64_t>(pe) == c.w.block->rank;
-    give_back(c, l, own ? reinterpret_cast<uint64_t>(symmetric(c, argument(c, l, 0), pe)) : 0);
-  });
 }
 
 // Of a whole warp, with or without a signal behind it.

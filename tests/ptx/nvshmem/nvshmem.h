@@ -10,7 +10,6 @@
 #define NVSHMEM_CMP_GE 3
 
 extern "C" {
-__device__ void* nvshmem_ptr(const void* symmetric, int pe);
 __device__ void nvshmemx_putmem_nbi_warp(void* to, const void* from, size_t bytes, int pe);
 __device__ void nvshmemx_putmem_signal_nbi_warp(void* to, const void* from, size_t bytes,
                                                 uint64_t* flag, uint64_t value, int op, int pe);

@@ -6,16 +6,18 @@ import shutil
 import struct
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cpp_build import run
 
+import ultraep_comm as uec
 from ultraep_comm import _core
+from ultraep_comm.engines.cuda import kernels
 from ultraep_comm.engines.cuda.kernels import (
     INFO_MAGIC,
     CubinInfo,
-    check_info,
     cubin_folder,
     find_cubin,
     read_info,
@@ -23,8 +25,15 @@ from ultraep_comm.engines.cuda.kernels import (
 from ultraep_comm.errors import UnsupportedError
 
 INFO = CubinInfo(
-    path=Path("x.cubin"), cuda_major=13, cuda_minor=0, nvshmem=(3, 4), arch=90, layout=(64, 8)
+    path=Path("x.cubin"),
+    version=100,
+    cuda_major=13,
+    cuda_minor=0,
+    nvshmem=(3, 4),
+    arch=90,
+    layout=(64, 8),
 )
+check_info = partial(kernels.check_info, version=100)
 
 
 @pytest.fixture
@@ -92,6 +101,14 @@ def test_a_cubin_that_does_not_fit_is_refused(
     assert "x.cubin" in str(error.value)
 
 
+def test_a_cubin_of_another_version_is_refused() -> None:
+    message = r"x.cubin was built for ultraep_comm 0\.1\.0, but this is 0\.2\.11"
+    with pytest.raises(UnsupportedError, match=message):
+        kernels.check_info(INFO, version=211, cuda_major=13, layout=[64, 8])
+    major, minor, patch = map(int, uec.__version__.split("."))
+    assert _core.CUDA_KERNELS_VERSION == 10000 * major + 100 * minor + patch
+
+
 def elf_with_info(folder: Path, values: list[int]) -> Path:
     """An ELF file for this machine with the table of a cubin: the host compiler makes one."""
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -109,9 +126,15 @@ def elf_with_info(folder: Path, values: list[int]) -> Path:
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="cubins are little-endian")
 def test_info_is_read_from_the_symbol_table(tmp_path: Path) -> None:
-    made = elf_with_info(tmp_path, [INFO_MAGIC, 12, 8, 3, 5, 100, 3, 40, 8, 16])
+    made = elf_with_info(tmp_path, [INFO_MAGIC, 100, 12, 8, 3, 5, 100, 3, 40, 8, 16])
     assert read_info(made) == CubinInfo(
-        path=made, cuda_major=12, cuda_minor=8, nvshmem=(3, 5), arch=100, layout=(40, 8, 16)
+        path=made,
+        version=100,
+        cuda_major=12,
+        cuda_minor=8,
+        nvshmem=(3, 5),
+        arch=100,
+        layout=(40, 8, 16),
     )
 
 
@@ -119,8 +142,8 @@ def test_info_is_read_from_the_symbol_table(tmp_path: Path) -> None:
     "values, message",
     [
         ([INFO_MAGIC, 12], "has 8 bytes"),
-        ([1, 12, 8, 3, 5, 100, 0], "begins with 0x1"),
-        ([INFO_MAGIC, 12, 8, 3, 5, 100, 2, 40], "expected 0x55455031 and 36 bytes"),
+        ([1, 100, 12, 8, 3, 5, 100, 0], "begins with 0x1"),
+        ([INFO_MAGIC, 100, 12, 8, 3, 5, 100, 2, 40], "expected 0x55455032 and 40 bytes"),
     ],
 )
 def test_a_table_of_another_form_is_refused(
@@ -143,6 +166,7 @@ def test_a_file_that_is_no_cubin_is_refused(tmp_path: Path) -> None:
 def test_built_cubins_say_what_they_are(cubins: Path, arch: int) -> None:
     info = read_info(cubins / f"ultraep_comm-sm_{arch}.cubin")
     assert info.arch == arch
+    assert info.version == _core.CUDA_KERNELS_VERSION
     assert info.cuda_major >= 12
     assert info.nvshmem >= (3, 4)
     assert len(info.layout) > 0
@@ -154,13 +178,13 @@ def test_a_cubin_of_another_cuda_is_refused(cubins: Path, tmp_path: Path) -> Non
     original = cubins / "ultraep_comm-sm_90.cubin"
     info = read_info(original)
     other = tmp_path / original.name
-    magic = struct.pack("<i", INFO_MAGIC)
+    head = struct.pack("<2i", INFO_MAGIC, info.version)
     data = original.read_bytes()
-    assert data.count(magic + struct.pack("<i", info.cuda_major)) == 1
+    assert data.count(head + struct.pack("<i", info.cuda_major)) == 1
     other.write_bytes(
         data.replace(
-            magic + struct.pack("<i", info.cuda_major),
-            magic + struct.pack("<i", info.cuda_major - 1),
+            head + struct.pack("<i", info.cuda_major),
+            head + struct.pack("<i", info.cuda_major - 1),
         )
     )
     patched = read_info(other)

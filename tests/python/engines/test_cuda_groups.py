@@ -204,6 +204,25 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
         _groups(9)
 
 
+def test_blocks_that_the_device_does_not_hold_are_refused(device: FakeDevice) -> None:
+    """By what the driver says of the kernels, before anything is allocated."""
+    device.num_sms, device.blocks_per_sm = 8, {"ultraep_replicate_32768": 0}
+    with pytest.raises(errors.InvalidArgumentError, match="num_sms is 4 .* at most 0: pass that"):
+        _groups()
+    assert not device.memory
+    device.blocks_per_sm = {"ultraep_replicate_32768": 2, "ultraep_reduce": 1}
+    close_all(_groups(num_sms=4, grads=torch.float32))
+
+
+def test_nothing_waits_for_the_whole_device(device: FakeDevice) -> None:
+    """Another group's kernels may be waiting there for peers that are not here."""
+    groups = _groups()
+    for group in groups:
+        group.bind(make_weights(group))
+    close_all(groups)
+    assert device.settled == 0
+
+
 @pytest.mark.parametrize(
     ("on_device", "num_ranks", "blocks"),
     [(132, 1, 64), (132, 2, 64), (132, 3, 44), (132, 8, 16), (46, 1, 46), (1, 1, 1)],
@@ -228,7 +247,7 @@ def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
     work = uec.replicate_experts(weights[0], PLAN, group=groups[0], async_op=True)
     assert work is not None
     device.launch_result = 719
-    with pytest.raises(errors.DeviceError, match=r"cuLaunchKernel .*OF_THE_TEST \(719\)"):
+    with pytest.raises(errors.DeviceError, match=r"cuLaunchCooperativeKernel .*OF_THE_TEST \(719\)"):
         uec.replicate_experts(weights[1], PLAN, group=groups[1])
     device.launch_result = 0
     with pytest.raises(errors.GroupClosedError) as closed:

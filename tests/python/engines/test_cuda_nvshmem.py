@@ -13,6 +13,7 @@ from ranks import RankPool, make_weights
 import ultraep_comm as uec
 from ultraep_comm import Segment, _core, errors
 from ultraep_comm.engines.cuda import make
+from ultraep_comm.engines.cuda.kernels import DEFAULT_NUM_SMS
 from ultraep_comm.plan.topology import check_domains, find_domains
 
 E, S = 6, 2
@@ -48,7 +49,6 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     assert group.session.local is not None  # plans and reroutes of its own device
     uids = runtime.uids
     other = _with_nvshmem(process_group, device, runtime, engine="cuda")  # beside the first
-    registered = runtime.registered
     uec.replicate_experts(make_weights(group), PLAN, group=group)
     launches = device.launches()
     load = device.empty((2, E), torch.int32).zero_()
@@ -61,9 +61,10 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
     third = _with_nvshmem(process_group, device, runtime, fabric="nvshmem")
     freed = len(runtime.freed)
     third.close()
+    assert not runtime.registered  # no kernel of these groups calls NVSHMEM
+    assert device.settled == 0  # other groups' kernels may be waiting for peers
     return {
         "uids": [uid == bytes(range(128)) for uid in uids],
-        "registered": (registered, runtime.registered),
         "launches": launches[-1],
         "domain": group.topology.domain.tolist(),
         "freed": (kept, freed),
@@ -74,7 +75,6 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
 def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) -> None:
     for result in ranks.run(2, _nvshmem_groups):
         assert result["uids"] == [True]
-        assert result["registered"] == (2, 0)
         assert result["launches"] == "ultraep_replicate_32768"
         assert result["domain"] == [0, 0]
         # Nothing is freed by close(); the next group frees what every rank has closed.
@@ -84,7 +84,8 @@ def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) ->
 
 def _far_groups(rank: int, process_group: Any) -> Any:
     pairs = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    device, runtime = FakeDevice(reaches=pairs[rank]), FakeNvshmem(pes=(3 - rank, 4))
+    runtime = FakeNvshmem(pes=(3 - rank, 4), reaches=pairs[rank][::-1])
+    device = FakeDevice()
     apart = _with_nvshmem(process_group, device, runtime)
     crossing = uec.Plan.from_slots([[3, -1], [-1, -1], [0, -1], [-1, -1]], num_experts=E)
     with pytest.raises(errors.InvalidPlanError, match="another domain"):
@@ -108,7 +109,9 @@ def _far_groups(rank: int, process_group: Any) -> Any:
     uec.reduce_expert_grads(mains, inside, group=apart)
     assert device.launches()[-1] == "ultraep_reduce"
     apart.close()
+    assert not runtime.registered
     group = _with_nvshmem(process_group, device, runtime, allow_cross_domain=True)
+    assert runtime.registered == ["the cubin"]
     with pytest.raises(errors.UnsupportedError, match="push"):
         group.empty_weights()
     uec.replicate_experts(make_weights(group), crossing, group=group)
@@ -129,7 +132,7 @@ def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
 
 def _unlike_devices(rank: int, process_group: Any) -> list[int]:
     apart = [[1, 0], [0, 1]]
-    device, runtime = FakeDevice(num_sms=132 if rank else 40, reaches=apart[rank]), FakeNvshmem()
+    device, runtime = FakeDevice(num_sms=132 if rank else 40), FakeNvshmem(reaches=apart[rank])
     asked, malloc = list[int](), runtime.malloc
 
     def asked_for(num_bytes: int) -> int:
@@ -189,6 +192,67 @@ def _nvshmem_errors(rank: int, process_group: Any) -> None:
     uneven = FakeDevice(max_shared_bytes=(200 if rank == 0 else 99) << 10)
     with pytest.raises(bootstrap, match="tile_bytes"):
         _with_nvshmem(process_group, uneven, FakeNvshmem())
+
+
+def _limits(rank: int, process_group: Any) -> None:
+    def refused(device: FakeDevice, part: str, **options: Any) -> FakeNvshmem:
+        runtime = FakeNvshmem()
+        kind = errors.InvalidArgumentError if rank == 1 else errors.BootstrapError
+        with pytest.raises(kind, match=part):
+            _with_nvshmem(process_group, device, runtime, **options)
+        return runtime
+
+    small = FakeDevice(num_sms=8 if rank == 1 else 132)
+    text = "num_sms is 16 for each of 1 ranks on this device, which has 8 multiproc.*at most 8"
+    assert not refused(small, text, num_sms=16).made
+    for kernel in ("ultraep_replicate_32768", "ultraep_reduce"):
+        full = FakeDevice(num_sms=40)
+        full.blocks_per_sm = {kernel: 0} if rank == 1 else {}
+        text = "num_sms is 40 .* holds 0 blocks of these kernels"
+        runtime = refused(full, text, grads=torch.float32)
+        assert len(runtime.made) == 1  # without load/store access there is no choice of kernels
+
+    mixed = FakeDevice(compute_capability=(9 + rank, 0))
+    runtime = FakeNvshmem()
+    text = f"GPU of rank {1 - rank} has compute capability {10 - rank}.0, this rank's {9 + rank}.0"
+    with pytest.raises(errors.UnsupportedError, match=text):
+        _with_nvshmem(process_group, mixed, runtime)
+    assert not runtime.made
+
+    runtime = FakeNvshmem(room=5 << 20)  # both ranks alike
+    large = {"w": Segment((1 << 20,), torch.uint8)}
+    first = _with_nvshmem(process_group, FakeDevice(), runtime, expert=large)
+    with pytest.raises(errors.OutOfSharedMemoryError, match="NVSHMEM_SYMMETRIC_SIZE to at least 5M"):
+        _with_nvshmem(process_group, FakeDevice(), runtime, expert=large, slots_per_rank=3)
+    first.close()
+
+
+def test_what_a_device_cannot_do_is_said_on_every_rank(ranks: RankPool) -> None:
+    """Before slots are allocated."""
+    ranks.run(2, _limits)
+
+
+def test_eight_groups_of_64_ranks_fit_in_the_default_heap() -> None:
+    """With the largest experts of bench/METRICS.md: beside its slots a group needs little."""
+    config = _core.EngineConfig(
+        rank=0,
+        num_experts=256,
+        slots_per_rank=S,
+        home=[e // 4 for e in range(256)],
+        domain=[0] * 64,
+        allow_cross_domain=False,
+        segment_bytes=[25_165_824, 12_582_912],
+        grad_bytes=[],
+        grad_type=[],
+        tile_bytes=32 << 10,
+        cost=make.cost_constants(64),
+        call_timeout=1.0,
+        wait_timeout=1.0,
+    )
+    slots, group = S * sum(config.segment_bytes), _core.EngineLayout(config).total_bytes
+    assert group - slots < 1 << 18
+    others = make.PROBE_BYTES + _core.cuda_staging_bytes(DEFAULT_NUM_SMS, config.tile_bytes)
+    assert 8 * (group + others) < 1 << 30
 
 
 def _finalised(rank: int, process_group: Any) -> None:

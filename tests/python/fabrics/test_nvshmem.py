@@ -44,6 +44,22 @@ def test_the_library_is_the_wheels_wherever_that_is(
     assert asked == ([LIBRARY] if is_loaded else [LIBRARY, wheel])
 
 
+def test_peers_addresses_and_one_registration_for_a_cubin() -> None:
+    """Registering waits for the device, and a cubin stays loaded."""
+    registered: list[str] = []
+    runtime = Nvshmem.__new__(Nvshmem)
+    runtime._registered = []
+    runtime._bindings = SimpleNamespace(ptr=lambda address, pe: 0 if pe == 2 else address + pe)
+    runtime._core = SimpleNamespace(
+        library_init=registered.append,
+        NvshmemKernelObject=SimpleNamespace(from_obj=lambda code: f"object of {code}"),
+    )
+    assert [runtime.peer_address(0x1000, pe) for pe in range(3)] == [0x1000, 0x1001, 0]
+    for code in ("one", "one", "two"):
+        runtime.register(code)
+    assert registered == ["object of one", "object of two"]
+
+
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
 def test_it_is_initialised_without_multicast(
     monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
@@ -63,6 +79,8 @@ def test_it_is_initialised_without_multicast(
         seen.append((os.environ[name], options["rank"], options["nranks"], unique._data[5]))
 
     runtime = Nvshmem.__new__(Nvshmem)
+    runtime._registered = ["a cubin"]
     runtime._core = SimpleNamespace(get_unique_id=lambda empty: unique, init=init)
     runtime.init(0, bytes(range(UID_BYTES)), 1, 3)
     assert seen == [(found, 1, 3, 5)]
+    assert not runtime._registered  # another NVSHMEM knows of none

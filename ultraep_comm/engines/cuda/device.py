@@ -89,6 +89,9 @@ class Device(Protocol):
     def settle(self) -> None:
         """Block until all work on the device has finished."""
 
+    def settle_stream(self) -> None:
+        """Block until the work on the current stream has finished."""
+
     def load(self, cubin: Path) -> Kernels:
         """Load a cubin, once per file."""
 
@@ -166,6 +169,12 @@ class CudaDevice:
         attributes = driver.CUdevice_attribute
         attribute = attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.max_shared_bytes = _checked(driver.cuDeviceGetAttribute(attribute, device))
+        attribute = attributes.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
+        if not _checked(driver.cuDeviceGetAttribute(attribute, device)):
+            raise UnsupportedError(
+                f"GPU {index} takes no cooperative launches, which keep all blocks of a transfer"
+                " resident; use a GPU with compute capability 9.0 or later, or engine='host'"
+            )
         addresses = {}
         for name in _core.cuda_driver_names():
             address, _ = _checked(driver.cuGetProcAddress(name.encode(), DRIVER_VERSION, 0))
@@ -182,7 +191,7 @@ class CudaDevice:
         """Return zeroed device memory."""
         with _typed_errors(f"{num_bytes} bytes"):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
-            torch.cuda.current_stream(self._index).synchronize()
+            self.settle_stream()
         return memory
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
@@ -197,9 +206,25 @@ class CudaDevice:
         return memory
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed page-locked memory; unified addressing gives it one address."""
+        """Return zeroed page-locked memory, mapped for every device by unified addressing.
+
+        Raises:
+            DeviceError: it has another address on the device, which kernels are not told.
+        """
+        from cuda.bindings import driver
+        from cuda.core import Device as CoreDevice
+
         with _typed_errors(f"{num_bytes} bytes of page-locked memory"):
-            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            CoreDevice(self._index).set_current()
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            address = int(_checked(driver.cuMemHostGetDevicePointer(memory.data_ptr(), 0)))
+        if address != memory.data_ptr():
+            raise DeviceError(
+                f"{num_bytes} bytes of page-locked memory at {memory.data_ptr():#x} are at"
+                f" {address:#x} on {self.torch_device}; unset pinned_use_cuda_host_register in"
+                " PYTORCH_CUDA_ALLOC_CONF"
+            )
+        return memory
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a new tensor; during a capture, from the graph's memory pool."""
@@ -253,6 +278,11 @@ class CudaDevice:
         """Wait for the device."""
         with _typed_errors("work in progress"):
             torch.cuda.synchronize(self._index)
+
+    def settle_stream(self) -> None:
+        """Wait for torch's current stream on this device."""
+        with _typed_errors("work in progress"):
+            torch.cuda.current_stream(self._index).synchronize()
 
     def load(self, cubin: Path) -> CudaKernels:
         """Load a cubin, once for each file."""

@@ -10,7 +10,7 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import Device
-from ultraep_comm.engines.cuda.kernels import GroupKernels
+from ultraep_comm.engines.cuda.kernels import GroupKernels, check_residency
 from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -36,7 +36,11 @@ class Peers:
 
 
 class SharedLauncher:
-    """A launcher and its memory, for one rank or for all ranks of a loopback group."""
+    """A launcher and its memory, for one rank or for all ranks of a loopback group.
+
+    Raises:
+        InvalidArgumentError: ``num_sms`` blocks of each rank are too many for the device.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,8 @@ class SharedLauncher:
             num_sms=num_sms,
             config=config,
         )
+        blocks_per_sm = _translated(launcher_config.blocks_per_multiprocessor)
+        check_residency(num_sms, device, num_ranks, blocks_per_sm)
         self.device = device
         self.plans = kernels.plan_warps > 0
         memory = device.allocate(launcher_config.device_bytes)
@@ -230,26 +236,6 @@ class CudaEngine:
     def bytes_stored(self) -> int:
         """Return the bytes stored by finished calls; synchronises with the device."""
         return _translated(lambda: self._engine.bytes_stored)
-
-
-def launch_peers(
-    device: Device, kernel: int, own: int, pes: torch.Tensor, num_ranks: int
-) -> list[int]:
-    """Return the peers' addresses ``[num_ranks]`` of an allocation; 0: out of reach."""
-    bases = device.allocate(8 * num_ranks)
-    _translated(
-        _core.cuda_launch_peers,
-        device.driver,
-        device.context,
-        kernel,
-        device.current_stream(),
-        bases.data_ptr(),
-        own,
-        pes.data_ptr(),
-        num_ranks,
-    )
-    device.settle()
-    return [int(base) for base in bases.view(torch.int64).tolist()]
 
 
 def _translated(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

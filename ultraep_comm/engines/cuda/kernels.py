@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from ultraep_comm.engines.cuda.device import Device, Kernels
 
 INFO_SYMBOL = "ultraep_cubin_info"
-INFO_MAGIC = 0x55455031
-# Magic, CUDA major and minor, NVSHMEM major and minor, architecture, number of layout entries.
-INFO_HEADER = struct.Struct("<7i")
+INFO_MAGIC = 0x55455032
+# Magic, this library's version, CUDA major and minor, NVSHMEM major and minor, architecture, number
+# of layout entries.
+INFO_HEADER = struct.Struct("<8i")
 BUILD_HINT = (
     "build them with ULTRAEP_CUDA=ON pip install, for other devices with"
     ' -C cmake.define.ULTRAEP_CUDA_ARCHS="90;100"; see "CUDA" in docs/building.md'
@@ -35,6 +36,7 @@ class CubinInfo:
 
     Attributes:
         path: the file.
+        version: of this library, as ``_core.CUDA_KERNELS_VERSION``.
         cuda_major: major version of the CUDA tool chain.
         cuda_minor: its minor version.
         nvshmem: (major, minor) of NVSHMEM's device library.
@@ -43,6 +45,7 @@ class CubinInfo:
     """
 
     path: Path
+    version: int
     cuda_major: int
     cuda_minor: int
     nvshmem: tuple[int, int]
@@ -122,7 +125,7 @@ def read_info(path: Path) -> CubinInfo:
     if len(data) < INFO_HEADER.size:
         raise UnsupportedError(f"{wrong}: {INFO_SYMBOL} has {len(data)} bytes; {BUILD_HINT}")
     header = INFO_HEADER.unpack_from(data)
-    magic, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, num_layout = header
+    magic, version, cuda_major, cuda_minor, nvshmem_major, nvshmem_minor, arch, num_layout = header
     expected_bytes = INFO_HEADER.size + 4 * num_layout
     if magic != INFO_MAGIC or len(data) != expected_bytes:
         raise UnsupportedError(
@@ -131,6 +134,7 @@ def read_info(path: Path) -> CubinInfo:
         )
     return CubinInfo(
         path=path,
+        version=version,
         cuda_major=cuda_major,
         cuda_minor=cuda_minor,
         nvshmem=(nvshmem_major, nvshmem_minor),
@@ -142,6 +146,7 @@ def read_info(path: Path) -> CubinInfo:
 def check_info(
     info: CubinInfo,
     *,
+    version: int,
     cuda_major: int,
     layout: Sequence[int],
     nvshmem: tuple[int, int] | None = None,
@@ -150,6 +155,7 @@ def check_info(
 
     Args:
         info: what the cubin was built with.
+        version: of this library.
         cuda_major: CUDA major version of the installed bindings and NVSHMEM.
         layout: sizes and offsets, in bytes, of the argument structs as the caller fills them in.
         nvshmem: (major, minor) of NVSHMEM's host library; None: the cubin is used without NVSHMEM.
@@ -157,6 +163,14 @@ def check_info(
     Raises:
         UnsupportedError: one of them does not match; names both and what to install or build.
     """
+    if info.version != version:
+        built, here = (
+            f"{v // 10000}.{v // 100 % 100}.{v % 100}" for v in (info.version, version)
+        )
+        raise UnsupportedError(
+            f"{info.path} was built for ultraep_comm {built}, but this is {here}: unset"
+            f" ULTRAEP_CUBINS, or {BUILD_HINT}"
+        )
     if info.cuda_major != cuda_major:
         raise UnsupportedError(
             f"{info.path} was built with CUDA {info.cuda_major}.{info.cuda_minor}, but this"
@@ -166,7 +180,7 @@ def check_info(
     if tuple(layout) != info.layout:
         raise UnsupportedError(
             f"{info.path} takes arguments laid out as {info.layout}, but this version of"
-            f" ultraep_comm passes {tuple(layout)}: the versions differ; {BUILD_HINT}"
+            f" ultraep_comm passes {tuple(layout)}: their sources differ; {BUILD_HINT}"
         )
     if nvshmem is not None and (nvshmem[0] != info.nvshmem[0] or nvshmem < info.nvshmem):
         has, needs = (f"{version[0]}.{version[1]}" for version in (nvshmem, info.nvshmem))
@@ -180,7 +194,7 @@ def check_info(
 # many, tiles for a rank that imports two experts delay its senders' tiles for other ranks.
 DEFAULT_NUM_SMS = 64
 PLAN_WARPS = 16  # at most; each runs its own probes, so two rounds suffice. Not measured
-NOTICE, PEERS = "ultraep_replicate_notice", "ultraep_replicate_peers"
+NOTICE = "ultraep_replicate_notice"
 REDUCE = "ultraep_reduce"
 
 
@@ -197,6 +211,7 @@ def load_kernels(device: Device, nvshmem: tuple[int, int] | None) -> Kernels:
     cubin = find_cubin(device.compute_capability)
     check_info(
         read_info(cubin),
+        version=_core.CUDA_KERNELS_VERSION,
         cuda_major=device.cuda_major,
         layout=_core.cuda_layout(),
         nvshmem=nvshmem,
@@ -316,3 +331,18 @@ def choose_num_sms(given: int | None, device: Device, ranks_here: int) -> int:
             f" {device.num_sms} multiprocessors; expected at most {most}, or fewer ranks"
         )
     return wanted
+
+
+def check_residency(num_sms: int, device: Device, ranks_here: int, blocks_per_sm: int) -> None:
+    """Check that all blocks of a launch are resident at the same time, as they wait for each other.
+
+    Raises:
+        InvalidArgumentError: the device holds fewer.
+    """
+    most = blocks_per_sm * device.num_sms // ranks_here
+    if num_sms > most:
+        raise InvalidArgumentError(
+            f"num_sms is {num_sms} for each of {ranks_here} ranks on this device, which holds"
+            f" {blocks_per_sm * device.num_sms} blocks of these kernels at a time; expected at most"
+            f" {most}: pass that as num_sms, or use fewer ranks or a smaller tile_bytes"
+        )

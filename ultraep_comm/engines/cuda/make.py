@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.base import LoadExchange, Parts, ProcessGroupLoads, make_parts
 from ultraep_comm.engines.cuda.device import Device, Kernels, find_device
-from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher, launch_peers
+from ultraep_comm.engines.cuda.engine import CudaEngine, Peers, SharedLauncher
 from ultraep_comm.engines.cuda.kernels import (
-    PEERS,
     GroupKernels,
     choose_num_sms,
     choose_tile_bytes,
@@ -32,6 +31,7 @@ from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.fabrics.torch_memory import SymmetricMemory, TorchFabric, find_memory
 from ultraep_comm.plan.topology import Topology, check_domains, find_domains
 
+T = TypeVar("T")
 PROBE_BYTES = 128
 
 
@@ -184,7 +184,14 @@ def make_nvshmem_parts(
     device, runtime, kernels = found
     num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
     pes = join(meeting, runtime, device.torch_device.index or 0)
-    fabric = _make_fabric(meeting, runtime, kernels, device, pes)
+
+    def view(address: int, num_bytes: int) -> torch.Tensor:
+        memory = device.view(address, num_bytes)
+        memory.zero_()
+        device.settle_stream()
+        return memory
+
+    fabric = NvshmemFabric(meeting, runtime, pes, view)
     try:
         probe = fabric.allocate(PROBE_BYTES)
         reaches = meeting.gather_ints(*(int(base != 0) for base in probe.bases), most=1)
@@ -203,7 +210,9 @@ def make_nvshmem_parts(
         fabric.can_pull = not crosses
         config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
         staging = None
-        if crosses:  # symmetric memory has one size on all ranks, though num_sms may differ
+        if crosses:
+            _attempt(meeting, lambda: runtime.register(kernels.code))  # its kernels put
+            # Symmetric memory has one size on all ranks, though num_sms may differ.
             most = max(row[0] for row in meeting.gather_ints(num_sms, least=1))
             staging = fabric.allocate(_core.cuda_staging_bytes(most, config.tile_bytes)).local
         peers = Peers(pes=pes, far=far, staging=staging)
@@ -231,7 +240,7 @@ def make_torch_parts(
     device, memory, _ = found
     num_sms, hellos = _agree_on_arguments(meeting, options, topology, given_domains, device)
     machines = [hello.machine for hello in hellos]
-    fabric = TorchFabric(meeting, memory, device.torch_device, device.settle, machines)
+    fabric = TorchFabric(meeting, memory, device.torch_device, device.settle_stream, machines)
     if not given_domains:  # the fabric requires that all ranks reach each other
         topology = topology.with_domains(np.zeros(meeting.num_ranks, np.int32))
     config = options.config(topology, meeting.rank, meeting.timeout, hellos[0].cost)
@@ -254,7 +263,15 @@ def _agree_on_arguments(
         error = bad_argument
     meeting.agree(error)
     digest = options.digest(topology, given_domains)
-    hellos = meeting.exchange(Hello(digest=digest, machine=machine, cost=cost))
+    mine = device.compute_capability
+    hellos = meeting.exchange(Hello(digest=digest, machine=machine, cost=cost, values=mine))
+    for rank, hello in enumerate(hellos):
+        if hello.values not in ((), mine):  # none from a rank without a device
+            theirs, ours = (".".join(map(str, version)) for version in (hello.values, mine))
+            raise UnsupportedError(
+                f"rank {meeting.rank}: the GPU of rank {rank} has compute capability {theirs}, this"
+                f" rank's {ours}; create groups of ranks whose GPUs have the same"
+            )
     check_same_arguments(hellos)
     return num_sms, hellos
 
@@ -272,17 +289,20 @@ def _make_one(
 ) -> Parts:
     """Create this rank's parts, or raise on every rank."""
     device, _, kernels = found
-
-    def make_engine(config: _core.EngineConfig, stages: CudaStages) -> CudaEngine:
-        adds = bool(options.grads)
-        shared = SharedLauncher(
+    far, adds = bool(peers.far), bool(options.grads)
+    shared = _attempt(
+        meeting,
+        lambda: SharedLauncher(
             device,
-            GroupKernels.of(device, kernels, config, far=bool(peers.far), adds=adds),
+            GroupKernels.of(device, kernels, config, far=far, adds=adds),
             config,
             first_rank=meeting.rank,
             num_ranks=1,
             num_sms=num_sms,
-        )
+        ),
+    )
+
+    def make_engine(config: _core.EngineConfig, stages: CudaStages) -> CudaEngine:
         return CudaEngine(config, stages, shared, peers)
 
     stages = _stages(device, kernels, topology, meeting.rank, options)
@@ -305,39 +325,22 @@ def _make_one(
     return parts
 
 
+def _attempt(meeting: Meeting, action: Callable[[], T]) -> T:
+    """Return what an action of this rank returns; raise on every rank if it fails on any."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as refused:  # of any type: the peers must not wait for this rank
+        error = refused
+    meeting.agree(error)
+    return cast(T, result)
+
+
 def _stages(
     device: Device, kernels: Kernels, topology: Topology, rank: int, options: Options
 ) -> Callable[[], CudaStages]:
     count = len(options.segments)
     return partial(CudaStages, device, kernels, topology, rank, num_segments=count)
-
-
-def _make_fabric(
-    meeting: Meeting, runtime: Runtime, kernels: Kernels, device: Device, pes: Sequence[int]
-) -> NvshmemFabric:
-    kernel, error = 0, None
-    try:
-        kernel = kernels.handle(PEERS, 0)
-        runtime.register(kernels.code)
-    except Exception as refused:
-        error = refused
-    meeting.agree(error)
-    numbers = torch.tensor(list(pes), dtype=torch.int32, device=device.torch_device)
-
-    def view(address: int, num_bytes: int) -> torch.Tensor:
-        memory = device.view(address, num_bytes)
-        memory.zero_()
-        device.settle()
-        return memory
-
-    fabric = NvshmemFabric(
-        meeting,
-        runtime.heap,
-        view,
-        lambda own: launch_peers(device, kernel, own, numbers, meeting.num_ranks),
-    )
-    fabric.on_close = lambda: runtime.unregister(kernels.code)
-    return fabric
 
 
 def make_loopback_parts(

@@ -23,7 +23,7 @@ class WeightTables:
             return None
         table = self._device.empty(self._shape, torch.int64)
         self._device.upload(table, self._on_host(addresses))
-        self._device.settle()
+        self._device.settle_stream()
         return table
 
     def own(self) -> torch.Tensor:

@@ -5,10 +5,6 @@
 
 namespace uec::cuda::far {
 
-inline void* peer_address(void* symmetric, int32_t pe) {
-  return emulation::Network::instance().translate(symmetric, pe);
-}
-
 inline void put(void* symmetric, const void* source, int64_t bytes, int32_t pe) {
   ptx::sync_warp();
   if (emulation::lane() == 0) {
