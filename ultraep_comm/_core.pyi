@@ -350,6 +350,8 @@ class CaptureError(RuntimeError):
 
 def cuda_layout() -> list[int]: ...
 
+CUDA_KERNELS_VERSION: int = 100
+
 CUDA_MAX_DEVICE_SEGMENTS: int = 32
 
 CUDA_MAX_LAUNCH_RANKS: int = 64
@@ -375,9 +377,6 @@ def cuda_staging_bytes(num_sms: int, tile_bytes: int) -> int: ...
 
 def cuda_driver_names() -> list[str]: ...
 
-def cuda_launch_peers(driver: CudaDriver, context: int, kernel: int, stream: int, bases: int, own: int, pes: int, num_ranks: int) -> None:
-    """Fills `bases` on the device; 0: no load/store access."""
-
 class CudaDriver:
     """Addresses of the driver's functions; ValueError: one is missing."""
 
@@ -393,6 +392,8 @@ class CudaLauncherConfig:
 
     @property
     def pinned_bytes(self) -> int: ...
+
+    def blocks_per_multiprocessor(self) -> int: ...
 
 class CudaLauncher:
     """Launches calls of the ranks that share it; `keep` owns its memory."""

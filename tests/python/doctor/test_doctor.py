@@ -416,6 +416,7 @@ def test_cubins_and_nvshmem(
     path.touch()
     info = CubinInfo(
         path=path,
+        version=_core.CUDA_KERNELS_VERSION,
         cuda_major=13,
         cuda_minor=0,
         nvshmem=built,
