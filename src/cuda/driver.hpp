@@ -44,7 +44,7 @@ inline constexpr Result kCaptureImplicit = 906;
     (Handle kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,          \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream, void** arguments)) \
   F(cuOccupancyMaxActiveBlocksPerMultiprocessor,                                                  \
-    (int32_t * blocks, Handle kernel, int32_t threads, size_t shared_bytes))                      \
+    (int32_t* blocks, Handle kernel, int32_t threads, size_t shared_bytes))                       \
   F(cuGetErrorName, (Result result, const char** name))                                           \
   F(cuGetErrorString, (Result result, const char** text))
 

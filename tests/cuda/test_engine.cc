@@ -175,8 +175,8 @@ void check_background() {
   recorder::complete_all();
 }
 
-// A ring entry is used again only after its event: until then the host waits.
-void check_ring() {
+// A ring entry is used again only after its event: until then the host waits, with whatever call.
+void check_ring(bool with_load) {
   const PlanCase plan = make_plan();
   Ranks ranks(plan, 2, 1);
   recorder::state().complete = false;
@@ -189,7 +189,10 @@ void check_ring() {
   CHECK(std::unique(blocks.begin(), blocks.end()) == blocks.end());
   std::atomic<bool> returned{false};
   std::thread fifth([&] {
-    CHECK_EQ(ranks.call(0, plan, true), Launcher::kDepth + 1);
+    const uint64_t call = with_load
+                              ? ranks.engines[0]->gather({.load = 0x1000}, 0, {}, kUserStream, {})
+                              : ranks.call(0, plan, true);
+    CHECK_EQ(call, Launcher::kDepth + 1);
     returned = true;
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(60));
@@ -451,7 +454,8 @@ int main() {
   check_in_place();
   check_residency();
   check_background();
-  check_ring();
+  check_ring(false);
+  check_ring(true);
   check_shared_launch();
   check_missing_rank();
   check_shared_ends();

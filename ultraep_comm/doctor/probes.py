@@ -89,9 +89,7 @@ def probe_kernels(
             info = read_info(path)
             cubin |= {"cuda": (info.cuda_major, info.cuda_minor), "nvshmem": info.nvshmem}
             major = cuda_major or info.cuda_major
-            check = partial(
-                check_info, info, version=_core.CUDA_KERNELS_VERSION, cuda_major=major
-            )
+            check = partial(check_info, info, version=_core.CUDA_KERNELS_VERSION, cuda_major=major)
             check(layout=_core.cuda_layout())
             fails = "nvshmem_error"
             version = (nvshmem[0], nvshmem[1]) if nvshmem else None

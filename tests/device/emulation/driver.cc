@@ -56,12 +56,14 @@ std::atomic<uint64_t> launches{0};  // also those that are captured
 struct Kernel {
   const char* name;
   Work (*launch)(const char* name, void** arguments, const Grid& grid);
-  int32_t warps = 0;  // 0: as many as it is launched with, of the emulation's few lanes
+  int32_t warps = 0;      // 0: as many as it is launched with, of the emulation's few lanes
   bool together = false;  // blocks of a launch wait for each other
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2, true},
-    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2, true},
+    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2,
+     true},
+    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2,
+     true},
     {"ultraep_replicate_notice", notify, 1},
     {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>, 0, true},
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},

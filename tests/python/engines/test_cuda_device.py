@@ -51,7 +51,6 @@ class FakeDriver:
             raise self.loaded
         return self.loaded
 
-
     def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
         return 0, 13000
 
@@ -154,9 +153,15 @@ def test_a_device_has_to_take_cooperative_launches(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kind)
     monkeypatch.setattr(torch, "empty", lambda count, device: None)
     found = CudaDevice(5)
-    assert (found.compute_capability, found.num_sms, found.max_shared_bytes) == ((9, 0), 132, 232448)
+    assert (found.compute_capability, found.num_sms, found.max_shared_bytes) == (
+        (9, 0),
+        132,
+        232448,
+    )
     driver.attributes["cooperative"] = 0
-    with pytest.raises(UnsupportedError, match="GPU 5 takes no cooperative launches.*engine='host'"):
+    with pytest.raises(
+        UnsupportedError, match=r"GPU 5 takes no cooperative launches.*engine='host'"
+    ):
         CudaDevice(5)
 
 
@@ -173,5 +178,5 @@ def test_page_locked_memory_has_one_address(
     device._index, device.torch_device = 5, torch.device("cuda", 5)
     assert device.pinned(64).tolist() == [0] * 64
     driver.moved = 4096
-    with pytest.raises(DeviceError, match="64 bytes of page-locked memory at .* on cuda:5"):
+    with pytest.raises(DeviceError, match=r"64 bytes of page-locked memory at .* on cuda:5"):
         device.pinned(64)

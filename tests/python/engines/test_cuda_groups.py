@@ -207,7 +207,7 @@ def test_all_blocks_of_a_launch_have_to_fit(device: FakeDevice) -> None:
 def test_blocks_that_the_device_does_not_hold_are_refused(device: FakeDevice) -> None:
     """By what the driver says of the kernels, before anything is allocated."""
     device.num_sms, device.blocks_per_sm = 8, {"ultraep_replicate_32768": 0}
-    with pytest.raises(errors.InvalidArgumentError, match="num_sms is 4 .* at most 0: pass that"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"num_sms is 4 .* at most 0: pass that"):
         _groups()
     assert not device.memory
     device.blocks_per_sm = {"ultraep_replicate_32768": 2, "ultraep_reduce": 1}
@@ -247,7 +247,9 @@ def test_a_driver_error_is_typed_and_ends_the_group(device: FakeDevice) -> None:
     work = uec.replicate_experts(weights[0], PLAN, group=groups[0], async_op=True)
     assert work is not None
     device.launch_result = 719
-    with pytest.raises(errors.DeviceError, match=r"cuLaunchCooperativeKernel .*OF_THE_TEST \(719\)"):
+    with pytest.raises(
+        errors.DeviceError, match=r"cuLaunchCooperativeKernel .*OF_THE_TEST \(719\)"
+    ):
         uec.replicate_experts(weights[1], PLAN, group=groups[1])
     device.launch_result = 0
     with pytest.raises(errors.GroupClosedError) as closed:

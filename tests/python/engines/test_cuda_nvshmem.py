@@ -222,7 +222,9 @@ def _limits(rank: int, process_group: Any) -> None:
     runtime = FakeNvshmem(room=5 << 20)  # both ranks alike
     large = {"w": Segment((1 << 20,), torch.uint8)}
     first = _with_nvshmem(process_group, FakeDevice(), runtime, expert=large)
-    with pytest.raises(errors.OutOfSharedMemoryError, match="NVSHMEM_SYMMETRIC_SIZE to at least 6M"):
+    with pytest.raises(
+        errors.OutOfSharedMemoryError, match="NVSHMEM_SYMMETRIC_SIZE to at least 6M"
+    ):
         _with_nvshmem(process_group, FakeDevice(), runtime, expert=large, slots_per_rank=3)
     first.close()
 

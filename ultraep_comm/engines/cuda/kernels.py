@@ -143,6 +143,11 @@ def read_info(path: Path) -> CubinInfo:
     )
 
 
+def version_text(version: int) -> str:
+    """Return 0.1.0 for 100."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def check_info(
     info: CubinInfo,
     *,
@@ -164,12 +169,9 @@ def check_info(
         UnsupportedError: one of them does not match; names both and what to install or build.
     """
     if info.version != version:
-        built, here = (
-            f"{v // 10000}.{v // 100 % 100}.{v % 100}" for v in (info.version, version)
-        )
         raise UnsupportedError(
-            f"{info.path} was built for ultraep_comm {built}, but this is {here}: unset"
-            f" ULTRAEP_CUBINS, or {BUILD_HINT}"
+            f"{info.path} was built for ultraep_comm {version_text(info.version)}, but this is"
+            f" {version_text(version)}: unset ULTRAEP_CUBINS, or {BUILD_HINT}"
         )
     if info.cuda_major != cuda_major:
         raise UnsupportedError(
