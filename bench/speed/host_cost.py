@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,6 +52,15 @@ TOKENS, TOPK, IMBALANCE = 4096, 8, 3.0
 NUM_PLANS = 256
 
 
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+)
+def _one_block(blocks: Any, *_: object) -> int:
+    """Say that a multiprocessor has room for one: asked when a group is made."""
+    blocks[0] = 1
+    return 0
+
+
 class IdleDevice:
     """A device with host memory and a driver that does nothing.
 
@@ -70,7 +79,10 @@ class IdleDevice:
         # A C function that ignores its arguments and returns 0, success.
         nothing = ctypes.CDLL(None).pthread_mutexattr_destroy
         address = ctypes.cast(nothing, ctypes.c_void_p).value or 0
-        self.driver = _core.CudaDriver(dict.fromkeys(_core.cuda_driver_names(), address))
+        functions = dict.fromkeys(_core.cuda_driver_names(), address)
+        occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        functions[occupancy] = ctypes.cast(_one_block, ctypes.c_void_p).value or 0
+        self.driver = _core.CudaDriver(functions)
         self._held: list[torch.Tensor] = []
         self._addresses: set[int] = set()
 
@@ -102,6 +114,9 @@ class IdleDevice:
     def upload(self, to: torch.Tensor, values: torch.Tensor) -> None:
         """Copy."""
         to.copy_(values)
+
+    def settle_stream(self) -> None:
+        """Do nothing: copies are done at once."""
 
     def is_capturing(self) -> bool:
         """Return False."""
