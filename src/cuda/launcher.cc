@@ -78,7 +78,7 @@ Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c) {
   return {c.kernel, kNumThreads, shared_bytes(c.capacity, c.tile_bytes)};
 }
 Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
-  return {c.reduce, c.reduce_warps * c.warp_size, reduce_shared_bytes(c.capacity, c.reduce_warps)};
+  return {c.reduce, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)};
 }
 
 int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {

@@ -63,7 +63,6 @@ struct LauncherConfig {
   // ultraep_load_plan; null: the group is too large for it, or has far peers.
   Handle load_plan = nullptr;
   int32_t plan_warps = 0;    // of a block that plans
-  int32_t reduce_warps = 0;  // of one that adds gradients
   int32_t warp_size = 32;
   int32_t first_rank = 0;  // of the ranks that share the launches
   int32_t num_ranks = 1;

@@ -52,8 +52,11 @@ class HostAdder : public DeliveryPolicy {
   }
 
   // Clearing uses stores that no release orders: see copy.hpp.
+  static bool vacant() { return true; }
+  static uint32_t ticket() { return 0; }
+
   template <class F>
-  bool when_delivered(F&& then) {
+  bool when_delivered(uint32_t, F&& then) {
     store_fence();
     then(delivered());
     return true;

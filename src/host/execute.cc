@@ -145,8 +145,9 @@ bool Engine::move(Prepared& prepared, int32_t worker_idx,
 
 bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<bool()>& interrupted) {
   HostAdder adder;
+  HeldGroup held[kMaxHeld];
   Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder, prepared.open(worker_idx),
-                                         prepared.state(worker_idx), worker_idx);
+                                         prepared.state(worker_idx), held, worker_idx);
   const bool done = drive(reducer, prepared, interrupted);
   while (!done && reducer.drain_step() != Step::kFinished) {
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -232,24 +233,29 @@ class ModelHerald : public DeliveryPolicy {
   }
 };
 
-// Loads of a tile's addends take links, and adding them a worker's time; sums and main gradients
-// are in its own memory.
+// The adding warps of a block take one tile after another: loads of its addends take links, and
+// adding them takes time. Sums and main gradients are in its own memory.
 class ModelAdder : public DeliveryPolicy {
  public:
-  ModelAdder(World& world, const Call& call, int32_t worker, Spent& spent)
-      : world_(world), call_(call), worker_(worker), spent_(spent) {}
+  ModelAdder(World& world, const Call& call, int32_t worker)
+      : world_(world), call_(call), worker_(worker) {}
 
+  bool vacant() const { return ticket() - done_ < kAhead; }
   template <class Source>
   void sum(uint8_t*, int32_t n, Source&& source, int64_t elements, GradType type) {
-    read(n, source, elements * bytes_of(type));
+    take(n, source, elements * bytes_of(type));
   }
   template <class Source>
   void add(uint8_t*, GradType, int32_t n, Source&& source, int64_t elements, GradType type) {
-    read(n, source, elements * bytes_of(type));
+    take(n, source, elements * bytes_of(type));
   }
-  void zero(uint8_t*, int64_t) { cost_ += world_.machine().clear_ps; }
+  void zero(uint8_t*, int64_t) {
+    take(0, [](int32_t) { return nullptr; }, 0);
+  }
+  uint32_t ticket() const { return done_ + static_cast<uint32_t>(tiles_.size()); }
   template <class F>
-  static bool when_delivered(F&& then) {
+  bool when_delivered(uint32_t ticket, F&& then) const {
+    if (ticket > done_) return false;
     then(delivered());
     return true;
   }
@@ -257,33 +263,54 @@ class ModelAdder : public DeliveryPolicy {
 
   // ---- called by the agent
 
-  bool waits() const { return pending_ > 0; }
-  bool note_loaded() { return --pending_ == 0; }  // whether all are there
-  int64_t take_cost() { return std::exchange(cost_, 0); }
+  void note_loaded() {
+    if (--pending_ == 0) add_up();
+  }
+  void note_added() {
+    ++done_;
+    tiles_.pop_front();
+    if (!tiles_.empty()) begin();
+  }
 
  private:
+  static constexpr uint32_t kAhead = 4;  // tiles
+
+  struct Tile {
+    std::vector<Copy> loads;
+    int64_t takes;  // behind them
+  };
+
   template <class Source>
-  void read(int32_t n, Source&& source, int64_t bytes) {
-    cost_ += world_.machine().add_ps * n;
+  void take(int32_t n, Source&& source, int64_t bytes) {
+    const Machine& m = world_.machine();
+    Tile tile = {{}, n == 0 ? m.clear_ps : m.add_ps * n};
     for (int32_t i = 0; i < n; ++i) {
       Copy copy;
       copy.from = rank_at(source(i));
       copy.to = call_.rank;
-      if (copy.from == copy.to) continue;
       copy.worker = worker_;
       copy.bytes = bytes;
       copy.is_load = true;
-      ++pending_;
-      world_.load(copy, spent_.ps + world_.machine().gather_ps);
+      if (copy.from != copy.to) tile.loads.push_back(copy);
     }
+    tiles_.push_back(std::move(tile));
+    if (tiles_.size() == 1) begin();
+  }
+  void begin() {
+    pending_ = static_cast<int32_t>(tiles_.front().loads.size());
+    for (const Copy& copy : tiles_.front().loads) world_.load(copy, world_.machine().gather_ps);
+    if (pending_ == 0) add_up();
+  }
+  void add_up() {
+    world_.schedule(world_.now() + tiles_.front().takes, EventKind::kDelivered, worker_, 0, 0);
   }
 
   World& world_;
   const Call& call_;
   int32_t worker_;
-  Spent& spent_;
-  int32_t pending_ = 0;
-  int64_t cost_ = 0;
+  std::deque<Tile> tiles_;  // the first is being added
+  int32_t pending_ = 0;     // loads of it
+  uint32_t done_ = 0;
 };
 
 }  // namespace uec::model

@@ -285,40 +285,29 @@ class TransferAgent {
   Worker<ModelMemory, ModelMover> worker_;
 };
 
-// Adds gradients: one side, which waits for what it loads.
+// Adds gradients: the store side only says when it has ended.
 class ReductionAgent {
  public:
   explicit ReductionAgent(const Context& c)
-      : world_(c.world),
-        id_(c.id),
-        state_(c.call.work.num_reductions),
-        adder_(c.world, c.call, c.id, c.spent),
-        reducer_(c.call, c.memory, adder_, c.open, state_.data(), c.worker()) {}
+      : state_(c.call.work.num_reductions),
+        adder_(c.world, c.call, c.id),
+        reducer_(c.call, c.memory, adder_, c.open, state_.data(), held_, c.worker()) {}
 
   Step store_step() const { return ended_ ? Step::kFinished : Step::kIdle; }
   Step fetch_step() {
-    if (adder_.waits() || world_.now() < adds_until_) return Step::kIdle;
     const Step step = reducer_.step();
     ended_ |= step == Step::kFinished;
-    if (!adder_.waits()) adds_until_ = world_.now() + adder_.take_cost();
-    if (adds_until_ > world_.now()) world_.schedule(adds_until_, EventKind::kFree, id_, 0, 0);
     return step;
   }
-  void note_loaded(uint32_t) {
-    if (!adder_.note_loaded()) return;
-    adds_until_ = world_.now() + adder_.take_cost();
-    world_.schedule(adds_until_, EventKind::kFree, id_, 0, 0);
-  }
-  static void note_delivered(uint32_t) {}
+  void note_loaded(uint32_t) { adder_.note_loaded(); }
+  void note_delivered(uint32_t) { adder_.note_added(); }
 
  private:
-  World& world_;
-  int32_t id_;
   std::vector<uint8_t> state_;
+  HeldGroup held_[kMaxHeld] = {};
   ModelAdder adder_;
   Reducer<ModelMemory, ModelAdder> reducer_;
   bool ended_ = false;
-  int64_t adds_until_ = 0;
 };
 
 }  // namespace uec::model

@@ -460,15 +460,13 @@ ultraep_add_core_mutant(busiest_reader_of_each PROGRAM transfer/test_reduce_team
 # ---- a reducer -----------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(summed_by_each PROGRAM transfer/test_reducer FILE core/transfer/reducer.hpp
-  FIND [[    if (team_.leader()) {
-      // Pairs with ReductionPieces]]
-  REPLACE [[    {
-      // Pairs with ReductionPieces]])
+  FIND [[    if (r.kind == Reduction::kSum && team_.leader())]]
+  REPLACE [[    if (r.kind == Reduction::kSum)]])
 
 ultraep_add_core_mutant(sums_left_not_shared PROGRAM transfer/test_reducer
   FILE core/transfer/reducer.hpp
-  FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
-  REPLACE [[    if (left == 0) finish_piece(token, r);]])
+  FIND [[    if (team_.share(left) == 0) finish_piece(]]
+  REPLACE [[    if (left == 0) finish_piece(]])
 
 ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
   FILE core/transfer/reducer.hpp

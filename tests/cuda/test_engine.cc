@@ -137,8 +137,8 @@ void check_residency() {
   uec::cuda::LauncherConfig config = ranks.launcher->config();
   recorder::state().occupancy = [&](Handle kernel, int32_t threads, size_t shared) {
     const bool reduces = kernel == recorder::kReduce;
-    CHECK_EQ(threads, reduces ? 8 * 32 : uec::cuda::kNumThreads);
-    CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity, 8)
+    CHECK_EQ(threads, reduces ? uec::cuda::kReduceWarps * 32 : uec::cuda::kNumThreads);
+    CHECK_EQ(shared, reduces ? uec::cuda::reduce_shared_bytes(config.capacity)
                              : uec::cuda::shared_bytes(config.capacity, config.tile_bytes));
     return reduces ? 2 : 3;
   };

@@ -55,7 +55,7 @@ class EmulatedGradients : public EmulatedGroup {
   }
 
   bool reduces = true;  // false: launches are transfers
-  int32_t num_warps = 2;
+  int32_t adding_warps = 2;
 
  private:
   using Key = std::pair<int32_t, int32_t>;  // of a segment and a slot or main
@@ -143,10 +143,10 @@ class EmulatedGradients : public EmulatedGroup {
 
   void run(const uec::cuda::LaunchArgs& args, emulation::Grid grid) override {
     if (!reduces) return EmulatedGroup::run(args, grid);
-    grid.warps = num_warps;
+    grid.warps = 1 + adding_warps;
     for (const RankState& state : states_)
       grid.shared_bytes =
-          std::max(grid.shared_bytes, uec::cuda::reduce_shared_bytes(state.capacity, num_warps));
+          std::max(grid.shared_bytes, uec::cuda::reduce_shared_bytes(state.capacity));
     emulation::launch("ultraep_reduce", args, grid,
                       [&](std::byte* memory) { uec::cuda::reduce(args, memory); });
     // However the call went, its plan is no longer read.

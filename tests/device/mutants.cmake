@@ -131,8 +131,8 @@ ultraep_add_device_mutant(device_late_block_begins FILE cuda/device/replicate.cu
   FIND [[shared.first ? announced : may_begin(block, memory)]]
   REPLACE [[announced]])
 
-ultraep_add_device_mutant(reduce_late_warp_begins PROGRAM test_reduce FILE cuda/device/reduce.cuh
-  FIND [[shared.first && warp == 0 ? announced : may_begin(block, memory)]]
+ultraep_add_device_mutant(reduce_late_block_begins PROGRAM test_reduce FILE cuda/device/reduce.cuh
+  FIND [[shared.first ? announced : may_begin(block, memory)]]
   REPLACE [[announced]])
 
 ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/claimer.hpp
@@ -320,8 +320,13 @@ ultraep_add_device_mutant(reroute_leaves_rubbish_in_a_map PROGRAM test_reroute
 ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM test_reduce
   FILE cuda/device/adder.cuh
   FIND [[    ptx::sync_warp();
-    then(delivered());]]
-  REPLACE [[    then(delivered());]])
+    // Its release]]
+  REPLACE [[    // Its release]])
+
+ultraep_add_device_mutant(reduce_published_before_all_warps_have_stored PROGRAM test_reduce
+  FILE cuda/device/adder.cuh
+  FIND [[static_cast<uint32_t>(detail::Adders::warps())]]
+  REPLACE [[1]])
 
 ultraep_add_device_mutant(reduce_sum_not_released PROGRAM test_reduce
   FILE device/emulation/cuda/device/ptx.cuh
@@ -365,13 +370,13 @@ ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
 
 ultraep_add_device_mutant(reduce_addition_replaced_under_lanes PROGRAM test_reduce
   FILE cuda/device/adder.cuh
-  FIND [[    ptx::sync_warp();  // all have done with the addition before]]
-  REPLACE [[]])
+  FIND [[    return taken_ - done_ < kAdditions ||]]
+  REPLACE [[    return true ||]])
 
 ultraep_add_device_mutant(reduce_any_address_is_aligned PROGRAM test_reduce
   FILE cuda/device/adder.cuh
-  FIND [[aligned ? elements / row : 0]]
-  REPLACE [[true ? elements / row : 0]])
+  FIND [[addition.aligned ? addition.elements / row : 0]]
+  REPLACE [[true ? addition.elements / row : 0]])
 
 # ---- the load ------------------------------------------------------------------------------------
 

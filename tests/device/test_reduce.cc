@@ -48,7 +48,7 @@ void check_random(uint32_t seed, Plans plans) {
   const int calls = scaled(4) + 1;
   for (int call = 0; call < calls; ++call) {
     draw_plan(ranks.group(), random);
-    ranks.num_warps = draw(random, 1, 3);
+    ranks.adding_warps = draw(random, 1, 3);
     ranks.prepare_sums({kModes[draw(random, 0, 2)], draw(random, 0, 3) != 0});
     if (draw(random, 0, 2) != 0)
       ranks.launch_apart(draw(random, 1, 2));
@@ -68,7 +68,7 @@ void check_fanout() {
   options.grad_type = {GradType::kFloat32, GradType::kBFloat16};
   options.grad_bytes = {3 * kTile + 44, kTile + 2 * 1001};
   EmulatedGradients ranks(group, options, {GradType::kBFloat16, GradType::kFloat32}, 0);
-  ranks.num_warps = 1;
+  ranks.adding_warps = 1;
   for (const int32_t mode : {kPull, kDirect}) {
     ranks.prepare_sums({mode, true});
     ranks.launch(1);

@@ -44,7 +44,7 @@ void check_calls(uint32_t seed, Plans plans) {
     all.group().clear();
     if (draw(random, 0, 3) != 0) draw_hot_plan(all.group(), random);
     all.reduces = draw(random, 0, 2) == 0;
-    all.num_warps = draw(random, 1, 4);
+    all.adding_warps = draw(random, 1, 4);
     if (all.reduces)
       all.prepare_sums({kSumModes[draw(random, 0, 2)], draw(random, 0, 1) != 0});
     else

@@ -115,9 +115,9 @@ ultraep_add_host_mutant(sums_of_the_last_pass PROGRAM test_add FILE host/adder.h
 
 ultraep_add_host_mutant(reducers_share_scratch PROGRAM test_reduction_races FILE host/execute.cc
   FIND [[memory_, adder, prepared.open(worker_idx),
-                                         prepared.state(worker_idx), worker_idx);]]
+                                         prepared.state(worker_idx), held, worker_idx);]]
   REPLACE [[memory_, adder, prepared.open(0),
-                                         prepared.state(0), worker_idx);]])
+                                         prepared.state(0), held, worker_idx);]])
 
 ultraep_add_host_mutant(reduction_ends_with_its_workers PROGRAM test_reduction_races
   FILE host/execute.cc

@@ -110,7 +110,7 @@ ORDERS = {
         weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE, TEST_RELAXED, NO_WARP_BARRIER),
         calls={
             f"{MOVER} fetch": "fence_proxy_async_global mbarrier_arrive_expect bulk_load",
-            f"{MOVER} is_complete": "share mbarrier_test",
+            "cuda/device/warp.cuh is_complete": "share mbarrier_test",
         },
     ),
     # The owner has read its slot in earlier work; another lane than the storing one saw it open.
@@ -329,6 +329,23 @@ ORDERS = {
         calls={
             f"{ADDER} loads_complete": "sync_warp fence_system",
             "core/transfer/reducer.hpp finish_piece": "loads_complete find_abort publish",
+        },
+    ),
+    # A block's first warp hands an addition to the others, and publishes what they have stored.
+    "handed on to be added, and back": Order(
+        program="""
+            g0.b0.s1: st x 1; {sync_warp} a
+            g0.b0.s0: {sync_warp} a; {mbarrier_arrive} %empty
+            g0.b0.t0: {mbarrier_test} %empty 1; {store_release_system} summed 1
+            g1.b0.t0: {load_acquire_system} summed 1; {mbarrier_arrive} %full
+            g1.b0.s0: {mbarrier_test} %full 1; {sync_warp} b
+            g1.b0.s1: {sync_warp} b; r = {load_global} x""",
+        never=("r=0",),
+        weak=(*FLAGS, NO_WARP_BARRIER, ARRIVE_RELAXED, TEST_RELAXED),
+        calls={
+            f"{ADDER} add_all": "is_complete sync_warp mbarrier_arrive",
+            f"{ADDER} take": "sync_warp mbarrier_arrive",
+            f"{ADDER} when_delivered": "is_complete sync_warp then",
         },
     ),
     # Two hops: a hub's slot is cleared by another of its workers, once the home has its sum.

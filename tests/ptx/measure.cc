@@ -118,7 +118,7 @@ void fan_out(Numbers of, const std::string& name) {
   report(name, group.slot_expert);
 }
 
-// replicas, KiB of a replica's fp32 gradients, blocks, warps, mode: one expert of rank 0, in tiles
+// replicas, KiB of a replica's fp32 gradients, blocks, adding warps, mode: one expert of rank 0, in tiles
 // of 32 KiB.
 void reduce(Numbers of, const std::string& name) {
   const int32_t replicas = of.next();
@@ -130,7 +130,7 @@ void reduce(Numbers of, const std::string& name) {
   options.grad_bytes = {bytes};
   options.grad_type = {uec::GradType::kFloat32};
   EmulatedGradients all(group, options, {uec::GradType::kFloat32}, 0);
-  all.num_warps = warps;
+  all.adding_warps = warps;
   all.prepare_sums({of.next(), true});
   all.launch(blocks);
   all.check_success();

@@ -37,7 +37,7 @@ ROWS = {
     "fan_out:2,4096,64,16,1": "4 MiB to two, pull",
     "fan_out:2,4096,64,16,2": "4 MiB to two, direct",
     "fan_out:3,4096,64,16,0": "4 MiB to three, push",
-    "reduce:2,2048,32,8,1": "gradients of 2 MiB from two, pull, 32 blocks of 8 warps",
+    "reduce:2,2048,32,8,1": "gradients of 2 MiB from two, pull, 32 blocks of 8 adding warps",
     "reduce:2,2048,32,8,2": "gradients of 2 MiB from two, direct",
 }
 

@@ -35,8 +35,8 @@ TRANSFERS = [
         for kib in (1536, 3072)
     ),
 ]
-# Replicas, KiB of fp32 gradients, blocks, warps, mode.
-REDUCTIONS = [f"reduce:{replicas},512,8,8,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)]
+# Replicas, KiB of fp32 gradients, blocks, adding warps, mode.
+REDUCTIONS = [f"reduce:{replicas},512,8,16,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)]
 CLOCKS = (("a", "nvl72"), ("b", "gb200"))
 QUICK = TRANSFERS[::17]
 

@@ -33,11 +33,14 @@ class SimAdder : public uec::DeliveryPolicy {
 
   void zero(uint8_t* to, int64_t bytes) { world_.clear_gradient(agent_, to, bytes); }
 
+  // A block's warps are ahead of its additions by a few.
+  bool vacant() const { return ticket() < 2 || world_.delivered(agent_, ticket() - 1); }
+  uint32_t ticket() const { return world_.stores_issued(agent_); }
+
   template <class F>
-  bool when_delivered(F&& then) {
-    const uint32_t all = world_.stores_issued(agent_);
-    if (!world_.delivered(agent_, all)) return false;
-    world_.know_delivered(agent_, all);
+  bool when_delivered(uint32_t ticket, F&& then) {
+    if (!world_.delivered(agent_, ticket)) return false;
+    world_.know_delivered(agent_, ticket);
     then(delivered());
     return true;
   }

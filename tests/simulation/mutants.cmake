@@ -359,7 +359,7 @@ mutant(sum_read_early core/transfer/reducer.hpp
       // Rule]])
 
 mutant(sum_published_when_stored simulation/adder.hpp
-  FIND [[    if (!world_.delivered(agent_, all)) return false;]]
+  FIND [[    if (!world_.delivered(agent_, ticket)) return false;]]
   REPLACE [[]])
 
 mutant(sources_not_open core/transfer/reducer.hpp
@@ -434,12 +434,16 @@ mutant(consumed_not_awaited core/transfer/announce.hpp
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 mutant(consumed_before_the_last_group core/transfer/reducer.hpp
-  FIND [[    if (team_.share(left) == 0) finish_piece(token, r);]]
-  REPLACE [[    if (team_.share(left) <= 1) finish_piece(token, r);]])
+  FIND [[    if (team_.share(left) == 0) finish_piece(]]
+  REPLACE [[    if (team_.share(left) <= 1) finish_piece(]])
 
 mutant(consumed_without_the_other_workers core/transfer/reducer.hpp
-  FIND [=[      left = memory_.arrive(token, &call_.remaining[piece_], 1);]=]
-  REPLACE [=[      left = --call_.remaining[piece_];]=])
+  FIND [=[left = memory_.arrive(token, &call_.remaining[counted_], num_uncounted_);]=]
+  REPLACE [=[left = call_.remaining[counted_] -= num_uncounted_;]=])
+
+mutant(last_groups_not_counted core/transfer/reducer.hpp
+  FIND [[    if (num_uncounted_ == 0) return claimed;]]
+  REPLACE [[    return claimed;]])
 
 mutant(consumed_of_two_epochs core/transfer/reducer.hpp
   FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
@@ -458,12 +462,12 @@ mutant(consumed_of_two_epochs core/transfer/announce.hpp
 
 # The caller has its slots back, and they are not yet cleared.
 mutant(finished_before_slots_are_cleared core/transfer/reducer.hpp
-  FIND [[      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))]]
-  REPLACE [[      if (call_.work.reductions[piece_].kind == Reduction::kZero) {
-        piece_ = -1;
+  FIND [[      if (adder_.when_delivered(held.ticket,]]
+  REPLACE [[      if (call_.work.reductions[held.piece].kind == Reduction::kZero) {
+        ++num_published_;
         return Step::kProgress;
       }
-      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))]])
+      if (adder_.when_delivered(held.ticket,]])
 
 # ---- a reduction: progress and failing ----------------------------------------------------------
 
@@ -506,7 +510,8 @@ mutant(aborts_read_before_the_last_part core/transfer/reducer.hpp
   REPLACE [[]])
 
 mutant(reducer_drain_ignores_stores core/transfer/reducer.hpp
-  FIND [=[    return adder_.when_delivered([](Delivered) {}) ? Step::kFinished : Step::kAwaitDelivered;]=]
+  FIND [=[    return adder_.when_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
+                                                                    : Step::kAwaitDelivered;]=]
   REPLACE [[    return Step::kFinished;]])
 
 ultraep_add_mutants(simulation _ultraep_simulation_program --mutant)

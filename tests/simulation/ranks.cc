@@ -105,6 +105,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   memories_ = arena_.array<SimMemory>(agents);
   movers_ = arena_.array<SimMover>(agents);
   adders_ = arena_.array<SimAdder>(agents);
+  held_ = arena_.array<uec::HeldGroup>(agents * uec::kMaxHeld);
   world_ = std::make_unique<World>(shape, arena_);
   world_->records = std::move(records);
   for (int32_t a = 0; a < static_cast<int32_t>(agents); ++a) {
@@ -372,7 +373,8 @@ void Simulation::start_workers(int32_t rank) {
     uint8_t* const open = open_ + agent * call.num_ranks;
     uint8_t* const state = state_ + agent * max_pieces_;
     if (made.reduce)
-      new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], open, state, w);
+      new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], open, state,
+                                      held_ + agent * uec::kMaxHeld, w);
     else
       new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], open, state);
     worker_states_[agent] = {};

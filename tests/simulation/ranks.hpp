@@ -176,6 +176,7 @@ class Simulation {
   SimMemory* memories_;     // [agents]
   SimMover* movers_;        // [agents]
   SimAdder* adders_;        // [agents]
+  uec::HeldGroup* held_;    // [agents][kMaxHeld]: the reducers'
   int32_t max_pieces_ = 0;
   uint32_t timed_out_ = 0;  // not in the arena
 };

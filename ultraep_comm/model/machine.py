@@ -50,8 +50,7 @@ class Machine:
         fetch_us: what a worker's loads spend on a tile besides the time for its bytes.
         store_us: what its stores do.
         publish_us: of a flag to a peer.
-        reduce_warps: workers of a reduction, for each of ``num_sms``.
-        gather_us: what a worker of a reduction takes to load a tile of gradients from a peer,
+        gather_us: what a block of a reduction takes to load a tile of gradients from a peer,
             besides ``load_us`` and the time for its bytes.
         add_us: what it spends on a tile of one replica behind its load.
         clear_us: what it spends on clearing a tile.
@@ -91,7 +90,6 @@ class Machine:
     fetch_us: float = 0.0
     store_us: float = 0.0
     publish_us: float = 0.0
-    reduce_warps: int = 8
     gather_us: float = 0.0
     add_us: float = 0.0
     clear_us: float = 0.0
@@ -118,7 +116,6 @@ class Machine:
         for name in ("write_efficiency", "read_efficiency"):
             self._check(name, 1e-3, 1.0)
         self._check_int("num_sms", _MAX_WORKERS)
-        self._check_int("reduce_warps", 32)
         self._check_int("tiles_in_flight", _MAX_WORKERS * _MAX_WORKERS)
         self._check_int("tile_bytes", 1 << 30)
         if self.domain_size is not None:
@@ -209,9 +206,9 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "fetch_us": 1.1,
     "store_us": 1.3,
     "publish_us": 0.65,
-    "gather_us": 14.1,
-    "add_us": 10.4,
-    "clear_us": 0.5,
+    "gather_us": 2.0,
+    "add_us": 0.9,
+    "clear_us": 0.3,
 }
 _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "call_us": 9.9,
@@ -226,9 +223,9 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "fetch_us": 1.05,
     "store_us": 1.05,
     "publish_us": 0.65,
-    "gather_us": 16.8,
-    "add_us": 11.9,
-    "clear_us": 0.5,
+    "gather_us": 1.5,
+    "add_us": 0.9,
+    "clear_us": 0.3,
 }
 _LAUNCH_US = 3.0  # published: 2 to 4
 

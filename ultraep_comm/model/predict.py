@@ -218,7 +218,7 @@ def run_transfer(
             ],
             counts=[
                 on.domain_size or 0,
-                *((on.num_sms, on.stages) if grads is None else (on.num_sms * on.reduce_warps, 1)),
+                *(on.num_sms, on.stages),
                 int(on.fair_loads),
             ],
             cores=[

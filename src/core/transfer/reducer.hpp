@@ -5,7 +5,9 @@
 // only for openings, and goes first; a home's work waits for sums, and clearing waits for readers.
 // Both are polled and skipped.
 //
-// An Adder, made for one worker, provides to its team
+// An Adder, made for one worker, takes additions, and does them in the order in which it got them,
+// at once or later. It provides to its team
+//   bool vacant()                   whether it takes another one
 //   void sum(uint8_t* to, n, source, elements, type)
 //                                   stores source(0) + ... + source(n - 1), in this order, in fp32.
 //                                   source(i): where the i-th addend is, `elements` of `type`;
@@ -13,16 +15,18 @@
 //   void add(uint8_t* main, main_type, n, source, elements, type)
 //                                   main + (source(0) + ... + source(n - 1)), rounded once
 //   void zero(uint8_t* to, bytes)
-//   bool when_delivered(f)          calls f(Delivered) in all members, and returns true, once all
-//                                   that the team has stored is visible
-//   void loads_complete()           orders what the team has read before what follows
-// When one of these returns, it has read all that it adds.
+//   uint32_t ticket()               of all that it has taken so far
+//   bool when_delivered(ticket, f)  calls f(Delivered) in all members, and returns true, once what
+//                                   the ticket is of has been read, and what it stores is visible
+//   void loads_complete()           orders what has been read, as when_delivered() has said, before
+//                                   what follows
 #pragma once
 
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
 #include "core/transfer/claimer.hpp"
 #include "core/transfer/gradients.hpp"
+#include "core/transfer/ring.hpp"
 
 namespace uec {
 
@@ -107,40 +111,50 @@ struct ReductionPieces {
 template <class Memory, class Adder>
 class Reducer {
  public:
-  // Scratch of the team, as Claimer.
+  // Scratch of the team: as Claimer, and `held` [kMaxHeld].
   UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, uint8_t* open, uint8_t* state,
-                 int32_t worker = 0)
-      : call_(call), memory_(memory), adder_(adder), claimer_(call, memory, open, state, worker) {}
+                 HeldGroup* held, int32_t worker = 0)
+      : call_(call),
+        memory_(memory),
+        adder_(adder),
+        claimer_(call, memory, open, state, worker),
+        held_(held) {}
 
   UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : claimer_.fault(); }
   // What the last step was blocked by, or failed at.
   UEC_HD Wait wait() {
     if (fault_ == Fault::kNone) return claimer_.wait();
-    return {FlagKind::kOpen,   aborter_, call_.work.reductions[piece_].expert, -1, 0,
+    return {FlagKind::kOpen,   aborter_, call_.work.reductions[counted_].expert, -1, 0,
             call_.epoch.number};
   }
 
-  // Publishes a group that is done, else does one tile of the one in hand, else claims one.
+  // Publishes a group that is done, else hands a tile of the one in hand to the adder, else claims
+  // one. Several groups may be under way: what they wait for is only this worker's adder.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
-    if (piece_ >= 0 && tile_ == end_tile_) {
-      if (!adder_.when_delivered([&](Delivered token) { publish_group(token); }))
-        return Step::kAwaitDelivered;
-      if (fault_ != Fault::kNone) return Step::kFailed;
-      piece_ = -1;
-      return Step::kProgress;
+    if (num_published_ != num_held_) {
+      const HeldGroup held = held_[num_published_ % kMaxHeld];
+      if (adder_.when_delivered(held.ticket,
+                                [&](Delivered token) { publish_group(token, held); })) {
+        ++num_published_;
+        return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
+      }
     }
+    if (num_held_ - num_published_ == kMaxHeld || !adder_.vacant()) return Step::kAwaitDelivered;
     if (piece_ < 0) {
       const Step claimed = claim();
-      if (claimed != Step::kProgress || piece_ < 0) return claimed;
+      if (claimed == Step::kProgress && piece_ < 0) return claimed;
+      if (claimed != Step::kProgress) return pause(claimed);
     }
     do_tile(call_.work.reductions[piece_], tile_++);
+    if (tile_ == end_tile_) hold_group();
     return Step::kProgress;
   }
 
   // After a failure, in place of step(): drains what is in flight and publishes nothing.
   UEC_HD Step drain_step() {
-    return adder_.when_delivered([](Delivered) {}) ? Step::kFinished : Step::kAwaitDelivered;
+    return adder_.when_delivered(adder_.ticket(), [](Delivered) {}) ? Step::kFinished
+                                                                    : Step::kAwaitDelivered;
   }
 
  private:
@@ -153,6 +167,23 @@ class Reducer {
     tile_ = group_ * r.group_tiles;
     end_tile_ = static_cast<int32_t>(min64(tile_ + r.group_tiles, call_.tiles.num_tiles()));
     return step;
+  }
+
+  // There is nothing to claim. Others may wait for what is under way, or not counted yet.
+  UEC_HD Step pause(Step claimed) {
+    if (claimed == Step::kFailed) return claimed;
+    if (num_published_ != num_held_) return Step::kAwaitDelivered;
+    if (num_uncounted_ == 0) return claimed;
+    adder_.when_delivered(held_[(num_published_ - 1) % kMaxHeld].ticket,
+                          [&](Delivered token) { count_groups(token); });
+    return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
+  }
+
+  UEC_HD void hold_group() {
+    if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_, group_, adder_.ticket()};
+    team_.sync();
+    ++num_held_;
+    piece_ = -1;
   }
 
   UEC_STEP void do_tile(const Reduction& r, int32_t tile) {
@@ -208,22 +239,30 @@ class Reducer {
     return main + element * bytes_of(type);
   }
 
-  UEC_HD void publish_group(Delivered token) {
-    const Reduction& r = call_.work.reductions[piece_];
+  UEC_HD void publish_group(Delivered token, const HeldGroup& held) {
+    const Reduction& r = call_.work.reductions[held.piece];
+    // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
+    if (r.kind == Reduction::kSum && team_.leader())
+      memory_.publish(token, r.home, call_.layout.summed(r.main_idx, held.group),
+                      call_.epoch.number);
+    if (r.kind == Reduction::kZero) return;  // nobody waits for it
+    // Groups of one piece are counted together: an arrive() costs more than the flag.
+    if (num_uncounted_ > 0 && counted_ != held.piece) count_groups(token);
+    if (fault_ != Fault::kNone) return;
+    counted_ = held.piece;
+    ++num_uncounted_;
+  }
+
+  // Workers of a rank share a piece. Each arrives after its own groups, and arrive() is
+  // acquire-release, so the last one vouches for all of them.
+  UEC_HD void count_groups(Delivered token) {
     int32_t left = 0;
-    if (team_.leader()) {
-      // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
-      if (r.kind == Reduction::kSum)
-        memory_.publish(token, r.home, call_.layout.summed(r.main_idx, group_), call_.epoch.number);
-      // Workers of a rank share a piece. Each arrives after its own groups, and arrive() is
-      // acquire-release, so the last one vouches for all of them.
-      left = memory_.arrive(token, &call_.remaining[piece_], 1);
-    }
-    if (team_.share(left) == 0) finish_piece(token, r);
+    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[counted_], num_uncounted_);
+    num_uncounted_ = 0;
+    if (team_.share(left) == 0) finish_piece(token, call_.work.reductions[counted_]);
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
-    if (r.kind == Reduction::kZero) return;  // no peer waits for it
     if (r.kind == Reduction::kAdd) {
       // A rank that failed may change its slots once its abort is delivered, while a hub or we
       // still load from them. Our loads are complete before we look, so if no abort is seen here,
@@ -251,8 +290,11 @@ class Reducer {
   Adder& adder_;
   Claimer<Memory, ReductionPieces> claimer_;
   typename Memory::Team team_;
+  HeldGroup* held_;
+  uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   int32_t piece_ = -1, group_ = 0;
   int32_t tile_ = 0, end_tile_ = 0;
+  int32_t counted_ = 0, num_uncounted_ = 0;  // groups of this piece that are not counted yet
   Fault fault_ = Fault::kNone;
   int32_t aborter_ = -1;
 };

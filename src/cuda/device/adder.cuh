@@ -1,10 +1,14 @@
-// The device's half of a reduction: the core's Adder, by a warp's ordinary loads and stores.
+// The device's half of a reduction: a block's first warp directs, the others add.
+//
+// Additions go through a ring. Each place has two barriers: `full` completes when the first warp
+// has described an addition there, and hands over with it all that this warp has observed; `empty`
+// completes when all adding warps have done their part. No barrier joins the block's threads, and
+// an adding warp goes on to the next addition without waiting for the others.
 //
 // Bytes in flight. The addends come from peers, over a link: with 900 GB/s and two microseconds
 // from a load to its value (both estimates), 1.8 MB have to be in flight. Each lane has
-// kAddsInFlight loads of 16 bytes, so a block of kReduceWarps warps has 64 KiB, and 32 blocks have
-// 2 MiB; the default is 64 blocks. Sums are in registers: there is no ring of stages, and no async
-// proxy.
+// kAddsInFlight loads of 16 bytes, so the 16 adding warps of a block have 64 KiB, and 32 blocks
+// have 2 MiB; the default is 64 blocks. Sums are in registers: there is no async proxy.
 #pragma once
 
 #include <cstdint>
@@ -47,16 +51,12 @@ UEC_DEVICE uint32_t narrow(float low, float high) {
   return static_cast<uint32_t>(to_bfloat16(low)) | static_cast<uint32_t>(to_bfloat16(high)) << 16;
 }
 
-// A warp's loads come one after another: for each row all sources, then what they are added to. A
-// row is one quad per lane.
-struct RowCursor {
-  int32_t load;
-  int32_t quad;  // of a source
-  UEC_DEVICE void advance(int32_t loads) {
-    if (++load < loads) return;
-    load = 0;
-    quad += Warp::size();
-  }
+// Part of an addition is a thread's: of the block's adding warps.
+struct Adders {
+  UEC_DEVICE static int32_t warp() { return ptx::thread_idx() / ptx::kWarpSize - 1; }
+  UEC_DEVICE static int32_t warps() { return ptx::num_threads() / ptx::kWarpSize - 1; }
+  UEC_DEVICE static int32_t index() { return ptx::thread_idx() - ptx::kWarpSize; }
+  UEC_DEVICE static int32_t size() { return ptx::num_threads() - ptx::kWarpSize; }
 };
 
 // `part`: which of the loads that a quad's numbers take in `to`.
@@ -92,53 +92,80 @@ UEC_DEVICE void store_sum(uint8_t* to, int32_t quad, const float* sum) {
   }
 }
 
-// Of whole rows; all addresses are aligned to what a lane loads and stores there.
-template <GradType kFrom, GradType kTo>
-UEC_APART void add_rows(WarpShared& own, int32_t rows) {
+template <GradType kFrom>
+UEC_DEVICE void accumulate(float* sum, const uint4& quad, bool first) {
+  float values[kOfQuad<kFrom>];
+  widen<kFrom>(quad, values);
+#pragma unroll
+  for (int32_t i = 0; i < kOfQuad<kFrom>; ++i)
+    sum[i] = first ? values[i] : ptx::add(sum[i], values[i]);
+}
+
+// Adds the sum to what is there already (`mains`, unless kLoads is 0), and stores it.
+template <GradType kTo, int32_t kNumbers, int32_t kLoads>
+UEC_DEVICE void finish(uint8_t* to, int32_t quad, float* sum, const uint4* mains) {
+  if constexpr (kLoads > 0) {
+    float values[kLoads * kOfQuad<kTo>];
+#pragma unroll
+    for (int32_t part = 0; part < kLoads; ++part)
+      widen<kTo>(mains[part], values + part * kOfQuad<kTo>);
+#pragma unroll
+    for (int32_t i = 0; i < kNumbers; ++i) sum[i] = ptx::add(values[i], sum[i]);
+  }
+  store_sum<kTo, kNumbers>(to, quad, sum);
+}
+
+// Of whole rows, a quad per lane; all addresses are aligned to what a lane loads and stores there.
+// A warp loads kSources addends of kRows rows before it waits. Without kAll there may be more
+// addends, and sums are kept meanwhile. Where fewer rows are left it adds the last one more than
+// once, with the same outcome.
+template <GradType kFrom, GradType kTo, bool kAdds, int32_t kSources, bool kAll>
+UEC_APART void add_rows(const Addition& addition, int32_t rows) {
   constexpr int32_t kNumbers = kOfQuad<kFrom>;
   constexpr int32_t kToBytes = kNumbers * static_cast<int32_t>(bytes_of(kTo));
-  constexpr int32_t kToLoads = kToBytes > kQuad ? kToBytes / kQuad : 1;
-  constexpr int32_t kOfLoad = kNumbers / kToLoads;  // numbers of `to` that a load has
-  // Wider numbers in `to` take registers that another load would need.
-  constexpr int32_t kTogether = kToLoads == 1 ? kAddsInFlight : kAddsInFlight - 1;
-  const int32_t n = own.addition.n, loads = n + (own.addition.adds != 0 ? kToLoads : 0);
-  float sum[kNumbers];
-  RowCursor at{0, Warp::index()};
+  constexpr int32_t kToLoads = !kAdds ? 0 : kToBytes > kQuad ? kToBytes / kQuad : 1;
+  constexpr int32_t kRows = kAddsInFlight / (kSources + kToLoads);
+  const int32_t n = kAll ? kSources : addition.n;
+  const uint8_t* const* const sources = addition.sources;
+  uint8_t* const to = addition.to;
 #pragma unroll 1
-  for (int32_t left = rows * loads; left > 0; left -= kTogether) {
-    uint4 quads[kTogether];
-    RowCursor next = at;
+  for (int32_t row = Adders::warp() * kRows; row < rows; row += Adders::warps() * kRows) {
+    int32_t quad[kRows];
+    float sum[kRows][kNumbers];
+    uint4 mains[kRows][kToLoads + !kAdds];
 #pragma unroll
-    for (int32_t i = 0; i < kTogether; ++i) {
-      if (i >= left) break;
-      if (next.load < n)
-        quads[i] =
-            ptx::load_global(reinterpret_cast<const uint4*>(own.sources()[next.load]) + next.quad);
-      else
-        quads[i] = load_main<kTo, kToBytes>(own.addition.to, next.quad, next.load - n);
-      next.advance(loads);
-    }
+    for (int32_t r = 0; r < kRows; ++r)
+      quad[r] = (row + r < rows ? row + r : rows - 1) * Warp::size() + Warp::index();
+#pragma unroll 1
+    for (int32_t k = 0; k < n; k += kSources) {
+      uint4 quads[kSources][kRows];
 #pragma unroll
-    for (int32_t i = 0; i < kTogether; ++i) {
-      if (i >= left) break;
-      if (at.load == 0) {
-        widen<kFrom>(quads[i], sum);
-      } else if (at.load < n) {
-        float values[kNumbers];
-        widen<kFrom>(quads[i], values);
+      for (int32_t i = 0; i < kSources; ++i) {
+        if (k + i >= n) break;
+        const auto* const from = reinterpret_cast<const uint4*>(sources[k + i]);
 #pragma unroll
-        for (int32_t k = 0; k < kNumbers; ++k) sum[k] = ptx::add(sum[k], values[k]);
-      } else {
-        float values[kOfQuad<kTo>];
-        widen<kTo>(quads[i], values);
-        const bool low = kToLoads == 1 || at.load == n;
-#pragma unroll
-        for (int32_t k = 0; k < kNumbers; ++k)
-          if (low == (k < kOfLoad)) sum[k] = ptx::add(values[k % kOfLoad], sum[k]);
+        for (int32_t r = 0; r < kRows; ++r) quads[i][r] = ptx::load_global(from + quad[r]);
       }
-      if (at.load + 1 == loads) store_sum<kTo, kNumbers>(own.addition.to, at.quad, sum);
-      at.advance(loads);
+      if (k + kSources >= n) {
+#pragma unroll
+        for (int32_t r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int32_t part = 0; part < kToLoads; ++part)
+            mains[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
+      }
+#pragma unroll
+      for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int32_t i = 0; i < kSources; ++i) {
+          if (k + i >= n) break;
+          accumulate<kFrom>(sum[r], quads[i][r], k + i == 0);
+        }
+        if constexpr (kAll) finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
+      }
     }
+#pragma unroll
+    for (int32_t r = 0; r < kRows && !kAll; ++r)
+      finish<kTo, kNumbers, kToLoads>(to, quad[r], sum[r], mains[r]);
   }
 }
 
@@ -149,28 +176,27 @@ UEC_DEVICE float load_number(const uint8_t* from, int64_t i, GradType type) {
 }
 
 // What does not fill a row, or is not aligned: a number at a time, kAddsInFlight of them per lane.
-UEC_APART void add_numbers(WarpShared& own, GradType from, GradType to, int64_t begin,
-                           int64_t end) {
-  const Addition addition = own.addition;
-  constexpr int32_t kStep = Warp::size();
+UEC_APART void add_numbers(const Addition& addition, int64_t begin) {
+  const GradType from = addition.from, to = addition.type;
+  const int64_t end = addition.elements, step = Adders::size();
 #pragma unroll 1
-  for (int64_t at = begin + Warp::index(); at < end; at += kAddsInFlight * kStep) {
+  for (int64_t at = begin + Adders::index(); at < end; at += kAddsInFlight * step) {
     float sum[kAddsInFlight], values[kAddsInFlight];
-    const int32_t loads = addition.n + addition.adds;
+    const int32_t loads = addition.n + (addition.kind == Reduction::kAdd);
 #pragma unroll 1
     for (int32_t k = 0; k < loads; ++k) {
       const bool last = k == addition.n;
-      const uint8_t* const source = last ? addition.to : own.sources()[k];
+      const uint8_t* const source = last ? addition.to : addition.sources[k];
 #pragma unroll
       for (int32_t i = 0; i < kAddsInFlight; ++i)
-        if (at + i * kStep < end) values[i] = load_number(source, at + i * kStep, last ? to : from);
+        if (at + i * step < end) values[i] = load_number(source, at + i * step, last ? to : from);
 #pragma unroll
       for (int32_t i = 0; i < kAddsInFlight; ++i)
         sum[i] = k == 0 ? values[i] : ptx::add(sum[i], values[i]);
     }
 #pragma unroll
     for (int32_t i = 0; i < kAddsInFlight; ++i) {
-      const int64_t where = at + i * kStep;
+      const int64_t where = at + i * step;
       if (where >= end) continue;
       if (to == GradType::kFloat32)
         reinterpret_cast<uint32_t*>(addition.to)[where] = as_bits(sum[i]);
@@ -183,7 +209,8 @@ UEC_APART void add_numbers(WarpShared& own, GradType from, GradType to, int64_t 
 template <class T>
 UEC_DEVICE void clear(uint8_t* to, int64_t count) {
 #pragma unroll 1
-  for (int64_t i = Warp::index(); i < count; i += Warp::size()) reinterpret_cast<T*>(to)[i] = T{};
+  for (int64_t i = Adders::index(); i < count; i += Adders::size())
+    reinterpret_cast<T*>(to)[i] = T{};
 }
 
 // Bytewise up to the first quad and after the last one.
@@ -197,60 +224,105 @@ UEC_APART void clear_bytes(uint8_t* to, int64_t bytes) {
   clear<uint8_t>(to + behind, bytes - behind);
 }
 
-// All of an addition. `low`: what this lane knows of the addresses' low bits.
-UEC_APART void add_up(WarpShared& own, GradType from, GradType to, uint64_t low, int64_t elements) {
-  constexpr GradType kFloat32 = GradType::kFloat32, kBFloat16 = GradType::kBFloat16;
-  ptx::sync_warp();
-  const bool aligned = ptx::ballot(low % kQuad != 0) == 0;
-  const int64_t row = int64_t{kOfQuad<kFloat32>} * Warp::size() << (from == kBFloat16);
-  const auto rows = static_cast<int32_t>(aligned ? elements / row : 0);
-  if (rows > 0 && from == kFloat32) {
-    if (to == kFloat32)
-      add_rows<kFloat32, kFloat32>(own, rows);
-    else
-      add_rows<kFloat32, kBFloat16>(own, rows);
-  } else if (rows > 0) {
-    if (to == kFloat32)
-      add_rows<kBFloat16, kFloat32>(own, rows);
-    else
-      add_rows<kBFloat16, kBFloat16>(own, rows);
-  }
-  if (rows * row < elements) add_numbers(own, from, to, rows * row, elements);
+// How many addends there are is known where most of the time goes: hubs of two replicas, and homes.
+template <GradType kFrom, GradType kTo, bool kAdds>
+UEC_DEVICE void add_some(const Addition& addition, int32_t rows) {
+  constexpr int32_t kFew = kAdds ? 1 : 2;
+  constexpr int32_t kToLoads = kAdds ? 1 + (kOfQuad<kFrom> > kOfQuad<kTo>) : 0;
+  constexpr int32_t kRows = kFrom == GradType::kFloat32 ? 2 : 1;
+  if (addition.n == kFew)
+    add_rows<kFrom, kTo, kAdds, kFew, true>(addition, rows);
+  else
+    add_rows<kFrom, kTo, kAdds, kAddsInFlight / kRows - kToLoads, false>(addition, rows);
+}
+
+template <GradType kFrom>
+UEC_DEVICE void add_from(const Addition& addition) {
+  const int32_t row = kOfQuad<kFrom> * Warp::size();
+  const auto rows = static_cast<int32_t>(addition.aligned ? addition.elements / row : 0);
+  if (addition.kind == Reduction::kSum)
+    add_some<kFrom, GradType::kFloat32, false>(addition, rows);
+  else if (addition.type == GradType::kFloat32)
+    add_some<kFrom, GradType::kFloat32, true>(addition, rows);
+  else
+    add_some<kFrom, GradType::kBFloat16, true>(addition, rows);
+  if (int64_t{rows} * row < addition.elements) add_numbers(addition, int64_t{rows} * row);
 }
 
 }  // namespace detail
 
+// By one thread, before a block-wide barrier.
+UEC_DEVICE void init_additions(AddRing& ring) {
+  for (uint32_t i = 0; i < kAdditions; ++i) {
+    ptx::mbarrier_init(&ring.full[i], 1);
+    ptx::mbarrier_init(&ring.empty[i], static_cast<uint32_t>(detail::Adders::warps()));
+  }
+  ring.bytes_stored = 0;
+}
+
+// The adding warps' loop, until the first warp ends it.
+UEC_DEVICE void add_all(AddRing& ring) {
+  for (uint32_t k = 0;; ++k) {
+    const uint32_t place = k % kAdditions;
+    while (!is_complete(ring.full[place], k / kAdditions)) ptx::pause();
+    const Addition& addition = ring.additions[place];
+    if (addition.elements == 0) return;
+    if (addition.kind == Reduction::kZero)
+      detail::clear_bytes(addition.to, addition.elements);
+    else if (addition.from == GradType::kFloat32)
+      detail::add_from<GradType::kFloat32>(addition);
+    else
+      detail::add_from<GradType::kBFloat16>(addition);
+    ptx::sync_warp();
+    // Its release is cumulative: what the other lanes have stored, and read, comes before it too.
+    if (Warp::leader()) ptx::mbarrier_arrive(&ring.empty[place]);
+  }
+}
+
+// The first warp's side.
 class DeviceAdder : public DeliveryPolicy {
  public:
-  UEC_DEVICE explicit DeviceAdder(WarpShared& own) : own_(own) {}
+  // Scratch: `sources` [kAdditions][num_ranks].
+  UEC_DEVICE DeviceAdder(AddRing& ring, const uint8_t** sources, int32_t num_ranks)
+      : ring_(ring), sources_(sources), num_ranks_(num_ranks) {}
+
+  UEC_DEVICE bool vacant() {
+    return taken_ - done_ < kAdditions || when_delivered(taken_ - kAdditions + 1, [](Delivered) {});
+  }
 
   template <class Source>
   UEC_DEVICE void sum(uint8_t* to, int32_t n, Source&& source, int64_t elements, GradType type) {
-    add_all({to, n, 0}, GradType::kFloat32, source, elements, type);
+    take({to, elements, nullptr, n, Reduction::kSum, type, GradType::kFloat32, 0}, source);
   }
-
   template <class Source>
   UEC_DEVICE void add(uint8_t* main, GradType main_type, int32_t n, Source&& source,
                       int64_t elements, GradType type) {
-    add_all({main, n, 1}, main_type, source, elements, type);
+    take({main, elements, nullptr, n, Reduction::kAdd, type, main_type, 0}, source);
   }
-
   UEC_DEVICE void zero(uint8_t* to, int64_t bytes) {
-    count(bytes);
-    detail::clear_bytes(to, bytes);
+    take({to, bytes, nullptr, 0, Reduction::kZero, {}, {}, 0}, [](int32_t) { return nullptr; });
   }
+  // Behind all others: the adding warps leave.
+  UEC_DEVICE void end() { zero(nullptr, 0); }
 
-  // Ordinary stores need no wait. The leader's release is cumulative: it publishes not only what
-  // the leader has stored, but all that happened before it, which includes what the other lanes
-  // stored before this barrier.
+  UEC_DEVICE uint32_t ticket() const { return taken_; }
+
+  // Ordinary stores need no wait of their own. This warp's release is cumulative: it publishes not
+  // only what it has stored, but all that happened before it, which includes what the adding warps
+  // did before they arrived.
   template <class F>
-  UEC_DEVICE bool when_delivered(F&& then) const {
+  UEC_DEVICE bool when_delivered(uint32_t ticket, F&& then) {
+    if (ticket > done_) {
+      if (!is_complete(ring_.empty[(ticket - 1) % kAdditions], (ticket - 1) / kAdditions))
+        return false;
+      done_ = ticket;
+    }
     ptx::sync_warp();
     then(delivered());
     return true;
   }
 
-  // All lanes have added what they loaded, and this warp comes after other warps' arrivals, which
+  // The adding warps have added what they loaded, and this warp comes after their arrivals, which
   // stay behind their loads. The fence is that of DeviceMover::loads_complete().
   UEC_DEVICE void loads_complete() const {
     ptx::sync_warp();
@@ -259,30 +331,36 @@ class DeviceAdder : public DeliveryPolicy {
 
  private:
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has
-  // observed the opening, or the sum's flag, did so at system scope, behind which no cache has
-  // anything older; and all lanes come after it by the barriers of the claim (Warp::from()), and by
-  // those here.
+  // observed the opening, or the sum's flag, did so at system scope, behind which no cache of this
+  // multiprocessor has anything older; and all adding lanes come after it by the barriers of the
+  // claim (Warp::from()), those here, and `full`.
   template <class Source>
-  UEC_DEVICE void add_all(const Addition& addition, GradType to, Source& source, int64_t elements,
-                          GradType from) {
-    ptx::sync_warp();  // all have done with the addition before
+  UEC_DEVICE void take(Addition addition, Source&& source) {
+    const uint32_t place = taken_ % kAdditions;
+    addition.sources = sources_ + place * num_ranks_;
     uint64_t low = reinterpret_cast<uint64_t>(addition.to);
 #pragma unroll 1
     for (int32_t i = Warp::index(); i < addition.n; i += Warp::size()) {
       const uint8_t* const at = source(i);
-      own_.sources()[i] = at;
+      addition.sources[i] = at;
       low |= reinterpret_cast<uint64_t>(at);
     }
-    if (Warp::leader()) own_.addition = addition;
-    count(elements * bytes_of(to));
-    detail::add_up(own_, from, to, low, elements);
+    ptx::sync_warp();
+    addition.aligned = ptx::ballot(low % detail::kQuad != 0) == 0;
+    if (Warp::leader()) {
+      ring_.additions[place] = addition;
+      ring_.bytes_stored += static_cast<uint64_t>(
+          addition.kind == Reduction::kZero ? addition.elements
+                                            : addition.elements * bytes_of(addition.type));
+      ptx::mbarrier_arrive(&ring_.full[place]);
+    }
+    ++taken_;
   }
 
-  UEC_DEVICE void count(int64_t bytes) {
-    if (Warp::leader()) own_.bytes_stored += static_cast<uint64_t>(bytes);
-  }
-
-  WarpShared& own_;
+  AddRing& ring_;
+  const uint8_t** sources_;
+  int32_t num_ranks_;
+  uint32_t taken_ = 0, done_ = 0;  // additions, counted without wrapping
 };
 
 }  // namespace uec::cuda

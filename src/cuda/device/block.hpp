@@ -118,43 +118,38 @@ UEC_HD inline int64_t shared_bytes(const Capacity& c, int64_t tile_bytes) {
   return tiles_offset(c) + max64(kNumStages * tile_bytes, prepare_bytes(c));
 }
 
-// A tile that a warp sums: `n` runs of gradients and, with `adds`, what is there already.
+// What is to be done with one tile: see Reducer.
 struct Addition {
   uint8_t* to;
-  int32_t n;
-  int32_t adds;
+  int64_t elements;  // kZero: bytes; 0: there are no more
+  const uint8_t** sources;
+  int32_t n;  // of these
+  Reduction::Kind kind;
+  GradType from, type;  // of the addends, of `to`
+  int32_t aligned;      // all addresses
 };
 
-// What a warp of the reduce kernel has to itself. Behind it lie arrays: `open` and `state` are its
-// Claimer's.
-struct WarpShared {
-  Clock clock;
+// Between the warp that directs a block's additions and those that add.
+struct AddRing {
+  uint64_t full[kAdditions];
+  uint64_t empty[kAdditions];
+  Addition additions[kAdditions];
   uint64_t bytes_stored;
-  Addition addition;
-
-  UEC_HD const uint8_t** sources() {  // [num_ranks] where the present tile's gradients are
-    return reinterpret_cast<const uint8_t**>(this + 1);
-  }
-  UEC_HD uint8_t* open(const Capacity& c) {  // [num_ranks]
-    return reinterpret_cast<uint8_t*>(sources() + c.num_ranks);
-  }
-  UEC_HD uint8_t* state(const Capacity& c) { return open(c) + c.num_ranks; }  // [reductions]
-
-  UEC_HD static int64_t bytes(const Capacity& c) {
-    const int64_t of_rank = sizeof(uint8_t*) + 1;
-    return round_up(
-        static_cast<int64_t>(sizeof(WarpShared)) + of_rank * c.num_ranks + c.reductions(), 8);
-  }
 };
 
-// For the reduce kernel. Behind it lie the copies and each warp's own part.
-struct ReduceShared : CallShared {};
+// For the reduce kernel. Behind it lie the copies, and the scratch of the first warp: `sources`
+// [kAdditions][G], and `open` [G] and `state` [reductions] of its Claimer.
+struct ReduceShared : CallShared {
+  AddRing ring;
+  HeldGroup held[kMaxHeld];
+};
 
 inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
 inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
 
-UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c, int32_t num_warps) {
-  return kReduceScratch + max64(num_warps * WarpShared::bytes(c), prepare_bytes(c));
+UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c) {
+  constexpr int64_t of_rank = kAdditions * sizeof(uint8_t*) + 1;
+  return kReduceScratch + max64(of_rank * c.num_ranks + c.reductions(), prepare_bytes(c));
 }
 
 }  // namespace uec::cuda

@@ -43,9 +43,10 @@ inline constexpr int32_t kQuadsAtOnce = 4;
 // Rows of a load that a thread of the planner has in flight.
 inline constexpr int32_t kSourcesAtOnce = 16;
 
-// The reduction: warps of a block, each of which sums groups of its own, and loads of 16 bytes that
-// each lane has in flight. See adder.cuh.
-inline constexpr int32_t kReduceWarps = 16;
+// The reduction: warps of a block, of which the first directs and the others add; additions that it
+// is ahead of them; and loads of 16 bytes that each lane has in flight. See adder.cuh.
+inline constexpr int32_t kReduceWarps = 17;
+inline constexpr uint32_t kAdditions = 4;
 inline constexpr int32_t kAddsInFlight = 8;
 
 // The save of a plan: one block, whose threads have this many words in flight.

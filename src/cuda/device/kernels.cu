@@ -46,7 +46,7 @@ UEC_KERNEL(104) void ultraep_replicate_32768_far(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<32768, true>(args, shared_memory);
 }
 
-// Blocks of any number of warps up to kReduceWarps.
+// Blocks of kReduceWarps warps.
 UEC_KERNEL(64) void ultraep_reduce(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::reduce(args, shared_memory);
 }

@@ -181,10 +181,6 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE static bool is_aligned(const void* at) {
     return reinterpret_cast<uint64_t>(at) % 16 == 0;
   }
-  // The barrier's n-th phase, counted from 0. One lane looks: all have to answer alike.
-  UEC_DEVICE static bool is_complete(const uint64_t& barrier, uint32_t n) {
-    return Warp::share(Warp::leader() && ptx::mbarrier_test(&barrier, n & 1));
-  }
   UEC_DEVICE static void wait_for_all_but(uint32_t commits) {
     static_assert(kCommitsInFlight == 3);
     switch (commits) {

@@ -1,8 +1,8 @@
 // The reduce kernel: one launch sums all replicas' gradients that concern a rank, or all ranks of a
 // loopback group.
 //
-// Every warp of a block is a worker of its rank: it claims groups of tiles, adds them, and
-// publishes what it has added. Peers are read by loads, so all ranks that a plan concerns have
+// A block is a worker of its rank: its first warp claims groups of tiles and publishes what has
+// been added, the others add. Peers are read by loads, so all ranks that a plan concerns have
 // load/store access, and there is no kernel for others.
 #pragma once
 
@@ -12,22 +12,35 @@
 
 namespace uec::cuda {
 
-// A warp's worker. step() is not inlined into the waits around it, so that its long-lived state
+// A block's worker. step() is not inlined into the waits around it, so that its long-lived state
 // does not take their registers.
 class ReduceWorker {
  public:
-  UEC_DEVICE ReduceWorker(ReduceShared& shared, WarpShared& own, int32_t worker)
+  UEC_DEVICE explicit ReduceWorker(ReduceShared& shared)
       : memory_(shared.block),
-        adder_(own),
-        reducer_(shared.block.call, memory_, adder_, own.open(shared.block.state->capacity),
-                 own.state(shared.block.state->capacity), worker) {}
+        adder_(shared.ring, sources(shared), shared.block.call.num_ranks),
+        reducer_(shared.block.call, memory_, adder_, open(shared),
+                 open(shared) + shared.block.call.num_ranks, shared.held, ptx::block_x()) {}
 
   UEC_APART Step step() { return reducer_.step(); }
-  UEC_DEVICE Step drain_step() { return reducer_.drain_step(); }
   UEC_DEVICE Fault fault() const { return reducer_.fault(); }
   UEC_DEVICE Wait wait() { return reducer_.wait(); }
 
+  // Drains after a failure, and ends the adding warps' loop.
+  UEC_DEVICE void end() {
+    while (reducer_.drain_step() != Step::kFinished) ptx::pause();
+    adder_.end();
+  }
+
  private:
+  UEC_DEVICE static const uint8_t** sources(ReduceShared& shared) {
+    auto* const first = reinterpret_cast<std::byte*>(&shared) + kReduceScratch;
+    return reinterpret_cast<const uint8_t**>(first);
+  }
+  UEC_DEVICE static uint8_t* open(ReduceShared& shared) {
+    return reinterpret_cast<uint8_t*>(sources(shared) + kAdditions * shared.block.call.num_ranks);
+  }
+
   DeviceMemory<false> memory_;
   DeviceAdder adder_;
   Reducer<DeviceMemory<false>, DeviceAdder> reducer_;
@@ -38,7 +51,7 @@ struct Reduce {
   using Memory = DeviceMemory<false>;
   static constexpr Operation kOperation = Operation::kReduce;
 
-  UEC_DEVICE static void begin(ReduceShared&) {}
+  UEC_DEVICE static void begin(ReduceShared& shared) { init_additions(shared.ring); }
   UEC_DEVICE static int64_t nearby(const Capacity&) { return kReduceNearby; }
   UEC_DEVICE static int64_t spare(const Capacity&) { return kReduceScratch; }
   UEC_DEVICE static void take(NearbyTables& tables, Call& call, const Capacity& capacity) {
@@ -53,23 +66,13 @@ struct Reduce {
 
   UEC_APART static void work(ReduceShared& shared, bool announced) {
     BlockCall& block = shared.block;
-    const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
-    const int32_t num_warps = ptx::num_threads() / ptx::kWarpSize;
-    WarpShared& own = warp_shared(shared, warp);
-    if (Warp::leader()) own.bytes_stored = 0;
+    if (ptx::thread_idx() >= ptx::kWarpSize) return add_all(shared.ring);
     Memory memory(block);
-    ReduceWorker worker(shared, own, ptx::block_x() * num_warps + warp);
-    const bool begins = shared.first && warp == 0 ? announced : may_begin(block, memory);
-    if (!begins || !drive(worker, block, own.clock, memory))
-      while (worker.drain_step() != Step::kFinished) ptx::pause();
-    if (Warp::leader()) ptx::add_relaxed(&block.state->bytes_stored, own.bytes_stored);
-  }
-
- private:
-  UEC_DEVICE static WarpShared& warp_shared(ReduceShared& shared, int32_t warp) {
-    auto* const first = reinterpret_cast<std::byte*>(&shared) + kReduceScratch;
-    return *reinterpret_cast<WarpShared*>(first +
-                                          warp * WarpShared::bytes(shared.block.state->capacity));
+    ReduceWorker worker(shared);
+    if (shared.first ? announced : may_begin(block, memory))
+      drive(worker, block, block.clock, memory);
+    worker.end();
+    if (Warp::leader()) ptx::add_relaxed(&block.state->bytes_stored, shared.ring.bytes_stored);
   }
 };
 

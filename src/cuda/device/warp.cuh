@@ -85,4 +85,10 @@ struct Warp {
   UEC_DEVICE static uint32_t lower() { return (1u << index()) - 1; }
 };
 
+// Whether an mbarrier's n-th phase, counted from 0, is complete. One lane looks: all have to answer
+// alike.
+UEC_DEVICE bool is_complete(const uint64_t& barrier, uint32_t n) {
+  return Warp::share(Warp::leader() && ptx::mbarrier_test(&barrier, n & 1));
+}
+
 }  // namespace uec::cuda

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -81,15 +82,17 @@ class PlainAdder : public uec::DeliveryPolicy {
   void zero(uint8_t* to, int64_t bytes) {
     for (int64_t i = team_.index(); i < bytes; i += team_.size()) to[i] = 0;
   }
+  bool vacant() { return true; }
+  uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(F&& then) {
+  bool when_delivered(uint32_t, F&& then) {
     team_.sync();
     then(delivered());
     return true;
   }
   template <class F>
   bool when_delivered(uint32_t, bool, F&& then) {  // as a Mover, for the announcements
-    return when_delivered(then);
+    return when_delivered(0, then);
   }
   void loads_complete() { team_.sync(); }
 
@@ -109,7 +112,8 @@ struct Rank {
       : given(c.capacity(rank)),
         symmetric(layout.total / 8),
         open(workers, std::vector<uint8_t>(c.plan.num_ranks)),
-        state(workers, std::vector<uint8_t>(c.capacity(rank).claimed())) {
+        state(workers, std::vector<uint8_t>(c.capacity(rank).claimed())),
+        held(workers) {
     const int32_t num_mains = c.plan.num_mains()[rank];
     for (int32_t i = 0; i < c.num_segments(); ++i) {
       const int64_t elements = c.grad_bytes[i] / bytes_of(c.grad_type[i]);
@@ -123,6 +127,7 @@ struct Rank {
   std::vector<uint64_t> symmetric;
   std::vector<std::vector<uint8_t>> mains;  // [segments * mains]
   std::vector<std::vector<uint8_t>> open, state;
+  std::vector<std::array<uec::HeldGroup, uec::kMaxHeld>> held;
 };
 
 class Reduced {
@@ -231,7 +236,8 @@ class Reduced {
       uec::announce_open(ranks_[r]->given.call, memories[r], adders[0]);
       for (int32_t w = 0; w < num_workers_; ++w)
         reducers.emplace_back(ranks_[r]->given.call, memories[r], adders[r * num_workers_ + w],
-                              ranks_[r]->open[w].data(), ranks_[r]->state[w].data(), w);
+                              ranks_[r]->open[w].data(), ranks_[r]->state[w].data(),
+                              ranks_[r]->held[w].data(), w);
     }
     std::vector<size_t> running(reducers.size());
     for (size_t i = 0; i < running.size(); ++i) running[i] = i;

@@ -134,14 +134,16 @@ class NotingAdder : public uec::DeliveryPolicy {
     large_.cleared += bytes;
   }
 
+  static bool vacant() { return true; }
+  static uint32_t ticket() { return 0; }
   template <class F>
-  bool when_delivered(F&& then) {
+  bool when_delivered(uint32_t, F&& then) {
     then(delivered());
     return true;
   }
   template <class F>
   bool when_delivered(uint32_t, bool, F&& then) {
-    return when_delivered(then);
+    return when_delivered(0, then);
   }
   void loads_complete() {}
 
@@ -193,12 +195,13 @@ void check(Mode mode) {
     memories.emplace_back(large.bases.data(), r);
     adders.emplace_back(large, r);
   }
+  uec::HeldGroup held[3][uec::kMaxHeld];
   std::vector<uec::Reducer<Memory, NotingAdder>> reducers;
   for (int32_t r = 0; r < 3; ++r) {
     uec::announce_call(given[r]->call, memories[r], adders[r]);
     uec::announce_open(given[r]->call, memories[r], adders[r]);
     reducers.emplace_back(given[r]->call, memories[r], adders[r], scratch[r].data(),
-                          scratch[r].data() + 3);
+                          scratch[r].data() + 3, held[r]);
   }
   for (int32_t running = 3; running > 0;) {
     running = 0;

@@ -65,7 +65,6 @@ class SharedLauncher:
             load=kernels.load,
             load_plan=kernels.load_plan,
             plan_warps=kernels.plan_warps,
-            reduce_warps=kernels.reduce_warps,
             warp_size=device.warp_size,
             first_rank=first_rank,
             num_ranks=num_ranks,

@@ -231,7 +231,6 @@ class GroupKernels:
     load_plan: int  # 0: the group is too large for it, or has far peers
     plan_warps: int
     reduce: int = 0  # 0: slots have no gradients
-    reduce_warps: int = 0
 
     @classmethod
     def of(
@@ -248,10 +247,6 @@ class GroupKernels:
             slots = config.slots_per_rank
             return _core.cuda_load_plan_shared_bytes(num_ranks, num_experts, slots, warps)
 
-        def reduce_bytes(warps: int) -> int:
-            return _core.cuda_reduce_shared_bytes(config, warps)
-
-        reduce_warps = choose_reduce_warps(reduce_bytes, device) if adds else 0
         plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
         name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
@@ -266,8 +261,7 @@ class GroupKernels:
             if plan_warps
             else 0,
             plan_warps=plan_warps,
-            reduce=kernels.handle(REDUCE, reduce_bytes(reduce_warps)) if adds else 0,
-            reduce_warps=reduce_warps,
+            reduce=kernels.handle(REDUCE, reduce_bytes(config, device)) if adds else 0,
         )
 
 
@@ -279,19 +273,19 @@ def choose_plan_warps(
     return next((n for n in range(most, 0, -1) if shared_bytes(n) <= device.max_shared_bytes), 0)
 
 
-def choose_reduce_warps(shared_bytes: Callable[[int], int], device: Device) -> int:
-    """Return the warps per block of the reduce kernel: as many as fit in shared memory.
+def reduce_bytes(config: _core.EngineConfig, device: Device) -> int:
+    """Return the shared memory of a block of the reduce kernel.
 
     Raises:
-        UnsupportedError: not even one fits.
+        UnsupportedError: the device has less.
     """
-    warps = choose_plan_warps(shared_bytes, device, _core.CUDA_REDUCE_WARPS)
-    if warps == 0:
+    needed = _core.cuda_reduce_shared_bytes(config)
+    if needed > device.max_shared_bytes:
         raise UnsupportedError(
-            f"a block that reduces gradients needs {shared_bytes(1)} bytes of shared memory, but"
-            f" this device has {device.max_shared_bytes}; use fewer ranks or slots_per_rank"
+            f"a block that reduces gradients needs {needed} bytes of shared memory, but this device"
+            f" has {device.max_shared_bytes}; use fewer ranks or slots_per_rank"
         )
-    return warps
+    return needed
 
 
 def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Device) -> int:
