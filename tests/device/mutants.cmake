@@ -135,7 +135,7 @@ ultraep_add_device_mutant(reduce_late_warp_begins PROGRAM test_reduce FILE cuda/
   FIND [[shared.first && warp == 0 ? announced : may_begin(block, memory)]]
   REPLACE [[announced]])
 
-ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/claimer.hpp
+ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/stripe.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 

@@ -127,7 +127,7 @@ ORDERS = {
         never=("r=1",),
         weak=(*FLAGS, EXPECT_RELAXED, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER),
         calls={
-            "core/transfer/claimer.hpp claim": "look_for_openings sync lowest take from",
+            "core/transfer/stripe.hpp look": "look_for_openings sync ask",
             f"{MOVER} loaded": "is_complete fence_proxy_async_global",
         },
     ),
@@ -167,7 +167,7 @@ ORDERS = {
         weak=(*FLAGS, *ARRIVAL, NO_WARP_BARRIER),
         calls={
             f"{MEMORY} arrive": "fetch_add_acq_rel",
-            "core/transfer/storer.hpp count_groups": "arrive share finish_task",
+            "core/transfer/storer.hpp finish_share": "arrive share finish_task",
         },
     ),
     # What the last block of a call changes has been read by all: the epoch, the counters.
@@ -193,34 +193,22 @@ ORDERS = {
             "cuda/device/load.cuh take_row": "load_global",
         },
     ),
-    # Two blocks of a rank do not both get a group.
-    "claimed by one": Order(
+    # Of blocks that fail together one keeps its report.
+    "failed first by one": Order(
         program="""
-            g0.b0.f0: {compare_swap_relaxed} cursor 0 1
-            g0.b1.f0: {compare_swap_relaxed} cursor 0 1""",
+            g0.b0.f0: {compare_swap_relaxed} failed 0 1
+            g0.b1.f0: {compare_swap_relaxed} failed 0 1""",
         never=("",),
         weak=(("compare_swap_relaxed", ".gpu", ".cta"),),
-        calls={f"{MEMORY} claim": "compare_swap_relaxed"},
+        calls={"cuda/device/wait.cuh fail": "compare_swap_relaxed store_shared_relaxed"},
     ),
-    "taken by one": Order(
+    "a run for each block": Order(
         program="""
-            g0.b0.f0: q = {fetch_add_relaxed} cursor 1
-            g0.b1.f0: r = {fetch_add_relaxed} cursor 1""",
+            g0.b0.t0: q = {fetch_add_relaxed} entered 1
+            g0.b1.t0: r = {fetch_add_relaxed} entered 1""",
         never=("q=0 r=0",),
         weak=(("fetch_add_relaxed", ".gpu", ".cta"),),
-        calls={f"{MEMORY} take": "fetch_add_relaxed"},
-    ),
-    # Two hops: who finds a peer in the next call finds all claimed that the peer has waited for.
-    "claimed before the peer goes on": Order(
-        program="""
-            g0.b1.f0: {fetch_add_relaxed} cursor 1; {mbarrier_arrive} %full
-            g0.b1.s0: {mbarrier_test} %full 1; {store_release_system} done 1
-            g1.b0.t0: {load_acquire_system} done 1; end call
-            g1.b1.t0: start call; {store_release_system} record 2
-            g0.b0.f0: {load_acquire_system} record 2; r = {load_relaxed} cursor""",
-        never=("r=0",),
-        weak=(*FLAGS, ARRIVE_RELAXED, TEST_RELAXED),
-        calls={"core/transfer/claimer.hpp look_for_openings": "judge_open all_claimed"},
+        calls={"cuda/device/reroute_runs.cuh enter": "fetch_add_relaxed"},
     ),
     # A tile, or its end, that came by ordinary stores.
     "written, then stored from": Order(
@@ -384,10 +372,10 @@ ORDERS = {
     ),
 }
 # Instructions without an order of their own: counts that are read after an arrival, bytes that only
-# one block touches, and barriers before their first use.
+# one block touches, barriers before their first use, and a mark that is all it says.
 UNORDERED = {
     "add_shared_relaxed", "fence_mbarrier_init", "fetch_add_in_block", "fetch_max_relaxed",
-    "max_relaxed", "mbarrier_init", "set_in_block",
+    "load_relaxed", "max_relaxed", "mbarrier_init", "set_in_block",
 }  # fmt: skip
 FENCE_OR_BARRIER = re.compile(r"{(fence\w+|sync_\w+|bulk_wait\w*)}[^;\n]*")
 
@@ -430,7 +418,7 @@ def test_orders_have_all_instructions() -> None:
     known = instructions(PTX)
     assert {name for name, says in known.items() if says} == used | UNORDERED
     assert {w[0] for order in ORDERS.values() for w in order.weak} >= used - {
-        "load_global", "load_relaxed", "add_relaxed", "bulk_load", "bulk_store", "bulk_commit",
+        "load_global", "add_relaxed", "bulk_load", "bulk_store", "bulk_commit",
     }  # fmt: skip
 
 

@@ -24,10 +24,6 @@ KINDS: dict[str, tuple[str, str]] = {
     "always the first phase": (r"(mbarrier\.test_wait\S* \S+ \S+) \S+;", r"\1 0;"),
     "loads from elsewhere": (r"(cp\.async\.bulk\.shared\S* \S+ \[\S+)\]", r"\1+16]"),
     "stores to elsewhere": (r"(cp\.async\.bulk\.global\S* \[\S+)\]", r"\1+16]"),
-    "claims what others claim": (
-        r"atom\.relaxed(\.gpu\.global)\.cas\.b32 (\S+) (\[\S+\]), \S+ (\S+);",
-        r"ld.relaxed\1.u32 \2 \3; st.relaxed\1.u32 \3, \4;",
-    ),
     "reads a stale cache": (r"ld\.global\.v4\.u32", "ld.global.nc.v4.u32"),
 }
 
@@ -39,7 +35,7 @@ EXPLAINED = {
         "between a kernel and the host, which the machine does not have; tests/litmus has it"
     ),
     r"announce\.hpp: wait = |fetcher\.hpp: const uint64_t ready|gather\.hpp: memory_\.observe"
-    r"|reducer\.hpp: const uint64_t seen|claimer\.hpp: const (CallRecord|uint64_t)": (
+    r"|reducer\.hpp: const uint64_t seen|stripe\.hpp: const (CallRecord|uint64_t)": (
         "fills in what a failed wait reports"
     ),
     r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
@@ -52,7 +48,7 @@ EXPLAINED = {
         "copied in bulk"
     ),
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
-    r"|claimer\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
+    r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (
         "a barrier that is there for its callers: on every path of today another one follows"
     ),

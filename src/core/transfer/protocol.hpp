@@ -6,7 +6,7 @@
 //
 //   flag      written by            means, at epoch k                      pairs with
 //   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
-//   open      slot or main owner    my earlier work is done; write, read   Claimer::judge_open
+//   open      slot or main owner    my earlier work is done; write, read   OwnStripe::judge_open
 //   ready     home (push)           this group is in your slot             TransferPieces::ready
 //   done      sender                all I had for your slot is in it       Finish::step
 //   pulled    hub (pull)            I have read your main weights          Finish::step
@@ -135,10 +135,7 @@ class DeliveryPolicy {
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
 // and for counters in this rank's private memory, shared by its workers:
-//   int32_t load(const int32_t*)            relaxed
-//   bool claim(int32_t*, int32_t expected)  expected -> expected + 1, relaxed
-//   int32_t take(int32_t*)                  adds 1, relaxed; returns what was there
-//   int32_t arrive(Delivered, int32_t*, n)  subtracts n, acquire-release; returns what is left
+//   int32_t arrive(Delivered, int32_t*)     adds 1, acquire-release; returns what there is then
 //
 // A Mover moves bytes for one worker, in order, through a ring of stages (core/transfer/ring.hpp).
 // All members of a team call these together and get the same answers. By the fetch side:

@@ -21,17 +21,19 @@
 
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
-#include "core/transfer/claimer.hpp"
 #include "core/transfer/gradients.hpp"
+#include "core/transfer/stripe.hpp"
 
 namespace uec {
 
-// The pieces of a reduction, as a Claimer asks for them.
+// The pieces of a reduction, as an OwnStripe asks for them.
 struct ReductionPieces {
   UEC_HD static const Reduction& piece(const Call& call, int32_t p) {
     return call.work.reductions[p];
   }
   UEC_HD static int32_t count(const Call& call) { return call.work.num_reductions; }
+  UEC_HD static int32_t begin(const Call& call, int32_t p) { return piece(call, p).begin; }
+  UEC_HD static int32_t list(const Call&, int32_t p) { return p; }
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return piece(call, p).end - piece(call, p).begin;
   }
@@ -107,20 +109,23 @@ struct ReductionPieces {
 template <class Memory, class Adder>
 class Reducer {
  public:
-  // Scratch of the team, as Claimer.
-  UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, uint8_t* open, uint8_t* state,
-                 int32_t worker = 0)
-      : call_(call), memory_(memory), adder_(adder), claimer_(call, memory, open, state, worker) {}
+  UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, const StripeScratch& scratch,
+                 const Stripe& stripe)
+      : call_(call),
+        memory_(memory),
+        adder_(adder),
+        own_(call, memory, scratch, stripe),
+        num_workers_(stripe.num_workers) {}
 
-  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : claimer_.fault(); }
+  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : own_.fault(); }
   // What the last step was blocked by, or failed at.
   UEC_HD Wait wait() {
-    if (fault_ == Fault::kNone) return claimer_.wait();
+    if (fault_ == Fault::kNone) return own_.wait();
     return {FlagKind::kOpen,   aborter_, call_.work.reductions[piece_].expert, -1, 0,
             call_.epoch.number};
   }
 
-  // Publishes a group that is done, else does one tile of the one in hand, else claims one.
+  // Publishes a group that is done, else does one tile of the one in hand, else takes one.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
     if (piece_ >= 0 && tile_ == end_tile_) {
@@ -131,8 +136,8 @@ class Reducer {
       return Step::kProgress;
     }
     if (piece_ < 0) {
-      const Step claimed = claim();
-      if (claimed != Step::kProgress || piece_ < 0) return claimed;
+      const Step taken = take();
+      if (taken != Step::kProgress) return taken;
     }
     do_tile(call_.work.reductions[piece_], tile_++);
     return Step::kProgress;
@@ -144,10 +149,10 @@ class Reducer {
   }
 
  private:
-  UEC_HD Step claim() {
+  UEC_HD Step take() {
     int32_t at = 0;
-    const Step step = claimer_.claim(&piece_, &at);
-    if (piece_ < 0) return step;
+    const Step step = own_.take(false, &piece_, &at);
+    if (step != Step::kProgress) return step;
     const Reduction& r = call_.work.reductions[piece_];
     group_ = r.begin + at;
     tile_ = group_ * r.group_tiles;
@@ -210,16 +215,15 @@ class Reducer {
 
   UEC_HD void publish_group(Delivered token) {
     const Reduction& r = call_.work.reductions[piece_];
-    int32_t left = 0;
-    if (team_.leader()) {
-      // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
-      if (r.kind == Reduction::kSum)
-        memory_.publish(token, r.home, call_.layout.summed(r.main_idx, group_), call_.epoch.number);
-      // Workers of a rank share a piece. Each arrives after its own groups, and arrive() is
-      // acquire-release, so the last one vouches for all of them.
-      left = memory_.arrive(token, &call_.remaining[piece_], 1);
-    }
-    if (team_.share(left) == 0) finish_piece(token, r);
+    // Pairs with ReductionPieces::ready() at the home. Before this, it must not load the sum.
+    if (r.kind == Reduction::kSum && team_.leader())
+      memory_.publish(token, r.home, call_.layout.summed(r.main_idx, group_), call_.epoch.number);
+    if (!own_.is_spent(piece_)) return;
+    // Workers of a rank share a piece. Each arrives after all its own groups, and arrive() is
+    // acquire-release, so the last one vouches for all of them.
+    int32_t arrived = 0;
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[piece_]);
+    if (team_.share(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
@@ -249,7 +253,8 @@ class Reducer {
   const Call& call_;
   Memory& memory_;
   Adder& adder_;
-  Claimer<Memory, ReductionPieces> claimer_;
+  OwnStripe<Memory, ReductionPieces> own_;
+  int32_t num_workers_;
   typename Memory::Team team_;
   int32_t piece_ = -1, group_ = 0;
   int32_t tile_ = 0, end_tile_ = 0;

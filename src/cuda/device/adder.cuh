@@ -260,7 +260,7 @@ class DeviceAdder : public DeliveryPolicy {
  private:
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has
   // observed the opening, or the sum's flag, did so at system scope, behind which no cache has
-  // anything older; and all lanes come after it by the barriers of the claim (Warp::from()), and by
+  // anything older; and all lanes come after it by the barriers of the take (Warp::from()), and by
   // those here.
   template <class Source>
   UEC_DEVICE void add_all(const Addition& addition, GradType to, Source& source, int64_t elements,

@@ -5,6 +5,7 @@
 #include "core/transfer/announce.hpp"
 #include "core/transfer/prepare.hpp"
 #include "core/transfer/ring.hpp"
+#include "core/transfer/stripe.hpp"
 #include "cuda/device/args.hpp"
 #include "cuda/device/config.hpp"
 
@@ -58,10 +59,24 @@ struct CallShared {
   int32_t last;      // this block leaves last
 };
 
-// For the replicate kernel. Behind it lie the scratch of the fetch side, the copies and the tiles.
+// For the replicate kernel. Behind it lie the scratch of both sides, the copies and the tiles.
 struct BlockShared : CallShared {
   Ring ring;
   HeldGroup held[kMaxHeld];
+};
+
+struct BlockScratch {
+  StripeScratch stripe;  // of the fetch side
+  int32_t* left;         // of the store side
+
+  // As StripeScratch::cut().
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
+    ScratchCutter cutter(memory);
+    const int64_t bytes = StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &stripe);
+    StripeScratch::cut(cutter.take_bytes(bytes), c.num_ranks, c.pieces(), &stripe);
+    left = cutter.take<int32_t>(c.tasks());
+    return cutter.used_bytes();
+  }
 };
 
 // What making the call's block takes, in memory that is not in use yet. Its arrays and an image of
@@ -107,7 +122,8 @@ UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
 inline constexpr int64_t kTileAlign = 128;
 
 UEC_HD inline int64_t nearby_offset(const Capacity& c) {
-  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), 8);
+  BlockScratch none;
+  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + none.cut(nullptr, c), 8);
 }
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);
@@ -125,8 +141,7 @@ struct Addition {
   int32_t adds;
 };
 
-// What a warp of the reduce kernel has to itself. Behind it lie arrays: `open` and `state` are its
-// Claimer's.
+// What a warp of the reduce kernel has to itself. Behind it lie arrays.
 struct WarpShared {
   Clock clock;
   uint64_t bytes_stored;
@@ -135,15 +150,17 @@ struct WarpShared {
   UEC_HD const uint8_t** sources() {  // [num_ranks] where the present tile's gradients are
     return reinterpret_cast<const uint8_t**>(this + 1);
   }
-  UEC_HD uint8_t* open(const Capacity& c) {  // [num_ranks]
-    return reinterpret_cast<uint8_t*>(sources() + c.num_ranks);
+  UEC_HD StripeScratch scratch(const Capacity& c) {
+    StripeScratch scratch;
+    StripeScratch::cut(reinterpret_cast<std::byte*>(sources() + c.num_ranks), c.num_ranks,
+                       c.reductions(), &scratch);
+    return scratch;
   }
-  UEC_HD uint8_t* state(const Capacity& c) { return open(c) + c.num_ranks; }  // [reductions]
 
   UEC_HD static int64_t bytes(const Capacity& c) {
-    const int64_t of_rank = sizeof(uint8_t*) + 1;
-    return round_up(
-        static_cast<int64_t>(sizeof(WarpShared)) + of_rank * c.num_ranks + c.reductions(), 8);
+    StripeScratch none;
+    return static_cast<int64_t>(sizeof(WarpShared) + sizeof(uint8_t*) * c.num_ranks) +
+           StripeScratch::cut(nullptr, c.num_ranks, c.reductions(), &none);
   }
 };
 

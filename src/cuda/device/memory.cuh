@@ -84,14 +84,9 @@ class DeviceMemory {
   // A device cannot tell; the clock does.
   UEC_DEVICE static bool peer_gone(int32_t) { return false; }
 
-  UEC_DEVICE static int32_t load(const int32_t* counter) { return ptx::load_relaxed(counter); }
-  UEC_DEVICE static bool claim(int32_t* counter, int32_t expected) {
-    return ptx::compare_swap_relaxed(counter, expected, expected + 1) == expected;
-  }
-  UEC_DEVICE static int32_t take(int32_t* counter) { return ptx::fetch_add_relaxed(counter, 1); }
   // Acquire-release: the last block of a task vouches for the stores of all.
-  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter, int32_t count) {
-    return ptx::fetch_add_acq_rel(counter, -count) - count;
+  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter) {
+    return ptx::fetch_add_acq_rel(counter, 1) + 1;
   }
 
  private:

@@ -1,4 +1,4 @@
-// Copies in shared memory of what a block looks up for each claim and each tile.
+// Copies in shared memory of what a block looks up for each group and each tile.
 //
 // An acquire at system scope empties the first-level cache. Without the copies every one of a chain
 // of dependent look-ups would go to the second-level cache again.

@@ -1,7 +1,7 @@
 // The reduce kernel: one launch sums all replicas' gradients that concern a rank, or all ranks of a
 // loopback group.
 //
-// Every warp of a block is a worker of its rank: it claims groups of tiles, adds them, and
+// Every warp of a block is a worker of its rank: it takes its groups of tiles, adds them, and
 // publishes what it has added. Peers are read by loads, so all ranks that a plan concerns have
 // load/store access, and there is no kernel for others.
 #pragma once
@@ -16,11 +16,11 @@ namespace uec::cuda {
 // does not take their registers.
 class ReduceWorker {
  public:
-  UEC_DEVICE ReduceWorker(ReduceShared& shared, WarpShared& own, int32_t worker)
+  UEC_DEVICE ReduceWorker(ReduceShared& shared, WarpShared& own, const Stripe& stripe)
       : memory_(shared.block),
         adder_(own),
-        reducer_(shared.block.call, memory_, adder_, own.open(shared.block.state->capacity),
-                 own.state(shared.block.state->capacity), worker) {}
+        reducer_(shared.block.call, memory_, adder_, own.scratch(shared.block.state->capacity),
+                 stripe) {}
 
   UEC_APART Step step() { return reducer_.step(); }
   UEC_DEVICE Step drain_step() { return reducer_.drain_step(); }
@@ -58,7 +58,8 @@ struct Reduce {
     WarpShared& own = warp_shared(shared, warp);
     if (Warp::leader()) own.bytes_stored = 0;
     Memory memory(block);
-    ReduceWorker worker(shared, own, ptx::block_x() * num_warps + warp);
+    ReduceWorker worker(shared, own,
+                        {ptx::block_x() * num_warps + warp, ptx::num_blocks_x() * num_warps});
     const bool begins = shared.first && warp == 0 ? announced : may_begin(block, memory);
     if (!begins || !drive(worker, block, own.clock, memory))
       while (worker.drain_step() != Step::kFinished) ptx::pause();
