@@ -38,18 +38,18 @@ ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/device/mover.cuh
   REPLACE [[wait_for_all_but(kCommitsInFlight);]])
 
 ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/device/mover.cuh
-  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
-        ptx::fence_proxy_async_global();]]
+  FIND [[      // Bulk stores and the release that will publish them are of different proxies.
+      ptx::fence_proxy_async_global();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_one_lane_fences_for_all FILE cuda/device/mover.cuh
-  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
-        ptx::fence_proxy_async_global();]]
-  REPLACE [[        if (Warp::leader()) ptx::fence_proxy_async_global();]])
+  FIND [[      // Bulk stores and the release that will publish them are of different proxies.
+      ptx::fence_proxy_async_global();]]
+  REPLACE [[      if (Warp::leader()) ptx::fence_proxy_async_global();]])
 
 ultraep_add_device_mutant(device_one_lane_waits_for_all FILE cuda/device/mover.cuh
-  FIND [[        wait_for_all_but(behind]]
-  REPLACE [[        if (Warp::leader()) wait_for_all_but(behind]])
+  FIND [[      wait_for_all_but(behind]]
+  REPLACE [[      if (Warp::leader()) wait_for_all_but(behind]])
 
 ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/device/mover.cuh
   FIND [[      ptx::fence_proxy_async_global();
@@ -70,11 +70,11 @@ ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/device/mov
 # ---- the ring ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[      ptx::bulk_wait_read<1>();]]
+  FIND [[    ptx::bulk_wait_read<1>();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[      read_ = commits_ - 1;]]
+  FIND [[    read_ = commits_ - 1;]]
   REPLACE [[      read_ = commits_;]])
 
 ultraep_add_device_mutant(device_ring_overrun FILE cuda/device/mover.cuh

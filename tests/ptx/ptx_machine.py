@@ -48,11 +48,9 @@ class PtxMachine:
     def build(self, preset: str, *targets: str) -> Path:
         return self._cpp.build(preset, *targets)
 
-    def kernels(self, arch: int = 90) -> Path:
-        """Return the compiled kernels of an architecture."""
-        if arch != 90:
-            self._cpp.build("cpu", f"ptx_kernels_{arch}")
-        return self.folder / "ptx" / f"kernels_{arch}.ptx"
+    def kernels(self) -> Path:
+        """Return the compiled kernels."""
+        return self.folder / "ptx" / "kernels_90.ptx"
 
     def run(
         self,

@@ -573,7 +573,6 @@ UEC_PROBE(measure_bulk_copy) {
   end(r);
 }
 
-#if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __cluster_dims__(2, 1, 1)
     measure_cluster(Results* r, uint8_t* memory, uint64_t* host, int64_t rounds) {
   uint32_t at;  // in the second block
@@ -595,4 +594,3 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   }
   meet();
 }
-#endif

@@ -18,11 +18,6 @@ struct alignas(16) uint4 {
 
 namespace uec::ptx {
 
-#if !defined(UEC_EMULATE_WITHOUT_BULK)
-inline constexpr bool kHasBulk = true;
-#else
-inline constexpr bool kHasBulk = false;
-#endif
 inline constexpr int32_t kWarpSize = emulation::kLanes;
 
 using emulation::self;
