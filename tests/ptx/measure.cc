@@ -140,8 +140,7 @@ void reroute(Numbers of, const std::string& name) {
   const std::vector<int64_t> ids = skewed_ids(random, experts, count);
   for (int32_t r = 0; r < ranks; ++r) {
     c.load.resize((r + 1) * experts);
-    const std::vector<int64_t> of_rank =
-        r == c.source ? ids : skewed_ids(random, experts, count);
+    const std::vector<int64_t> of_rank = r == c.source ? ids : skewed_ids(random, experts, count);
     CHECK_EQ(uec::count_experts(of_rank.data(), count, experts, c.load.data() + r * experts), -1);
   }
   const Plan plan = plan_on_host(c.group.topology(), sums(c.load, experts), {});
@@ -201,13 +200,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
-      {"empty", empty},
-      {"planned", planned},
-      {"plan", plan},
-      {"load", load},
-      {"reroute", reroute},
-      {"fan_out", fan_out},
-      {"reduce", reduce}};
+      {"empty", empty},     {"planned", planned}, {"plan", plan},    {"load", load},
+      {"reroute", reroute}, {"fan_out", fan_out}, {"reduce", reduce}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     bool found = false;
