@@ -400,9 +400,9 @@ ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load
 
 ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load
   FILE cuda/device/load_count.cuh
-  FIND [[    count_share<int64_t>(call, sums, counts);
+  FIND [[  meanwhile();
   ptx::sync_block();]]
-  REPLACE [[    count_share<int64_t>(call, sums, counts);]])
+  REPLACE [[  meanwhile();]])
 
 ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    counts[e] = 0;]]
@@ -410,9 +410,9 @@ ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/devi
 
 ultraep_add_device_mutant(load_row_sent_before_it_is_there PROGRAM test_load
   FILE cuda/device/load.cuh
-  FIND [[  take_row(shared, part, state);
+  FIND [[  take_row(part, sums);
   ptx::sync_block();]]
-  REPLACE [[  take_row(shared, part, state);]])
+  REPLACE [[  take_row(part, sums);]])
 
 ultraep_add_device_mutant(load_table_copied_too_early PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  ptx::sync_block();
@@ -443,7 +443,7 @@ ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/de
   REPLACE [[]])
 
 ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[    state.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));]]
+  FIND [[    state.digest = shared.digest;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
@@ -451,16 +451,16 @@ ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/devic
   REPLACE [[  if (false) {]])
 
 ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[  if (has_failed(block)) return false;  //]]
-  REPLACE [[  if (false) return false;  //]])
+  FIND [[    if (has_failed(block)) return false;  //]]
+  REPLACE [[    if (false) return false;  //]])
 
 ultraep_add_device_mutant(load_cancelled_before_unseen PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[shared.gathered && !shared.cancelled;]]
-  REPLACE [[shared.gathered;]])
+  FIND [[!shared.failed && !shared.cancelled;]]
+  REPLACE [[!shared.failed;]])
 
 ultraep_add_device_mutant(load_bad_ids_left_out PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[  if (state.bad_id != 0) {]]
-  REPLACE [[  if (false) {]])
+  FIND [[    clean = ptx::load_global(&state.bad_id) == 0 && failed == 0;]]
+  REPLACE [[    clean = failed == 0;]])
 
 ultraep_add_device_mutant(load_bad_id_stays PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  state.bad_id = 0;]]
