@@ -12,7 +12,7 @@ WRAPPERS = ("cuda/device/ptx.cuh", "cuda/device/warp.cuh", "cuda/device/memory.c
 # Kinds of faults: which instructions, and what becomes of them; "" leaves them out.
 KINDS: dict[str, tuple[str, str]] = {
     "unordered": (r"(ld\.)acquire|(st\.)release|(atom\.)acq_rel", r"\1\2\3relaxed"),
-    "scope too small": (r"((?:ld\.acquire|st\.release)\.)sys", r"\1gpu"),
+    "scope too small": (r"((?:ld\.acquire|st\.release|fence\.acq_rel)\.)sys", r"\1gpu"),
     "scope of a block": (r"((?:ld\.acquire|st\.release|atom\.acq_rel)\.)gpu", r"\1cta"),
     "no fence": (r"fence\.(?:sc|acq_rel|proxy|mbarrier_init).*", ""),
     "no barrier": (r"bar(?:rier)?\.(?:warp\.)?sync.*", ""),

@@ -322,9 +322,9 @@ mutant(no_abort core/transfer/announce.hpp
   FIND [[        memory.publish(token, r, call.layout.abort(call.rank), word.word);]]
   REPLACE [[        (void)token;]])
 
-mutant(aborts_of_finished_calls_count core/transfer/call.hpp
-  FIND [[    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;]]
-  REPLACE [[    if (!word.set()) continue;]])
+mutant(aborts_of_finished_calls_count core/transfer/protocol.hpp
+  FIND [[return set() && ahead_of(epoch) <= 0;]]
+  REPLACE [[return set();]])
 
 mutant(death_unnoticed_before_the_call core/transfer/protocol.hpp
   FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]

@@ -42,12 +42,13 @@ struct Status {
 };
 
 // A rank in device memory, for the group's life.
-struct RankState {
+struct alignas(16) RankState {
   // Written once, by the host.
   int32_t rank = 0;
   int32_t num_ranks = 0;
   Capacity capacity;
   SymmetricLayout layout;
+  uint64_t memory = 0;         // its own symmetric memory
   uint64_t bases = 0;          // [G] addresses; 0: no load/store access
   uint64_t far = 0;            // [G] bytes, 1: reached by puts and signals; 0: there are none
   uint64_t pes = 0;            // [G] int32, NVSHMEM's numbers of the ranks
@@ -68,12 +69,14 @@ struct RankState {
   uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
+  CallArrays arrays{};         // of a call whose block begins at address 0
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
   uint64_t last_call = 0;  // the host's number: replays of a graph have epochs, but no number
-  uint64_t prepared = 0;   // epoch whose block the device has made
+  // Changes within a call.
+  alignas(16) uint64_t prepared = 0;  // epoch whose block the device has made
   uint64_t bytes_stored = 0;
   uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call
@@ -255,7 +258,7 @@ struct SaveArgs {
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
-inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 8);
+inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 16);
 
 UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
   CallArrays arrays;

@@ -42,20 +42,21 @@ struct Nearby {
     int32_t words;
   };
   Table tables[12];  // as many as NearbyTables keeps
-  int32_t num_tables;
+  int32_t num_tables, most_words;
 };
 // Enough for 64 ranks and a hundred replicas; tables that do not fit stay where they are.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
 // A block's part in a call of any kind.
 struct CallShared {
+  RankState known;    // a copy of what stays the same during a call; the rest is not filled
+  CallHeader header;  // a copy
   BlockCall block;
   Nearby nearby;
   int32_t first;     // this block began first: it announces the call
   int32_t enters;    // the rank has not failed before
   int32_t prepared;  // and the call's block is there
   int32_t active;    // and has something to do
-  int32_t last;      // this block leaves last
 };
 
 // For the replicate kernel. Behind it lie the scratch of the fetch side, the copies and the tiles.

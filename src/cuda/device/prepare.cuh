@@ -163,9 +163,8 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   if (!shared.prepared) return;
   const auto* const image = reinterpret_cast<const uint64_t*>(made.image);
   auto* const to = reinterpret_cast<uint64_t*>(call_block);
-  for (int64_t i = ptx::thread_idx(); i < call_block_bytes(state.capacity) / 8;
-       i += ptx::num_threads())
-    to[i] = image[i];
+  const auto words = static_cast<int32_t>(call_block_bytes(state.capacity) / 8);
+  for (int32_t i = ptx::thread_idx(); i < words; i += ptx::num_threads()) to[i] = image[i];
   // Bulk loads, in the async proxy, may put tiles where the image was.
   ptx::fence_proxy_async_shared();
   ptx::sync_block();
@@ -184,14 +183,22 @@ UEC_DEVICE bool await_block(const RankState& state) {
   return true;
 }
 
-// By all threads. Sets shared.prepared, for the thread that continues.
+// By all threads. Sets shared.prepared and, if so, the header.
 template <class Memory, Operation kOperation>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t tag,
                         std::byte* spare, std::byte* call_block) {
+  ptx::sync_block();
   if (shared.first)
     make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state);
+  ptx::sync_block();
+  if (!shared.prepared) return;
+  constexpr int32_t kWords = sizeof(CallHeader) / sizeof(uint64_t);
+  for (int32_t i = ptx::thread_idx(); i < kWords; i += ptx::num_threads())
+    reinterpret_cast<uint64_t*>(&shared.header)[i] =
+        reinterpret_cast<const uint64_t*>(call_block)[i];
+  ptx::sync_block();
 }
 
 }  // namespace uec::cuda
