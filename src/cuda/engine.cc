@@ -100,6 +100,7 @@ void Engine::write_state() {
   state.cost = config_.cost;
   state.allow_cross_domain = config_.allow_cross_domain;
   CallArrays::cut(reinterpret_cast<std::byte*>(kHeaderBytes), capacity_, &state.arrays);
+  state.spare.cut(reinterpret_cast<std::byte*>(kPrepareBytes), capacity_);
   state.counts = address_of(at, begin, tables.counts);
   state.status = reinterpret_cast<uint64_t>(&status());
   state.call_limit_ns = nanoseconds(config_.call_timeout);

@@ -321,6 +321,7 @@ class EmulatedGroup {
     state.tile_bytes = options_.tile_bytes;
     uec::CallArrays::cut(reinterpret_cast<std::byte*>(uec::cuda::kHeaderBytes), state.capacity,
                          &state.arrays);
+    state.spare.cut(reinterpret_cast<std::byte*>(uec::cuda::kPrepareBytes), state.capacity);
     state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
     counts_[r].assign(group_.num_experts, 0);

@@ -190,8 +190,8 @@ ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cud
   REPLACE [[  ptx::fence_proxy_async_shared();]])
 
 ultraep_add_device_mutant(device_block_not_released FILE cuda/device/prepare.cuh
-  FIND [[ptx::store_release_device(&state.prepared, state.epoch + 1);]]
-  REPLACE [[state.prepared = state.epoch + 1;]])
+  FIND [[ptx::store_release_device(&state.prepared, shared.block.call.epoch.number);]]
+  REPLACE [[state.prepared = shared.block.call.epoch.number;]])
 
 ultraep_add_device_mutant(device_block_not_awaited FILE cuda/device/prepare.cuh
   FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]

@@ -408,7 +408,7 @@ mutant(ranges_overlap core/schedule/reduce_worklist.hpp
   REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
 
 mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
-  FIND [[static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero]]
+  FIND [[static_cast<uint64_t>(mode) << 1 | args.zero]]
   REPLACE [[args.zero]])
 
 mutant(zero_left_out_of_the_digest core/transfer/prepare.hpp

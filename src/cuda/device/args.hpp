@@ -12,6 +12,7 @@
 #include "core/transfer/call_arrays.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
+#include "core/transfer/prepare.hpp"
 #include "cuda/device/config.hpp"
 #include "cuda/device/load_args.hpp"
 #include "cuda/device/reroute_args.hpp"
@@ -39,6 +40,21 @@ struct Status {
   int64_t bad_position = -1;  // load: of the first bad id, if this rank's own made it reject
   int64_t bad_id = 0;         // its value
   Report report;
+};
+
+// What a call's block is made in: tables of the group, the schedule, and an image of the block. In
+// shared memory.
+struct PrepareArrays {
+  ScheduleArrays schedule{};
+  CallArrays arrays{};             // of the image
+  int32_t* home = nullptr;         // [E]
+  int32_t* domain = nullptr;       // [G]
+  int32_t* main_idx = nullptr;     // [E]
+  int32_t* slot_expert = nullptr;  // [G][S]
+  CallHeader* image = nullptr;
+
+  // Cuts what begins at `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c);
 };
 
 // A rank in device memory, for the group's life.
@@ -70,6 +86,7 @@ struct alignas(16) RankState {
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   CallArrays arrays{};         // of a call whose block begins at address 0
+  PrepareArrays spare;         // as if PrepareShared lay there
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
@@ -259,10 +276,24 @@ struct SaveArgs {
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
 inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 16);
+inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared
 
 UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
   CallArrays arrays;
   return round_up(kHeaderBytes + CallArrays::cut(nullptr, capacity, &arrays), 128);
+}
+
+UEC_HD inline int64_t PrepareArrays::cut(std::byte* memory, const Capacity& c) {
+  ScratchCutter cutter(memory);
+  ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
+  std::byte* const block = cutter.take_bytes(call_block_bytes(c));
+  home = cutter.take<int32_t>(c.num_experts);
+  domain = cutter.take<int32_t>(c.num_ranks);
+  main_idx = cutter.take<int32_t>(c.num_experts);
+  slot_expert = cutter.take<int32_t>(c.replicas());
+  image = reinterpret_cast<CallHeader*>(block);
+  CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
+  return cutter.used_bytes();
 }
 
 inline constexpr int32_t kLayout[] = {

@@ -65,44 +65,23 @@ struct BlockShared : CallShared {
   HeldGroup held[kMaxHeld];
 };
 
-// What making the call's block takes, in memory that is not in use yet. Its arrays and an image of
-// the block lie behind it.
+// What making the call's block takes, in memory that is not in use yet. Behind it lie the arrays.
 struct PrepareShared {
   GroupTables tables;
   Call call;
-  CallArrays arrays;
-  ScheduleArrays schedule;
+  PrepareArrays arrays;
   PlanShape shape;
   ReplicateArgs args;
   ReduceArgs reduce;
+  uint64_t digest;  // up to the mode
   int32_t segments[kMaxDeviceSegments];
   GradType main_type[kMaxDeviceSegments];
-  int32_t* home;         // [E]
-  int32_t* domain;       // [G]
-  int32_t* main_idx;     // [E]
-  int32_t* slot_expert;  // [G][S]
-  CallHeader* image;
-
-  // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
-  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
-    ScratchCutter cutter(memory);
-    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
-                        &schedule);
-    std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-    home = cutter.take<int32_t>(c.num_experts);
-    domain = cutter.take<int32_t>(c.num_ranks);
-    main_idx = cutter.take<int32_t>(c.num_experts);
-    slot_expert = cutter.take<int32_t>(c.replicas());
-    image = reinterpret_cast<CallHeader*>(block);
-    CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
-    arrays.lend_to(&call);
-    return cutter.used_bytes();
-  }
+  uint32_t lowest[kReduceWarps];
 };
+static_assert(sizeof(PrepareShared) <= kPrepareBytes);
 
 UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
-  PrepareShared made;
-  return static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+  return kPrepareBytes + PrepareArrays{}.cut(nullptr, c);
 }
 
 inline constexpr int64_t kTileAlign = 128;
