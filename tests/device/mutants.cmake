@@ -102,9 +102,9 @@ ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/dev
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
 ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/device/call.cuh
-  FIND [[  fill_nearby(shared.nearby);
-  ptx::sync_block();]]
-  REPLACE [[  fill_nearby(shared.nearby);]])
+  FIND [[    fill_nearby(shared.nearby);
+    ptx::sync_block();]]
+  REPLACE [[    fill_nearby(shared.nearby);]])
 
 ultraep_add_device_mutant(device_tables_without_bound FILE cuda/device/nearby.cuh
   FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
@@ -154,8 +154,8 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
-  FIND [[  if (!is_cancelled(block)) return true;]]
-  REPLACE [[  if (true) return true;]])
+  FIND [[  if (begins && warp == last_warp && is_cancelled(known.status)) {]]
+  REPLACE [[  if (false) {]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
@@ -190,8 +190,8 @@ ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cud
   REPLACE [[  ptx::fence_proxy_async_shared();]])
 
 ultraep_add_device_mutant(device_block_not_released FILE cuda/device/prepare.cuh
-  FIND [[ptx::store_release_device(&state.prepared, state.epoch + 1);]]
-  REPLACE [[state.prepared = state.epoch + 1;]])
+  FIND [[ptx::store_release_device(&state.prepared, shared.block.call.epoch.number);]]
+  REPLACE [[state.prepared = shared.block.call.epoch.number;]])
 
 ultraep_add_device_mutant(device_block_not_awaited FILE cuda/device/prepare.cuh
   FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
@@ -218,8 +218,8 @@ ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepa
   ptx::sync_warp();]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
-  FIND [[        state.last_call += counted;]]
-  REPLACE [[        state.last_call += 1;]])
+  FIND [[        state.last_call = shared.known.last_call + counted;]]
+  REPLACE [[        state.last_call = shared.known.last_call + 1;]])
 
 # ---- the reroute ---------------------------------------------------------------------------------
 

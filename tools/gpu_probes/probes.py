@@ -45,6 +45,7 @@ CHECKS = {
     "check_claims": Probe(blocks=8, threads=32, rounds=4096, few=64),
     "check_message_device": Probe(blocks=2, threads=32, rounds=1000, few=8),
     "check_message_system": Probe(blocks=2, threads=32, rounds=1000, few=8),
+    "check_message_fenced": Probe(blocks=2, threads=32, rounds=1000, few=8),
     "check_message_host": Probe(blocks=2, threads=32, rounds=200, few=8),
     "check_fence_system": Probe(blocks=2, rounds=2000, few=16),
     "check_bulk_load": Probe(threads=128, shared=TILE + 8),

@@ -51,6 +51,11 @@ UEC_DEVICE uint64_t load_acquire_system(const uint64_t* at) {
 UEC_DEVICE void store_release_system(uint64_t* at, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+// The same for all that this thread stores relaxed from here on.
+UEC_DEVICE void fence_release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+UEC_DEVICE void store_relaxed_system(uint64_t* at, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
 // All that this thread has stored has arrived when this returns. Of two such fences of different
 // threads one is first: what comes after the other sees all that came before the first.
 UEC_DEVICE void fence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
