@@ -234,8 +234,9 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
   auto& shared = *reinterpret_cast<LoadShared*>(shared_memory);
   RankState& state = reinterpret_cast<RankState*>(args.states)[ptx::block_y()];
   const LoadCall& own = args.calls[ptx::block_y()];
-  // The lines of the state arrive together: each would otherwise be a trip of its own.
-  constexpr int32_t kLine = 128, kLines = (sizeof(RankState) + kLine - 1) / kLine;
+  // The lines of the state arrive together: each would otherwise be a trip of its own. Not of what
+  // another block may change meanwhile.
+  constexpr int32_t kLine = 128, kLines = ceil_div(offsetof(RankState, prepared), kLine);
   if (ptx::thread_idx() < kLines)
     ptx::load_global(reinterpret_cast<const uint32_t*>(&state) + ptx::thread_idx() * (kLine / 4));
   const int32_t num_ranks = state.num_ranks, num_experts = state.capacity.num_experts;
