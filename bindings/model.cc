@@ -22,7 +22,7 @@ using Ints = std::vector<int32_t>;
 model::Machine make_machine(const std::vector<double>& rates, const std::vector<int64_t>& times,
                             const Ints& counts, const std::vector<double>& cores) {
   require_equal("length of rates", rates.size(), 9);
-  require_equal("length of times", times.size(), 15);
+  require_equal("length of times", times.size(), 14);
   require_equal("length of counts", counts.size(), 4);
   require_equal("length of cores", cores.size(), 2);
   if (!(cores[0] >= 0 && cores[0] <= 1 && cores[1] >= 0 && cores[1] < 1e9))
@@ -49,14 +49,13 @@ model::Machine make_machine(const std::vector<double>& rates, const std::vector<
   m.group_ps = times[4];
   m.call_ps = times[5];
   m.finish_ps = times[6];
-  m.claim_ps = times[7];
-  m.flagged_claim_ps = times[8];
-  m.fetch_ps = times[9];
-  m.store_ps_of_tile = times[10];
-  m.publish_ps = times[11];
-  m.gather_ps = times[12];
-  m.add_ps = times[13];
-  m.clear_ps = times[14];
+  m.look_ps = times[7];
+  m.fetch_ps = times[8];
+  m.store_ps_of_tile = times[9];
+  m.publish_ps = times[10];
+  m.gather_ps = times[11];
+  m.add_ps = times[12];
+  m.clear_ps = times[13];
   m.shared = cores[0];
   m.read = cores[1];
   m.domain_size = counts[0];

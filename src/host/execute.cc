@@ -67,7 +67,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
   own_record_.store(last_record_.word, std::memory_order_relaxed);
 
   if (prepared.operation == Operation::kGather) {
-    Gather steps(call, memory_, mover, prepared.row, topology_.num_experts, prepared.open(0));
+    Gather steps(call, memory_, mover, prepared.row, topology_.num_experts,
+                 prepared.scratch(0).open);
     const bool done = drive(steps, prepared, interrupted);
     while (!done && steps.drain_step() != Step::kFinished) {
     }
@@ -134,8 +135,9 @@ bool Engine::work(Prepared& prepared, int32_t worker_idx,
 bool Engine::move(Prepared& prepared, int32_t worker_idx,
                   const std::function<bool()>& interrupted) {
   HostMover mover;
-  Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.open(worker_idx),
-                                       prepared.state(worker_idx), worker_idx);
+  Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.scratch(worker_idx),
+                                       prepared.left(worker_idx),
+                                       {worker_idx, config_.num_workers});
   const bool done = drive(worker, prepared, interrupted);
   while (!done && worker.drain_step() != Step::kFinished) {
   }
@@ -146,8 +148,9 @@ bool Engine::move(Prepared& prepared, int32_t worker_idx,
 bool Engine::add(Prepared& prepared, int32_t worker_idx, const std::function<bool()>& interrupted) {
   HostAdder adder;
   HeldGroup held[kMaxHeld];
-  Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder, prepared.open(worker_idx),
-                                         prepared.state(worker_idx), held, worker_idx);
+  Reducer<HostMemory, HostAdder> reducer(prepared.call, memory_, adder,
+                                         prepared.scratch(worker_idx), held,
+                                         {worker_idx, config_.num_workers});
   const bool done = drive(reducer, prepared, interrupted);
   while (!done && reducer.drain_step() != Step::kFinished) {
   }

@@ -43,18 +43,8 @@ class HostMemory {
 
   bool peer_gone(int32_t rank) const { return gone_[rank].load(std::memory_order_acquire); }
 
-  static int32_t load(const int32_t* counter) {
-    return std::atomic_ref(*const_cast<int32_t*>(counter)).load(std::memory_order_relaxed);
-  }
-  static bool claim(int32_t* counter, int32_t expected) {
-    return std::atomic_ref(*counter).compare_exchange_strong(expected, expected + 1,
-                                                             std::memory_order_relaxed);
-  }
-  static int32_t take(int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
-  }
-  static int32_t arrive(Delivered, int32_t* counter, int32_t count) {
-    return std::atomic_ref(*counter).fetch_sub(count, std::memory_order_acq_rel) - count;
+  static int32_t arrive(Delivered, int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
   }
 
  private:

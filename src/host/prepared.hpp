@@ -5,12 +5,13 @@
 #include <vector>
 
 #include "core/transfer/prepare.hpp"
+#include "core/transfer/stripe.hpp"
 
 namespace uec::host {
 
 class Prepared {
  public:
-  Prepared(const Capacity& c, int32_t num_workers) : num_ranks_(c.num_ranks) {
+  Prepared(const Capacity& c, int32_t num_workers) : scratch_of_(num_workers), left_(num_workers) {
     const int64_t call_bytes = CallArrays::cut(nullptr, c, &arrays);
     const int64_t schedule_bytes = ScheduleArrays::cut(nullptr, c, &schedule);
     memory_.resize((call_bytes + schedule_bytes) / 8);
@@ -18,16 +19,21 @@ class Prepared {
     CallArrays::cut(base, c, &arrays);
     ScheduleArrays::cut(base + call_bytes, c, &schedule);
     arrays.lend_to(&call);
-    worker_bytes_ = c.num_ranks + c.claimed();
-    scratch_.resize(worker_bytes_ * num_workers);
+    StripeScratch none;
+    const int64_t words = StripeScratch::cut(nullptr, c.num_ranks, c.striped(), &none) / 8;
+    scratch_.resize(words * num_workers);
+    for (int32_t w = 0; w < num_workers; ++w) {
+      auto* const at = reinterpret_cast<std::byte*>(scratch_.data() + words * w);
+      StripeScratch::cut(at, c.num_ranks, c.striped(), &scratch_of_[w]);
+      left_[w].resize(c.tasks());
+    }
   }
 
   Prepared(const Prepared&) = delete;
   Prepared& operator=(const Prepared&) = delete;
 
-  // Scratch of one worker: [num_ranks] and [num_pieces or num_reductions] bytes.
-  uint8_t* open(int32_t worker) { return scratch_.data() + worker_bytes_ * worker; }
-  uint8_t* state(int32_t worker) { return open(worker) + num_ranks_; }
+  const StripeScratch& scratch(int32_t worker) const { return scratch_of_[worker]; }
+  int32_t* left(int32_t worker) { return left_[worker].data(); }  // [num_tasks]
 
   Operation operation = Operation::kReplicate;
   Call call;
@@ -41,9 +47,9 @@ class Prepared {
 
  private:
   std::vector<uint64_t> memory_;
-  int32_t num_ranks_;
-  int64_t worker_bytes_ = 0;
-  std::vector<uint8_t> scratch_;
+  std::vector<uint64_t> scratch_;
+  std::vector<StripeScratch> scratch_of_;  // [workers]
+  std::vector<std::vector<int32_t>> left_;
 };
 
 }  // namespace uec::host

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,7 +31,7 @@ inline int64_t offset_at(const uint8_t* at) {
 struct Spent {
   bool counts = false;  // what comes before a worker's steps is part of the call's fixed time
   int64_t ps = 0;
-  int64_t retry_at = 0;  // it lost a claim, and may try again then
+  bool looks = false;  // at flags: all in parallel
 };
 
 class ModelMemory {
@@ -42,7 +41,11 @@ class ModelMemory {
   ModelMemory(World& world, int32_t rank, Spent& spent)
       : world_(world), rank_(rank), spent_(spent) {}
 
-  uint64_t observe(int64_t offset) const { return world_.flag(rank_, offset); }
+  uint64_t observe(int64_t offset) const {
+    if (spent_.counts && !spent_.looks) spent_.ps += world_.machine().look_ps;
+    spent_.looks = true;
+    return world_.flag(rank_, offset);
+  }
   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
     if (rank != rank_ && spent_.counts) spent_.ps += world_.machine().publish_ps;
     world_.publish(rank_, rank, offset, value, spent_.ps);
@@ -50,33 +53,12 @@ class ModelMemory {
   static bool flags_delivered() { return true; }
   static bool peer_gone(int32_t) { return false; }
 
-  static int32_t load(const int32_t* counter) { return *counter; }
-  // Of those that claim at the same time one gets the group; the others look again.
-  bool claim(int32_t* counter, int32_t expected) {
-    if (const int64_t takes = world_.machine().flagged_claim_ps; takes > 0) {
-      int64_t& free = free_[counter];
-      if (world_.now() < free) {
-        spent_.retry_at = free;
-        return false;
-      }
-      free = world_.now() + takes;
-      spent_.ps += takes;
-    }
-    if (*counter != expected) return false;
-    ++*counter;
-    return true;
-  }
-  int32_t take(int32_t* counter) {
-    spent_.ps += world_.machine().claim_ps;
-    return (*counter)++;
-  }
-  static int32_t arrive(Delivered, int32_t* counter, int32_t count) { return *counter -= count; }
+  static int32_t arrive(Delivered, int32_t* counter) { return ++*counter; }
 
  private:
   World& world_;
   int32_t rank_;
   Spent& spent_;
-  std::unordered_map<const int32_t*, int64_t> free_;  // when the next claim of a piece may begin
 };
 
 // A local load takes no time: memory is several times as fast as a link. Where cores copy, loads

@@ -61,11 +61,9 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
                                   leaves, num_leaves,
                                   false};
     }
-    const int32_t made = w.num_pieces - pieces;
-    if (made > 0)
+    if (w.num_pieces > pieces)
       w.tasks[w.num_tasks++] = {
-          s.expert[x], made * groups, chunk_tiles, dst_first, w.num_destinations - dst_first, -1,
-          -1};
+          s.expert[x], groups, chunk_tiles, dst_first, w.num_destinations - dst_first, -1, -1};
   }
 }
 

@@ -1,7 +1,7 @@
 // One transfer on a described machine: the production workers of all ranks, step by step, under a
 // modelled clock.
 //
-// Claims, polling, skipping, the ring and the flags are those of the core; only the layer below
+// Stripes, polling, skipping, the ring and the flags are those of the core; only the layer below
 // them is modelled. Workers sleep until something happens that may concern them.
 #pragma once
 
@@ -31,13 +31,13 @@ struct Context {
   const Call& call;
   ModelMemory& memory;
   Spent& spent;
-  int32_t id;         // among all workers
-  uint8_t* open;      // [G] scratch
+  int32_t id;  // among all workers
+  const StripeScratch& scratch;
   int64_t* received;  // [G][S]
   int32_t* held;      // of the rank: stages in use
   int64_t* idle_since;
 
-  int32_t worker() const { return id % world.machine().workers; }
+  Stripe stripe() const { return {id % world.machine().workers, world.machine().workers}; }
 };
 
 struct Outcome {
@@ -61,7 +61,6 @@ class Simulation {
     const size_t workers = static_cast<size_t>(num_ranks_) * machine.workers;
     outcome_.finish.resize(num_ranks_);
     outcome_.received.resize(static_cast<size_t>(num_ranks_) * job.slots_per_rank);
-    place_.resize(workers, -1);
     due_flag_.resize(workers);
     workers_.reserve(workers);
     for (int32_t r = 0; r < num_ranks_; ++r) {
@@ -101,9 +100,8 @@ class Simulation {
   struct Rank {
     std::unique_ptr<ModelMemory> memory;
     std::unique_ptr<Finish<ModelMemory>> finish;
-    std::vector<int32_t> blocked;  // workers
-    int32_t at_work = 0;           // workers
-    int32_t held = 0;              // stages
+    int32_t at_work = 0;  // workers
+    int32_t held = 0;     // stages
     int64_t idle_since = 0;
     bool finished = false;
   };
@@ -111,14 +109,21 @@ class Simulation {
   struct State {
     State(Simulation& s, int32_t w)
         : rank(s.world_.rank_of(w)),
-          open(s.num_ranks_),
-          agent({s.world_, s.job_.calls[rank], *s.ranks_[rank].memory, s.spent_, w, open.data(),
-                 s.outcome_.received.data(), &s.ranks_[rank].held, &s.ranks_[rank].idle_since}) {}
+          memory(cut(nullptr, s)),
+          agent({s.world_, s.job_.calls[rank], *s.ranks_[rank].memory, s.spent_, w,
+                 (cut(memory.data(), s), scratch), s.outcome_.received.data(), &s.ranks_[rank].held,
+                 &s.ranks_[rank].idle_since}) {}
+    int64_t cut(std::byte* base, const Simulation& s) {
+      const Worklist& work = s.job_.calls[rank].work;
+      return StripeScratch::cut(base, s.num_ranks_, max32(work.num_pieces, work.num_reductions),
+                                &scratch);
+    }
 
     int32_t rank;
-    std::vector<uint8_t> open;
+    StripeScratch scratch;
+    std::vector<std::byte> memory;
     Agent agent;
-    bool slept = false, fetched = false, ended = false;
+    bool fetched = false, ended = false;
     int64_t fetch_free = 0, store_free = 0;  // when a side may take its next step
   };
 
@@ -128,33 +133,8 @@ class Simulation {
     due_.push_back(w);
   }
 
-  // Wakes a worker that sleeps until a flag changes or others have claimed all that it waits for.
-  // One is enough for a flag of one group; it wakes the next if it got something.
-  void wake_one(int32_t r) {
-    if (ranks_[r].blocked.empty()) return;
-    const int32_t w = ranks_[r].blocked.back();
-    note_awake(w);
-    wake(w);
-  }
   void wake_all(int32_t r) {
-    while (!ranks_[r].blocked.empty()) wake_one(r);
-  }
-
-  // A rank's blocked workers are exactly those whose last step was blocked: a flag that woke any
-  // other worker would be wasted.
-  void note_blocked(int32_t w) {
-    if (place_[w] >= 0) return;
-    std::vector<int32_t>& blocked = ranks_[world_.rank_of(w)].blocked;
-    place_[w] = static_cast<int32_t>(blocked.size());
-    blocked.push_back(w);
-  }
-  void note_awake(int32_t w) {
-    if (place_[w] < 0) return;
-    std::vector<int32_t>& blocked = ranks_[world_.rank_of(w)].blocked;
-    place_[blocked.back()] = place_[w];
-    blocked[place_[w]] = blocked.back();
-    blocked.pop_back();
-    place_[w] = -1;
+    for (int32_t w = 0; w < machine_.workers; ++w) wake(r * machine_.workers + w);
   }
 
   void handle(const Event& event) {
@@ -185,7 +165,7 @@ class Simulation {
       finish(r);
     else if (is_in(layout.ready_base, layout.pulled_base) ||
              is_in(layout.summed_base, layout.consumed_base))
-      wake_one(r);
+      wake(r * machine_.workers + Agent::waiter(job_.calls[r], machine_.workers, event.what));
     else if (event.what < layout.done_base || event.what >= layout.consumed_base)
       wake_all(r);
   }
@@ -208,21 +188,15 @@ class Simulation {
     const Step fetched = take_step(w, state.fetch_free, [&] { return state.agent.fetch_step(); });
     if (stored == Step::kFailed || fetched == Step::kFailed)
       throw std::logic_error("a modelled transfer fails");
-    const bool claimed = fetched == Step::kProgress;
     const bool ends = fetched == Step::kFinished && !state.fetched;  // the store side will see it
     state.fetched = fetched == Step::kFinished;
     // Workers that are due at the same moment take steps in turns, as they run in parallel on a
     // device: one that filled all its stages first would hold groups that others could send sooner.
-    if (stored == Step::kProgress || claimed || ends) wake(w);
-    const bool is_blocked = fetched == Step::kBlocked;
-    const bool got_something = claimed || ends || (state.slept && !is_blocked);
-    state.slept = is_blocked;
-    is_blocked ? note_blocked(w) : note_awake(w);
+    if (stored == Step::kProgress || fetched == Step::kProgress || ends) wake(w);
     if (stored == Step::kFinished) {
       state.ended = true;
       if (--ranks_[r].at_work == 0) finish(r);
     }
-    if (got_something) wake_one(r);
   }
 
   // A step of a side of a worker, unless it is busy until `free`.
@@ -232,7 +206,7 @@ class Simulation {
     if (now < free) return Step::kIdle;
     spent_ = {.counts = true};
     const Step taken = step();
-    free = std::max(now + spent_.ps, spent_.retry_at);
+    free = now + spent_.ps;
     if (free > now) world_.schedule(free, EventKind::kFree, w, 0, 0);
     return taken;
   }
@@ -261,7 +235,6 @@ class Simulation {
   std::vector<Rank> ranks_;
   std::vector<std::unique_ptr<State>> workers_;
   std::vector<uint8_t> due_flag_;
-  std::vector<int32_t> place_;  // [workers] among the blocked of its rank; -1: it is not
   std::deque<int32_t> due_;
   Outcome outcome_;
 };
@@ -270,9 +243,20 @@ class Simulation {
 class TransferAgent {
  public:
   explicit TransferAgent(const Context& c)
-      : state_(c.call.work.num_pieces),
+      : left_(c.call.work.num_tasks),
         mover_(c.world, c.call, c.id, c.received, c.held, c.idle_since, c.spent),
-        worker_(c.call, c.memory, mover_, c.open, state_.data(), c.worker()) {}
+        worker_(c.call, c.memory, mover_, c.scratch, left_.data(), c.stripe()) {}
+
+  // The worker that the flag at an offset is for.
+  static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
+    for (int32_t p = 0; p < call.work.num_pieces; ++p) {
+      const Piece& piece = call.work.pieces[p];
+      const int64_t group = (flag - call.layout.ready(piece.source_idx, 0)) / 8;
+      if (piece.source == Source::kSlot && group >= piece.begin && group < piece.end)
+        return Stripe{0, workers}.owner(piece.task, static_cast<int32_t>(group));
+    }
+    return 0;
+  }
 
   Step store_step() { return worker_.store_step(); }
   Step fetch_step() { return worker_.fetch_step(); }
@@ -280,7 +264,7 @@ class TransferAgent {
   void note_delivered(uint32_t k) { mover_.note_delivered(k); }
 
  private:
-  std::vector<uint8_t> state_;
+  std::vector<int32_t> left_;
   ModelMover mover_;
   Worker<ModelMemory, ModelMover> worker_;
 };
@@ -289,9 +273,18 @@ class TransferAgent {
 class ReductionAgent {
  public:
   explicit ReductionAgent(const Context& c)
-      : state_(c.call.work.num_reductions),
-        adder_(c.world, c.call, c.id),
-        reducer_(c.call, c.memory, adder_, c.open, state_.data(), held_, c.worker()) {}
+      : adder_(c.world, c.call, c.id),
+        reducer_(c.call, c.memory, adder_, c.scratch, held_, c.stripe()) {}
+
+  static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
+    for (int32_t p = 0; p < call.work.num_reductions; ++p) {
+      const Reduction& r = call.work.reductions[p];
+      const int64_t group = (flag - call.layout.summed(r.main_idx, 0)) / 8;
+      if (r.of_hub && group >= r.begin && group < r.end)
+        return Stripe{0, workers}.owner(p, static_cast<int32_t>(group));
+    }
+    return 0;
+  }
 
   Step store_step() const { return ended_ ? Step::kFinished : Step::kIdle; }
   Step fetch_step() {
@@ -303,7 +296,6 @@ class ReductionAgent {
   void note_delivered(uint32_t) { adder_.note_added(); }
 
  private:
-  std::vector<uint8_t> state_;
   HeldGroup held_[kMaxHeld] = {};
   ModelAdder adder_;
   Reducer<ModelMemory, ModelAdder> reducer_;

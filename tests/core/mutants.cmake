@@ -16,38 +16,38 @@ function(_ultraep_core_program target program copies)
   target_link_libraries(${target} PRIVATE ultraep_core Threads::Threads)
 endfunction()
 
-# ---- a claim ------------------------------------------------------------------------------------
+# ---- a take -------------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(openings_not_shared PROGRAM transfer/test_team
-  FILE core/transfer/claimer.hpp
+  FILE core/transfer/stripe.hpp
   FIND [[    team_.sync();  // what one member has seen open is open for all]]
   REPLACE [[]])
 
-ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
+ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
   FIND [[    const uint32_t chosen = team_.lowest(best);]]
   REPLACE [[    const uint32_t chosen = best;]])
 
-ultraep_add_core_mutant(claimed_by_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
+ultraep_add_core_mutant(taken_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
   FIND [[    if (best == chosen) {]]
   REPLACE [[    if (true) {]])
 
-ultraep_add_core_mutant(claim_told_by_the_leader PROGRAM transfer/test_team
-  FILE core/transfer/claimer.hpp
-  FIND [[    const int32_t at = team_.from(member, best_at);]]
-  REPLACE [[    const int32_t at = team_.share(best_at);]])
+ultraep_add_core_mutant(take_told_by_the_leader PROGRAM transfer/test_team
+  FILE core/transfer/stripe.hpp
+  FIND [[    *at = team_.from(p % team_.size(), best_at);]]
+  REPLACE [[    *at = team_.share(best_at);]])
 
-ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
-  FIND [[      waits_with_ = team_.from(member, best_with);]]
-  REPLACE [[      waits_with_ = best_with;]])
+ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
+  FIND [[    return team_.share(wait);]]
+  REPLACE [[    return wait;]])
 
-ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/claimer.hpp
-  FIND [[      fault_ = team_.from(member, fault);]]
-  REPLACE [[      fault_ = fault;]])
+ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
+  FIND [[    return team_.from(static_cast<int32_t>(member), failure);]]
+  REPLACE [[    return failure;]])
 
 ultraep_add_core_mutant(first_member_blames PROGRAM transfer/test_team
-  FILE core/transfer/claimer.hpp
-  FIND [[      return outcome(kFault, 0, r);]]
-  REPLACE [[      return outcome(kFault, 0, team_.index());]])
+  FILE core/transfer/stripe.hpp
+  FIND [[        *failed_at = static_cast<uint32_t>(r);]]
+  REPLACE [[        *failed_at = static_cast<uint32_t>(team_.index());]])
 
 # ---- a publish ----------------------------------------------------------------------------------
 
@@ -61,12 +61,12 @@ ultraep_add_core_mutant(ready_by_each PROGRAM transfer/test_team FILE core/trans
   REPLACE [[    if (piece.sets_ready) {]])
 
 ultraep_add_core_mutant(arrived_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]]
-  REPLACE [[    left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);]])
+  FIND [[    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t]);]]
+  REPLACE [[    arrived = memory_.arrive(token, &call_.arrived[t]);]])
 
 ultraep_add_core_mutant(arrival_not_shared PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (team_.share(left) == 0)]]
-  REPLACE [[    if (left == 0)]])
+  FIND [[    if (team_.share(arrived) == all)]]
+  REPLACE [[    if (arrived == all)]])
 
 ultraep_add_core_mutant(done_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    for (int32_t i = team_.index(); i < task.done_count; i += team_.size()) {]]
@@ -77,10 +77,10 @@ ultraep_add_core_mutant(pulled_by_each PROGRAM transfer/test_team FILE core/tran
   REPLACE [[    if (task.pulled_home >= 0)]])
 
 ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transfer/announce.hpp
-  FIND [[    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
-      if (call.work.opens[r])]]
-  REPLACE [[    for (int32_t r = 0; r < call.num_ranks; ++r)
-      if (call.work.opens[r])]])
+  FIND [[  for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+    if (call.work.opens[r])]]
+  REPLACE [[  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (call.work.opens[r])]])
 
 # ---- a wait for peers ---------------------------------------------------------------------------
 
@@ -107,6 +107,11 @@ ultraep_add_core_mutant(disagreement_of_each PROGRAM transfer/test_team
   FILE core/transfer/failure.hpp
   FIND [[  first = team.lowest(first);]]
   REPLACE [[]])
+
+ultraep_add_core_mutant(early_fault_of_each PROGRAM transfer/test_team
+  FILE core/transfer/failure.hpp
+  FIND [[static_cast<int32_t>(team.lowest(found));]]
+  REPLACE [[static_cast<int32_t>(found);]])
 
 ultraep_add_core_mutant(called_for_each PROGRAM transfer/test_team FILE core/transfer/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]
@@ -465,8 +470,8 @@ ultraep_add_core_mutant(summed_by_each PROGRAM transfer/test_reducer FILE core/t
 
 ultraep_add_core_mutant(sums_left_not_shared PROGRAM transfer/test_reducer
   FILE core/transfer/reducer.hpp
-  FIND [[    if (team_.share(left) == 0) finish_piece(]]
-  REPLACE [[    if (left == 0) finish_piece(]])
+  FIND [[    if (team_.share(arrived) ==]]
+  REPLACE [[    if (arrived ==]])
 
 ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
   FILE core/transfer/reducer.hpp

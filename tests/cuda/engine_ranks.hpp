@@ -67,7 +67,6 @@ class Ranks {
                      recorder::kLoad,
                      recorder::kLoadPlan,
                      2,
-                     8,
                      32,
                      first,
                      num_ranks,

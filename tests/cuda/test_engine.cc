@@ -60,9 +60,7 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   CHECK(same(found.segment, expected.arrays.segment, 2));
   for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
     CHECK(reinterpret_cast<uint64_t>(found.mains[i]) == ranks.mains[i]);
-  for (int32_t i = 0; i < work.num_pieces; ++i) CHECK_EQ(found.cursor[i], 0);
-  for (int32_t i = 0; i < work.num_tasks; ++i)
-    CHECK_EQ(found.remaining[i], work.tasks[i].num_groups);
+  for (int32_t i = 0; i < work.num_tasks; ++i) CHECK_EQ(found.arrived[i], 0);
 }
 
 void check_state() {

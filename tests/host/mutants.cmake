@@ -47,16 +47,16 @@ ultraep_add_host_mutant(observe_relaxed PROGRAM test_races FILE host/policies.hp
 
 # The last worker of a task vouches for the others: each half of its ordering is needed.
 ultraep_add_host_mutant(arrive_relaxed PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_sub(count, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_sub(count, std::memory_order_relaxed)]])
+  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(1, std::memory_order_relaxed)]])
 
 ultraep_add_host_mutant(arrive_without_acquire PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_sub(count, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_sub(count, std::memory_order_release)]])
+  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(1, std::memory_order_release)]])
 
 ultraep_add_host_mutant(arrive_without_release PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_sub(count, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_sub(count, std::memory_order_acquire)]])
+  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(1, std::memory_order_acquire)]])
 
 # ---- threads of one rank -------------------------------------------------------------------------
 
@@ -114,10 +114,10 @@ ultraep_add_host_mutant(sums_of_the_last_pass PROGRAM test_add FILE host/adder.h
   REPLACE [[        sum_gradients(sums_, first > 8, some,]])
 
 ultraep_add_host_mutant(reducers_share_scratch PROGRAM test_reduction_races FILE host/execute.cc
-  FIND [[memory_, adder, prepared.open(worker_idx),
-                                         prepared.state(worker_idx), held, worker_idx);]]
-  REPLACE [[memory_, adder, prepared.open(0),
-                                         prepared.state(0), held, worker_idx);]])
+  FIND [[memory_, adder,
+                                         prepared.scratch(worker_idx), held,]]
+  REPLACE [[memory_, adder,
+                                         prepared.scratch(0), held,]])
 
 ultraep_add_host_mutant(reduction_ends_with_its_workers PROGRAM test_reduction_races
   FILE host/execute.cc

@@ -36,14 +36,14 @@ void check_policies() {
   int32_t written[2] = {};
   const HostMemory zero(bases, 0, kDoorbell, gone), one(bases, 1, kDoorbell, gone);
   for (int32_t epoch = 1; epoch <= 20; ++epoch) {
-    int32_t remaining = 2;
+    int32_t arrived = 0;
     std::vector<std::thread> threads;
     for (int worker = 0; worker < 2; ++worker)
       threads.emplace_back([&, worker] {
         HostMover mover;
         written[worker] = epoch;
         mover.when_delivered(0, true, [&](uec::Delivered token) {
-          if (zero.arrive(token, &remaining, 1) == 0) zero.publish(token, 1, kFlag, epoch);
+          if (zero.arrive(token, &arrived) == 2) zero.publish(token, 1, kFlag, epoch);
         });
       });
     threads.emplace_back([&] {

@@ -17,7 +17,7 @@
  * What stands for what:
  *   Rank                  Engine::run_next, execute, drive: a rank with one worker
  *     announce            announce_call(), announce_open() in announce.hpp
- *     work, CLAIMABLE     Claimer::claim, judge_open, TransferPieces::ready; any eligible item, in any
+ *     work, MOVABLE       OwnStripe::take, judge_open, TransferPieces::ready; any movable item, in any
  *                         order
  *     publish             Storer::publish, finish_task
  *     finish              Finish::step
@@ -37,7 +37,7 @@
  *
  * Left out: memory ordering of publish and observe (the simulated memory with vector clocks and
  * ThreadSanitizer have that), so a flag is seen as soon as it is stored; tiles, bytes and the
- * ring's size: all eligible items may be under way; several workers; the culprit in an abort word,
+ * ring's size: all movable items may be under way; several workers; the culprit in an abort word,
  * which only serves the report; rejected and closed records.
  *
  * What a mutant removes:
@@ -145,7 +145,7 @@ byte main[RANKS];                 /* the epoch for which the weights are made; 0
 /* ---- private to a rank, or only here to check with ------------------------------------------- */
 byte epoch[RANKS];  /* the call it is in, or next */
 byte inside[RANKS]; /* the same from begin to return, else 0 */
-byte claimed[RANKS], sent[RANKS];                 /* items */
+byte taken[RANKS], sent[RANKS];                 /* items */
 byte flight[RANKS * ITEMS], value[RANKS * ITEMS]; /* undelivered destinations; what was loaded */
 bool failed[RANKS];
 byte stopped = NOBODY, deviant = NOBODY;
@@ -198,25 +198,25 @@ byte trouble; /* the epoch in which something went wrong */
 #define DISAGREED_WITH(r, p) \
   (epoch[r] > 1 && call[AT(r, p)] >> 1 == epoch[r] - 1 && (call[AT(r, p)] & 1) != DIGEST(r))
 
-/* ---- what may be claimed, published, waited for ---------------------------------------------- */
-#define UNCLAIMED(r, n) IN(items_of[BY_RANK(r)] & ~claimed[r], n)
+/* ---- what may be taken, published, waited for ------------------------------------------------ */
+#define LEFT(r, n) IN(items_of[BY_RANK(r)] & ~taken[r], n)
 #define SHUT(r, p, n) (IN(gates[BY_ITEM(r, n)], p) && !IS_OPEN(r, p))
 #define GATE_OPEN(r, n) !(SHUT(r, 0, n) || SHUT(r, 1, n) || SHUT(r, 2, n) FOUR(|| SHUT(r, 3, n)))
-#define UNCLAIMED_HUB(r, p, n) (UNCLAIMED(r, n) && HOME(r, n) != (r))
-#define BEHIND_HUB(r, n) (HOME(r, n) == (r) && SOME_ITEM(UNCLAIMED_HUB, r, 0))
-#define CLAIMABLE(r, n) \
-  (UNCLAIMED(r, n) && GATE_OPEN(r, n) && (!FORWARDS(r, n) || IS_READY(r, n)) && \
+#define HUB_LEFT(r, p, n) (LEFT(r, n) && HOME(r, n) != (r))
+#define BEHIND_HUB(r, n) (HOME(r, n) == (r) && SOME_ITEM(HUB_LEFT, r, 0))
+#define MOVABLE(r, n) \
+  (LEFT(r, n) && GATE_OPEN(r, n) && (!FORWARDS(r, n) || IS_READY(r, n)) && \
    !(MUTANT == BLOCKING_HUB && BEHIND_HUB(r, n)))
 #define STUCK_ITEM(r, p, n) \
-  (UNCLAIMED(r, n) && \
+  (LEFT(r, n) && \
    (SHUT(r, p, n) || (FORWARDS(r, n) && HOME(r, n) == (p) && !IS_READY(r, n))))
 #define STUCK_WORK(r, p) (LOST(r, p) && SOME_ITEM(STUCK_ITEM, r, p))
 
 #define DELIVERED(r, n) \
   (FLIGHT(r, n) == 0 || (MUTANT == PUBLISH_REUSABLE && !(FLIGHT(r, n) & LOAD)))
-#define HELD_BACK(r, n) ((claimed[r] & ~sent[r]) == BIT(n) && claimed[r] != items_of[BY_RANK(r)])
+#define HELD_BACK(r, n) ((taken[r] & ~sent[r]) == BIT(n) && taken[r] != items_of[BY_RANK(r)])
 #define PUBLISHABLE(r, n) \
-  (IN(claimed[r] & ~sent[r], n) && DELIVERED(r, n) && !(MUTANT == WITHHELD && HELD_BACK(r, n)))
+  (IN(taken[r] & ~sent[r], n) && DELIVERED(r, n) && !(MUTANT == WITHHELD && HELD_BACK(r, n)))
 #define TASK_COMPLETE(r, n) \
   (((items_of[BY_RANK(r)] & ~sent[r]) >> ((n) / RANKS * RANKS) & (BIT(RANKS) - 1)) == 0 || \
    MUTANT == DONE_EARLY)
@@ -277,7 +277,7 @@ end:
 }
 
 /* ---- a rank ---------------------------------------------------------------------------------- */
-#define PICK_WORK(i) :: CLAIMABLE(r, i) || PUBLISHABLE(r, i) -> n = i
+#define PICK_WORK(i) :: MOVABLE(r, i) || PUBLISHABLE(r, i) -> n = i
 
 /* A publish to each rank of a mask. Where this rank may stop between two they are separate steps;
  * else one, since a flag that is there early is no different from one that is looked at late. */
@@ -310,7 +310,7 @@ end:
 #endif
 
 inline Forget(r) {
-  claimed[r] = 0; sent[r] = 0;
+  taken[r] = 0; sent[r] = 0;
   for (n : r * RANKS .. (r + 1) * RANKS - 1) {
     call[n] = 0; open[n] = 0; abort[n] = 0; pulled[n] = 0
   }
@@ -345,7 +345,7 @@ begin:
     PUBLISH_TO(writers[BY_RANK(r)], open[AT(p, r)], epoch[r]);
 
 work:
-    /* Flags that let a rank go on stay as they are until it has gone on: looking and claiming are
+    /* Flags that let a rank go on stay as they are until it has gone on: looking and taking are
      * one step. */
     atomic {
       if
@@ -361,10 +361,10 @@ work:
          p = 0; goto work
       fi;
       if
-      :: !IN(claimed[r], n) ->
+      :: !IN(taken[r], n) ->
          d_step {
            WHEN(MUTANT == PULLED_EARLY && PULLS(r, n), pulled[AT(HOME(r, n), r)] = epoch[r]);
-           claimed[r] = claimed[r] | BIT(n);
+           taken[r] = taken[r] | BIT(n);
            FLIGHT(r, n) = LOAD | destinations[BY_ITEM(r, n)];
            n = 0
          };
@@ -398,7 +398,7 @@ finish:
     /* returned */
     d_step {
       CheckSlots(r);
-      n = 0; inside[r] = 0; claimed[r] = 0; sent[r] = 0;
+      n = 0; inside[r] = 0; taken[r] = 0; sent[r] = 0;
       main[r] = main[r] + 1;
       epoch[r]++
     };

@@ -12,7 +12,7 @@ WRAPPERS = ("cuda/device/ptx.cuh", "cuda/device/warp.cuh", "cuda/device/memory.c
 # Kinds of faults: which instructions, and what becomes of them; "" leaves them out.
 KINDS: dict[str, tuple[str, str]] = {
     "unordered": (r"(ld\.)acquire|(st\.)release|(atom\.)acq_rel", r"\1\2\3relaxed"),
-    "scope too small": (r"((?:ld\.acquire|st\.release)\.)sys", r"\1gpu"),
+    "scope too small": (r"((?:ld\.acquire|st\.release|fence\.acq_rel)\.)sys", r"\1gpu"),
     "scope of a block": (r"((?:ld\.acquire|st\.release|atom\.acq_rel)\.)gpu", r"\1cta"),
     "no fence": (r"fence\.(?:sc|acq_rel|proxy|mbarrier_init).*", ""),
     "no barrier": (r"bar(?:rier)?\.(?:warp\.)?sync.*", ""),
@@ -24,35 +24,31 @@ KINDS: dict[str, tuple[str, str]] = {
     "always the first phase": (r"(mbarrier\.test_wait\S* \S+ \S+) \S+;", r"\1 0;"),
     "loads from elsewhere": (r"(cp\.async\.bulk\.shared\S* \S+ \[\S+)\]", r"\1+16]"),
     "stores to elsewhere": (r"(cp\.async\.bulk\.global\S* \[\S+)\]", r"\1+16]"),
-    "claims what others claim": (
-        r"atom\.relaxed(\.gpu\.global)\.cas\.b32 (\S+) (\[\S+\]), \S+ (\S+);",
-        r"ld.relaxed\1.u32 \2 \3; st.relaxed\1.u32 \3, \4;",
-    ),
     "reads a stale cache": (r"ld\.global\.v4\.u32", "ld.global.nc.v4.u32"),
 }
 
 # What a planted fault does not change, by its place, and why.
 EXPLAINED = {
     r"layout\.abort\(|AbortWord|layout\.call\(call\.rank\), word\)|failure\.hpp: const CallRecord"
-    r"|failure\.hpp: .*observe": "the word is all that is said: nothing is read behind it",
+    r"|failure\.hpp: .*observe|publish_record\(token, call, memory, word\)": "the word is all that is said: nothing is read behind it",
     r"failed_call|said\.(routing|tag)|status\.word\(\)|load_acquire_system\(word\)|cancelled": (
         "between a kernel and the host, which the machine does not have; tests/litmus has it"
     ),
     r"announce\.hpp: wait = |fetcher\.hpp: const uint64_t ready|gather\.hpp: memory_\.observe"
-    r"|reducer\.hpp: const uint64_t seen|claimer\.hpp: const (CallRecord|uint64_t)": (
+    r"|reducer\.hpp: const uint64_t seen|stripe\.hpp: const (CallRecord|uint64_t)": (
         "fills in what a failed wait reports"
     ),
     r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
     r"layout\.open\(": "the same thread has released its call's record before, which is looked at",
     r"protocol\.hpp: const CallRecord record": "a record tells of another call, and is all it says",
-    r"&state\.entered": "what it acquires the launch before has left, which is over",
     r"no fence .*fence\.sc\.sys": "how far stores are, which no load can tell; tests/litmus has it",
     r"reads a stale cache .*(adder|load_count|vector_copy)\.cuh": (
         "ids, main gradients and main weights, which nobody writes meanwhile; what peers write is "
         "copied in bulk"
     ),
+    r"reads a stale cache .*call\.cuh": "what nobody writes before all blocks have left",
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
-    r"|claimer\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
+    r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (
         "a barrier that is there for its callers: on every path of today another one follows"
     ),

@@ -29,11 +29,16 @@ ROWS = {
     "empty:8,16,0": "empty call, 8 ranks x 16 blocks",
     "empty:64,4,0": "empty call, 64 ranks x 4 blocks",
     "empty:8,16,1": "empty call, 8 ranks x 16 blocks, plan on the device",
+    "load:8,256,65536,8": "count and gather of 8,192 x 8 ids, 8 ranks",
+    "load:64,256,65536,8": "count and gather of 8,192 x 8 ids, 64 ranks",
     "plan:64,256,2,16": "plan 64/256/2, 16 warps",
+    "reroute:64,256,2,65536,1": "shares of a rank, 64/256/2",
+    "reroute:64,256,2,65536,0": "reroute of 8,192 x 8 ids by these shares, 64/256/2",
     "planned:64,256,12,1,16,0,0": "replicas of 12 KiB, 64/256/2, call's block made by the host",
     "planned:64,256,12,1,16,1,0": "replicas of 12 KiB, 64/256/2, call's block made by the device",
     "fan_out:1,4096,64,16,0": "4 MiB to one replica, push, 64 blocks",
     "fan_out:2,4096,64,16,0": "4 MiB to two, push",
+    "fan_out:2,8192,64,16,0": "8 MiB to two, push",
     "fan_out:2,4096,64,16,1": "4 MiB to two, pull",
     "fan_out:2,4096,64,16,2": "4 MiB to two, direct",
     "fan_out:3,4096,64,16,0": "4 MiB to three, push",
@@ -59,19 +64,17 @@ def measure(machine: PtxMachine, clock: str, rows: Sequence[str] = tuple(ROWS)) 
     return {report["measurement"]: report for report in reports}
 
 
-def claims(report: dict[str, Any]) -> dict[str, float]:
-    """Return how hubs claimed flagged groups: won, lost, and won by a rank a microsecond."""
-    at = {a["at"].split()[-1]: a for a in report["atomics"] if a["at"].endswith((" won", " lost"))}
-    if "won" not in at or "fan_out" not in report["measurement"]:
-        return {}
-    hubs = int(report["measurement"].split(":")[1].split(",")[0])
-    won = at["won"]
-    rate = won["times"] / hubs / (won["to_us"] - won["from_us"])
-    return {
-        "claims_won": won["times"],
-        "claims_lost": at.get("lost", {}).get("times", 0),
-        "claims_of_a_rank_per_us": round(rate, 3),
-    }
+def forwards(found: dict[str, Any], clock: str) -> float:
+    """Return what hubs forward of what their links carry: 4 MiB more take so much longer."""
+    less, more = (found[f"fan_out:2,{kib},64,16,0"]["us"] for kib in (4096, 8192))
+    return round((4 << 20) / (link_gbps(clock) * 1e3) / (more - less), 3)
+
+
+def link_gbps(clock: str) -> float:
+    """Return what a clock's links carry."""
+    lines = (HERE / f"clock_{clock}.env").read_text().splitlines()
+    values = dict(line.split("#")[0].split("=") for line in lines if line[:1].isupper())
+    return int(values["LINK_BYTES"]) * int(values["MHZ"]) / 1e3
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +90,6 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
             if last["trips"][place]
         },
         "most_instructions_of_a_warp": report["most_instructions"],
-        **claims(report),
         **(
             {"prepare_call_us": round(prepared[0]["us"] / prepared[0]["times"], 3)}
             if prepared
@@ -100,10 +102,13 @@ def measure_all(machine: PtxMachine, clocks: tuple[str, ...] = CLOCKS) -> dict[s
     """Return the summaries of all rows, by clock."""
     with ThreadPoolExecutor() as pool:
         reports = pool.map(lambda clock: measure(machine, clock), clocks)
-        return {
+        found = {
             clock: {name: summary(report) for name, report in of.items()}
             for clock, of in zip(clocks, reports, strict=True)
         }
+    for clock, of in found.items():
+        of["fan_out:2,8192,64,16,0"]["of_the_link"] = forwards(of, clock)
+    return found
 
 
 def table(found: dict[str, Any]) -> str:
@@ -116,12 +121,9 @@ def table(found: dict[str, Any]) -> str:
         if "prepare_call_us" in a:
             times = f"{a['prepare_call_us']:8.1f}{b['prepare_call_us']:8.1f}"
             lines.append(f"{times}          of it the call's block (prepare_call, one warp)")
-        if "claims_won" in a:
-            rates = f"{a['claims_of_a_rank_per_us']:8.2f}{b['claims_of_a_rank_per_us']:8.2f}"
-            lost = f"{a['claims_won']} won, {a['claims_lost']} lost"
-            lines.append(
-                f"{rates}          flagged groups claimed by a rank, a microsecond; {lost}"
-            )
+        if "of_the_link" in a:
+            shares = f"{a['of_the_link']:8.0%}{b['of_the_link']:8.0%}"
+            lines.append(f"{shares}          of a link's rate, for the second 4 MiB")
     return "\n".join(lines)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measure import measure
-from ptx_machine import HERE, PtxMachine
+from measure import link_gbps, measure
+from ptx_machine import PtxMachine
 from tiers import sampled
 
 from ultraep_comm import Plan
@@ -90,10 +90,3 @@ def modelled_us(asked: str, slot_expert: list[int], clock: str, name: str) -> fl
         return predict_reduction(plan, size, on, mode).time_us
     segments = [size] if kind == "fan_out" else [size // 3 * 2, size // 3]
     return predict(plan, segments, on, mode).time_us
-
-
-def link_gbps(clock: str) -> float:
-    """Return what a clock's links carry."""
-    lines = (HERE / f"clock_{clock}.env").read_text().splitlines()
-    values = dict(line.split("#")[0].split("=") for line in lines if line[:1].isupper())
-    return int(values["LINK_BYTES"]) * int(values["MHZ"]) / 1e3

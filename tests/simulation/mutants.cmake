@@ -73,33 +73,36 @@ mutant(arrival_without_acquire simulation/world.cc
   REPLACE [[]])
 
 mutant(publish_before_all_arrivals core/transfer/storer.hpp
-  FIND [[    if (team_.share(left) == 0)]]
-  REPLACE [[    if (team_.share(left) >= 0)]])
+  FIND [[    if (team_.share(arrived) == all)]]
+  REPLACE [[    if (team_.share(arrived) <= all)]])
 
 mutant(last_arriver_off_by_one core/transfer/storer.hpp
-  FIND [[    if (team_.share(left) == 0)]]
-  REPLACE [[    if (team_.share(left) == 1)]])
+  FIND [[    if (team_.share(arrived) == all)]]
+  REPLACE [[    if (team_.share(arrived) == all - 1)]])
 
-mutant(claim_is_not_atomic core/transfer/claimer.hpp
-  FIND [[        best_at = memory_.take(&call_.cursor[id]);]]
-  REPLACE [[        memory_.take(&call_.cursor[id]);]])
+mutant(idle_workers_awaited core/transfer/storer.hpp
+  FIND [[    const int32_t all = min32(task.num_groups, num_workers_);]]
+  REPLACE [[    const int32_t all = num_workers_;]])
 
-mutant(hub_claim_is_not_atomic core/transfer/claimer.hpp
-  FIND [[      else if (!memory_.claim(&call_.cursor[id], best_at))
-        best_at = -1;]]
-  REPLACE [[      else memory_.claim(&call_.cursor[id], best_at);]])
+mutant(arrived_with_groups_left core/transfer/storer.hpp
+  FIND [[    if (left == 0) finish_share(token, piece.task);]]
+  REPLACE [[    if (left <= 1) finish_share(token, piece.task);]])
 
-mutant(taken_beyond_the_end core/transfer/claimer.hpp
-  FIND [[    if (at < 0 || at >= Pieces::length(call_, id)) return]]
-  REPLACE [[    if (at < 0) return]])
+mutant(given_to_two_workers core/transfer/stripe.hpp
+  FIND [[    return ahead < 0 ? ahead + num_workers : ahead;]]
+  REPLACE [[    return ahead < 0 ? 0 : ahead;]])
 
-mutant(groups_uncounted_before_it_blocks core/transfer/storer.hpp
-  FIND [[    if (num_uncounted_ > 0) {]]
-  REPLACE [[    if (false) {]])
+mutant(given_to_no_worker core/transfer/stripe.hpp
+  FIND [[      own.next += num_workers_;]]
+  REPLACE [[      own.next += num_workers_ + 1;]])
 
-mutant(groups_of_two_tasks_counted_as_one core/transfer/storer.hpp
-  FIND [[    if (num_uncounted_ > 0 && task_ != piece.task) count_groups(token);]]
-  REPLACE [[]])
+mutant(taken_beyond_the_end core/transfer/stripe.hpp
+  FIND [[ || own.next >= Pieces::length(call_, p)) continue;]]
+  REPLACE [[) continue;]])
+
+mutant(taken_twice core/transfer/stripe.hpp
+  FIND [[        own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;]]
+  REPLACE [[        own.movable |= OwnGroups::kOpen;]])
 
 # Only what the fetch side has acquired itself lets it go on.
 mutant(opening_seen_without_acquire simulation/world.cc
@@ -110,24 +113,28 @@ mutant(opening_seen_without_acquire simulation/world.cc
 
 # An opening that another worker of the rank has seen orders nothing here.
 mutant(opening_shared_by_workers simulation/ranks.cc
-  FIND [[    uint8_t* const open = open_ + agent * call.num_ranks;]]
-  REPLACE [[    uint8_t* const open = open_ + agent_of(rank, 0) * call.num_ranks;]])
+  FIND [[    const uec::Stripe stripe{w, workers()};]]
+  REPLACE [[    const uec::Stripe stripe{w, workers()};
+    uec::StripeScratch shared;
+    uec::StripeScratch::cut(scratch_ + agent_of(rank, 0) * scratch_bytes_, call.num_ranks,
+                            max_pieces_, &shared);
+    scratch.open = shared.open;]])
 
 # ---- gates -------------------------------------------------------------------------------------
 
-mutant(missing_open core/transfer/claimer.hpp
+mutant(missing_open core/transfer/stripe.hpp
   FIND [[    uint64_t seen = 0;
     return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
                       &seen);]]
   REPLACE [[    return Verdict::kArrived;]])
 
-mutant(call_unseen core/transfer/claimer.hpp
+mutant(call_unseen core/transfer/stripe.hpp
   FIND [[    if (called != Verdict::kArrived) return called;]]
   REPLACE [[]])
 
-mutant(openings_not_looked_for core/transfer/claimer.hpp
-  FIND [[      open_[r] = !call.work.needs[r];]]
-  REPLACE [[      open_[r] = 1;]])
+mutant(openings_not_looked_for core/transfer/stripe.hpp
+  FIND [[      scratch_.open[r] = !call.work.needs[r];]]
+  REPLACE [[      scratch_.open[r] = 1;]])
 
 mutant(home_not_needed core/schedule/worklist.hpp
   FIND [[        team.set(&w.needs[home]);]]
@@ -199,19 +206,16 @@ mutant(epoch_of_32_bits core/transfer/protocol.hpp
 
 # ---- progress ----------------------------------------------------------------------------------
 
-# The counter-example: a hub piece is taken first, and waited for with home pieces unclaimed.
-mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
-  REPLACE [[    if (!waits || piece.source != Source::kSlot) return Verdict::kArrived;]])
-mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[                              Fault* fault) {]]
-  REPLACE [[                              Fault* fault, bool waits = false) {]])
+# The counter-example: a hub piece is taken first, and waited for with home pieces left.
+mutant(blocked_hub_item_first core/transfer/stripe.hpp
+  FIND [[      if ((own.movable & 1) == 0 ||]]
+  REPLACE [[      if (!(Pieces::is_flagged(call_, p) ? own.is_open() : own.movable & 1) ||]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    return progress(at, length(call, p));]]
   REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[claimer_(call, memory, open, state, worker) {}]]
-  REPLACE [[claimer_(call, memory, open, state, worker), memory_(memory) {}]])
+  FIND [[own_(call, memory, scratch, stripe) {}]]
+  REPLACE [[own_(call, memory, scratch, stripe), memory_(memory) {}]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[  bool ended_ = false;
 };]]
@@ -220,34 +224,32 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   Fault blocked_ = Fault::kNone;
 };]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[    const Piece& piece = call_.work.pieces[item_.piece];
-    Stage stage;]]
-  REPLACE [[    const Piece& piece = call_.work.pieces[item_.piece];
-    if (TransferPieces::ready(call_, memory_, item_.piece, item_.group - piece.begin, &blocked_,
-                              true) != Verdict::kArrived)
+  FIND [[    stage_.ends_group = tile_ + 1 == end_tile_;]]
+  REPLACE [[    if (TransferPieces::ready(call_, memory_, stage_.piece,
+                              stage_.group - call_.work.pieces[stage_.piece].begin,
+                              &blocked_) != Verdict::kArrived)
       return Step::kBlocked;
-    Stage stage;]])
+    stage_.ends_group = tile_ + 1 == end_tile_;]])
 
 mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
   FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]
   REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
 
-mutant(overtaken_worker_blames_the_peer core/transfer/claimer.hpp
-  FIND [[(Pieces::touches(call_, p, r) && !all_claimed(p)))]]
-  REPLACE [[Pieces::touches(call_, p, r))]])
+mutant(overtaken_worker_blames_the_peer core/transfer/stripe.hpp
+  FIND [[!(Pieces::touches(call_, p, r) && !is_spent(p))]]
+  REPLACE [[!Pieces::touches(call_, p, r)]])
 
 mutant(ring_overrun core/transfer/fetcher.hpp
-  FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
-    const Piece&]]
-  REPLACE [[    const Piece&]])
+  FIND [[    const bool vacant = mover_.vacant(fetched_);]]
+  REPLACE [[    const bool vacant = true;]])
 
 mutant(end_overruns_the_ring core/transfer/fetcher.hpp
   FIND [[    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
-    mover_.fetch(fetched_++, Stage{}, nullptr);]]
-  REPLACE [[    mover_.fetch(fetched_++, Stage{}, nullptr);]])
+    stage_.piece = -1;]]
+  REPLACE [[    stage_.piece = -1;]])
 
 mutant(end_not_sent core/transfer/fetcher.hpp
-  FIND [[      if (claimed == Step::kFinished) return end();]]
+  FIND [[      if (taken == Step::kFinished) return end();]]
   REPLACE [[]])
 
 mutant(ended_with_groups_held core/transfer/storer.hpp
@@ -322,9 +324,9 @@ mutant(no_abort core/transfer/announce.hpp
   FIND [[        memory.publish(token, r, call.layout.abort(call.rank), word.word);]]
   REPLACE [[        (void)token;]])
 
-mutant(aborts_of_finished_calls_count core/transfer/call.hpp
-  FIND [[    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;]]
-  REPLACE [[    if (!word.set()) continue;]])
+mutant(aborts_of_finished_calls_count core/transfer/protocol.hpp
+  FIND [[return set() && ahead_of(epoch) <= 0;]]
+  REPLACE [[return set();]])
 
 mutant(death_unnoticed_before_the_call core/transfer/protocol.hpp
   FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]
@@ -338,12 +340,8 @@ mutant(blames_what_it_waited_for core/transfer/failure.hpp
   FIND [[    if (!word.set() || word.told_by() < 0) break;]]
   REPLACE [[    break;]])
 
-mutant(blames_what_it_no_longer_waits_for core/transfer/claimer.hpp
-  FIND [[      closed_ = team_.from(member, best_closed);]]
-  REPLACE [[      if (closed_ < 0) closed_ = team_.from(member, best_closed);]])
-
-mutant(names_nobody core/transfer/claimer.hpp
-  FIND [[      waits_with_ = team_.from(member, best_with);]]
+mutant(names_nobody core/transfer/stripe.hpp
+  FIND [[      if (p < num_pieces()) wait = make_wait(p, closed);]]
   REPLACE [[]])
 
 mutant(farewell_hides_a_mismatch core/transfer/protocol.hpp
@@ -374,9 +372,9 @@ mutant(sums_taken_in_any_order core/transfer/reducer.hpp
   FIND [[return piece(call, p).of_hub; }]]
   REPLACE [[return false; }]])
 
-mutant(first_sum_vouches_for_all core/transfer/claimer.hpp
-  FIND [[        if (verdict == Verdict::kArrived && !Pieces::is_flagged(call_, p)) state_[p] = kReady;]]
-  REPLACE [[        if (verdict == Verdict::kArrived) state_[p] = kReady;]])
+mutant(first_sum_vouches_for_all core/transfer/stripe.hpp
+  FIND [[flagged ? 1 << i : OwnGroups::kAll]]
+  REPLACE [[own.movable & 1 ? 0 : OwnGroups::kAll]])
 
 # ---- a reduction: what is added up --------------------------------------------------------------
 
@@ -408,7 +406,7 @@ mutant(ranges_overlap core/schedule/reduce_worklist.hpp
   REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
 
 mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
-  FIND [[static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero]]
+  FIND [[static_cast<uint64_t>(mode) << 1 | args.zero]]
   REPLACE [[args.zero]])
 
 mutant(zero_left_out_of_the_digest core/transfer/prepare.hpp
@@ -434,16 +432,12 @@ mutant(consumed_not_awaited core/transfer/announce.hpp
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
 mutant(consumed_before_the_last_group core/transfer/reducer.hpp
-  FIND [[    if (team_.share(left) == 0) finish_piece(]]
-  REPLACE [[    if (team_.share(left) <= 1) finish_piece(]])
+  FIND [[    if (r.end - held.group > num_workers_) return;]]
+  REPLACE [[]])
 
 mutant(consumed_without_the_other_workers core/transfer/reducer.hpp
-  FIND [=[left = memory_.arrive(token, &call_.remaining[counted_], num_uncounted_);]=]
-  REPLACE [=[left = call_.remaining[counted_] -= num_uncounted_;]=])
-
-mutant(last_groups_not_counted core/transfer/reducer.hpp
-  FIND [[    if (num_uncounted_ == 0) return claimed;]]
-  REPLACE [[    return claimed;]])
+  FIND [=[arrived = memory_.arrive(token, &call_.arrived[held.piece]);]=]
+  REPLACE [=[arrived = ++call_.arrived[held.piece];]=])
 
 mutant(consumed_of_two_epochs core/transfer/reducer.hpp
   FIND [[        memory_.publish(token, slot.rank, call_.layout.consumed(slot.slot, call_.rank),
@@ -480,23 +474,17 @@ mutant(home_that_disagrees_unnoticed core/transfer/reducer.hpp
   REPLACE [[    return false;]])
 
 # The counter-example turned round: a home's piece is taken first, and waited for with sums of its
-# own unclaimed.
+# own left.
 mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [[    return static_cast<uint32_t>(piece(call, p).kind) << 8 |]]
   REPLACE [[    return static_cast<uint32_t>(piece(call, p).kind ^ 1) << 8 |]])
-mutant(blocked_home_item_first core/transfer/reducer.hpp
-  FIND [[                              Fault* fault) {]]
-  REPLACE [[                              Fault* fault, bool waits = false) {]])
-mutant(blocked_home_item_first core/transfer/reducer.hpp
-  FIND [[    if (r.of_hub) {
-      // Rule]]
-  REPLACE [[    if (r.of_hub && !waits) return Verdict::kArrived;
-    if (r.of_hub) {
-      // Rule]])
+mutant(blocked_home_item_first core/transfer/stripe.hpp
+  FIND [[      if ((own.movable & 1) == 0 ||]]
+  REPLACE [[      if (!(Pieces::is_flagged(call_, p) ? own.is_open() : own.movable & 1) ||]])
 mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
   REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,
-                               group_ - call_.work.reductions[piece_].begin, &fault_, true) !=
+                               group_ - call_.work.reductions[piece_].begin, &fault_) !=
         Verdict::kArrived)
       return Step::kBlocked;
     do_tile(call_.work.reductions[piece_], tile_++);]=])

@@ -45,13 +45,11 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   const uec::Gradients grads{static_cast<int32_t>(case_.grad_bytes.size()), case_.grad_bytes.data(),
                              case_.grad_type.data(), grad_offset_.data()};
   const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes, uec::kWideFanout + 1);
-  shape.max_groups = static_cast<int32_t>(uec::ceil_div(tiles, finest));
-  shape.layout = uec::SymmetricLayout::make(g.topology(), shape.max_mains, shape.max_groups,
-                                            static_cast<int32_t>(case_.segment_bytes.size()),
-                                            case_.segment_bytes.data(), shape.slot_offset.data(),
-                                            grads, case_.tile_bytes, grad_offset_.data());
+  shape.layout = uec::SymmetricLayout::make(
+      g.topology(), shape.max_mains, uec::ceil_div(tiles, finest),
+      static_cast<int32_t>(case_.segment_bytes.size()), case_.segment_bytes.data(),
+      shape.slot_offset.data(), grads, case_.tile_bytes, grad_offset_.data());
   shape.grad_offset = grad_offset_;
-  shape.max_groups = std::max(shape.max_groups, static_cast<int32_t>(shape.layout.max_grad_groups));
   shape.max_messages = num_calls() + 3;
   shape.row_bytes = int64_t{4} * g.num_experts;
 
@@ -83,11 +81,11 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
       const int32_t reductions = made.work.num_reductions;
       digest = made.digest;
       records[r].push_back(made.record.word);
-      shape.max_pieces = std::max({shape.max_pieces, made.work.num_pieces, reductions});
+      max_pieces_ = std::max({max_pieces_, made.work.num_pieces, reductions});
       shape.max_tasks = std::max({shape.max_tasks, made.work.num_tasks, reductions});
     }
   }
-  shape.max_pieces = max_pieces_ = std::max(shape.max_pieces, 1);
+  max_pieces_ = std::max(max_pieces_, 1);
   shape.max_tasks = std::max(shape.max_tasks, 1);
 
   const size_t agents = static_cast<size_t>(g.num_ranks) * shape.agents_per_rank;
@@ -96,8 +94,10 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   calls_ = arena_.array<uec::Call>(g.num_ranks);
   clock_ran_out_ = arena_.array<uint64_t>(1);
   sent_ = arena_.array<uint8_t>(g.num_ranks * g.num_ranks);
-  open_ = arena_.array<uint8_t>(agents * g.num_ranks);
-  state_ = arena_.array<uint8_t>(agents * max_pieces_);
+  uec::StripeScratch none;
+  scratch_bytes_ = uec::StripeScratch::cut(nullptr, g.num_ranks, max_pieces_, &none);
+  scratch_ = arena_.array<std::byte>(agents * scratch_bytes_);
+  left_ = arena_.array<int32_t>(agents * shape.max_tasks);
   worker_objects_ = arena_.array<Worker>(agents);
   reducers_ = arena_.array<Reducer>(has_grads() ? agents : 0);
   finishes_ = arena_.array<Finish>(g.num_ranks);
@@ -323,8 +323,7 @@ void Simulation::enter(int32_t rank) {
     call.grads = made.reduction->call.grads;
     call.main_type = made.reduction->call.main_type;
   }
-  call.cursor = world_->cursors(rank);
-  call.remaining = world_->remaining(rank);
+  call.arrived = world_->arrived(rank);
 
   Report early = uec::check_peers(memories_[own], call.layout, call.epoch, r.last);
   if (early.fault == Fault::kNone && case_.ending == Ending::kRejects && rank == case_.culprit &&
@@ -364,19 +363,22 @@ void Simulation::start_workers(int32_t rank) {
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
       world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
   call.reset_counters(uec::Alone{});
-  world_->reset_claims(rank);
+  world_->reset_arrivals(rank);
   const bool moves = call.work.num_pieces + call.work.num_reductions > 0;
   for (int32_t w = 0; w < workers() && moves; ++w) {
     const int32_t agent = agent_of(rank, w);
     world_->join(agent, own);
     new (&movers_[agent]) SimMover(*world_, agent, case_.eager_delivery);
-    uint8_t* const open = open_ + agent * call.num_ranks;
-    uint8_t* const state = state_ + agent * max_pieces_;
+    uec::StripeScratch scratch;
+    uec::StripeScratch::cut(scratch_ + agent * scratch_bytes_, call.num_ranks, max_pieces_,
+                            &scratch);
+    const uec::Stripe stripe{w, workers()};
     if (made.reduce)
-      new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], open, state,
-                                      held_ + agent * uec::kMaxHeld, w);
+      new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], scratch,
+                                      held_ + agent * uec::kMaxHeld, stripe);
     else
-      new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], open, state);
+      new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], scratch,
+                                           left_ + agent * world_->shape.max_tasks, stripe);
     worker_states_[agent] = {};
     worker_states_[agent].reduces = made.reduce;
     world_->wake_agent(agent);

@@ -167,8 +167,8 @@ class Simulation {
   uec::Call* calls_;            // [ranks] the one under way
   uint64_t* clock_ran_out_;
   uint8_t* sent_;           // [ranks][ranks]
-  uint8_t* open_;           // [agents][ranks]
-  uint8_t* state_;          // [agents][max_pieces]
+  std::byte* scratch_;      // [agents][scratch_bytes_]
+  int32_t* left_;           // [agents][max_tasks]
   Worker* worker_objects_;  // [agents]
   Reducer* reducers_;       // [agents]
   Finish* finishes_;        // [ranks]
@@ -177,7 +177,8 @@ class Simulation {
   SimMover* movers_;        // [agents]
   SimAdder* adders_;        // [agents]
   uec::HeldGroup* held_;    // [agents][kMaxHeld]: the reducers'
-  int32_t max_pieces_ = 0;
+  int32_t max_pieces_ = 1;
+  int64_t scratch_bytes_ = 0;
   uint32_t timed_out_ = 0;  // not in the arena
 };
 

@@ -64,10 +64,7 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
   past_aborts_ = arena.array<uint8_t>(num_agents_ * s.num_ranks);
   stages_ = arena.array<Content>(num_agents_ * kStages);
   stage_load_ = arena.array<int32_t>(num_agents_ * kStages);
-  claims_ = arena.array<Tick>(s.num_ranks * s.max_pieces * s.max_groups * 2);
-  last_cursor_ = arena.array<int32_t>(num_agents_ * s.max_pieces);
-  cursors_ = arena.array<int32_t>(s.num_ranks * s.max_pieces);
-  remaining_ = arena.array<int32_t>(s.num_ranks * s.max_tasks);
+  arrived_ = arena.array<int32_t>(s.num_ranks * s.max_tasks);
   words_ = arena.words();
   canonical_bytes_ = arena.used();
 
@@ -209,54 +206,16 @@ bool World::all_shown(int32_t writer_rank, int32_t to_rank) const {
 
 // ---- counters ----------------------------------------------------------------------------------
 
-// Relaxed: any value is possible that is not older than what the agent knows or has seen.
-int32_t World::load_counter(int32_t agent, const int32_t* counter) {
-  const auto index = static_cast<int32_t>(counter - cursors_);
-  int32_t& last = last_cursor_[agent * shape.max_pieces + index % shape.max_pieces];
-  int32_t value = *counter;
-  if (roll(4) == 3)
-    while (value > last) {
-      // Claims beyond the end are ignored.
-      const Tick* const claim = claims_ + (index * shape.max_groups + value - 1) * 2;
-      if (value <= shape.max_groups && clock(agent)[claim[0]] >= claim[1]) break;
-      --value;
-    }
-  return last = value;
-}
-
-bool World::claim(int32_t agent, int32_t* counter, int32_t expected) {
-  if (*counter != expected) return false;
-  const auto index = static_cast<int32_t>(counter - cursors_);
-  Tick* const claim = claims_ + (index * shape.max_groups + expected) * 2;
-  claim[0] = static_cast<Tick>(agent);
-  claim[1] = ++clock(agent)[agent];
-  last_cursor_[agent * shape.max_pieces + index % shape.max_pieces] = ++*counter;
-  return true;
-}
-
-int32_t World::take(int32_t agent, int32_t* counter) {
-  const auto index = static_cast<int32_t>(counter - cursors_);
-  const int32_t taken = *counter;
-  if (taken < shape.max_groups) {
-    claim(agent, counter, taken);
-  } else {  // beyond the end of every piece
-    last_cursor_[agent * shape.max_pieces + index % shape.max_pieces] = ++*counter;
-  }
-  return taken;
-}
-
-int32_t World::arrive(int32_t agent, int32_t* counter, int32_t count) {
-  Tick* const shared = counter_clocks_ + (counter - remaining_) * ticks_;
+int32_t World::arrive(int32_t agent, int32_t* counter) {
+  Tick* const shared = counter_clocks_ + (counter - arrived_) * ticks_;
   ++clock(agent)[agent];
   join_ticks(shared, clock(agent));  // release
   join_ticks(clock(agent), shared);  // acquire
-  return *counter -= count;
+  return ++*counter;
 }
 
 // Before a call's workers begin: the counters are new.
-void World::reset_claims(int32_t rank) {
-  std::fill_n(last_cursor_ + rank * shape.agents_per_rank * shape.max_pieces,
-              shape.agents_per_rank * shape.max_pieces, 0);
+void World::reset_arrivals(int32_t rank) {
   std::fill_n(counter_clocks_ + rank * shape.max_tasks * ticks_, shape.max_tasks * ticks_, Tick{0});
 }
 

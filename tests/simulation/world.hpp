@@ -86,9 +86,8 @@ struct Shape {
   std::vector<int64_t> grad_bytes, grad_offset, main_grad_offset;
   std::vector<uec::GradType> grad_type, main_grad_type;
   uec::SymmetricLayout layout;
-  int32_t max_messages;           // ever published to one flag
-  int32_t max_groups, max_tasks;  // of a rank's worklist; reductions are tasks and pieces at once
-  int32_t max_pieces;
+  int32_t max_messages;  // ever published to one flag
+  int32_t max_tasks;     // of a rank's worklist; reductions are tasks
   int64_t row_bytes;
 };
 
@@ -143,11 +142,8 @@ class World {
   bool peer_gone(int32_t agent, int32_t rank) const {
     return gone[rank_of(agent) * shape.num_ranks + rank] != 0;
   }
-  int32_t load_counter(int32_t agent, const int32_t* counter);
-  bool claim(int32_t agent, int32_t* counter, int32_t expected);
-  int32_t take(int32_t agent, int32_t* counter);
-  int32_t arrive(int32_t agent, int32_t* counter, int32_t count);
-  void reset_claims(int32_t rank);
+  int32_t arrive(int32_t agent, int32_t* counter);
+  void reset_arrivals(int32_t rank);
 
   void fetch(int32_t agent, uint32_t stage, const uint8_t* source, int64_t bytes);
   bool loaded(int32_t agent, uint32_t stage);
@@ -191,8 +187,7 @@ class World {
   uint32_t roll(uint32_t sides);  // dice inside a step; 0 where none are thrown
 
   // ---- counters and sleepers that the ranks' programs use
-  int32_t* cursors(int32_t rank) const { return cursors_ + rank * shape.max_pieces; }
-  int32_t* remaining(int32_t rank) const { return remaining_ + rank * shape.max_tasks; }
+  int32_t* arrived(int32_t rank) const { return arrived_ + rank * shape.max_tasks; }
   void wake_agent(int32_t agent) { asleep[2 * agent] = asleep[2 * agent + 1] = 0; }
   void wake_rank(int32_t rank);
 
@@ -289,10 +284,7 @@ class World {
   uint8_t* past_aborts_;  // [agents][ranks] abort flags as the oldest such load saw them
   Content* stages_;       // [agents][kStages]
   int32_t* stage_load_;   // [agents][kStages] number of the load; negative: under way
-  Tick* claims_;          // [ranks][pieces][groups][2] agent and program of each claim
-  int32_t* last_cursor_;  // [agents][pieces]
-  int32_t* cursors_;      // [ranks][pieces]
-  int32_t* remaining_;    // [ranks][tasks]
+  int32_t* arrived_;      // [ranks][tasks]
   // Above this line the place of a thing says what it is; below, order is an accident.
   size_t canonical_bytes_;
   const uint64_t* words_;
@@ -320,12 +312,7 @@ class SimMemory {
   }
   bool flags_delivered() { return world_.flags_delivered(agent_); }
   bool peer_gone(int32_t rank) { return world_.peer_gone(agent_, rank); }
-  int32_t load(const int32_t* counter) { return world_.load_counter(agent_, counter); }
-  bool claim(int32_t* counter, int32_t expected) { return world_.claim(agent_, counter, expected); }
-  int32_t take(int32_t* counter) { return world_.take(agent_, counter); }
-  int32_t arrive(uec::Delivered, int32_t* counter, int32_t count) {
-    return world_.arrive(agent_, counter, count);
-  }
+  int32_t arrive(uec::Delivered, int32_t* counter) { return world_.arrive(agent_, counter); }
 
  private:
   World& world_;

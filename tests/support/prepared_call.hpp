@@ -74,8 +74,7 @@ struct Given {
     call_block.add(w.involved, c.num_ranks);
     call_block.add(w.needs, c.num_ranks);
     const int64_t segments = c.tiled_segments();
-    call_block.add(arrays.cursor, c.claimed());
-    call_block.add(arrays.remaining, uec::max64(tasks, c.reductions()));
+    call_block.add(arrays.arrived, uec::max64(tasks, c.reductions()));
     call_block.add(arrays.segment, segments);
     call_block.add(arrays.bytes, segments);
     call_block.add(arrays.first_tile, segments + 1);

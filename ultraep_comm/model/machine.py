@@ -44,9 +44,7 @@ class Machine:
         launch_us: of a kernel, before the call.
         schedule_us: fixed time in which a kernel makes the schedule of a plan in device memory.
         schedule_replica_us: the same for each replica of the plan.
-        claim_us: a worker's claim of tiles that wait for nobody.
-        flagged_claim_us: a hub's claim of a group of tiles that a flag announces, from the look at
-            that flag; claims of one expert's groups by workers of a rank take turns.
+        look_us: a worker's look at the flags that it waits for.
         fetch_us: what a worker's loads spend on a tile besides the time for its bytes.
         store_us: what its stores do.
         publish_us: of a flag to a peer.
@@ -85,8 +83,7 @@ class Machine:
     launch_us: float = 0.0
     schedule_us: float = 0.0
     schedule_replica_us: float = 0.0
-    claim_us: float = 0.0
-    flagged_claim_us: float = 0.0
+    look_us: float = 0.0
     fetch_us: float = 0.0
     store_us: float = 0.0
     publish_us: float = 0.0
@@ -201,8 +198,7 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "load_us": 2.7,
     "schedule_us": 18.5,
     "schedule_replica_us": 0.63,
-    "claim_us": 0.6,
-    "flagged_claim_us": 1.25,
+    "look_us": 0.6,
     "fetch_us": 1.1,
     "store_us": 1.3,
     "publish_us": 0.65,
@@ -218,8 +214,7 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "load_us": 4.5,
     "schedule_us": 20.5,
     "schedule_replica_us": 0.6,
-    "claim_us": 1.15,
-    "flagged_claim_us": 2.0,
+    "look_us": 1.15,
     "fetch_us": 1.05,
     "store_us": 1.05,
     "publish_us": 0.65,

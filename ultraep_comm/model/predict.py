@@ -26,7 +26,7 @@ _MAX_RANKS = 1024
 _MAX_SEGMENTS = 1024
 _MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model can add up
 # Constants of mode="auto" besides links: picoseconds for loading a KiB, as for groups on GPUs, and
-# for a flag group where claiming one costs nothing.
+# for a flag group.
 _LOAD_PER_KIB, _GROUP = 310, 200_000
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -211,7 +211,7 @@ def run_transfer(
                 round(us * 1e6)
                 for us in (
                     *(on.deliver_us, on.flag_us, on.load_us, on.cross_us),
-                    *(on.group_us, before, on.leave_us, on.claim_us, on.flagged_claim_us),
+                    *(on.group_us, before, on.leave_us, on.look_us),
                     *(on.fetch_us, on.store_us, on.publish_us),
                     *(on.gather_us, on.add_us, on.clear_us),
                 )
@@ -307,11 +307,7 @@ def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     ratios matter.
     """
     store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
-    load, group, percent = (
-        float(_LOAD_PER_KIB),
-        1e6 * machine.flagged_claim_us or _GROUP,
-        100 * num_ranks,
-    )
+    load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
     if machine.parallel is not None:  # cores: the calibrated constants, as for groups on the host
         load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
         group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))

@@ -19,8 +19,8 @@ struct Destination {
   int32_t slot;
 };
 
-// Everything this rank sends of one expert. When the last of its groups has been delivered,
-// `done` is published to each destination in [done_first, done_first + done_count).
+// Everything this rank sends of one expert: groups in a row. When the last of them has been
+// delivered, `done` is published to each destination in [done_first, done_first + done_count).
 struct Task {
   int32_t expert;
   int32_t num_groups;   // over all pieces

@@ -1,6 +1,6 @@
 // One call on one rank: what its workers share, and what their steps return.
 //
-// A worker that moves tiles has two sides. The fetch side (fetcher.hpp) claims groups and loads
+// A worker that moves tiles has two sides. The fetch side (fetcher.hpp) takes groups and loads
 // their tiles into a ring of stages; the store side (storer.hpp) stores them to all destinations
 // and publishes what has been delivered. Both are non-blocking steps: a host thread alternates them
 // (worker.hpp), a device drives each from a warp of its own, the tests interleave those of all
@@ -17,11 +17,11 @@
 namespace uec {
 
 enum class Step : int32_t {
-  kProgress,        // something was claimed, loaded, stored or published
+  kProgress,        // something was taken, loaded, stored or published
   kAwaitDelivered,  // loads or stores are in flight, nothing else can be done
   kIdle,            // store side: nothing is left to do until more has been fetched
   kBlocked,         // a peer has to move first: wait() says which
-  kFinished,        // nothing is left to claim, load, store or publish
+  kFinished,        // nothing is left to take, load, store or publish
   kFailed,          // fault() and wait() say why
 };
 
@@ -52,31 +52,24 @@ struct Call {
   Worklist work;
   Gradients grads;                      // of a reduction
   const GradType* main_type = nullptr;  // [grads.num_segments] of this rank's main gradients
-  int32_t* cursor = nullptr;            // [num_pieces or num_reductions] groups claimed, or more
-  int32_t* remaining = nullptr;         // [num_tasks or num_reductions] groups not yet delivered
+  int32_t* arrived = nullptr;           // [num_tasks or num_reductions] workers that have done
+                                        // and delivered all their groups
 
   // Before workers begin; the code that starts them orders that.
   template <class Team>
   UEC_HD void reset_counters(Team team) {
-    for (int32_t p = team.index(); p < work.num_pieces; p += team.size()) cursor[p] = 0;
-    for (int32_t i = team.index(); i < work.num_tasks; i += team.size())
-      remaining[i] = work.tasks[i].num_groups;
-    for (int32_t p = team.index(); p < work.num_reductions; p += team.size()) {
-      cursor[p] = 0;
-      remaining[p] = work.reductions[p].end - work.reductions[p].begin;
-    }
+    const int32_t counters = max32(work.num_tasks, work.num_reductions);
+    for (int32_t i = team.index(); i < counters; i += team.size()) arrived[i] = 0;
   }
 };
 
-// A rank that failed in this call or before it, and so will not do its part; -1: none. A rank that
-// failed in a later call has finished this one: it owes nothing here any more.
+// A rank that failed in this call or before it, and so will not do its part; -1: none.
 template <class Memory>
 UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch) {
   typename Memory::Team team;
   uint32_t first = ~0u;
   for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
-    const AbortWord word{memory.observe(layout.abort(r))};
-    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;
+    if (!AbortWord{memory.observe(layout.abort(r))}.ends(epoch.number)) continue;
     first = static_cast<uint32_t>(r);
     break;
   }

@@ -22,14 +22,14 @@ struct Capacity {
   UEC_HD int64_t reductions() const {  // where slots hold gradients
     return num_grad_segments > 0 ? pieces() + slots_per_rank : 0;
   }
-  UEC_HD int64_t claimed() const { return max64(pieces(), reductions()); }
+  UEC_HD int64_t striped() const { return max64(pieces(), reductions()); }
+  UEC_HD int64_t tasks() const { return num_mains + slots_per_rank; }
   UEC_HD int64_t tiled_segments() const { return max64(num_segments, num_grad_segments); }
 };
 
 struct CallArrays {
   Worklist work;          // no counts
-  int32_t* cursor;        // [pieces or reductions]
-  int32_t* remaining;     // [tasks or reductions]
+  int32_t* arrived;       // [tasks or reductions]
   int32_t* segment;       // [segments]
   int64_t* bytes;         // [segments]
   int64_t* first_tile;    // [segments + 1]
@@ -39,7 +39,7 @@ struct CallArrays {
   // Cuts them out of `base`, aligned to 8 bytes; null: only the size. Returns the bytes used.
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, CallArrays* arrays) {
     ScratchCutter cutter(base);
-    const int64_t tasks = c.num_mains + c.slots_per_rank;
+    const int64_t tasks = c.tasks();
     const int64_t segments = c.tiled_segments();
     arrays->bytes = cutter.take<int64_t>(segments);
     arrays->first_tile = cutter.take<int64_t>(segments + 1);
@@ -56,24 +56,34 @@ struct CallArrays {
     arrays->work.reductions = reinterpret_cast<Reduction*>(pieces);
     arrays->work.destinations = cutter.take<Destination>(2 * c.replicas() + 1);
     arrays->work.expected = cutter.take<Expected>(2 * c.replicas() + 1);
-    arrays->cursor = cutter.take<int32_t>(c.claimed());
-    arrays->remaining = cutter.take<int32_t>(max64(tasks, c.reductions()));
+    arrays->arrived = cutter.take<int32_t>(max64(tasks, c.reductions()));
     arrays->work.opens = cutter.take<uint8_t>(c.num_ranks);
     arrays->work.involved = cutter.take<uint8_t>(c.num_ranks);
     arrays->work.needs = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }
 
-  // Gives a call its arrays.
-  UEC_HD void lend_to(Call* call) const {
-    call->work = work;
-    call->cursor = cursor;
-    call->remaining = remaining;
-    call->tiles.segment = segment;
-    call->tiles.bytes = bytes;
-    call->tiles.first_tile = first_tile;
-    call->addresses.mains = mains;
-    call->main_type = main_type;
+  // Gives a call its arrays. `moved`: their block lies that much behind where they were cut.
+  UEC_HD void lend_to(Call* call, intptr_t moved = 0) const {
+    call->work.tasks = in(work.tasks, moved);
+    call->work.pieces = in(work.pieces, moved);
+    call->work.destinations = in(work.destinations, moved);
+    call->work.expected = in(work.expected, moved);
+    call->work.opens = in(work.opens, moved);
+    call->work.involved = in(work.involved, moved);
+    call->work.needs = in(work.needs, moved);
+    call->work.reductions = in(work.reductions, moved);
+    call->arrived = in(arrived, moved);
+    call->tiles.segment = in(segment, moved);
+    call->tiles.bytes = in(bytes, moved);
+    call->tiles.first_tile = in(first_tile, moved);
+    call->addresses.mains = in(mains, moved);
+    call->main_type = in(main_type, moved);
+  }
+
+  template <class T>
+  UEC_HD static T* in(T* array, intptr_t moved) {
+    return reinterpret_cast<T*>(reinterpret_cast<intptr_t>(array) + moved);
   }
 };
 

@@ -1,19 +1,21 @@
-// The fetch side of a worker: claims groups of tiles and loads them, and never blocks.
+// The fetch side of a worker: takes its groups of tiles and loads them, and never blocks.
 #pragma once
 
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
-#include "core/transfer/claimer.hpp"
 #include "core/transfer/ring.hpp"
+#include "core/transfer/stripe.hpp"
 
 namespace uec {
 
-// The pieces of a transfer, as a Claimer asks for them.
+// The pieces of a transfer, as an OwnStripe asks for them.
 struct TransferPieces {
   UEC_HD static int32_t count(const Call& call) { return call.work.num_pieces; }
+  UEC_HD static int32_t begin(const Call& call, int32_t p) { return call.work.pieces[p].begin; }
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return call.work.pieces[p].end - call.work.pieces[p].begin;
   }
+  UEC_HD static int32_t list(const Call& call, int32_t p) { return call.work.pieces[p].task; }
   UEC_HD static int32_t expert(const Call& call, int32_t p) {
     return call.work.tasks[call.work.pieces[p].task].expert;
   }
@@ -65,34 +67,29 @@ struct TransferPieces {
 template <class Memory, class Mover>
 class Fetcher {
  public:
-  // As Claimer.
-  UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state,
-                 int32_t worker = 0)
-      : call_(call), mover_(mover), claimer_(call, memory, open, state, worker) {}
+  UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
+                 const Stripe& stripe)
+      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {}
 
-  UEC_HD Fault fault() const { return claimer_.fault(); }
+  UEC_HD Fault fault() const { return own_.fault(); }
   // What the last step was blocked by, or failed at.
-  UEC_HD Wait wait() { return claimer_.wait(); }
+  UEC_HD Wait wait() { return own_.wait(); }
 
-  // Claims a group if none is in hand, then starts one tile's load. The last fetch of all tells the
+  // Takes a group if none is in hand, then starts one tile's load. The last fetch of all tells the
   // store side that there are no more.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
     if (ended_) return Step::kFinished;
-    if (item_.piece < 0) {
-      const Step claimed = claim();
-      if (claimed == Step::kFinished) return end();
-      if (claimed != Step::kProgress || item_.piece < 0) return claimed;
+    const bool vacant = mover_.vacant(fetched_);
+    if (stage_.piece < 0 || !vacant) {
+      const Step taken = take(!vacant);
+      if (!vacant) return Step::kAwaitDelivered;
+      if (taken == Step::kFinished) return end();
+      if (taken != Step::kProgress) return taken;
     }
-    if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
-    const Piece& piece = call_.work.pieces[item_.piece];
-    Stage stage;
-    stage.span = call_.tiles.span(item_.tile);
-    stage.piece = item_.piece;
-    stage.group = item_.group;
-    stage.ends_group = ++item_.tile == item_.end_tile;
-    mover_.fetch(fetched_++, stage, source(piece, stage.span));
-    if (stage.ends_group) item_.piece = -1;
+    stage_.ends_group = tile_ + 1 == end_tile_;
+    mover_.fetch(fetched_++, stage_, source_);
+    advance();
     return Step::kProgress;
   }
 
@@ -103,29 +100,46 @@ class Fetcher {
   }
 
  private:
-  struct Item {
-    int32_t piece = -1;
-    int32_t group = 0;
-    int32_t tile = 0, end_tile = 0;
-  };
-
   UEC_HD Step end() {
     if (!mover_.vacant(fetched_)) return Step::kAwaitDelivered;
-    mover_.fetch(fetched_++, Stage{}, nullptr);
+    stage_.piece = -1;
+    mover_.fetch(fetched_++, stage_, nullptr);
     ended_ = true;
     return Step::kFinished;
   }
 
-  UEC_HD Step claim() {
-    int32_t at = 0;
-    const Step step = claimer_.claim(&item_.piece, &at);
-    if (item_.piece < 0) return step;
-    const Piece& piece = call_.work.pieces[item_.piece];
+  UEC_HD Step take(bool ahead) {
+    int32_t p = -1, at = 0;
+    const Step step = own_.take(ahead, &p, &at);
+    if (step != Step::kProgress) return step;
+    const Piece& piece = call_.work.pieces[p];
     const int32_t tiles = call_.work.tasks[piece.task].group_tiles;
-    item_.group = piece.begin + at;
-    item_.tile = item_.group * tiles;
-    item_.end_tile = static_cast<int32_t>(min64(item_.tile + tiles, call_.tiles.num_tiles()));
+    stage_.piece = p;
+    stage_.group = piece.begin + at;
+    tile_ = stage_.group * tiles;
+    end_tile_ = static_cast<int32_t>(min64(tile_ + tiles, call_.tiles.num_tiles()));
+    locate();
     return step;
+  }
+
+  // To the group's next tile: it lies behind this one, unless it is in another segment.
+  UEC_HD void advance() {
+    if (++tile_ == end_tile_) {
+      stage_.piece = -1;
+      return;
+    }
+    const int64_t tile_bytes = call_.tiles.tile_bytes;
+    const int64_t offset = stage_.span.offset + tile_bytes;
+    const int64_t end = call_.addresses.segment_bytes[stage_.span.segment];
+    if (offset >= end) return locate();
+    stage_.span.offset = offset;
+    stage_.span.bytes = min64(tile_bytes, end - offset);
+    source_ += tile_bytes;
+  }
+
+  UEC_HD void locate() {
+    stage_.span = call_.tiles.span(tile_);
+    source_ = source(call_.work.pieces[stage_.piece], stage_.span);
   }
 
   UEC_HD const uint8_t* source(const Piece& piece, const TileSpan& span) const {
@@ -143,8 +157,10 @@ class Fetcher {
 
   const Call& call_;
   Mover& mover_;
-  Claimer<Memory, TransferPieces> claimer_;
-  Item item_;
+  OwnStripe<Memory, TransferPieces> own_;
+  Stage stage_;  // what is fetched next; `piece` < 0: no group is in hand
+  const uint8_t* source_ = nullptr;
+  int32_t tile_ = 0, end_tile_ = 0;
   uint32_t fetched_ = 0;  // stages, counted without wrapping
   bool ended_ = false;
 };

@@ -24,18 +24,20 @@
 
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
-#include "core/transfer/claimer.hpp"
 #include "core/transfer/gradients.hpp"
 #include "core/transfer/ring.hpp"
+#include "core/transfer/stripe.hpp"
 
 namespace uec {
 
-// The pieces of a reduction, as a Claimer asks for them.
+// The pieces of a reduction, as an OwnStripe asks for them.
 struct ReductionPieces {
   UEC_HD static const Reduction& piece(const Call& call, int32_t p) {
     return call.work.reductions[p];
   }
   UEC_HD static int32_t count(const Call& call) { return call.work.num_reductions; }
+  UEC_HD static int32_t begin(const Call& call, int32_t p) { return piece(call, p).begin; }
+  UEC_HD static int32_t list(const Call&, int32_t p) { return p; }
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return piece(call, p).end - piece(call, p).begin;
   }
@@ -111,24 +113,24 @@ struct ReductionPieces {
 template <class Memory, class Adder>
 class Reducer {
  public:
-  // Scratch of the team: as Claimer, and `held` [kMaxHeld].
-  UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, uint8_t* open, uint8_t* state,
-                 HeldGroup* held, int32_t worker = 0)
+  // Scratch of the team: `scratch`, and `held` [kMaxHeld].
+  UEC_HD Reducer(const Call& call, Memory& memory, Adder& adder, const StripeScratch& scratch,
+                 HeldGroup* held, const Stripe& stripe)
       : call_(call),
         memory_(memory),
         adder_(adder),
-        claimer_(call, memory, open, state, worker),
+        own_(call, memory, scratch, stripe),
+        num_workers_(stripe.num_workers),
         held_(held) {}
 
-  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : claimer_.fault(); }
+  UEC_HD Fault fault() const { return fault_ != Fault::kNone ? fault_ : own_.fault(); }
   // What the last step was blocked by, or failed at.
   UEC_HD Wait wait() {
-    if (fault_ == Fault::kNone) return claimer_.wait();
-    return {FlagKind::kOpen,   aborter_, call_.work.reductions[counted_].expert, -1, 0,
-            call_.epoch.number};
+    if (fault_ == Fault::kNone) return own_.wait();
+    return {FlagKind::kOpen, aborter_, aborted_, -1, 0, call_.epoch.number};
   }
 
-  // Publishes a group that is done, else hands a tile of the one in hand to the adder, else claims
+  // Publishes a group that is done, else hands a tile of the one in hand to the adder, else takes
   // one. Several groups may be under way: what they wait for is only this worker's adder.
   UEC_HD Step step() {
     if (fault() != Fault::kNone) return Step::kFailed;
@@ -140,11 +142,15 @@ class Reducer {
         return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
       }
     }
-    if (num_held_ - num_published_ == kMaxHeld || !adder_.vacant()) return Step::kAwaitDelivered;
+    const bool has_room = num_held_ - num_published_ != kMaxHeld && adder_.vacant();
+    if (piece_ >= 0 && !has_room) return Step::kAwaitDelivered;
     if (piece_ < 0) {
-      const Step claimed = claim();
-      if (claimed == Step::kProgress && piece_ < 0) return claimed;
-      if (claimed != Step::kProgress) return pause(claimed);
+      int32_t at = 0;
+      const Step taken = own_.take(!has_room, &piece_, &at);
+      if (taken != Step::kProgress)
+        return num_published_ != num_held_ && taken != Step::kFailed ? Step::kAwaitDelivered
+                                                                     : taken;
+      begin_group(at);
     }
     do_tile(call_.work.reductions[piece_], tile_++);
     if (tile_ == end_tile_) hold_group();
@@ -158,25 +164,11 @@ class Reducer {
   }
 
  private:
-  UEC_HD Step claim() {
-    int32_t at = 0;
-    const Step step = claimer_.claim(&piece_, &at);
-    if (piece_ < 0) return step;
+  UEC_HD void begin_group(int32_t at) {
     const Reduction& r = call_.work.reductions[piece_];
     group_ = r.begin + at;
     tile_ = group_ * r.group_tiles;
     end_tile_ = static_cast<int32_t>(min64(tile_ + r.group_tiles, call_.tiles.num_tiles()));
-    return step;
-  }
-
-  // There is nothing to claim. Others may wait for what is under way, or not counted yet.
-  UEC_HD Step pause(Step claimed) {
-    if (claimed == Step::kFailed) return claimed;
-    if (num_published_ != num_held_) return Step::kAwaitDelivered;
-    if (num_uncounted_ == 0) return claimed;
-    adder_.when_delivered(held_[(num_published_ - 1) % kMaxHeld].ticket,
-                          [&](Delivered token) { count_groups(token); });
-    return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
   }
 
   UEC_HD void hold_group() {
@@ -245,21 +237,13 @@ class Reducer {
     if (r.kind == Reduction::kSum && team_.leader())
       memory_.publish(token, r.home, call_.layout.summed(r.main_idx, held.group),
                       call_.epoch.number);
-    if (r.kind == Reduction::kZero) return;  // nobody waits for it
-    // Groups of one piece are counted together: an arrive() costs more than the flag.
-    if (num_uncounted_ > 0 && counted_ != held.piece) count_groups(token);
-    if (fault_ != Fault::kNone) return;
-    counted_ = held.piece;
-    ++num_uncounted_;
-  }
-
-  // Workers of a rank share a piece. Each arrives after its own groups, and arrive() is
-  // acquire-release, so the last one vouches for all of them.
-  UEC_HD void count_groups(Delivered token) {
-    int32_t left = 0;
-    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[counted_], num_uncounted_);
-    num_uncounted_ = 0;
-    if (team_.share(left) == 0) finish_piece(token, call_.work.reductions[counted_]);
+    if (r.kind == Reduction::kZero) return;         // nobody waits for it
+    if (r.end - held.group > num_workers_) return;  // not this worker's last one
+    // Workers of a rank share a piece. Each arrives after all its own groups, and arrive() is
+    // acquire-release, so the last one vouches for all of them.
+    int32_t arrived = 0;
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[held.piece]);
+    if (team_.share(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
   }
 
   UEC_HD void finish_piece(Delivered token, const Reduction& r) {
@@ -272,6 +256,7 @@ class Reducer {
       aborter_ = find_abort(memory_, call_.layout, call_.epoch);
       if (aborter_ >= 0) {
         fault_ = Fault::kAborted;
+        aborted_ = r.expert;
         return;
       }
     }
@@ -288,15 +273,15 @@ class Reducer {
   const Call& call_;
   Memory& memory_;
   Adder& adder_;
-  Claimer<Memory, ReductionPieces> claimer_;
+  OwnStripe<Memory, ReductionPieces> own_;
+  int32_t num_workers_;
   typename Memory::Team team_;
   HeldGroup* held_;
   uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   int32_t piece_ = -1, group_ = 0;
   int32_t tile_ = 0, end_tile_ = 0;
-  int32_t counted_ = 0, num_uncounted_ = 0;  // groups of this piece that are not counted yet
   Fault fault_ = Fault::kNone;
-  int32_t aborter_ = -1;
+  int32_t aborter_ = -1, aborted_ = -1;  // a rank, and the expert that we added
 };
 
 }  // namespace uec

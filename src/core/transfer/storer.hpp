@@ -5,15 +5,30 @@
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
 #include "core/transfer/ring.hpp"
+#include "core/transfer/stripe.hpp"
 
 namespace uec {
 
 template <class Memory, class Mover>
 class Storer {
  public:
-  // Scratch of the team: `held` [kMaxHeld].
-  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held)
-      : call_(call), memory_(memory), mover_(mover), held_(held) {}
+  // Scratch of the team: `held` [kMaxHeld] and `left` [num_tasks].
+  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held, int32_t* left,
+                const Stripe& stripe)
+      : call_(call),
+        memory_(memory),
+        mover_(mover),
+        held_(held),
+        left_(left),
+        num_workers_(stripe.num_workers) {
+    for (int32_t t = team_.index(); t < call.work.num_tasks; t += team_.size()) left[t] = 0;
+    team_.sync();
+    for (int32_t p = team_.index(); p < call.work.num_pieces; p += team_.size()) {
+      const Piece& piece = call.work.pieces[p];
+      team_.add(&left[piece.task], stripe.count(piece.task, piece.begin, piece.end));
+    }
+    team_.sync();
+  }
 
   UEC_HD Fault fault() const { return fault_; }
   UEC_HD Wait wait() const {
@@ -44,11 +59,6 @@ class Storer {
       return Step::kProgress;
     }
     if (num_published_ != num_held_) return Step::kAwaitDelivered;
-    if (num_uncounted_ > 0) {  // before anything blocks: they may be what a task lacks
-      const uint32_t ticket = held_[(num_published_ - 1) % kMaxHeld].ticket;
-      mover_.when_delivered(ticket, true, [&](Delivered token) { count_groups(token); });
-      return fault_ == Fault::kNone ? Step::kProgress : Step::kFailed;
-    }
     return ended_ ? Step::kFinished : Step::kIdle;
   }
 
@@ -126,19 +136,20 @@ class Storer {
         memory_.publish(token, hub.rank, call_.layout.ready(hub.slot, held.group),
                         call_.epoch.number);
     }
-    // Groups of one task are counted together: an arrive() costs more than the flag.
-    if (num_uncounted_ > 0 && task_ != piece.task) count_groups(token);
-    task_ = piece.task;
-    ++num_uncounted_;
+    const int32_t left = left_[piece.task] - 1;
+    team_.sync();  // all have read it
+    if (team_.leader()) left_[piece.task] = left;
+    if (left == 0) finish_share(token, piece.task);
   }
 
-  // Workers of a rank share a task. Each arrives after its own deliveries, and arrive() is
+  // Workers of a rank share a task. Each arrives after all its own deliveries, and arrive() is
   // acquire-release, so the last one vouches for all of them.
-  UEC_HD void count_groups(Delivered token) {
-    int32_t left = 0;
-    if (team_.leader()) left = memory_.arrive(token, &call_.remaining[task_], num_uncounted_);
-    num_uncounted_ = 0;
-    if (team_.share(left) == 0) finish_task(token, call_.work.tasks[task_]);
+  UEC_HD void finish_share(Delivered token, int32_t t) {
+    const Task& task = call_.work.tasks[t];
+    int32_t arrived = 0;
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t]);
+    const int32_t all = min32(task.num_groups, num_workers_);
+    if (team_.share(arrived) == all) finish_task(token, task);
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
@@ -169,11 +180,12 @@ class Storer {
   Mover& mover_;
   typename Memory::Team team_;
   HeldGroup* held_;
+  int32_t* left_;  // [num_tasks] this worker's groups that are not yet published
+  int32_t num_workers_;
   uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   uint32_t stored_ = 0, released_ = 0;         // stages, counted without wrapping
   uint32_t last_ticket_ = 0;
-  int32_t task_ = 0, num_uncounted_ = 0;  // groups of it that are delivered, but not counted
-  bool ended_ = false;                    // the fetch side has nothing more
+  bool ended_ = false;  // the fetch side has nothing more
   Fault fault_ = Fault::kNone;
   int32_t aborter_ = -1, aborted_expert_ = -1;
 };

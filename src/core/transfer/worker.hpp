@@ -9,10 +9,11 @@ namespace uec {
 template <class Memory, class Mover>
 class Worker {
  public:
-  // As Fetcher.
-  Worker(const Call& call, Memory& memory, Mover& mover, uint8_t* open, uint8_t* state,
-         int32_t worker = 0)
-      : fetcher_(call, memory, mover, open, state, worker), storer_(call, memory, mover, held_) {}
+  // As Fetcher and Storer.
+  Worker(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
+         int32_t* left, const Stripe& stripe)
+      : fetcher_(call, memory, mover, scratch, stripe),
+        storer_(call, memory, mover, held_, left, stripe) {}
 
   Fault fault() const {
     return fetcher_.fault() != Fault::kNone ? fetcher_.fault() : storer_.fault();

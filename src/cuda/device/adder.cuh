@@ -333,7 +333,7 @@ class DeviceAdder : public DeliveryPolicy {
   // Loads of what peers write are not ordered by another lane's acquire alone. The lane that has
   // observed the opening, or the sum's flag, did so at system scope, behind which no cache of this
   // multiprocessor has anything older; and all adding lanes come after it by the barriers of the
-  // claim (Warp::from()), those here, and `full`.
+  // take (Warp::from()), those here, and `full`.
   template <class Source>
   UEC_DEVICE void take(Addition addition, Source&& source) {
     const uint32_t place = taken_ % kAdditions;

@@ -5,6 +5,7 @@
 #include "core/transfer/announce.hpp"
 #include "core/transfer/prepare.hpp"
 #include "core/transfer/ring.hpp"
+#include "core/transfer/stripe.hpp"
 #include "cuda/device/args.hpp"
 #include "cuda/device/config.hpp"
 
@@ -42,72 +43,67 @@ struct Nearby {
     int32_t words;
   };
   Table tables[12];  // as many as NearbyTables keeps
-  int32_t num_tables;
+  int32_t num_tables, most_words;
 };
 // Enough for 64 ranks and a hundred replicas; tables that do not fit stay where they are.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
 // A block's part in a call of any kind.
 struct CallShared {
+  RankState known;    // a copy of what stays the same during a call; the rest is not filled
+  CallHeader header;  // a copy
   BlockCall block;
   Nearby nearby;
   int32_t first;     // this block began first: it announces the call
   int32_t enters;    // the rank has not failed before
   int32_t prepared;  // and the call's block is there
   int32_t active;    // and has something to do
-  int32_t last;      // this block leaves last
 };
 
-// For the replicate kernel. Behind it lie the scratch of the fetch side, the copies and the tiles.
+// For the replicate kernel. Behind it lie the scratch of both sides, the copies and the tiles.
 struct BlockShared : CallShared {
   Ring ring;
   HeldGroup held[kMaxHeld];
 };
 
-// What making the call's block takes, in memory that is not in use yet. Its arrays and an image of
-// the block lie behind it.
-struct PrepareShared {
-  GroupTables tables;
-  Call call;
-  CallArrays arrays;
-  ScheduleArrays schedule;
-  PlanShape shape;
-  ReplicateArgs args;
-  ReduceArgs reduce;
-  int32_t segments[kMaxDeviceSegments];
-  GradType main_type[kMaxDeviceSegments];
-  int32_t* home;         // [E]
-  int32_t* domain;       // [G]
-  int32_t* main_idx;     // [E]
-  int32_t* slot_expert;  // [G][S]
-  CallHeader* image;
+struct BlockScratch {
+  StripeScratch stripe;  // of the fetch side
+  int32_t* left;         // of the store side
 
-  // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  // As StripeScratch::cut().
   UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
     ScratchCutter cutter(memory);
-    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
-                        &schedule);
-    std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-    home = cutter.take<int32_t>(c.num_experts);
-    domain = cutter.take<int32_t>(c.num_ranks);
-    main_idx = cutter.take<int32_t>(c.num_experts);
-    slot_expert = cutter.take<int32_t>(c.replicas());
-    image = reinterpret_cast<CallHeader*>(block);
-    CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
-    arrays.lend_to(&call);
+    const int64_t bytes = StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &stripe);
+    StripeScratch::cut(cutter.take_bytes(bytes), c.num_ranks, c.pieces(), &stripe);
+    left = cutter.take<int32_t>(c.tasks());
     return cutter.used_bytes();
   }
 };
 
+// What making the call's block takes, in memory that is not in use yet. Behind it lie the arrays.
+struct PrepareShared {
+  GroupTables tables;
+  Call call;
+  PrepareArrays arrays;
+  PlanShape shape;
+  ReplicateArgs args;
+  ReduceArgs reduce;
+  uint64_t digest;  // up to the mode
+  int32_t segments[kMaxDeviceSegments];
+  GradType main_type[kMaxDeviceSegments];
+  uint32_t lowest[kReduceWarps];
+};
+static_assert(sizeof(PrepareShared) <= kPrepareBytes);
+
 UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
-  PrepareShared made;
-  return static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+  return kPrepareBytes + PrepareArrays{}.cut(nullptr, c);
 }
 
 inline constexpr int64_t kTileAlign = 128;
 
 UEC_HD inline int64_t nearby_offset(const Capacity& c) {
-  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + c.num_ranks + c.pieces(), 8);
+  BlockScratch none;
+  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + none.cut(nullptr, c), 8);
 }
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);
@@ -137,19 +133,32 @@ struct AddRing {
   uint64_t bytes_stored;
 };
 
-// For the reduce kernel. Behind it lie the copies, and the scratch of the first warp: `sources`
-// [kAdditions][G], and `open` [G] and `state` [reductions] of its Claimer.
+// For the reduce kernel. Behind it lie the copies, and the scratch of the first warp.
 struct ReduceShared : CallShared {
   AddRing ring;
   HeldGroup held[kMaxHeld];
+};
+
+struct ReduceScratch {
+  const uint8_t** sources;  // [kAdditions][num_ranks]
+  StripeScratch stripe;
+
+  // As StripeScratch::cut().
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
+    ScratchCutter cutter(memory);
+    sources = cutter.take<const uint8_t*>(kAdditions * c.num_ranks);
+    const int64_t bytes = StripeScratch::cut(nullptr, c.num_ranks, c.reductions(), &stripe);
+    StripeScratch::cut(cutter.take_bytes(bytes), c.num_ranks, c.reductions(), &stripe);
+    return cutter.used_bytes();
+  }
 };
 
 inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
 inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
 
 UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c) {
-  constexpr int64_t of_rank = kAdditions * sizeof(uint8_t*) + 1;
-  return kReduceScratch + max64(of_rank * c.num_ranks + c.reductions(), prepare_bytes(c));
+  ReduceScratch none;
+  return kReduceScratch + max64(none.cut(nullptr, c), prepare_bytes(c));
 }
 
 }  // namespace uec::cuda

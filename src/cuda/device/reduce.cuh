@@ -1,8 +1,8 @@
 // The reduce kernel: one launch sums all replicas' gradients that concern a rank, or all ranks of a
 // loopback group.
 //
-// A block is a worker of its rank: its first warp claims groups of tiles and publishes what has
-// been added, the others add. Peers are read by loads, so all ranks that a plan concerns have
+// A block is a worker of its rank: its first warp takes groups of tiles and publishes what has been
+// added, the others add. Peers are read by loads, so all ranks that a plan concerns have
 // load/store access, and there is no kernel for others.
 #pragma once
 
@@ -18,9 +18,9 @@ class ReduceWorker {
  public:
   UEC_DEVICE explicit ReduceWorker(ReduceShared& shared)
       : memory_(shared.block),
-        adder_(shared.ring, sources(shared), shared.block.call.num_ranks),
-        reducer_(shared.block.call, memory_, adder_, open(shared),
-                 open(shared) + shared.block.call.num_ranks, shared.held, ptx::block_x()) {}
+        adder_(shared.ring, scratch(shared).sources, shared.block.state->capacity.num_ranks),
+        reducer_(shared.block.call, memory_, adder_, scratch(shared).stripe, shared.held,
+                 {ptx::block_x(), ptx::num_blocks_x()}) {}
 
   UEC_APART Step step() { return reducer_.step(); }
   UEC_DEVICE Fault fault() const { return reducer_.fault(); }
@@ -33,12 +33,11 @@ class ReduceWorker {
   }
 
  private:
-  UEC_DEVICE static const uint8_t** sources(ReduceShared& shared) {
-    auto* const first = reinterpret_cast<std::byte*>(&shared) + kReduceScratch;
-    return reinterpret_cast<const uint8_t**>(first);
-  }
-  UEC_DEVICE static uint8_t* open(ReduceShared& shared) {
-    return reinterpret_cast<uint8_t*>(sources(shared) + kAdditions * shared.block.call.num_ranks);
+  UEC_DEVICE static ReduceScratch scratch(ReduceShared& shared) {
+    ReduceScratch scratch;
+    scratch.cut(reinterpret_cast<std::byte*>(&shared) + kReduceScratch,
+                shared.block.state->capacity);
+    return scratch;
   }
 
   DeviceMemory<false> memory_;

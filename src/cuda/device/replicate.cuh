@@ -1,7 +1,7 @@
 // The replicate kernel: one launch moves all that a rank, or all ranks of a loopback group, owe.
 //
-// A block has two warps. One claims groups of tiles and loads them into the ring of stages; the
-// other stores each tile to all its destinations and publishes what has been delivered.
+// A block has two warps. One takes the block's groups of tiles and loads them into the ring of
+// stages; the other stores each tile to all its destinations and publishes what has been delivered.
 #pragma once
 
 #include "core/transfer/fetcher.hpp"
@@ -20,14 +20,21 @@ UEC_DEVICE Mover make_mover(BlockShared& shared) {
   return Mover(shared.ring, tiles, shared.block);
 }
 
+UEC_DEVICE BlockScratch block_scratch(BlockShared& shared) {
+  BlockScratch scratch;
+  scratch.cut(reinterpret_cast<std::byte*>(&shared + 1), shared.block.state->capacity);
+  return scratch;
+}
+
+UEC_DEVICE Stripe own_stripe() { return {ptx::block_x(), ptx::num_blocks_x()}; }
+
 template <class Memory, class Mover>
 UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
-  auto* const scratch = reinterpret_cast<uint8_t*>(&shared + 1);
-  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch, scratch + block.call.num_ranks,
-                                 ptx::block_x());
+  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, block_scratch(shared).stripe,
+                                 own_stripe());
   const bool begins = shared.first ? announced : may_begin(block, memory);
   if (begins && drive(fetcher, block, block.clock, memory)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
@@ -39,7 +46,8 @@ UEC_ROLE void store_all(BlockShared& shared) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
-  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held);
+  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held, block_scratch(shared).left,
+                               own_stripe());
   for (;;) {
     const Step step = storer.step();
     if (step == Step::kFinished) return;

@@ -4,7 +4,7 @@
 
 #include "host/policies.hpp"
 
-void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t* remaining) {
+void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t* arrived) {
 #if UEC_BROKEN == 1  // no token
   memory.publish(1, 128, 7);
 #elif UEC_BROKEN == 2  // a token made on the spot
@@ -14,11 +14,11 @@ void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t
 #elif UEC_BROKEN == 4  // only a Mover may ask for one
   memory.publish(uec::DeliveryPolicy::delivered(), 1, 128, 7);
 #elif UEC_BROKEN == 5  // arriving at a counter vouches as well
-  memory.arrive(remaining, 1);
+  memory.arrive(arrived);
 #endif
   const auto ticket = mover.commit(0);
   mover.when_delivered(ticket, true, [&](uec::Delivered token) {
     memory.publish(token, 1, 128, 7);
-    memory.arrive(token, remaining, 1);
+    memory.arrive(token, arrived);
   });
 }

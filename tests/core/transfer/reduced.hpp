@@ -16,6 +16,7 @@
 #include "core/transfer/reducer.hpp"
 #include "support/check.hpp"
 #include "support/numbers.hpp"
+#include "support/stripes.hpp"
 
 namespace reducing {
 
@@ -39,23 +40,11 @@ class PlainMemory {
   }
   static bool flags_delivered() { return true; }
   static bool peer_gone(int32_t) { return false; }
-  static int32_t load(const int32_t* counter) {
-    return at(counter).load(std::memory_order_relaxed);
-  }
-  static bool claim(int32_t* counter, int32_t expected) {
-    return at(counter).compare_exchange_strong(expected, expected + 1, std::memory_order_relaxed);
-  }
-  static int32_t take(int32_t* counter) {
-    return at(counter).fetch_add(1, std::memory_order_relaxed);
-  }
-  static int32_t arrive(uec::Delivered, int32_t* counter, int32_t n) {
-    return at(counter).fetch_sub(n, std::memory_order_acq_rel) - n;
+  static int32_t arrive(uec::Delivered, int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
   }
 
  private:
-  static std::atomic_ref<int32_t> at(const int32_t* counter) {
-    return std::atomic_ref(*const_cast<int32_t*>(counter));
-  }
   std::atomic_ref<uint64_t> word(int32_t rank, int64_t offset) const {
     return std::atomic_ref(*reinterpret_cast<uint64_t*>(bases_[rank] + offset));
   }
@@ -109,11 +98,9 @@ class PlainAdder : public uec::DeliveryPolicy {
 
 struct Rank {
   Rank(const ReduceCase& c, int32_t rank, const uec::SymmetricLayout& layout, int32_t workers)
-      : given(c.capacity(rank)),
-        symmetric(layout.total / 8),
-        open(workers, std::vector<uint8_t>(c.plan.num_ranks)),
-        state(workers, std::vector<uint8_t>(c.capacity(rank).claimed())),
-        held(workers) {
+      : given(c.capacity(rank)), symmetric(layout.total / 8), held(workers) {
+    for (int32_t w = 0; w < workers; ++w)
+      scratch.emplace_back(c.plan.num_ranks, c.capacity(rank).striped());
     const int32_t num_mains = c.plan.num_mains()[rank];
     for (int32_t i = 0; i < c.num_segments(); ++i) {
       const int64_t elements = c.grad_bytes[i] / bytes_of(c.grad_type[i]);
@@ -126,7 +113,7 @@ struct Rank {
   Given given;
   std::vector<uint64_t> symmetric;
   std::vector<std::vector<uint8_t>> mains;  // [segments * mains]
-  std::vector<std::vector<uint8_t>> open, state;
+  std::vector<WorkerScratch> scratch;       // [workers]
   std::vector<std::array<uec::HeldGroup, uec::kMaxHeld>> held;
 };
 
@@ -236,8 +223,8 @@ class Reduced {
       uec::announce_open(ranks_[r]->given.call, memories[r], adders[0]);
       for (int32_t w = 0; w < num_workers_; ++w)
         reducers.emplace_back(ranks_[r]->given.call, memories[r], adders[r * num_workers_ + w],
-                              ranks_[r]->open[w].data(), ranks_[r]->state[w].data(),
-                              ranks_[r]->held[w].data(), w);
+                              ranks_[r]->scratch[w].stripe, ranks_[r]->held[w].data(),
+                              uec::Stripe{w, num_workers_});
     }
     std::vector<size_t> running(reducers.size());
     for (size_t i = 0; i < running.size(); ++i) running[i] = i;

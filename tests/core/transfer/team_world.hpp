@@ -15,6 +15,7 @@
 #include "core/transfer/team_flags.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
+#include "support/stripes.hpp"
 #include "support/worklists.hpp"
 
 namespace team_tests {
@@ -49,15 +50,13 @@ struct Part {
   Part(const PlanCase& c, const Tiles& tiles, Mode mode, int32_t rank)
       : schedule(c, tiles.map(), mode),
         worklist(c, tiles.map(), schedule.schedule, rank),
-        cursor(worklist.pieces.size() + 1),
-        remaining(worklist.tasks.size() + 1),
-        open(c.num_ranks),
-        state(worklist.pieces.size() + 1) {}
+        arrived(worklist.tasks.size() + 1),
+        scratch(c.num_ranks, worklist.list.num_pieces, worklist.list.num_tasks) {}
 
   ScheduleArrays schedule;
   WorklistArrays worklist;
-  std::vector<int32_t> cursor, remaining;
-  std::vector<uint8_t> open, state;
+  std::vector<int32_t> arrived;
+  WorkerScratch scratch;
   uec::HeldGroup held[uec::kMaxHeld] = {};
   Ring ring;
   Call call;
@@ -116,8 +115,7 @@ struct World {
       call.addresses = {bases.data(), segment_bytes.data(), slot_offset.data(),  mains[r].data(),
                         num_mains[r], regions.data(),       region_offset.data()};
       call.work = part.worklist.list;
-      call.cursor = part.cursor.data();
-      call.remaining = part.remaining.data();
+      call.arrived = part.arrived.data();
       part.ring.dice.seed(static_cast<uint32_t>(r));
     }
   }
@@ -177,18 +175,8 @@ class TeamMemory : public FlagMemory<World, Team> {
   using FlagMemory<World, Team>::FlagMemory;
 
   bool flags_delivered() { return true; }
-  int32_t load(const int32_t* counter) {
-    return std::atomic_ref(*const_cast<int32_t*>(counter)).load(std::memory_order_relaxed);
-  }
-  bool claim(int32_t* counter, int32_t expected) {
-    return std::atomic_ref(*counter).compare_exchange_strong(expected, expected + 1,
-                                                             std::memory_order_relaxed);
-  }
-  int32_t take(int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
-  }
-  int32_t arrive(Delivered, int32_t* counter, int32_t count) {
-    return std::atomic_ref(*counter).fetch_sub(count, std::memory_order_acq_rel) - count;
+  int32_t arrive(Delivered, int32_t* counter) {
+    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
   }
 };
 
@@ -264,8 +252,8 @@ struct Steps {
       : part(*world.parts[call_idx][rank]),
         memory(world, rank),
         mover(part.ring),
-        fetcher(part.call, memory, mover, part.open.data(), part.state.data()),
-        storer(part.call, memory, mover, part.held),
+        fetcher(part.call, memory, mover, part.scratch.stripe, {}),
+        storer(part.call, memory, mover, part.held, part.scratch.left.data(), {}),
         finish(part.call, memory) {}
 
   Part& part;

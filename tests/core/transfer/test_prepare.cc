@@ -84,7 +84,7 @@ class Group {
       check_equal(given.call.work, work.list, case_.num_ranks);
       // At full capacity: nothing beyond an array is written.
       given.call.reset_counters(uec::Alone{});
-      std::fill_n(given.arrays.cursor, capacity.pieces(), -1);
+      std::fill_n(given.arrays.arrived, capacity.tasks(), -1);
       std::fill_n(given.arrays.mains, capacity.num_segments * capacity.num_mains, nullptr);
 
       // An engine's storage holds the same.
@@ -95,8 +95,10 @@ class Group {
       check_equal(prepared.call.work, work.list, case_.num_ranks);
       prepared.call.reset_counters(uec::Alone{});
       for (int32_t worker = 0; worker < 2; ++worker) {
-        std::memset(prepared.open(worker), 0xFF, case_.num_ranks);
-        std::memset(prepared.state(worker), 0xFF, capacity.pieces());
+        const uec::StripeScratch& scratch = prepared.scratch(worker);
+        std::memset(scratch.open, 0xFF, case_.num_ranks);
+        std::memset(scratch.groups, 0xFF, capacity.pieces() * sizeof *scratch.groups);
+        std::memset(prepared.left(worker), 0xFF, capacity.tasks() * sizeof(int32_t));
       }
       check_equal(prepared.call.work, work.list, case_.num_ranks);
     }

@@ -178,7 +178,7 @@ void check(Mode mode) {
   std::vector<std::unique_ptr<Given>> given;
   std::vector<Memory> memories;
   std::vector<NotingAdder> adders;
-  std::vector<std::vector<uint8_t>> scratch(3, std::vector<uint8_t>(3 + c.capacity(0).claimed()));
+  std::vector<WorkerScratch> scratch;
   for (int32_t r = 0; r < 3; ++r) {
     given.push_back(std::make_unique<Given>(c.capacity(r)));
     uec::Call& call = given[r]->call;
@@ -192,6 +192,7 @@ void check(Mode mode) {
     for (int32_t i = 0; i < c.num_segments(); ++i)
       given[r]->arrays.mains[i] = large.mains[r * c.num_segments() + i]->base();
     call.reset_counters(Alone{});
+    scratch.emplace_back(3, c.capacity(r).striped());
     memories.emplace_back(large.bases.data(), r);
     adders.emplace_back(large, r);
   }
@@ -200,8 +201,8 @@ void check(Mode mode) {
   for (int32_t r = 0; r < 3; ++r) {
     uec::announce_call(given[r]->call, memories[r], adders[r]);
     uec::announce_open(given[r]->call, memories[r], adders[r]);
-    reducers.emplace_back(given[r]->call, memories[r], adders[r], scratch[r].data(),
-                          scratch[r].data() + 3, held[r]);
+    reducers.emplace_back(given[r]->call, memories[r], adders[r], scratch[r].stripe, held[r],
+                          uec::Stripe{});
   }
   for (int32_t running = 3; running > 0;) {
     running = 0;

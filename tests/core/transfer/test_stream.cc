@@ -10,6 +10,7 @@
 #include "core/transfer/worker.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
+#include "support/stripes.hpp"
 
 namespace {
 
@@ -20,29 +21,23 @@ using uec::Step;
 
 constexpr uint64_t kEpoch = 9, kDigest = 0x123456789ABCDEF;
 
-// Rank 0's memory, seen by one worker. `after_load` runs once, behind a look at a counter.
+// Rank 0's memory, seen by one worker. `before_look` runs once, ahead of a look at a flag.
 struct FakeMemory {
   using Team = uec::Alone;
 
   std::map<int64_t, uint64_t>& words;
   std::map<std::pair<int32_t, int64_t>, uint64_t>& published;
-  std::function<void()> after_load;
+  std::function<void()> before_look;
 
-  uint64_t observe(int64_t offset) { return words[offset]; }
+  uint64_t observe(int64_t offset) {
+    if (before_look) std::exchange(before_look, nullptr)();
+    return words[offset];
+  }
   void publish(uec::Delivered, int32_t rank, int64_t offset, uint64_t value) {
     published[{rank, offset}] = value;
   }
   bool peer_gone(int32_t) const { return false; }
-  int32_t load(const int32_t* counter) {
-    const int32_t value = *counter;
-    if (after_load) std::exchange(after_load, nullptr)();
-    return value;
-  }
-  bool claim(int32_t* counter, int32_t expected) {
-    return *counter == expected && ++*counter > expected;
-  }
-  int32_t take(int32_t* counter) { return (*counter)++; }
-  int32_t arrive(uec::Delivered, int32_t* counter, int32_t count) { return *counter -= count; }
+  int32_t arrive(uec::Delivered, int32_t* counter) { return ++*counter; }
 };
 
 struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
@@ -84,8 +79,7 @@ struct Sender {
     call.tiles = tiles.map();
     call.addresses = {bases, &bytes, &slot_offset, mains, 1, nullptr, nullptr};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
-    call.cursor = cursor;
-    call.remaining = remaining;
+    call.arrived = arrived;
     uec::build_worklist(uec::Alone{}, group.topology(), tiles.map(), schedule->schedule, main_idx,
                         0, call.work);
     call.reset_counters(uec::Alone{});
@@ -108,13 +102,26 @@ struct Sender {
   uec::Piece pieces[4];
   uec::Destination destinations[4];
   uec::Expected expected[4];
-  uint8_t opens[2], involved[2], needs[2], open[3][2], state[3][4];
-  int32_t cursor[4], remaining[2];
+  uint8_t opens[2], involved[2], needs[2];
+  int32_t arrived[2];
   const int32_t main_idx[2] = {0, 0};
   uec::Call call;
   std::map<int64_t, uint64_t> words;
   std::map<std::pair<int32_t, int64_t>, uint64_t> published;
 };
+
+// A worker with its mover and its scratch.
+template <class Mover = FakeMover>
+struct LoneWith {
+  LoneWith(const uec::Call& call, FakeMemory& memory, const uec::Stripe& stripe = {})
+      : scratch(2, 4, 2),
+        worker(call, memory, mover, scratch.stripe, scratch.left.data(), stripe) {}
+
+  Mover mover;
+  WorkerScratch scratch;
+  uec::Worker<FakeMemory, Mover> worker;
+};
+using Lone = LoneWith<>;
 
 template <class Worker>
 Step run(Worker& worker) {
@@ -125,32 +132,38 @@ Step run(Worker& worker) {
   return Step::kBlocked;
 }
 
-// A worker looks at a piece; before it looks at the gate, another worker sends the rest, and the
-// peer goes on to its next call. That is no mismatch.
+// Before a worker looks at the gate of a peer that nothing of its own touches, others send all that
+// the peer needs, and it goes on to its next call. That is no mismatch.
 void check_overtaken_worker() {
-  Sender sender(2);
-  FakeMemory fast_memory{sender.words, sender.published, nullptr};
+  Sender sender(3);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  Lone fast[] = {{sender.call, memory, {0, 3}}, {sender.call, memory, {1, 3}}};
+  uec::Piece to_nobody = sender.pieces[0];
+  to_nobody.source = uec::Source::kSlot;
+  to_nobody.source_rank = 1;
+  to_nobody.dst_count = 0;
+  uec::Call own = sender.call;
+  own.work.pieces = &to_nobody;
+  sender.words[own.layout.ready(0, 2)] = kEpoch;
   FakeMemory slow_memory{sender.words, sender.published, nullptr};
-  FakeMover fast_mover, slow_mover;
-  uec::Worker fast(sender.call, fast_memory, fast_mover, sender.open[0], sender.state[0]);
-  uec::Worker slow(sender.call, slow_memory, slow_mover, sender.open[1], sender.state[1]);
-  slow_memory.after_load = [&] {
-    CHECK(run(fast) == Step::kFinished);
+  Lone slow(own, slow_memory, {2, 3});
+  slow_memory.before_look = [&] {
+    for (Lone& one : fast) CHECK(run(one.worker) == Step::kFinished);
     sender.peer_is_at(kEpoch + 1);
   };
-  CHECK(run(slow) == Step::kFinished);
-  CHECK(slow.fault() == Fault::kNone);
+  CHECK(run(slow.worker) == Step::kFinished);
+  CHECK(slow.worker.fault() == Fault::kNone);
   CHECK_EQ((sender.published[{1, sender.call.layout.done(0, 0)}]), kEpoch);
   CHECK(std::memcmp(sender.memory.data() + sender.slot_offset, sender.weights.data(),
-                    sender.bytes) == 0);
+                    2 * uec::kGroupBytes) == 0);
 }
 
 // With groups left to send, a peer that is past the call has called differently.
 void check_peer_ahead() {
   Sender sender(2);
   FakeMemory memory{sender.words, sender.published, nullptr};
-  FakeMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  Lone lone(sender.call, memory);
+  auto& worker = lone.worker;
   sender.peer_is_at(kEpoch + 1);
   CHECK(run(worker) == Step::kFailed);
   CHECK(worker.fault() == Fault::kMismatch);
@@ -158,22 +171,18 @@ void check_peer_ahead() {
   CHECK(sender.published.empty());
 }
 
-// A hub waits for its only group; another worker claims it before the first one is asked what it
-// waits for. The answer is that group, not what lies behind the flags of its slot.
-void check_wait_for_a_claimed_group() {
-  Sender sender(1);
-  FakeMemory memory{sender.words, sender.published, nullptr};
-  FakeMover mover;
+// What a hub waits for is the next group of its own, not another worker's.
+void check_wait_for_an_own_group() {
+  Sender sender(3);
   sender.pieces[0].source = uec::Source::kSlot;
   sender.pieces[0].source_idx = 0;
   sender.pieces[0].source_rank = 1;
-  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
-  CHECK(run(worker) == Step::kBlocked);
-  sender.words[sender.call.layout.ready(0, 0)] = kEpoch;
-  sender.words[sender.call.layout.ready(0, 1)] = kEpoch + 7;
-  sender.cursor[0] = 1;
-  CHECK(worker.wait().flag == uec::FlagKind::kReady);
-  CHECK_EQ(worker.wait().seen, kEpoch);
+  FakeMemory memory{sender.words, sender.published, nullptr};
+  Lone second(sender.call, memory, {1, 2});
+  sender.words[sender.call.layout.ready(0, 1)] = kEpoch - 7;
+  CHECK(run(second.worker) == Step::kBlocked);
+  CHECK(second.worker.wait().flag == uec::FlagKind::kReady);
+  CHECK_EQ(second.worker.wait().seen, kEpoch - 7);
 }
 
 // A mover that knows a stage to be read only once a later commit, or the wait for delivery, says
@@ -198,8 +207,8 @@ struct LateMover : FakeMover {
 void check_drain_of_a_full_ring() {
   Sender sender(12);
   FakeMemory memory{sender.words, sender.published, nullptr};
-  LateMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  LoneWith<LateMover> lone(sender.call, memory);
+  auto& [mover, scratch, worker] = lone;
   CHECK(worker.fetch_step() == Step::kProgress);
   while (mover.commits == 0) CHECK(worker.store_step() == Step::kProgress);
   for (uint32_t i = 0; i < LateMover::kStages - 1; ++i)
@@ -213,8 +222,8 @@ void check_drain_of_a_full_ring() {
 void check_gate() {
   Sender sender(1);
   FakeMemory memory{sender.words, sender.published, nullptr};
-  FakeMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  Lone lone(sender.call, memory);
+  auto& worker = lone.worker;
   sender.peer_is_at(kEpoch - 1);
   CHECK(run(worker) == Step::kBlocked);
   CHECK(worker.wait().flag == uec::FlagKind::kCall);
@@ -233,8 +242,8 @@ void check_sides_see_each_other() {
   {
     Sender sender(1);
     FakeMemory memory{sender.words, sender.published, nullptr};
-    FakeMover mover;
-    uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+    Lone lone(sender.call, memory);
+    auto& worker = lone.worker;
     sender.peer_is_at(kEpoch + 1);
     CHECK(worker.store_step() == Step::kIdle);
     CHECK(worker.fetch_step() == Step::kFailed);
@@ -243,13 +252,13 @@ void check_sides_see_each_other() {
   // The same for a hub whose home has failed by the time that everything has been pulled.
   Sender sender(2);
   FakeMemory memory{sender.words, sender.published, nullptr};
-  FakeMover mover;
-  uec::Worker worker(sender.call, memory, mover, sender.open[0], sender.state[0]);
+  Lone lone(sender.call, memory);
+  auto& worker = lone.worker;
   sender.tasks[0].pulled_home = 1;
   sender.tasks[0].pulled_main = 0;
   for (int i = 0; i < 2; ++i) CHECK(worker.fetch_step() == Step::kProgress);
   sender.words[sender.call.layout.abort(1)] = uec::AbortWord::make(kEpoch, -1, -1).word;
-  for (int i = 0; i < 4; ++i) CHECK(worker.store_step() == Step::kProgress);
+  for (int i = 0; i < 3; ++i) CHECK(worker.store_step() == Step::kProgress);
   CHECK(worker.store_step() == Step::kFailed);
   CHECK(worker.fault() == Fault::kAborted);
   CHECK_EQ(worker.wait().peer, 1);
@@ -266,6 +275,6 @@ int main() {
   check_gate();
   check_peer_ahead();
   check_overtaken_worker();
-  check_wait_for_a_claimed_group();
+  check_wait_for_an_own_group();
   check_drain_of_a_full_ring();
 }

@@ -392,7 +392,7 @@ int32_t run_fetch_side(World& world, int32_t rank, Both& both) {
     TeamMemory<Crowd> memory(world, rank);
     TeamMover<Crowd> mover(part.ring);
     both.barrier.wait();
-    uec::Fetcher fetcher(part.call, memory, mover, part.open.data(), part.state.data());
+    uec::Fetcher fetcher(part.call, memory, mover, part.scratch.stripe, {});
     if (!drive(memory, part.call, fetcher, both)) drain(fetcher);
     both.barrier.wait();
     if (both.fault.load() != Fault::kNone) return c;
@@ -411,7 +411,7 @@ int32_t run_store_side(World& world, int32_t rank, Both& both) {
     Crowd::sync();
     both.barrier.wait();
     announce_open(part.call, memory, mover);
-    uec::Storer storer(part.call, memory, mover, part.held);
+    uec::Storer storer(part.call, memory, mover, part.held, part.scratch.left.data(), {});
     if (!drive(memory, part.call, storer, both)) drain(storer);
     both.barrier.wait();
     if (both.fault.load() != Fault::kNone) {

@@ -1,0 +1,337 @@
+// Which worker of a rank moves which group, and in which order a worker takes its own: those that
+// can be moved at once are taken, others are looked at and skipped. Nothing here blocks, and
+// nothing that workers share is written: who moves a group is a function of its number.
+//
+// A `Pieces` says what a call's pieces are, and what each waits for (static, of a Call):
+//   int32_t count(call)
+//   int32_t begin(call, p)                    the first of its groups, among those of its expert
+//   int32_t length(call, p)                   groups
+//   int32_t list(call, p)                     which list its groups are of: a group of a list is
+//                                             one worker's
+//   int32_t find_closed(call, p, open)        a rank that the piece touches and whose `open` [G] is
+//                                             not set; -1: none
+//   bool touches(call, p, r)                  whether the piece stores to rank r, or loads from it
+//   Verdict ready(call, memory, p, at, fault) whether the piece's group `at` may be moved
+//   bool is_flagged(call, p)                  each group is waited for by itself
+//   uint32_t order(call, p, at)               below 1024: pieces with less go first
+//   int32_t expert(call, p)
+//   Wait wait(call, memory, p, at)            what ready() looks at
+#pragma once
+
+#include <cstddef>
+
+#include "core/base/scratch.hpp"
+#include "core/base/team.hpp"
+#include "core/transfer/call.hpp"
+
+namespace uec {
+
+// A worker's share of its rank's groups: every num_workers-th of a list, so that `n` groups in a
+// row are shared by min(n, num_workers). Lists begin with different workers, so that short ones do
+// not all fall on the first.
+struct Stripe {
+  int32_t worker = 0, num_workers = 1;
+
+  // Whose a group of a list is.
+  UEC_HD int32_t owner(int32_t list, int32_t group) const {
+    const uint32_t spread = static_cast<uint32_t>(list) * 0x9E3779B9u;  // by the golden ratio
+    const auto n = static_cast<uint32_t>(num_workers);
+    const auto from = static_cast<uint32_t>(uint64_t{spread} * n >> 32);
+    return static_cast<int32_t>((from + static_cast<uint32_t>(group)) % n);
+  }
+  // From group `begin` to the first that is this worker's.
+  UEC_HD int32_t first(int32_t list, int32_t begin) const {
+    const int32_t ahead = worker - owner(list, begin);
+    return ahead < 0 ? ahead + num_workers : ahead;
+  }
+  // How many of a list's groups begin .. end - 1 are.
+  UEC_HD int32_t count(int32_t list, int32_t begin, int32_t end) const {
+    const int32_t left = end - begin - first(list, begin);
+    return left > 0 ? (left - 1) / num_workers + 1 : 0;
+  }
+};
+
+// In parts of 1024; of pieces with more than 2^22 groups only the order suffers.
+UEC_HD inline uint32_t progress(int32_t at, int32_t length) {
+  return (static_cast<uint32_t>(at) << 10) / static_cast<uint32_t>(length) & 1023;
+}
+
+// What a worker knows of its groups of one piece.
+struct OwnGroups {
+  int32_t next;     // the next one
+  int32_t movable;  // bit i: the i-th from there may be moved. The sign: the piece's ranks are open
+
+  static constexpr int32_t kWindow = 31;
+  static constexpr int32_t kAll = 0x7FFFFFFF, kOpen = ~kAll;
+  UEC_HD bool is_open() const { return movable < 0; }
+};
+
+// Scratch of a worker's team.
+struct StripeScratch {
+  static constexpr int32_t kMaxAsked = 32;  // members of a team
+
+  OwnGroups* groups;  // [pieces]
+  int32_t* asked;     // [kMaxAsked] pieces that members look at
+  uint8_t* open;      // [num_ranks] this worker has seen it open, or does not need it
+
+  // As CallArrays::cut().
+  UEC_HD static int64_t cut(std::byte* base, int64_t num_ranks, int64_t pieces,
+                            StripeScratch* scratch) {
+    ScratchCutter cutter(base);
+    scratch->groups = cutter.take<OwnGroups>(pieces);
+    scratch->asked = cutter.take<int32_t>(kMaxAsked);
+    scratch->open = cutter.take<uint8_t>(num_ranks);
+    return round_up(cutter.used_bytes(), 8);
+  }
+};
+
+// A worker's groups, one after another.
+template <class Memory, class Pieces>
+class OwnStripe {
+ public:
+  UEC_HD OwnStripe(const Call& call, Memory& memory, const StripeScratch& scratch,
+                   const Stripe& stripe)
+      : call_(call),
+        memory_(memory),
+        scratch_(scratch),
+        num_workers_(stripe.num_workers),
+        shift_(num_pieces() > 0 ? stripe.worker % num_pieces() : 0) {
+    for (int32_t r = team_.index(); r < call.num_ranks; r += team_.size())
+      scratch_.open[r] = !call.work.needs[r];
+    uint32_t own = 0;
+    for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
+      const int32_t begin = Pieces::begin(call, p), list = Pieces::list(call, p);
+      own += static_cast<uint32_t>(stripe.count(list, begin, begin + Pieces::length(call, p)));
+      scratch_.groups[p] = {stripe.first(list, begin), 0};
+    }
+    left_ = static_cast<int32_t>(team_.sum(own));
+    team_.sync();
+  }
+
+  UEC_HD Fault fault() const { return fault_; }
+
+  // Whether the worker has taken all its groups of a piece.
+  UEC_HD bool is_spent(int32_t p) const {
+    return scratch_.groups[p].next >= Pieces::length(call_, p);
+  }
+
+  // Takes the next of this worker's groups: of the movable ones the first in order, so that experts
+  // and hubs progress together. kProgress: it is group `at` of piece `piece`. kFinished: all have
+  // been taken. It fails only when nothing else is left to do.
+  //
+  // With `ahead`, for a worker that has no room for a group: looks for what has arrived, which then
+  // need not be looked for later.
+  //
+  // Rule: nothing is taken that cannot be moved at once. A piece that touches a rank that is not
+  // open, or whose next group is not ready, is looked at and skipped; were it taken and waited for,
+  // two ranks could each hold the other's input behind their own wait.
+  UEC_HD Step take(bool ahead, int32_t* piece, int32_t* at) {
+    if (left_ == 0) return Step::kFinished;
+    Failure failure;
+    bool looks = taken_ >= (ahead ? 1 : kGroupsPerLook);
+    for (;; looks = true) {
+      if (looks) failure = look();
+      if (ahead) return Step::kAwaitDelivered;
+      if (take_first(piece, at)) return Step::kProgress;
+      if (looks) break;
+    }
+    if (failure.why == Fault::kNone) return Step::kBlocked;
+    fault_ = failure.why;
+    failed_with_ = failure.piece;
+    closed_ = failure.closed;
+    return Step::kFailed;
+  }
+
+  // What the last step was blocked by, or failed at. What a worker waits for may be held up by what
+  // another worker of its rank waits for, so it names what its rank waits for: a rank that has not
+  // opened, which waits for nobody, if there is one.
+  UEC_HD Wait wait() {
+    Wait wait;
+    if (team_.leader()) {
+      int32_t p = failed_with_, closed = closed_;
+      if (fault_ == Fault::kNone) {
+        closed = 0;
+        while (closed < call_.num_ranks && scratch_.open[closed]) ++closed;
+        if (closed == call_.num_ranks) closed = -1;
+        p = 0;
+        while (p < num_pieces() && !(closed < 0 ? waits(p) : Pieces::touches(call_, p, closed)))
+          ++p;
+      }
+      if (p < num_pieces()) wait = make_wait(p, closed);
+    }
+    return team_.share(wait);
+  }
+
+ private:
+  // A look costs a trip to memory, and groups that wait for nobody shall not wait for one each.
+  static constexpr int32_t kGroupsPerLook = 4;
+  static constexpr uint32_t kNone = ~0u;
+  static constexpr uint32_t kIdBits = 20;
+
+  // Why nothing more can come: of a piece, by its next group or by a rank that it needs open.
+  struct Failure {
+    Fault why = Fault::kNone;
+    int32_t piece = -1, closed = -1;
+  };
+
+  UEC_HD int32_t num_pieces() const { return Pieces::count(call_); }
+  UEC_HD bool waits(int32_t p) const {
+    return !is_spent(p) && (scratch_.groups[p].movable & 1) == 0;
+  }
+  // Among pieces that are equal in order, workers begin with different ones.
+  UEC_HD int32_t shifted(int32_t p) const {
+    return p >= shift_ ? p - shift_ : p - shift_ + num_pieces();
+  }
+  UEC_HD int32_t unshifted(int32_t id) const {
+    const int32_t p = id + shift_;
+    return p < num_pieces() ? p : p - num_pieces();
+  }
+
+  // Among the groups that are known to be movable. Each member has pieces of its own.
+  UEC_HD bool take_first(int32_t* piece, int32_t* at) {
+    uint32_t best = kNone;
+    int32_t best_at = -1;
+    for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
+      const OwnGroups own = scratch_.groups[p];
+      if ((own.movable & 1) == 0 || own.next >= Pieces::length(call_, p)) continue;
+      const uint32_t found =
+          Pieces::order(call_, p, own.next) << kIdBits | static_cast<uint32_t>(shifted(p));
+      if (found >= best) continue;
+      best = found;
+      best_at = own.next;
+    }
+    const uint32_t chosen = team_.lowest(best);
+    if (chosen == kNone) return false;
+    const int32_t p = unshifted(static_cast<int32_t>(chosen & ((1u << kIdBits) - 1)));
+    *piece = p;
+    *at = team_.from(p % team_.size(), best_at);
+    if (best == chosen) {
+      OwnGroups& own = scratch_.groups[p];
+      own.next += num_workers_;
+      if (Pieces::is_flagged(call_, p))
+        own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;
+    }
+    --left_;
+    taken_ += waits_;
+    return true;
+  }
+
+  // Looks at all that this worker's groups wait for, as far as it is not known to have come: at
+  // openings, and at the flags of as many groups in a row as there are members for. What a member
+  // has acquired is all members' after the barriers.
+  UEC_HD Failure look() {
+    uint32_t failed_at = kNone;
+    Failure failure;
+    taken_ = 0;
+    waits_ = closed_ranks_ && look_for_openings(&failed_at, &failure);
+    closed_ranks_ = waits_;
+    for (int32_t first = 0; first < num_pieces(); first += team_.size()) {
+      team_.sync();  // what one member has seen open is open for all
+      const int32_t asking = ask(first + team_.index());
+      if (asking == 0) continue;
+      waits_ = 1;
+      team_.sync();
+      const int32_t each = min32(team_.size() / asking, OwnGroups::kWindow);
+      const int32_t nth = team_.index() / each;
+      const int32_t p = nth < asking ? scratch_.asked[nth] : -1;
+      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups[p];
+      team_.sync();  // members note what they see of one piece together
+      if (p >= 0) look_at(p, own, team_.index() - nth * each, &failed_at, &failure);
+    }
+    const uint32_t first = team_.lowest(failed_at);
+    if (first == kNone) return {};
+    const uint32_t member = team_.lowest(failed_at == first ? team_.index() : kNone);
+    return team_.from(static_cast<int32_t>(member), failure);
+  }
+
+  // Notes the ranks that have opened; returns whether some have not. Each worker looks for itself:
+  // an acquire by one thread orders nothing for another. All ranks are looked at, so that the death
+  // of any ends the call.
+  UEC_HD bool look_for_openings(uint32_t* failed_at, Failure* failure) {
+    bool waits = false;
+    for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {
+      if (scratch_.open[r]) continue;
+      Fault why = Fault::kNone;
+      const Verdict verdict = judge_open(r, &why);
+      // The peer may be past this call because all that it needs was up to other workers, who have
+      // done it. While this one has a group that touches it, it cannot be.
+      int32_t p = verdict == Verdict::kFault ? 0 : num_pieces();
+      while (p < num_pieces() && !(Pieces::touches(call_, p, r) && !is_spent(p))) ++p;
+      if (p < num_pieces() && *failed_at == kNone) {
+        *failed_at = static_cast<uint32_t>(r);
+        *failure = {why, p, r};
+      }
+      waits |= verdict == Verdict::kWaiting || p < num_pieces();
+      if (verdict != Verdict::kWaiting && p == num_pieces()) scratch_.open[r] = 1;
+    }
+    return team_.count(waits).all > 0;
+  }
+
+  // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
+  // digest, nor its slots or main weights before it has opened.
+  UEC_HD Verdict judge_open(int32_t r, Fault* fault) {
+    const Verdict called = judge_call(memory_, call_.layout.call(r), r, call_.epoch, fault);
+    if (called != Verdict::kArrived) return called;
+    uint64_t seen = 0;
+    return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
+                      &seen);
+  }
+
+  // Notes whether piece p, this member's, is open, and then whether its groups have to be looked
+  // at. Returns how many members' have to.
+  UEC_HD int32_t ask(int32_t p) {
+    bool asks = false;
+    if (p < num_pieces() && !is_spent(p)) {
+      OwnGroups& own = scratch_.groups[p];
+      if (!own.is_open() && Pieces::find_closed(call_, p, scratch_.open) < 0)
+        own.movable = OwnGroups::kOpen;
+      asks = own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
+    }
+    const Counted counted = team_.count(asks);
+    if (asks) scratch_.asked[counted.before] = p;
+    return counted.all;
+  }
+
+  // At the i-th of this worker's groups of a piece.
+  UEC_HD void look_at(int32_t p, const OwnGroups& own, int32_t i, uint32_t* failed_at,
+                      Failure* failure) {
+    const bool flagged = Pieces::is_flagged(call_, p);
+    const int32_t at = own.next + i * num_workers_;
+    if ((own.movable >> i & 1) != 0 || at >= Pieces::length(call_, p) || (i > 0 && !flagged))
+      return;
+    Fault why = Fault::kNone;
+    const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
+    if (verdict == Verdict::kArrived)
+      team_.add(&scratch_.groups[p].movable, flagged ? 1 << i : OwnGroups::kAll);
+    const auto id = static_cast<uint32_t>(call_.num_ranks + p);
+    if (verdict != Verdict::kFault || i > 0 || id >= *failed_at) return;
+    *failed_at = id;
+    *failure = {why, p, -1};
+  }
+
+  UEC_HD Wait make_wait(int32_t p, int32_t closed) {
+    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups[p].next);
+    const uint64_t epoch = call_.epoch.number;
+    const int32_t expert = Pieces::expert(call_, p);
+    const CallRecord record{memory_.observe(call_.layout.call(closed))};
+    if (record.word != call_.epoch.record.word)
+      return {FlagKind::kCall, closed, expert, p, record.epoch_low(), epoch};
+    const uint64_t open = memory_.observe(call_.layout.open(closed));
+    return {FlagKind::kOpen, closed, expert, p, open, epoch};
+  }
+
+  const Call& call_;
+  Memory& memory_;
+  StripeScratch scratch_;
+  typename Memory::Team team_;
+  int32_t num_workers_;
+  int32_t shift_;
+  int32_t left_ = 0;   // groups that are not yet taken
+  int32_t taken_ = 0;  // groups since the last look, if that left something to look for
+  bool waits_ = true;  // the last look did
+  bool closed_ranks_ = true;
+  Fault fault_ = Fault::kNone;
+  int32_t failed_with_ = -1, closed_ = -1;  // a piece, and the rank that it needs open
+};
+
+}  // namespace uec
