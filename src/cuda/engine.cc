@@ -82,6 +82,7 @@ void Engine::write_state() {
   state.num_ranks = topology_.num_ranks;
   state.capacity = capacity_;
   state.layout = layout_.symmetric;
+  state.memory = reinterpret_cast<uint64_t>(config_.bases[config_.rank]);
   state.bases = address_of(at, begin, tables.bases);
   state.far = peers_.far.empty() ? 0 : address_of(at, begin, tables.far);
   state.pes = peers_.pes.empty() ? 0 : address_of(at, begin, tables.pes);
@@ -98,6 +99,8 @@ void Engine::write_state() {
   state.tile_bytes = config_.tile_bytes;
   state.cost = config_.cost;
   state.allow_cross_domain = config_.allow_cross_domain;
+  CallArrays::cut(reinterpret_cast<std::byte*>(kHeaderBytes), capacity_, &state.arrays);
+  state.spare.cut(reinterpret_cast<std::byte*>(kPrepareBytes), capacity_);
   state.counts = address_of(at, begin, tables.counts);
   state.status = reinterpret_cast<uint64_t>(&status());
   state.call_limit_ns = nanoseconds(config_.call_timeout);

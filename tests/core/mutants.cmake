@@ -77,10 +77,10 @@ ultraep_add_core_mutant(pulled_by_each PROGRAM transfer/test_team FILE core/tran
   REPLACE [[    if (task.pulled_home >= 0)]])
 
 ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transfer/announce.hpp
-  FIND [[    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
-      if (call.work.opens[r])]]
-  REPLACE [[    for (int32_t r = 0; r < call.num_ranks; ++r)
-      if (call.work.opens[r])]])
+  FIND [[  for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+    if (call.work.opens[r])]]
+  REPLACE [[  for (int32_t r = 0; r < call.num_ranks; ++r)
+    if (call.work.opens[r])]])
 
 # ---- a wait for peers ---------------------------------------------------------------------------
 
@@ -107,6 +107,11 @@ ultraep_add_core_mutant(disagreement_of_each PROGRAM transfer/test_team
   FILE core/transfer/failure.hpp
   FIND [[  first = team.lowest(first);]]
   REPLACE [[]])
+
+ultraep_add_core_mutant(early_fault_of_each PROGRAM transfer/test_team
+  FILE core/transfer/failure.hpp
+  FIND [[static_cast<int32_t>(team.lowest(found));]]
+  REPLACE [[static_cast<int32_t>(found);]])
 
 ultraep_add_core_mutant(called_for_each PROGRAM transfer/test_team FILE core/transfer/failure.hpp
   FIND [[  return team.lowest(all) != 0;]]

@@ -304,6 +304,7 @@ class EmulatedGroup {
     state.num_ranks = ranks;
     state.capacity = layouts_[r].capacity(configs_[r]);
     state.layout = layouts_[r].symmetric;
+    state.memory = reinterpret_cast<uint64_t>(memory_[r]->data());
     state.bases = reinterpret_cast<uint64_t>(bases_.data() + r * ranks);
     state.far = options_.far ? reinterpret_cast<uint64_t>(far_.data() + r * ranks) : 0;
     state.pes = reinterpret_cast<uint64_t>(pes_.data());
@@ -318,6 +319,9 @@ class EmulatedGroup {
     state.domain = reinterpret_cast<uint64_t>(configs_[r].domain.data());
     state.main_idx = reinterpret_cast<uint64_t>(layouts_[r].main_idx.data());
     state.tile_bytes = options_.tile_bytes;
+    uec::CallArrays::cut(reinterpret_cast<std::byte*>(uec::cuda::kHeaderBytes), state.capacity,
+                         &state.arrays);
+    state.spare.cut(reinterpret_cast<std::byte*>(uec::cuda::kPrepareBytes), state.capacity);
     state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
     counts_[r].assign(group_.num_experts, 0);

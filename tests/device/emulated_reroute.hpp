@@ -57,8 +57,9 @@ class EmulatedReroute {
     args.slot_quota = address(case_.slot_quota.data());
     args.home_quota = address(case_.home_quota.data());
     args.home = address(case_.plan().home);
+    const int32_t threads = std::min(num_threads(), uec::cuda::kSharesThreads);
     launch("ultraep_reroute_shares", args,
-           RerouteGrid::of_shares(shape_, num_threads(), emulation::num_lanes()),
+           RerouteGrid::of_shares(shape_, threads, emulation::num_lanes()),
            [&](std::byte* shared) { uec::cuda::reroute_shares(args, shared); });
   }
 
@@ -111,7 +112,7 @@ class EmulatedReroute {
     emulation::launch(name, args,
                       {.blocks = grid.num_blocks,
                        .shared_bytes = grid.shared_bytes,
-                       .warps = num_threads() / emulation::num_lanes()},
+                       .warps = grid.num_threads / emulation::num_lanes()},
                       kernel);
   }
   void launch_runs(const char* name, const uec::cuda::RerouteArgs& args, const RerouteGrid& grid,

@@ -38,18 +38,18 @@ ultraep_add_device_mutant(device_waits_for_too_few FILE cuda/device/mover.cuh
   REPLACE [[wait_for_all_but(kCommitsInFlight);]])
 
 ultraep_add_device_mutant(device_publish_without_proxy_fence FILE cuda/device/mover.cuh
-  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
-        ptx::fence_proxy_async_global();]]
+  FIND [[      // Bulk stores and the release that will publish them are of different proxies.
+      ptx::fence_proxy_async_global();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_one_lane_fences_for_all FILE cuda/device/mover.cuh
-  FIND [[        // Bulk stores and the release that will publish them are of different proxies.
-        ptx::fence_proxy_async_global();]]
-  REPLACE [[        if (Warp::leader()) ptx::fence_proxy_async_global();]])
+  FIND [[      // Bulk stores and the release that will publish them are of different proxies.
+      ptx::fence_proxy_async_global();]]
+  REPLACE [[      if (Warp::leader()) ptx::fence_proxy_async_global();]])
 
 ultraep_add_device_mutant(device_one_lane_waits_for_all FILE cuda/device/mover.cuh
-  FIND [[        wait_for_all_but(behind]]
-  REPLACE [[        if (Warp::leader()) wait_for_all_but(behind]])
+  FIND [[      wait_for_all_but(behind]]
+  REPLACE [[      if (Warp::leader()) wait_for_all_but(behind]])
 
 ultraep_add_device_mutant(device_load_without_proxy_fence FILE cuda/device/mover.cuh
   FIND [[      ptx::fence_proxy_async_global();
@@ -70,11 +70,11 @@ ultraep_add_device_mutant(device_one_lane_fences_its_stores FILE cuda/device/mov
 # ---- the ring ------------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(device_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[      ptx::bulk_wait_read<1>();]]
+  FIND [[    ptx::bulk_wait_read<1>();]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_last_stage_reused_while_read FILE cuda/device/mover.cuh
-  FIND [[      read_ = commits_ - 1;]]
+  FIND [[    read_ = commits_ - 1;]]
   REPLACE [[      read_ = commits_;]])
 
 ultraep_add_device_mutant(device_ring_overrun FILE cuda/device/mover.cuh
@@ -102,9 +102,9 @@ ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/dev
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
 ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/device/call.cuh
-  FIND [[  fill_nearby(shared.nearby);
-  ptx::sync_block();]]
-  REPLACE [[  fill_nearby(shared.nearby);]])
+  FIND [[    fill_nearby(shared.nearby);
+    ptx::sync_block();]]
+  REPLACE [[    fill_nearby(shared.nearby);]])
 
 ultraep_add_device_mutant(device_tables_without_bound FILE cuda/device/nearby.cuh
   FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
@@ -154,8 +154,8 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
-  FIND [[  if (!is_cancelled(block)) return true;]]
-  REPLACE [[  if (true) return true;]])
+  FIND [[  if (begins && warp == last_warp && is_cancelled(known.status)) {]]
+  REPLACE [[  if (false) {]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
@@ -190,8 +190,8 @@ ultraep_add_device_mutant(device_block_published_before_all_have_copied FILE cud
   REPLACE [[  ptx::fence_proxy_async_shared();]])
 
 ultraep_add_device_mutant(device_block_not_released FILE cuda/device/prepare.cuh
-  FIND [[ptx::store_release_device(&state.prepared, state.epoch + 1);]]
-  REPLACE [[state.prepared = state.epoch + 1;]])
+  FIND [[ptx::store_release_device(&state.prepared, shared.block.call.epoch.number);]]
+  REPLACE [[state.prepared = shared.block.call.epoch.number;]])
 
 ultraep_add_device_mutant(device_block_not_awaited FILE cuda/device/prepare.cuh
   FIND [[  while (ptx::load_acquire_device(&state.prepared) != epoch) {]]
@@ -218,8 +218,8 @@ ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepa
   ptx::sync_warp();]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
-  FIND [[        state.last_call += counted;]]
-  REPLACE [[        state.last_call += 1;]])
+  FIND [[        state.last_call = shared.known.last_call + counted;]]
+  REPLACE [[        state.last_call = shared.known.last_call + 1;]])
 
 # ---- the reroute ---------------------------------------------------------------------------------
 
@@ -400,9 +400,9 @@ ultraep_add_device_mutant(load_counted_before_zeroed PROGRAM test_load
 
 ultraep_add_device_mutant(load_added_before_counted PROGRAM test_load
   FILE cuda/device/load_count.cuh
-  FIND [[    count_share<int64_t>(call, sums, counts);
+  FIND [[  meanwhile();
   ptx::sync_block();]]
-  REPLACE [[    count_share<int64_t>(call, sums, counts);]])
+  REPLACE [[  meanwhile();]])
 
 ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    counts[e] = 0;]]
@@ -410,9 +410,9 @@ ultraep_add_device_mutant(load_counts_left_over PROGRAM test_load FILE cuda/devi
 
 ultraep_add_device_mutant(load_row_sent_before_it_is_there PROGRAM test_load
   FILE cuda/device/load.cuh
-  FIND [[  take_row(shared, part, state);
+  FIND [[  take_row(part, sums);
   ptx::sync_block();]]
-  REPLACE [[  take_row(shared, part, state);]])
+  REPLACE [[  take_row(part, sums);]])
 
 ultraep_add_device_mutant(load_table_copied_too_early PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  ptx::sync_block();
@@ -443,7 +443,7 @@ ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/de
   REPLACE [[]])
 
 ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[    state.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));]]
+  FIND [[    state.digest = shared.digest;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
@@ -451,16 +451,16 @@ ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/devic
   REPLACE [[  if (false) {]])
 
 ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[  if (has_failed(block)) return false;  //]]
-  REPLACE [[  if (false) return false;  //]])
+  FIND [[    if (has_failed(block)) return false;  //]]
+  REPLACE [[    if (false) return false;  //]])
 
 ultraep_add_device_mutant(load_cancelled_before_unseen PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[shared.gathered && !shared.cancelled;]]
-  REPLACE [[shared.gathered;]])
+  FIND [[!shared.failed && !shared.cancelled;]]
+  REPLACE [[!shared.failed;]])
 
 ultraep_add_device_mutant(load_bad_ids_left_out PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[  if (state.bad_id != 0) {]]
-  REPLACE [[  if (false) {]])
+  FIND [[    clean = ptx::load_global(&state.bad_id) == 0 && failed == 0;]]
+  REPLACE [[    clean = failed == 0;]])
 
 ultraep_add_device_mutant(load_bad_id_stays PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  state.bad_id = 0;]]

@@ -41,6 +41,12 @@ ACQUIRE_SYSTEM: tuple[Weakening, ...] = (
     ("load_acquire_system", ".sys", ".gpu"),
 )
 FLAGS = RELEASE_SYSTEM + ACQUIRE_SYSTEM
+# One fence, and relaxed stores of several words.
+BATCH: tuple[Weakening, ...] = (
+    ("fence_release_system", "fence.acq_rel", "fence.acquire"),
+    ("fence_release_system", ".sys", ".gpu"),
+    ("store_relaxed_system", ".sys", ".gpu"),
+)
 ARRIVAL: tuple[Weakening, ...] = (
     ("fetch_add_acq_rel", ".acq_rel", ".relaxed"),
     ("fetch_add_acq_rel", ".acq_rel", ".acquire"),
@@ -118,15 +124,21 @@ ORDERS = {
         program="""
             g0.b9.t0: st y 1; end before
             g1.b0.t0: r = ld x; end earlier
-            g1.b1.t0: start earlier; {store_release_system} open 1
+            g1.b1.t0: start earlier; {fence_release_system}; {store_relaxed_system} call 1;
+            g1.b1.t0: {store_relaxed_system} open 1
             g0.b0.f1: {load_acquire_system} open 1; {sync_warp} a
             g0.b0.f0: start before; {sync_warp} a; {mbarrier_arrive_expect} %full;
             g0.b0.f0: {bulk_load} %tile y %full
             g0.b0.s0: {mbarrier_test} %full 2; {sync_warp} b
             g0.b0.s1: {sync_warp} b; {fence_proxy_async_global}; {bulk_store} x %tile""",
         never=("r=1",),
-        weak=(*FLAGS, EXPECT_RELAXED, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER),
+        weak=(
+            *BATCH, *ACQUIRE_SYSTEM, EXPECT_RELAXED, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER,
+        ),
         calls={
+            f"{MEMORY} when_delivered": "sync_warp fence_release_system then released",
+            "cuda/device/call.cuh announce": "check_peers announce_call_and_open",
+            "core/transfer/announce.hpp announce_call_and_open": "publish_record publish_open",
             "core/transfer/stripe.hpp look": "look_for_openings sync ask",
             f"{MOVER} loaded": "is_complete fence_proxy_async_global",
         },
@@ -137,22 +149,22 @@ ORDERS = {
             g0.b0.s0: {bulk_store} x %a; {bulk_wait} 0;
             g0.b0.s0: {fence_proxy_async_global}; {store_release_system} done 1
             g1.b0.t0: {load_acquire_system} done 1; end call
-            g1.b1.t0: start call; {store_release_system} open 2
+            g1.b1.t0: start call; {fence_release_system}; {store_relaxed_system} open 2
             g0.b1.s0: {load_acquire_system} open 2; st %b 2; {fence_proxy_async_shared};
             g0.b1.s0: {fence_proxy_async_global}; {bulk_store} x %b; {bulk_wait} 0;
             g0.b1.s0: {fence_proxy_async_global}; {store_release_system} done 2
             g1.b2.t0: {load_acquire_system} done 2; r = ld x""",
         never=("r!=2", "done=1"),
-        weak=(*FLAGS, ONLY_READ, NO_GLOBAL_FENCE),
+        weak=(*FLAGS, *BATCH, ONLY_READ, NO_GLOBAL_FENCE),
     ),
     # A peer that has announced call 2 has set its flags of call 1; else judge_flag() blames it.
     "flags before the next record": Order(
         program="""
             g0.b0.s0: {store_release_system} done 1; end call
-            g0.b1.t0: start call; {store_release_system} record 2
+            g0.b1.t0: start call; {fence_release_system}; {store_relaxed_system} record 2
             g1.b0.t0: {load_acquire_system} record 2; r = {load_acquire_system} done""",
         never=("r=0",),
-        weak=FLAGS,
+        weak=(*BATCH, *ACQUIRE_SYSTEM),
         calls={"core/transfer/protocol.hpp judge_flag": "observe observe peer_gone observe"},
     ),
     # Blocks of a rank: the last to arrive vouches for the stores of all, here for those of two.
@@ -286,7 +298,7 @@ ORDERS = {
     # ones sees the abort: they are no flags, so that an acquire would not do.
     "aborted, then changed": Order(
         program="""
-            g0.b0.t0: {store_release_system} abort 1; {fence_system}; end call
+            g0.b0.t0: {store_relaxed_system} abort 1; {fence_system}; end call
             g0.b1.t0: start call; st x 9
             g1.b0.f0: {mbarrier_arrive_expect} %full; {bulk_load} %tile x %full
             g1.b0.s0: {mbarrier_test} %full 2; r = ld %tile; {fence_proxy_async_global};
@@ -307,7 +319,7 @@ ORDERS = {
     # The same in a reduction: the home looks for all the hubs.
     "aborted, then cleared": Order(
         program="""
-            g2.b0.t0: {store_release_system} abort 1; {fence_system}; end call
+            g2.b0.t0: {store_relaxed_system} abort 1; {fence_system}; end call
             g2.b1.t0: start call; st x 9
             g1.b0.t0: p = {load_global} x; st sum p; {store_release_system} summed 1
             g0.b0.t0: {load_acquire_system} summed 1; r = {load_global} sum; {fence_system}
@@ -336,11 +348,11 @@ ORDERS = {
         program="""
             g0.b0.t0: st x 9; end call
             g0.b1.t0: start call; red.add.relaxed.gpu x 1; end backward
-            g0.b2.t0: start backward; {store_release_system} open 2
+            g0.b2.t0: start backward; {fence_release_system}; {store_relaxed_system} open 2
             g1.b0.t0: {load_acquire_system} open 2; {sync_warp} a
             g1.b0.t1: {sync_warp} a; r = {load_global} x""",
         never=("r!=10",),
-        weak=(*FLAGS, NO_WARP_BARRIER),
+        weak=(*BATCH, *ACQUIRE_SYSTEM, NO_WARP_BARRIER),
     ),
     # A call's block, made by all threads of the first block, read by all of another.
     "prepared, then read": Order(

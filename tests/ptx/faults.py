@@ -12,7 +12,7 @@ WRAPPERS = ("cuda/device/ptx.cuh", "cuda/device/warp.cuh", "cuda/device/memory.c
 # Kinds of faults: which instructions, and what becomes of them; "" leaves them out.
 KINDS: dict[str, tuple[str, str]] = {
     "unordered": (r"(ld\.)acquire|(st\.)release|(atom\.)acq_rel", r"\1\2\3relaxed"),
-    "scope too small": (r"((?:ld\.acquire|st\.release)\.)sys", r"\1gpu"),
+    "scope too small": (r"((?:ld\.acquire|st\.release|fence\.acq_rel)\.)sys", r"\1gpu"),
     "scope of a block": (r"((?:ld\.acquire|st\.release|atom\.acq_rel)\.)gpu", r"\1cta"),
     "no fence": (r"fence\.(?:sc|acq_rel|proxy|mbarrier_init).*", ""),
     "no barrier": (r"bar(?:rier)?\.(?:warp\.)?sync.*", ""),
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
 # What a planted fault does not change, by its place, and why.
 EXPLAINED = {
     r"layout\.abort\(|AbortWord|layout\.call\(call\.rank\), word\)|failure\.hpp: const CallRecord"
-    r"|failure\.hpp: .*observe": "the word is all that is said: nothing is read behind it",
+    r"|failure\.hpp: .*observe|publish_record\(token, call, memory, word\)": "the word is all that is said: nothing is read behind it",
     r"failed_call|said\.(routing|tag)|status\.word\(\)|load_acquire_system\(word\)|cancelled": (
         "between a kernel and the host, which the machine does not have; tests/litmus has it"
     ),
@@ -41,12 +41,12 @@ EXPLAINED = {
     r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
     r"layout\.open\(": "the same thread has released its call's record before, which is looked at",
     r"protocol\.hpp: const CallRecord record": "a record tells of another call, and is all it says",
-    r"&state\.entered": "what it acquires the launch before has left, which is over",
     r"no fence .*fence\.sc\.sys": "how far stores are, which no load can tell; tests/litmus has it",
     r"reads a stale cache .*(adder|load_count|vector_copy)\.cuh": (
         "ids, main gradients and main weights, which nobody writes meanwhile; what peers write is "
         "copied in bulk"
     ),
+    r"reads a stale cache .*call\.cuh": "what nobody writes before all blocks have left",
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
     r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (

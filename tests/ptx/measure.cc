@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "device/emulated_gradients.hpp"
+#include "device/emulated_load.hpp"
 #include "device/emulated_plan.hpp"
+#include "device/emulated_reroute.hpp"
 
 namespace {
 
@@ -103,6 +105,59 @@ void plan(Numbers of, const std::string& name) {
   report(name);
 }
 
+// The ids of a rank, each expert's as a skewed load has them, and some padding.
+std::vector<int64_t> skewed_ids(Random& random, int32_t num_experts, int32_t count) {
+  std::vector<int64_t> ids(count);
+  for (int64_t& id : ids) {
+    const int32_t a = draw(random, -1, num_experts - 1), b = draw(random, 0, num_experts - 1);
+    id = std::min(a, b);
+  }
+  return ids;
+}
+
+// ranks, experts, ids of a rank, bytes of an id: from ids to the table of loads.
+void load(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next(), count = of.next(), id_bytes = of.next();
+  EmulatedGroup group(make_group(ranks, experts, 1), options_of({64}, 1, Plans::kOnHost));
+  EmulatedLoad loads(group);
+  Random random(1);
+  loads.draw(random);
+  for (int32_t r = 0; r < ranks; ++r)
+    loads.give(r, skewed_ids(random, experts, count), id_bytes, 0);
+  const auto grid = uec::cuda::LoadGrid::of(ranks, experts, count, uec::cuda::kMaxLoadBlocks);
+  loads.launch({grid.num_blocks, grid.num_threads / 32});
+  loads.check_success();
+  report(name);
+}
+
+// ranks, experts, slots, ids of the source, whether only the shares: 8-byte ids to those of
+// instances.
+void reroute(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next(), slots = of.next(), count = of.next();
+  Random random(1);
+  RoutingCase c = draw_group(random, ranks, experts, slots);
+  c.source = ranks - 1;  // whose turn is the last
+  const std::vector<int64_t> ids = skewed_ids(random, experts, count);
+  for (int32_t r = 0; r < ranks; ++r) {
+    c.load.resize((r + 1) * experts);
+    const std::vector<int64_t> of_rank = r == c.source ? ids : skewed_ids(random, experts, count);
+    CHECK_EQ(uec::count_experts(of_rank.data(), count, experts, c.load.data() + r * experts), -1);
+  }
+  const Plan plan = plan_on_host(c.group.topology(), sums(c.load, experts), {});
+  c.group.slot_expert = plan.slot_expert;
+  c.slot_quota = plan.slot_quota;
+  c.home_quota = plan.home_quota;
+  EmulatedReroute device(c, count, 0, uec::cuda::kWindowLog2);
+  std::vector<int64_t> out(count), expected(count);
+  device.share();
+  if (of.next() != 0) return report(name);
+  device.reroute(ids.data(), count, out.data());
+  const HostShares host(c);
+  check_equal(uec::reroute_tokens(ids.data(), count, experts, host.scratch, expected.data()), {});
+  CHECK(out == expected);
+  report(name);
+}
+
 // replicas, KiB, blocks, KiB of a tile, mode: one expert of rank 0.
 void fan_out(Numbers of, const std::string& name) {
   const int32_t replicas = of.next();
@@ -145,11 +200,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
-      {"empty", empty},
-      {"planned", planned},
-      {"plan", plan},
-      {"fan_out", fan_out},
-      {"reduce", reduce}};
+      {"empty", empty},     {"planned", planned}, {"plan", plan},    {"load", load},
+      {"reroute", reroute}, {"fan_out", fan_out}, {"reduce", reduce}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     bool found = false;

@@ -26,7 +26,7 @@ def line_of(file: str, text: str) -> int:
 
 def holes() -> str:
     """Return where kernels copy memory that has holes: what lies there nobody reads."""
-    return f"prepare.cuh:{line_of('cuda/device/prepare.cuh', 'to[i] = image[i];')}"
+    return f"prepare.cuh:{line_of('cuda/device/prepare.cuh', 'word = image[i];')}"
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,9 @@ class PtxMachine:
     def build(self, preset: str, *targets: str) -> Path:
         return self._cpp.build(preset, *targets)
 
-    def kernels(self, arch: int = 90) -> Path:
-        """Return the compiled kernels of an architecture."""
-        if arch != 90:
-            self._cpp.build("cpu", f"ptx_kernels_{arch}")
-        return self.folder / "ptx" / f"kernels_{arch}.ptx"
+    def kernels(self) -> Path:
+        """Return the compiled kernels."""
+        return self.folder / "ptx" / "kernels_90.ptx"
 
     def run(
         self,

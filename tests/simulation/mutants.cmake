@@ -324,9 +324,9 @@ mutant(no_abort core/transfer/announce.hpp
   FIND [[        memory.publish(token, r, call.layout.abort(call.rank), word.word);]]
   REPLACE [[        (void)token;]])
 
-mutant(aborts_of_finished_calls_count core/transfer/call.hpp
-  FIND [[    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;]]
-  REPLACE [[    if (!word.set()) continue;]])
+mutant(aborts_of_finished_calls_count core/transfer/protocol.hpp
+  FIND [[return set() && ahead_of(epoch) <= 0;]]
+  REPLACE [[return set();]])
 
 mutant(death_unnoticed_before_the_call core/transfer/protocol.hpp
   FIND [[    if (!memory.peer_gone(rank)) return Verdict::kWaiting;]]
@@ -406,7 +406,7 @@ mutant(ranges_overlap core/schedule/reduce_worklist.hpp
   REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
 
 mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
-  FIND [[static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero]]
+  FIND [[static_cast<uint64_t>(mode) << 1 | args.zero]]
   REPLACE [[args.zero]])
 
 mutant(zero_left_out_of_the_digest core/transfer/prepare.hpp

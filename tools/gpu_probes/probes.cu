@@ -191,6 +191,16 @@ UEC_PROBE(check_message_system) {
       [](uint64_t* at, uint64_t value) { ptx::store_release_system(at, value); },
       [](const uint64_t* at) { return ptx::load_acquire_system(at); });
 }
+// Released by a fence ahead of a relaxed store.
+UEC_PROBE(check_message_fenced) {
+  messages(
+      r, reinterpret_cast<uint64_t*>(memory), reinterpret_cast<uint32_t*>(memory + 512), rounds,
+      [](uint64_t* at, uint64_t value) {
+        ptx::fence_release_system();
+        ptx::store_relaxed_system(at, value);
+      },
+      [](const uint64_t* at) { return ptx::load_acquire_system(at); });
+}
 // Through memory of the host.
 UEC_PROBE(check_message_host) {
   messages(
@@ -573,7 +583,6 @@ UEC_PROBE(measure_bulk_copy) {
   end(r);
 }
 
-#if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __cluster_dims__(2, 1, 1)
     measure_cluster(Results* r, uint8_t* memory, uint64_t* host, int64_t rounds) {
   uint32_t at;  // in the second block
@@ -595,4 +604,3 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1)
   }
   meet();
 }
-#endif

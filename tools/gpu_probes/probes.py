@@ -32,7 +32,6 @@ class Probe:
     shared: int = 0
     rounds: int = 1
     few: int = 1  # of rounds, on the machine
-    arch: int = 80
     kernel: str = ""
     values: int = 0  # further ones than cycles and their number
 
@@ -46,16 +45,17 @@ CHECKS = {
     "check_claims": Probe(blocks=8, threads=32, rounds=4096, few=64),
     "check_message_device": Probe(blocks=2, threads=32, rounds=1000, few=8),
     "check_message_system": Probe(blocks=2, threads=32, rounds=1000, few=8),
+    "check_message_fenced": Probe(blocks=2, threads=32, rounds=1000, few=8),
     "check_message_host": Probe(blocks=2, threads=32, rounds=200, few=8),
     "check_fence_system": Probe(blocks=2, rounds=2000, few=16),
-    "check_bulk_load": Probe(threads=128, shared=TILE + 8, arch=90),
-    "check_bulk_store": Probe(threads=128, shared=TILE, arch=90),
-    "check_buffer_reuse": Probe(threads=64, shared=SMALL, rounds=64, few=3, arch=90),
-    "check_mbarrier_phases": Probe(threads=64, shared=2 * SMALL + 32, rounds=64, few=6, arch=90),
-    "check_relay": Probe(blocks=2, threads=64, shared=TILE + 8, arch=90),
+    "check_bulk_load": Probe(threads=128, shared=TILE + 8),
+    "check_bulk_store": Probe(threads=128, shared=TILE),
+    "check_buffer_reuse": Probe(threads=64, shared=SMALL, rounds=64, few=3),
+    "check_mbarrier_phases": Probe(threads=64, shared=2 * SMALL + 32, rounds=64, few=6),
+    "check_relay": Probe(blocks=2, threads=64, shared=TILE + 8),
 }
 CHAIN = Probe(rounds=4096, few=64)
-COPY = Probe(shared=4 * TILE + 32, rounds=512, few=32, arch=90, kernel="measure_bulk_copy")
+COPY = Probe(shared=4 * TILE + 32, rounds=512, few=32, kernel="measure_bulk_copy")
 MEASURES = {
     "measure_clock": Probe(rounds=20_000_000, few=20_000),
     "measure_alu": CHAIN,
@@ -78,10 +78,10 @@ MEASURES = {
     "measure_atomic_rate": Probe(blocks=0, rounds=4096, few=256),
     "measure_atomic_trip": CHAIN,
     "measure_compare_swap_trip": CHAIN,
-    "measure_bulk_first": Probe(shared=TILE + 8, rounds=512, few=16, arch=90),
+    "measure_bulk_first": Probe(shared=TILE + 8, rounds=512, few=16),
     "measure_bulk_copy": COPY,
     "measure_all_copy": Probe(**vars(COPY) | {"blocks": 0, "rounds": 128, "few": 4}),
-    "measure_cluster": Probe(blocks=2, shared=16, rounds=4096, few=64, arch=90),
+    "measure_cluster": Probe(blocks=2, shared=16, rounds=4096, few=64),
 }
 HOST_ONLY = ("launch", "device_copy")  # of a GPU: what no kernel measures
 DRAM_BYTES = 4096 * (131072 + 128)
@@ -263,8 +263,6 @@ def arguments(*values: int) -> tuple[Any, list[Any]]:
 def run(device: Gpu | Machine, name: str) -> dict[str, Any]:
     """Run a probe; return what it found."""
     probe = (CHECKS | MEASURES)[name]
-    if device.arch < probe.arch:
-        return {"probe": name, "skipped": f"needs sm_{probe.arch}"}
     blocks = probe.blocks or device.multiprocessors
     rounds = probe.rounds if device.fast else probe.few
     size = max(1 << 20, 2 * blocks * rounds * TILE if "copy" in name else 0)

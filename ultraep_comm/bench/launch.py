@@ -212,7 +212,8 @@ def _join(ranks: Sequence[BaseProcess]) -> int:
             process = waiting.pop(cast(int, sentinel))
             process.join()
             ended_with = process.exitcode or 0
-            code = code or (128 - ended_with if ended_with < 0 else ended_with)
+            if ended_with and code in (0, FAILED):  # a rank that reports its peer's end says less
+                code = 128 - ended_with if ended_with < 0 else ended_with
     return code
 
 

@@ -37,6 +37,25 @@ UEC_HD constexpr uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b
 UEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 UEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// a / b. In 32 bits where they suffice: a device divides those four times as fast.
+UEC_HD constexpr int64_t divide(int64_t a, int64_t b) {
+  return (a | b) >> 32 == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
 UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Divides by the same number again and again: a product, which is at most 1 too small, where the
+// dividend has 32 bits.
+class Divider {
+ public:
+  UEC_HD explicit constexpr Divider(uint32_t by) : by_(by), inverse_(~uint32_t{0} / by) {}
+  UEC_HD constexpr uint64_t operator()(uint64_t a) const {
+    if (a >> 32 != 0) return a / by_;
+    const uint64_t low = a * inverse_ >> 32;
+    return low + (a - low * by_ >= by_);
+  }
+
+ private:
+  uint32_t by_, inverse_;
+};
 
 }  // namespace uec

@@ -227,8 +227,8 @@ UEC_HD inline void share_instances(const Topology& topology, const QuotaPlan& pl
   const int64_t stride = topology.num_experts;
   for (int32_t r = 0; r < topology.num_ranks; ++r)
     s.turns[r].rest = static_cast<uint32_t>(load[r * stride]);
-  share_expert<4>(Alone{}, load[source * stride], source, s.rank + begin, end - begin,
-                  s.quota + begin, s.turns);
+  share_expert<4, 1>(Alone{}, load[source * stride], source, s.rank + begin, end - begin,
+                     s.quota + begin, s.turns);
   for (int32_t i = begin; i < end; ++i) s.share[i] = s.quota[i] - (i > begin ? s.quota[i - 1] : 0);
 }
 

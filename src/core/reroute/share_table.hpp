@@ -239,8 +239,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
     if (team.leader()) table.entries[begin].upto = own_load;
     return worst;
   }
-  share_expert<1>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
-                  scratch.turns);
+  share_expert<1, 8>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
+                     scratch.turns);
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())
     table.entries[begin + i].upto = scratch.quota[i];

@@ -28,8 +28,9 @@ struct Turn {
 //   turns  [G] scratch. `rest` is each rank's load: nothing is negative, the sum is below 2^31
 //
 // The team has synchronised since these were written. A member interleaves the turns of kAtOnce
-// instances: within one instance each turn depends on the one before.
-template <int32_t kAtOnce, class Team>
+// instances: within one instance each turn depends on the one before. It loads kTurns of them
+// before it takes the first.
+template <int32_t kAtOnce, int32_t kTurns, class Team>
 UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, const int32_t* rank,
                                 int32_t num_instances, int32_t* quota, Turn* turns);
 
@@ -53,12 +54,16 @@ UEC_HD inline Turn make_turn(uint32_t rest, uint32_t remaining) {
 UEC_HD inline uint32_t part_of(const Turn& turn, uint32_t quota) {
   // The ratio is too small by at most 2^-32 and the quota below 2^31: the error is at most a half,
   // so the result is right or one too small. The remainder is below 2 * remaining: 32 bits hold it.
+#if defined(__CUDA_ARCH__)
+  const uint32_t part = __umulhi(quota, turn.ratio);
+#else
   const auto part = static_cast<uint32_t>(uint64_t{quota} * turn.ratio >> 32);
+#endif
   const uint32_t left = turn.rest * quota - part * turn.remaining;
   return part + (left >= turn.remaining ? 1 : 0);
 }
 
-template <int32_t kAtOnce, class Team>
+template <int32_t kAtOnce, int32_t kTurns, class Team>
 UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, const int32_t* rank,
                                 int32_t num_instances, int32_t* quota, Turn* turns) {
   // Locality first: a rank with an instance uses that quota for its own tokens.
@@ -90,21 +95,28 @@ UEC_HD inline void share_expert(const Team& team, int32_t load, int32_t source, 
     team.sync();
   }
   // What a source leaves of the first i quotas depends on their sum alone, so every instance can go
-  // through the turns independently.
+  // through the turns independently. All members go round as often, also those without one.
+  const auto most = static_cast<int32_t>(ceil_div(num_instances, team.size()));
   UEC_ROLLED
-  for (int32_t i = own.begin; i < own.end; i += kAtOnce) {
-    const auto count = static_cast<int32_t>(min64(kAtOnce, own.end - i));
+  for (int32_t first = 0; first < most; first += kAtOnce) {
+    const int32_t i = own.begin + first, count = min32(kAtOnce, own.end - i);
     uint32_t left[kAtOnce] = {};
     for (int32_t k = 0; k < kAtOnce; ++k)
       if (k < count) left[k] = upto += static_cast<uint32_t>(quota[i + k]);
     if (rest > 0) {
-      Turn turn = turns[0];  // the next one, loaded while the one before is taken
-      for (int32_t r = 0; r < source; ++r) {
-        const Turn present = turn;
-        turn = turns[r + 1];
-        for (uint32_t& sum : left) sum -= part_of(present, sum);
+      int32_t r = 0;
+      UEC_ROLLED
+      for (; r + kTurns <= source; r += kTurns) {
+        Turn held[kTurns];
+        for (int32_t k = 0; k < kTurns; ++k) held[k] = turns[r + k];
+        team.sync();  // keeps a compiler from loading each where it is used
+        for (const Turn& turn : held)
+          for (uint32_t& sum : left) sum -= part_of(turn, sum);
       }
-      for (uint32_t& sum : left) sum = part_of(turn, sum);
+      UEC_ROLLED
+      for (; r < source; ++r)
+        for (uint32_t& sum : left) sum -= part_of(turns[r], sum);
+      for (uint32_t& sum : left) sum = part_of(turns[source], sum);
     }
     for (int32_t k = 0; k < kAtOnce; ++k)
       if (k < count)

@@ -350,6 +350,7 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
       continue;
     }
     const int64_t* const extra = scratch.extra + s.first[x] + x;
+    const Divider by_others(static_cast<uint32_t>(n - 1));
     uint64_t sum = 0;
     UEC_ROLLED
     for (int32_t hub = 0; hub <= n; ++hub) {
@@ -357,7 +358,7 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
       // The nearest group to sum * groups / ((n - 1) * kEgressUnit); a half goes up.
       const uint64_t halves =
           2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1);
-      bounds[hub + 1] = static_cast<int32_t>(halves / 2 / static_cast<uint64_t>(n - 1));
+      bounds[hub + 1] = static_cast<int32_t>(by_others(halves / 2));
     }
   }
   team.sync();  // all boundaries are there

@@ -39,11 +39,12 @@ struct TileMap {
 
   UEC_HD static int64_t tiles_per_group(int64_t tile_bytes, int32_t num_replicas) {
     const int64_t group = num_replicas > kWideFanout ? kGroupBytesWide : kGroupBytes;
-    return max64(1, group / tile_bytes);
+    return max64(1, divide(group, tile_bytes));
   }
 
   UEC_HD int64_t num_groups(int32_t num_replicas) const {
-    return ceil_div(num_tiles(), tiles_per_group(tile_bytes, num_replicas));
+    const int64_t tiles = tiles_per_group(tile_bytes, num_replicas);
+    return divide(num_tiles() + tiles - 1, tiles);
   }
 
   UEC_HD TileSpan span(int64_t tile) const {

@@ -6,17 +6,30 @@
 
 namespace uec {
 
-// Publishes this rank's `call` record to every rank that it can reach. Pairs with judge_call(). It
-// is stored after this rank's flags of the previous call, by release stores to the same peer, so
-// that a record that is ahead vouches for everything before it.
+// Publishes a word of this rank to every rank that it can reach but itself.
+template <class Token, class Memory>
+UEC_HD void publish_record(Token token, const Call& call, Memory& memory, uint64_t word) {
+  typename Memory::Team team;
+  for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+    if (r != call.rank && call.addresses.reaches(r))
+      memory.publish(token, r, call.layout.call(call.rank), word);
+}
+
+template <class Token, class Memory>
+UEC_HD void publish_open(Token token, const Call& call, Memory& memory) {
+  typename Memory::Team team;
+  for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
+    if (call.work.opens[r])
+      memory.publish(token, r, call.layout.open(call.rank), call.epoch.number);
+}
+
+// Publishes this rank's `call` record. Pairs with judge_call(). It is stored after this rank's
+// flags of the previous call to the same peer, by a release, so that a record that is ahead vouches
+// for everything before it.
 template <class Memory, class Mover>
 UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
-  mover.when_delivered(0, true, [&](Delivered token) {
-    typename Memory::Team team;
-    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
-      if (r != call.rank && call.addresses.reaches(r))
-        memory.publish(token, r, call.layout.call(call.rank), call.epoch.record.word);
-  });
+  mover.when_delivered(
+      0, true, [&](auto token) { publish_record(token, call, memory, call.epoch.record.word); });
 }
 
 // Publishes `open` to the ranks that will write to this one's slots or read them or its main
@@ -25,23 +38,22 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
 // are complete. Pairs with Claimer::judge_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
-  mover.when_delivered(0, true, [&](Delivered token) {
-    typename Memory::Team team;
-    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
-      if (call.work.opens[r])
-        memory.publish(token, r, call.layout.open(call.rank), call.epoch.number);
+  mover.when_delivered(0, true, [&](auto token) { publish_open(token, call, memory); });
+}
+
+// Both at once. A peer may see them in either order: judge_open() looks at both.
+template <class Memory, class Mover>
+UEC_HD void announce_call_and_open(const Call& call, Memory& memory, Mover& mover) {
+  mover.when_delivered(0, true, [&](auto token) {
+    publish_record(token, call, memory, call.epoch.record.word);
+    publish_open(token, call, memory);
   });
 }
 
 // Publishes a record that is not a call: this rank's input was bad, or its group is closing.
 template <class Memory, class Mover>
 UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uint64_t word) {
-  mover.when_delivered(0, true, [&](Delivered token) {
-    typename Memory::Team team;
-    for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
-      if (r != call.rank && call.addresses.reaches(r))
-        memory.publish(token, r, call.layout.call(call.rank), word);
-  });
+  mover.when_delivered(0, true, [&](auto token) { publish_record(token, call, memory, word); });
 }
 
 // Tells every rank that it can reach not to wait for this one. The call returns only once
@@ -49,7 +61,7 @@ UEC_HD void announce_absence(const Call& call, Memory& memory, Mover& mover, uin
 // peers were reading. Pairs with find_abort() in Storer::finish_task() and Reducer::finish_piece().
 template <class Memory, class Mover>
 UEC_HD void announce_abort(const Call& call, Memory& memory, Mover& mover, AbortWord word) {
-  mover.when_delivered(0, true, [&](Delivered token) {
+  mover.when_delivered(0, true, [&](auto token) {
     typename Memory::Team team;
     for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
       if (call.addresses.reaches(r))

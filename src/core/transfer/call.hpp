@@ -63,15 +63,13 @@ struct Call {
   }
 };
 
-// A rank that failed in this call or before it, and so will not do its part; -1: none. A rank that
-// failed in a later call has finished this one: it owes nothing here any more.
+// A rank that failed in this call or before it, and so will not do its part; -1: none.
 template <class Memory>
 UEC_HD int32_t find_abort(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch) {
   typename Memory::Team team;
   uint32_t first = ~0u;
   for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
-    const AbortWord word{memory.observe(layout.abort(r))};
-    if (!word.set() || word.ahead_of(epoch.number) > 0) continue;
+    if (!AbortWord{memory.observe(layout.abort(r))}.ends(epoch.number)) continue;
     first = static_cast<uint32_t>(r);
     break;
   }

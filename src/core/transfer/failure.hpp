@@ -32,37 +32,52 @@ UEC_HD LastWords last_words(Memory& memory, const SymmetricLayout& layout, int32
           memory.peer_gone(rank)};
 }
 
-// A peer whose record for our last call differs from ours; -1: none so far. A rank with nothing to
-// transfer waits for no peer, and learns of the mismatch here: in its next call, or when it closes.
+// Whether a peer's record for our last call differs from ours. A rank with nothing to transfer
+// waits for no peer, and learns of the mismatch here: in its next call, or when it closes.
+UEC_HD inline bool disagrees(CallRecord seen, CallRecord last) {
+  // Its own, out of reach, or before its first call; or before ours.
+  if (seen.word == 0 || last.word == 0) return false;
+  const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == last.epoch_low();
+  return (same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest();
+}
+
+// A peer that disagrees; -1: none so far.
 template <class Memory>
 UEC_HD int32_t find_disagreement(Memory& memory, const SymmetricLayout& layout, CallRecord last) {
-  if (last.word == 0) return -1;
   typename Memory::Team team;
   uint32_t first = ~0u;
   for (int32_t r = team.index(); r < layout.num_ranks; r += team.size()) {
-    const CallRecord seen{memory.observe(layout.call(r))};
-    if (seen.word == 0) continue;  // ourselves, out of reach, or before its first call
-    const bool same_call = seen.kind() == RecordKind::kCall && seen.epoch_low() == last.epoch_low();
-    if ((same_call || seen.is_farewell_of(last.epoch_low())) && seen.digest() != last.digest()) {
-      first = static_cast<uint32_t>(r);
-      break;
-    }
+    if (!disagrees({memory.observe(layout.call(r))}, last)) continue;
+    first = static_cast<uint32_t>(r);
+    break;
   }
   first = team.lowest(first);
   return static_cast<int32_t>(first);  // ~0: -1
 }
 
 // Checked before a call announces itself: whether a peer has failed, or its last call was not ours.
+// One list of all words, so that a team looks at aborts and records in one trip to memory.
 template <class Memory>
 UEC_HD Report check_peers(Memory& memory, const SymmetricLayout& layout, const Epoch& epoch,
                           CallRecord last) {
+  typename Memory::Team team;
+  const int32_t ranks = layout.num_ranks;
+  uint32_t found = ~0u;
+  for (int32_t i = team.index(); i < 2 * ranks; i += team.size()) {
+    const bool is_record = i >= ranks;
+    const uint64_t word = memory.observe(is_record ? layout.call(i - ranks) : layout.abort(i));
+    if (!(is_record ? disagrees({word}, last) : AbortWord{word}.ends(epoch.number))) continue;
+    found = static_cast<uint32_t>(i);
+    break;
+  }
+  const auto first = static_cast<int32_t>(team.lowest(found));  // -1: none
   Report report;
-  if (const int32_t aborter = find_abort(memory, layout, epoch); aborter >= 0) {
-    report.fault = Fault::kAborted;
-    report.aborter = aborter;
-  } else if (const int32_t peer = find_disagreement(memory, layout, last); peer >= 0) {
+  if (first >= ranks) {
     report.fault = Fault::kMismatch;
-    report.wait = {FlagKind::kCall, peer, -1, -1, epoch.number - 1, epoch.number - 1};
+    report.wait = {FlagKind::kCall, first - ranks, -1, -1, epoch.number - 1, epoch.number - 1};
+  } else if (first >= 0) {
+    report.fault = Fault::kAborted;
+    report.aborter = first;
   }
   return report;
 }

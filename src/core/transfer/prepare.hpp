@@ -62,15 +62,14 @@ struct ReplicateArgs {
   int32_t region = -1;  // pull: which region the main weights lie in
 };
 
-// Fills the call's tiles, worklist and addresses of main weights. Returns what this call adds to
-// the digest that ranks must agree on.
+// Fills the call's tiles and worklist, but for the addresses of main weights.
 //
 // Run by a team as the functions of schedule.hpp are: `work`, `shape` and `call` are shared by the
 // members, and the leader writes their scalars.
 template <class Team>
-UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const ReplicateArgs& args,
-                                  const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                                  Call* call) {
+UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& args,
+                      const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                      Call* call) {
   const Topology& t = group.topology;
   if (team.leader()) {  // members meet in make_schedule() before they look at tiles
     call->tiles.num_segments = args.num_segments;
@@ -79,21 +78,27 @@ UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const Rep
     for (int32_t i = 0; i < args.num_segments; ++i) {
       arrays.segment[i] = args.segments[i];
       arrays.bytes[i] = group.segment_bytes[args.segments[i]];
-      first_tile += ceil_div(arrays.bytes[i], group.tile_bytes);
+      first_tile += divide(arrays.bytes[i] + group.tile_bytes - 1, group.tile_bytes);
       arrays.first_tile[i + 1] = first_tile;
     }
   }
   make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
                 work.scratch, shape, work.schedule);
   build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
+}
 
-  const bool pull = work.schedule.mode == Mode::kPull;
-  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), args.plan_digest);
+// What this call adds to the digest that ranks must agree on, up to its mode.
+template <class Team>
+UEC_HD uint64_t digest_call(Team team, const Topology& t, const ReplicateArgs& args,
+                            uint64_t plan_digest) {
+  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), plan_digest);
   digest = mix(digest, args.tag);  // plans that are equal may be of different layers
   digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
-  digest = digest_ints(team, digest, args.segments, args.num_segments);
-  digest = mix(digest, static_cast<uint64_t>(work.schedule.mode));
-  return mix(digest, static_cast<uint64_t>(pull ? args.region : -1));
+  return digest_ints(team, digest, args.segments, args.num_segments);
+}
+UEC_HD inline uint64_t with_mode(uint64_t digest, const ReplicateArgs& args, Mode mode) {
+  digest = mix(digest, static_cast<uint64_t>(mode));
+  return mix(digest, static_cast<uint64_t>(mode == Mode::kPull ? args.region : -1));
 }
 
 struct ReduceArgs {
@@ -106,14 +111,11 @@ struct ReduceArgs {
   bool zero = true;                      // slot gradients are cleared
 };
 
-// Fills the call's tiles and worklist, but for the addresses of the main gradients. Returns what
-// this call adds to the digest that ranks must agree on. Main gradients are a rank's own business.
-//
-// Run by a team as prepare_replicate() is.
+// The same for a reduction. Main gradients are a rank's own business.
 template <class Team>
-UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const ReduceArgs& args,
-                               const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                               Call* call) {
+UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& args,
+                      const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                      Call* call) {
   const Topology& t = group.topology;
   const Gradients& grads = group.grads;
   if (team.leader()) {  // members meet in make_reduction() before they look at tiles
@@ -125,7 +127,7 @@ UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const Reduce
       arrays.segment[i] = i;
       arrays.bytes[i] = grads.bytes[i];
       arrays.main_type[i] = args.main_type[i];
-      first_tile += ceil_div(grads.bytes[i], group.tile_bytes);
+      first_tile += divide(grads.bytes[i] + group.tile_bytes - 1, group.tile_bytes);
       arrays.first_tile[i + 1] = first_tile;
     }
   }
@@ -133,10 +135,39 @@ UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const Reduce
                  work.schedule);
   build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
                    call->work);
-  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), args.plan_digest);
-  digest = mix(digest, args.tag);  // plans that are equal may be of different layers
-  digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
-  return mix(digest, static_cast<uint64_t>(work.schedule.mode) << 1 | args.zero);
+}
+
+template <class Team>
+UEC_HD uint64_t digest_call(Team team, const Topology& t, const ReduceArgs& args,
+                            uint64_t plan_digest) {
+  const uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), plan_digest);
+  return digest_ints(team, mix(digest, args.tag), args.slot_expert,
+                     int64_t{t.num_ranks} * t.slots_per_rank);
+}
+UEC_HD inline uint64_t with_mode(uint64_t digest, const ReduceArgs& args, Mode mode) {
+  return mix(digest, static_cast<uint64_t>(mode) << 1 | args.zero);
+}
+
+// Both: fills the call, and returns its digest.
+template <class Team, class Args>
+UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
+                        const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                        Call* call) {
+  fill_call(team, group, args, arrays, work, shape, call);
+  return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,
+                   work.schedule.mode);
+}
+template <class Team>
+UEC_HD uint64_t prepare_replicate(Team team, const GroupTables& group, const ReplicateArgs& args,
+                                  const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                                  Call* call) {
+  return prepare(team, group, args, arrays, work, shape, call);
+}
+template <class Team>
+UEC_HD uint64_t prepare_reduce(Team team, const GroupTables& group, const ReduceArgs& args,
+                               const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
+                               Call* call) {
+  return prepare(team, group, args, arrays, work, shape, call);
 }
 
 }  // namespace uec

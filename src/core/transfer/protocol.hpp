@@ -69,6 +69,9 @@ struct AbortWord {
   // -1: no rank.
   UEC_HD int32_t waited_for() const { return static_cast<int32_t>(word >> 15 & 0x7FFF) - 1; }
   UEC_HD int32_t told_by() const { return static_cast<int32_t>(word & 0x7FFF) - 1; }
+  // Whether it ends the call of this epoch: who failed in a later one has finished this one, and
+  // owes nothing here any more.
+  UEC_HD bool ends(uint64_t epoch) const { return set() && ahead_of(epoch) <= 0; }
   UEC_HD bool by_itself() const { return set() && waited_for() < 0 && told_by() < 0; }
 };
 
@@ -118,6 +121,13 @@ class Delivered {
   UEC_HD Delivered() {}
 };
 
+// The same, and this thread has released it once for several words: they may be stored relaxed.
+class Released {
+ private:
+  friend class DeliveryPolicy;
+  UEC_HD Released() {}
+};
+
 // Base class of every Mover.
 class DeliveryPolicy {
  public:
@@ -125,13 +135,16 @@ class DeliveryPolicy {
 
  protected:
   UEC_HD static Delivered delivered() { return Delivered(); }
+  UEC_HD static Released released() { return Released(); }
 };
 
 // A Memory provides, for this rank, to each member of its `Team` (core/base/team.hpp):
 //   uint64_t observe(int64_t offset)        acquire load of a flag in this rank's memory
 //   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value)
 //                                           release store into `rank`'s memory, and wakes it
-//   bool flags_delivered()                  whether all that this thread has published is in the
+//   void publish(Released, ...)             the same, where a Mover of this Memory gives such a
+//   token bool flags_delivered()                  whether all that this thread has published is in
+//   the
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
 // and for counters in this rank's private memory, shared by its workers:

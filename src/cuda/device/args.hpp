@@ -12,6 +12,7 @@
 #include "core/transfer/call_arrays.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
+#include "core/transfer/prepare.hpp"
 #include "cuda/device/config.hpp"
 #include "cuda/device/load_args.hpp"
 #include "cuda/device/reroute_args.hpp"
@@ -41,13 +42,29 @@ struct Status {
   Report report;
 };
 
+// What a call's block is made in: tables of the group, the schedule, and an image of the block. In
+// shared memory.
+struct PrepareArrays {
+  ScheduleArrays schedule{};
+  CallArrays arrays{};             // of the image
+  int32_t* home = nullptr;         // [E]
+  int32_t* domain = nullptr;       // [G]
+  int32_t* main_idx = nullptr;     // [E]
+  int32_t* slot_expert = nullptr;  // [G][S]
+  CallHeader* image = nullptr;
+
+  // Cuts what begins at `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c);
+};
+
 // A rank in device memory, for the group's life.
-struct RankState {
+struct alignas(16) RankState {
   // Written once, by the host.
   int32_t rank = 0;
   int32_t num_ranks = 0;
   Capacity capacity;
   SymmetricLayout layout;
+  uint64_t memory = 0;         // its own symmetric memory
   uint64_t bases = 0;          // [G] addresses; 0: no load/store access
   uint64_t far = 0;            // [G] bytes, 1: reached by puts and signals; 0: there are none
   uint64_t pes = 0;            // [G] int32, NVSHMEM's numbers of the ranks
@@ -68,12 +85,15 @@ struct RankState {
   uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
+  CallArrays arrays{};         // of a call whose block begins at address 0
+  PrepareArrays spare;         // as if PrepareShared lay there
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
   uint64_t last_record = 0;
   uint64_t last_call = 0;  // the host's number: replays of a graph have epochs, but no number
-  uint64_t prepared = 0;   // epoch whose block the device has made
+  // Changes within a call.
+  alignas(16) uint64_t prepared = 0;  // epoch whose block the device has made
   uint64_t bytes_stored = 0;
   uint64_t bad_id = 0;  // of the present load: bad_id_word()
   int32_t entered = 0;  // blocks in the present call
@@ -255,11 +275,25 @@ struct SaveArgs {
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
-inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 8);
+inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 16);
+inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared
 
 UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
   CallArrays arrays;
   return round_up(kHeaderBytes + CallArrays::cut(nullptr, capacity, &arrays), 128);
+}
+
+UEC_HD inline int64_t PrepareArrays::cut(std::byte* memory, const Capacity& c) {
+  ScratchCutter cutter(memory);
+  ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
+  std::byte* const block = cutter.take_bytes(call_block_bytes(c));
+  home = cutter.take<int32_t>(c.num_experts);
+  domain = cutter.take<int32_t>(c.num_ranks);
+  main_idx = cutter.take<int32_t>(c.num_experts);
+  slot_expert = cutter.take<int32_t>(c.replicas());
+  image = reinterpret_cast<CallHeader*>(block);
+  CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
+  return cutter.used_bytes();
 }
 
 inline constexpr int32_t kLayout[] = {

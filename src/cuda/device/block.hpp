@@ -43,20 +43,21 @@ struct Nearby {
     int32_t words;
   };
   Table tables[12];  // as many as NearbyTables keeps
-  int32_t num_tables;
+  int32_t num_tables, most_words;
 };
 // Enough for 64 ranks and a hundred replicas; tables that do not fit stay where they are.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
 // A block's part in a call of any kind.
 struct CallShared {
+  RankState known;    // a copy of what stays the same during a call; the rest is not filled
+  CallHeader header;  // a copy
   BlockCall block;
   Nearby nearby;
   int32_t first;     // this block began first: it announces the call
   int32_t enters;    // the rank has not failed before
   int32_t prepared;  // and the call's block is there
   int32_t active;    // and has something to do
-  int32_t last;      // this block leaves last
 };
 
 // For the replicate kernel. Behind it lie the scratch of both sides, the copies and the tiles.
@@ -79,44 +80,23 @@ struct BlockScratch {
   }
 };
 
-// What making the call's block takes, in memory that is not in use yet. Its arrays and an image of
-// the block lie behind it.
+// What making the call's block takes, in memory that is not in use yet. Behind it lie the arrays.
 struct PrepareShared {
   GroupTables tables;
   Call call;
-  CallArrays arrays;
-  ScheduleArrays schedule;
+  PrepareArrays arrays;
   PlanShape shape;
   ReplicateArgs args;
   ReduceArgs reduce;
+  uint64_t digest;  // up to the mode
   int32_t segments[kMaxDeviceSegments];
   GradType main_type[kMaxDeviceSegments];
-  int32_t* home;         // [E]
-  int32_t* domain;       // [G]
-  int32_t* main_idx;     // [E]
-  int32_t* slot_expert;  // [G][S]
-  CallHeader* image;
-
-  // Cuts what lies behind `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
-  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
-    ScratchCutter cutter(memory);
-    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
-                        &schedule);
-    std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-    home = cutter.take<int32_t>(c.num_experts);
-    domain = cutter.take<int32_t>(c.num_ranks);
-    main_idx = cutter.take<int32_t>(c.num_experts);
-    slot_expert = cutter.take<int32_t>(c.replicas());
-    image = reinterpret_cast<CallHeader*>(block);
-    CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
-    arrays.lend_to(&call);
-    return cutter.used_bytes();
-  }
+  uint32_t lowest[kReduceWarps];
 };
+static_assert(sizeof(PrepareShared) <= kPrepareBytes);
 
 UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
-  PrepareShared made;
-  return static_cast<int64_t>(sizeof(PrepareShared)) + made.cut(nullptr, c);
+  return kPrepareBytes + PrepareArrays{}.cut(nullptr, c);
 }
 
 inline constexpr int64_t kTileAlign = 128;

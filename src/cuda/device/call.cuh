@@ -5,6 +5,7 @@
 // owe, and advances the epoch.
 #pragma once
 
+#include <cstddef>
 #include <new>
 
 #include "core/base/digest.hpp"
@@ -18,15 +19,62 @@
 
 namespace uec::cuda {
 
-// The call of the block that the host, or a kernel before this one, has filled.
-UEC_DEVICE Call make_call(const RankState& state, std::byte* block) {
-  const auto& header = *reinterpret_cast<const CallHeader*>(block);
-  Call call = begin_call(state);
+inline constexpr int32_t kKnownQuads = offsetof(RankState, prepared) / sizeof(uint4);
+inline constexpr int32_t kHeaderQuads = kHeaderBytes / sizeof(uint4);
+
+// By all threads of a block: draws a ticket and copies what it has to know of its rank and, unless
+// it is made here, of the call's block. All loads are under way at once: one trip to memory.
+UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* call_block,
+                      bool has_block) {
+  int32_t failed = 0, ticket = 0;
+  if (ptx::thread_idx() == 0) {
+    failed = ptx::load_relaxed(&state.failed);
+    // Relaxed: nobody reads what others do between their tickets and their leaving.
+    ticket = ptx::fetch_add_relaxed(&state.entered, 1);
+  }
+  const auto* const from = reinterpret_cast<const uint4*>(&state);
+  const auto* const of_header = reinterpret_cast<const uint4*>(call_block);
+  for (int32_t i = ptx::thread_idx(); i < kKnownQuads; i += ptx::num_threads()) {
+    const bool has_both = has_block && i < kHeaderQuads;
+    const uint4 known = ptx::load_global(from + i);
+    const uint4 header = has_both ? ptx::load_global(of_header + i) : uint4{};
+    reinterpret_cast<uint4*>(&shared.known)[i] = known;
+    if (has_both) reinterpret_cast<uint4*>(&shared.header)[i] = header;
+  }
+  if (ptx::thread_idx() == 0) {
+    shared.enters = shared.prepared = failed == 0;
+    shared.first = ticket == 0 && failed == 0;
+  }
+  ptx::sync_block();
+}
+
+// By all threads: enough to tell the peers that there is no call. Field by field, because a
+// compiler copies a large struct byte by byte.
+UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState& state) {
+  const auto* const from = reinterpret_cast<const uint64_t*>(&known.layout);
+  auto* const layout = reinterpret_cast<uint64_t*>(&block.call.layout);
+  for (int32_t i = ptx::thread_idx(); i < static_cast<int32_t>(sizeof(SymmetricLayout) / 8);
+       i += ptx::num_threads())
+    layout[i] = from[i];
+  if (ptx::thread_idx() != 0) return;
+  block.call.rank = known.rank;
+  block.call.num_ranks = known.num_ranks;
+  block.call.epoch.number = known.epoch + 1;
+  block.call.addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
+  block.call.addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+  block.state = &state;
+  block.own = own_memory(known);
+  block.stop = 0;
+}
+
+// By one thread: the call of the block that the host, or this kernel, has filled.
+UEC_DEVICE void take_call(CallShared& shared, std::byte* block) {
+  const RankState& known = shared.known;
+  const CallHeader& header = shared.header;
+  Call& call = shared.block.call;
   call.epoch.record =
-      CallRecord::make(call.epoch.number, mix(state.digest, header.digest), RecordKind::kCall);
-  CallArrays arrays;
-  CallArrays::cut(block + kHeaderBytes, state.capacity, &arrays);
-  arrays.lend_to(&call);
+      CallRecord::make(call.epoch.number, mix(known.digest, header.digest), RecordKind::kCall);
+  known.arrays.lend_to(&call, reinterpret_cast<intptr_t>(block));
   call.work.num_tasks = header.num_tasks;
   call.work.num_pieces = header.num_pieces;
   call.work.num_destinations = header.num_destinations;
@@ -34,13 +82,12 @@ UEC_DEVICE Call make_call(const RankState& state, std::byte* block) {
   call.work.num_reductions = header.num_reductions;
   call.tiles.num_segments = header.num_segments;
   call.tiles.tile_bytes = header.tile_bytes;
-  call.addresses.segment_bytes = reinterpret_cast<const int64_t*>(state.segment_bytes);
-  call.addresses.slot_offset = reinterpret_cast<const int64_t*>(state.slot_offset);
-  call.addresses.region_offset = reinterpret_cast<const int64_t*>(state.region_offset);
+  call.addresses.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
+  call.addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
+  call.addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
   call.addresses.regions = reinterpret_cast<const uint8_t* const*>(header.regions);
-  call.addresses.num_mains = state.capacity.num_mains;
-  call.grads = grads_of(state);
-  return call;
+  call.addresses.num_mains = known.capacity.num_mains;
+  call.grads = grads_of(known);
 }
 
 // By one warp: publishes the call. Earlier work on the stream is done with the slots and their
@@ -50,24 +97,19 @@ UEC_ROLE bool announce(CallShared& shared) {
   BlockCall& block = shared.block;
   Memory memory(block);
   const Report early = check_peers(memory, block.call.layout, block.call.epoch,
-                                   CallRecord{block.state->last_record});
+                                   CallRecord{shared.known.last_record});
   if (early.fault != Fault::kNone) {
     fail(block, memory, early.fault, early.aborter, early.wait);
     return false;
   }
   DeviceHerald herald;
-  announce_call(block.call, memory, herald);
-  announce_open(block.call, memory, herald);
-  // A call that never has to wait learns of its cancellation here. After the announcements, because
-  // host memory is far away.
-  if (!is_cancelled(block)) return true;
-  fail(block, memory, Fault::kCancelled, -1, Wait{});
-  return false;
+  announce_call_and_open(block.call, memory, herald);
+  return true;
 }
 
 // By a warp of the last block to leave: it is ordered after what all its rank's blocks have done.
 template <class Memory>
-UEC_ROLE void finish(CallShared& shared, const CallHeader& header, bool counted) {
+UEC_ROLE void finish(CallShared& shared, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
@@ -77,10 +119,10 @@ UEC_ROLE void finish(CallShared& shared, const CallHeader& header, bool counted)
       block.call.reset_counters(Warp{});
       ptx::sync_warp();
       if (Warp::leader()) {
-        state.digest = mix(state.digest, header.digest);
+        state.digest = mix(shared.known.digest, shared.header.digest);
         state.last_record = block.call.epoch.record.word;
         state.epoch = block.call.epoch.number;
-        state.last_call += counted;
+        state.last_call = shared.known.last_call + counted;
       }
     }
   }
@@ -99,8 +141,8 @@ UEC_ROLE void finish(CallShared& shared, const CallHeader& header, bool counted)
 //   take(tables, call, capacity)  puts copies in the place of what the call points to
 //   has_work(call)
 //   work(shared, announced)       all of a block's work, by all its threads. `announced`: in the
-//   first
-//                                 warp of a rank's first block, whether its call has not failed
+//                                 first warp of a rank's first block, whether its call has not
+//                                 failed
 //   leave(device)                 by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>
@@ -111,46 +153,55 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   auto* const call_block =
       reinterpret_cast<std::byte*>(args.calls) + ptx::block_y() * args.call_bytes;
   const DeviceCall& device = args.on_device[ptx::block_y()];
-  if (ptx::thread_idx() == 0) {
-    new (&shared.block) BlockCall{begin_call(state), &state, own_memory(state), 0, {}};
-    shared.enters = ptx::load_relaxed(&state.failed) == 0;
-    shared.first = ptx::fetch_add_acq_rel(&state.entered, 1) == 0 && shared.enters;
-    Kernel::begin(shared);
-  }
-  ptx::sync_block();
-  if (device.slot_expert != 0 && shared.enters)
+  const bool on_host = device.slot_expert == 0;
+  enter(shared, state, call_block, on_host);
+  const RankState& known = shared.known;
+  begin_block(shared.block, known, state);
+  if (ptx::thread_idx() == 0) Kernel::begin(shared);
+  if (!on_host && shared.enters)
     prepare<Memory, Kernel::kOperation>(shared, device, args.tag,
-                                        shared_memory + Kernel::spare(state.capacity), call_block);
-  else if (ptx::thread_idx() == 0)
-    shared.prepared = shared.enters;
+                                        shared_memory + Kernel::spare(known.capacity), call_block);
+  NearbyTables tables(shared.nearby, shared_memory + Kernel::nearby(known.capacity),
+                      known.num_ranks);
+  if (shared.prepared) tables.fill_peers(known, call_block);
   if (ptx::thread_idx() == 0) {
-    shared.nearby.num_tables = 0;
+    Call& call = shared.block.call;
     if (shared.prepared) {
-      Call& call = shared.block.call;
-      call = make_call(state, call_block);
-      NearbyTables tables(shared.nearby, shared_memory + Kernel::nearby(state.capacity));
-      Kernel::take(tables, call, state.capacity);
+      take_call(shared, call_block);
+      tables.take_peers(call);
     }
-    shared.active = shared.prepared && Kernel::has_work(shared.block.call);
+    shared.active = shared.prepared && Kernel::has_work(call);
+    if (shared.active) Kernel::take(tables, call, known.capacity);
   }
-  ptx::sync_block();
-  fill_nearby(shared.nearby);
   ptx::sync_block();
 
-  const bool leads = ptx::thread_idx() < ptx::kWarpSize;
-  const bool announced = !leads || !shared.first || (shared.prepared && announce<Memory>(shared));
+  // The first warp of the first block announces the call. The last one asks the host meanwhile: a
+  // call that never has to wait learns of its cancellation here, and host memory is far away.
+  const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
+  const int32_t last_warp = ptx::num_threads() / ptx::kWarpSize - 1;
+  const bool begins = shared.first && shared.prepared;
+  const bool announced = warp != 0 || !begins || announce<Memory>(shared);
+  if (shared.active) {
+    fill_nearby(shared.nearby);
+    ptx::sync_block();
+  }
+  if (begins && warp == last_warp && is_cancelled(known.status)) {
+    Memory memory(shared.block);
+    fail(shared.block, memory, Fault::kCancelled, -1, Wait{});
+  }
   if (shared.active) Kernel::work(shared, announced);
   // The record of the next call is ordered after this call's flags: signals have no order of their
   // own, so that a far peer could otherwise see the record first.
   if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();
-  if (ptx::thread_idx() == 0)
-    shared.last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
-  ptx::sync_block();
-  if (shared.last && leads)
-    finish<Memory>(shared, *reinterpret_cast<const CallHeader*>(call_block), args.counted != 0);
-  if (shared.last && ptx::thread_idx() == 0) Kernel::leave(device);
+  // The last warp again: it has not announced, so that it has no stores to wait for.
+  if (warp != last_warp) return;
+  bool last = false;
+  if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
+  if (!Warp::share(last)) return;
+  finish<Memory>(shared, args.counted != 0);
+  if (Warp::leader()) Kernel::leave(device);
 }
 
 }  // namespace uec::cuda

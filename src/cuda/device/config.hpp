@@ -35,10 +35,12 @@ inline constexpr int32_t kCountsAtOnce = 8;
 inline constexpr int32_t kColumnsAtOnce = 4;
 
 // The load. A thread has this many ids if there are enough blocks, and this many quads of 4 words
-// in flight.
+// in flight, of ids and of the table. So many warps exchange rows: 64 ranks are one for each lane.
 inline constexpr int32_t kLoadThreads = 512;
 inline constexpr int32_t kIdsPerLoadThread = 8;
 inline constexpr int32_t kQuadsAtOnce = 4;
+inline constexpr int32_t kTableQuadsAtOnce = 8;
+inline constexpr int32_t kLoadTeams = 2;
 
 // Rows of a load that a thread of the planner has in flight.
 inline constexpr int32_t kSourcesAtOnce = 16;
@@ -53,7 +55,7 @@ inline constexpr int32_t kSaveThreads = 512;
 inline constexpr int32_t kWordsAtOnce = 8;
 inline constexpr int32_t kSaveSharedBytes = 16;
 
-inline constexpr int32_t kMaxLoadBlocks = 16;   // of a rank
+inline constexpr int32_t kMaxLoadBlocks = 19;   // of a rank
 inline constexpr int32_t kSharesThreads = 128;  // a warp for each expert
 
 }  // namespace uec::cuda

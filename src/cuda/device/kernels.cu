@@ -17,23 +17,16 @@
 #define UEC_ARGS(type) const __grid_constant__ uec::cuda::type
 #define UEC_KERNEL(registers) extern "C" __global__ __maxnreg__(registers)
 
-// Where warps move every byte themselves, the loads of a tile need more registers.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define UEC_REGISTERS 64
-#else
-#define UEC_REGISTERS 80
-#endif
-
 namespace {
 
 extern __shared__ __align__(128) std::byte shared_memory[];
 
 }  // namespace
 
-UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_16384(UEC_ARGS(LaunchArgs) args) {
+UEC_KERNEL(64) void ultraep_replicate_16384(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<16384, false>(args, shared_memory);
 }
-UEC_KERNEL(UEC_REGISTERS) void ultraep_replicate_32768(UEC_ARGS(LaunchArgs) args) {
+UEC_KERNEL(64) void ultraep_replicate_32768(UEC_ARGS(LaunchArgs) args) {
   uec::cuda::replicate<32768, false>(args, shared_memory);
 }
 
@@ -52,7 +45,7 @@ UEC_KERNEL(64) void ultraep_reduce(UEC_ARGS(LaunchArgs) args) {
 }
 
 // blockIdx.y: the rank of this launch. One warp.
-UEC_KERNEL(UEC_REGISTERS)
+UEC_KERNEL(64)
 void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
   __shared__ uec::cuda::BlockCall block;
   auto& state = reinterpret_cast<uec::cuda::RankState*>(states)[blockIdx.y];
@@ -64,7 +57,7 @@ void ultraep_replicate_notice(const uint64_t states, const int64_t notice) {
 }
 
 // From ids to the table of loads.
-UEC_KERNEL(UEC_REGISTERS) void ultraep_load(const __grid_constant__ uec::cuda::LoadArgs args) {
+UEC_KERNEL(64) void ultraep_load(const __grid_constant__ uec::cuda::LoadArgs args) {
   uec::cuda::load<false>(args, shared_memory);
 }
 UEC_KERNEL(104) void ultraep_load_far(const __grid_constant__ uec::cuda::LoadArgs args) {
@@ -84,21 +77,21 @@ UEC_KERNEL(128) void ultraep_plan(const uec::cuda::PlanArgs args) {
 }
 
 // The reroute. First the shares, once per plan; then ids or maps.
-UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_shares(const uec::cuda::SharesArgs args) {
+UEC_KERNEL(64) void ultraep_reroute_shares(const uec::cuda::SharesArgs args) {
   uec::cuda::reroute_shares(args, shared_memory);
 }
-UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_int32(const uec::cuda::RerouteArgs args) {
+UEC_KERNEL(64) void ultraep_reroute_int32(const uec::cuda::RerouteArgs args) {
   uec::cuda::reroute_ids<int32_t>(args, shared_memory);
 }
-UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_int64(const uec::cuda::RerouteArgs args) {
+UEC_KERNEL(64) void ultraep_reroute_int64(const uec::cuda::RerouteArgs args) {
   uec::cuda::reroute_ids<int64_t>(args, shared_memory);
 }
-UEC_KERNEL(UEC_REGISTERS) void ultraep_reroute_map(const uec::cuda::RerouteArgs args) {
+UEC_KERNEL(64) void ultraep_reroute_map(const uec::cuda::RerouteArgs args) {
   uec::cuda::reroute_map(args, shared_memory);
 }
 
 // One block.
-UEC_KERNEL(UEC_REGISTERS) void ultraep_save_plan(const __grid_constant__ uec::cuda::SaveArgs args) {
+UEC_KERNEL(64) void ultraep_save_plan(const __grid_constant__ uec::cuda::SaveArgs args) {
   uec::cuda::save_plan(args, shared_memory);
 }
 

@@ -6,7 +6,7 @@
 // peers: loopback needs no more blocks to be resident at the same time.
 #pragma once
 
-#include <new>
+#include <type_traits>
 
 #include "core/base/digest.hpp"
 #include "core/transfer/gather.hpp"
@@ -23,38 +23,107 @@ namespace uec::cuda {
 template <bool kFar>
 using LoadMover = DeviceMover<0, kFar>;
 
-UEC_DEVICE Call make_load_call(const RankState& state, const LoadBlock& part) {
-  Call call;
+// The warps that exchange rows, a block's last. Each has ranks of its own: loops over ranks share
+// them out among all, and what members tell each other stays in their warp.
+struct Squad : Warp {
+  UEC_DEVICE static int32_t size() {
+    return min32(ptx::num_threads(), kLoadTeams * ptx::kWarpSize);
+  }
+  UEC_DEVICE static int32_t index() { return ptx::thread_idx() - (ptx::num_threads() - size()); }
+  template <class T>
+  UEC_DEVICE static T from(int32_t member, T value) {
+    return Warp::from(member % ptx::kWarpSize, value);
+  }
+};
+
+// Far peers have one warp's staging: there a warp has all ranks.
+template <bool kFar>
+class RowMemory : public DeviceMemory<kFar> {
+ public:
+  using Team = std::conditional_t<kFar, Warp, Squad>;
+  using DeviceMemory<kFar>::DeviceMemory;
+};
+
+UEC_DEVICE bool is_last_warp() { return ptx::thread_idx() >= ptx::num_threads() - ptx::kWarpSize; }
+
+// Which of them this warp is; -1: it has no ranks.
+template <bool kFar>
+UEC_DEVICE int32_t row_team(int32_t num_ranks) {
+  if constexpr (kFar) return is_last_warp() ? 0 : -1;
+  const int32_t first = Squad::index() - Warp::index();
+  return first >= 0 && first < num_ranks ? first / ptx::kWarpSize : -1;
+}
+
+// By one warp, before it is known that the block goes on: nothing of this changes before the last
+// block leaves.
+UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState& state) {
+  const auto* const bases = reinterpret_cast<const uint64_t*>(state.bases);
+  const auto* const layout = reinterpret_cast<const uint64_t*>(&state.layout);
+  constexpr int32_t kWords = sizeof(SymmetricLayout) / sizeof(uint64_t);
+  static_assert(sizeof(SymmetricLayout) % sizeof(uint64_t) == 0);
+  const auto own = ptx::load_global(bases + state.rank);
+  for (int32_t i = Warp::index(); i < max32(kWords, state.num_ranks); i += ptx::kWarpSize) {
+    const uint64_t base = i < state.num_ranks ? ptx::load_global(bases + i) : 0;
+    const uint64_t word = i < kWords ? ptx::load_global(layout + i) : 0;
+    if (i < state.num_ranks) part.bases[i] = base;
+    if (i < state.num_ranks) part.involved[i] = 1;
+    if (i < kWords) reinterpret_cast<uint64_t*>(&shared.block.call.layout)[i] = word;
+  }
+  if (!Warp::leader()) return;
+  Call& call = shared.block.call;  // but for its layout; the rest is of no use here
   call.rank = state.rank;
   call.num_ranks = state.num_ranks;
   const uint64_t epoch = state.epoch + 1;
-  const uint64_t digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));
-  call.epoch = {epoch, CallRecord::make(epoch, digest, RecordKind::kCall)};
-  call.layout = state.layout;
+  shared.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));
+  call.epoch = {epoch, CallRecord::make(epoch, shared.digest, RecordKind::kCall)};
   call.addresses.bases = reinterpret_cast<uint8_t* const*>(part.bases);
   call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
   call.work.involved = part.involved;
-  return call;
+  shared.block.state = &state;
+  shared.block.own = reinterpret_cast<uint8_t*>(own);
+  shared.block.stop = 0;
+  shared.last_call = state.last_call;
+  shared.failed = 0;
+  for (LoadShared::Team& team : shared.teams) init_ring(team.ring);
 }
 
-// By all threads of the last block: takes the rank's row, leaves zeros for the next call, and
-// makes ready what the exchange needs. A block-wide barrier follows.
-UEC_DEVICE void take_row(LoadShared& shared, const LoadBlock& part, RankState& state) {
-  auto* const counts = reinterpret_cast<uint32_t*>(state.counts);
-  for (int32_t e = ptx::thread_idx(); e < state.capacity.num_experts; e += ptx::num_threads()) {
+// By the last warp of the first block, while others count: they may turn out to be bad ids, which a
+// record in place of this one says. Only if it has failed does the last block have to hear of it.
+template <bool kFar>
+UEC_DEVICE void announce_load(BlockCall& block) {
+  DeviceMemory<kFar> memory(block);
+  if (has_failed(block)) return;  // in an earlier call: the peers have heard of that
+  const Report early = check_peers(memory, block.call.layout, block.call.epoch,
+                                   CallRecord{block.state->last_record});
+  if (early.fault != Fault::kNone) {
+    fail(block, memory, early.fault, early.aborter, early.wait);
+    return;
+  }
+  DeviceHerald herald;
+  announce_call(block.call, memory, herald);
+  if constexpr (kFar) far::quiet();  // nothing else that this warp does need wait for signals
+}
+
+// By all threads of the last block: takes the rank's row, and leaves zeros for the next call. A
+// block-wide barrier follows.
+UEC_DEVICE void take_row(const LoadBlock& part, const LoadSums& sums) {
+  auto* const counts = reinterpret_cast<uint32_t*>(sums.counts);
+  for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads()) {
     part.row[e] = static_cast<int32_t>(ptx::load_global(counts + e));
     counts[e] = 0;
   }
   // Ordinary stores into shared memory, which bulk stores will read.
   ptx::fence_proxy_async_shared();
-  const auto* const bases = reinterpret_cast<const uint64_t*>(state.bases);
-  for (int32_t r = ptx::thread_idx(); r < state.num_ranks; r += ptx::num_threads()) {
-    part.bases[r] = bases[r];
-    part.involved[r] = 1;
+}
+
+// By one warp: whether neither this rank's ids nor its peers keep it from the exchange.
+UEC_DEVICE bool is_clean(const RankState& state) {
+  bool clean = true;
+  if (Warp::leader()) {
+    const int32_t failed = ptx::load_relaxed(&state.failed);
+    clean = ptx::load_global(&state.bad_id) == 0 && failed == 0;
   }
-  if (ptx::thread_idx() != 0) return;
-  new (&shared.block) BlockCall{make_load_call(state, part), &state, own_memory(state), 0, {}};
-  init_ring(shared.ring);
+  return Warp::share(clean);
 }
 
 UEC_DEVICE int64_t id_at(const LoadCall& call, uint64_t position) {
@@ -77,62 +146,62 @@ UEC_ROLE void reject_ids(BlockCall& block, Memory& memory, const LoadCall& ids) 
   reject(block, memory, wait);
 }
 
-// By one warp. True: the table has every rank's row, for all threads that synchronise with this
-// warp.
+// By a warp with ranks. True: the table has the rows of these, for all threads that synchronise
+// with this warp.
 template <bool kFar>
-UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, const LoadCall& ids) {
+UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, int32_t num_experts,
+                            int32_t team, bool is_clean, const LoadCall& ids) {
   BlockCall& block = shared.block;
-  RankState& state = *block.state;
-  DeviceMemory<kFar> memory(block);
-  LoadMover<kFar> mover(shared.ring, reinterpret_cast<uint8_t*>(part.row), block);
-  if (has_failed(block)) return false;  // in an earlier call: the peers have heard of that
-  if (state.bad_id != 0) {
-    reject_ids(block, memory, ids);
+  DeviceMemory<kFar> all(block);  // a failure concerns all ranks
+  if (!is_clean) {
+    if (has_failed(block)) return false;  // the peers have heard of that
+    if (team == 0) reject_ids(block, all, ids);
     return false;
   }
-  const Report early =
-      check_peers(memory, block.call.layout, block.call.epoch, CallRecord{state.last_record});
-  if (early.fault != Fault::kNone) {
-    fail(block, memory, early.fault, early.aborter, early.wait);
-    return false;
-  }
-  announce_call(block.call, memory, mover);
-  Gather gather(block.call, memory, mover, nullptr, state.capacity.num_experts, part.sent);
-  if (drive(gather, block, block.clock, memory)) return true;
+  RowMemory<kFar> memory(block);
+  LoadMover<kFar> mover(shared.teams[team].ring, reinterpret_cast<uint8_t*>(part.row), block);
+  Gather gather(block.call, memory, mover, nullptr, num_experts, part.sent);
+  if (drive(gather, block, shared.teams[team].clock, all)) return true;
   while (gather.drain_step() != Step::kFinished) ptx::pause();
   return false;
 }
 
-// By all threads. Coherent loads: peers wrote this.
+// By all threads: a warp takes chunks whose words its lanes have in flight together, at constant
+// offsets.
 template <class T>
-UEC_DEVICE void copy_words(T* to, const T* from, int64_t count) {
-  const int64_t step = ptx::num_threads();
+UEC_DEVICE void copy_words(T* to, const T* from, int32_t count) {
+  constexpr int32_t kChunk = kTableQuadsAtOnce * ptx::kWarpSize;
+  const int32_t first = ptx::thread_idx() - Warp::index();
+  const int32_t chunks_end = count / kChunk * kChunk;
 #pragma unroll 1
-  for (int64_t at = ptx::thread_idx(); at < count; at += kQuadsAtOnce * step) {
-    T words[kQuadsAtOnce];
+  for (int32_t at = first * kTableQuadsAtOnce; at < chunks_end;
+       at += ptx::num_threads() * kTableQuadsAtOnce) {
+    const T* const own = from + at + Warp::index();
+    T* const out = to + at + Warp::index();
+    T words[kTableQuadsAtOnce];
 #pragma unroll
-    for (int32_t i = 0; i < kQuadsAtOnce; ++i)
-      words[i] = at + i * step < count ? ptx::load_global(from + at + i * step) : T{};
+    for (int32_t i = 0; i < kTableQuadsAtOnce; ++i) words[i] = own[i * ptx::kWarpSize];
 #pragma unroll
-    for (int32_t i = 0; i < kQuadsAtOnce; ++i)
-      if (at + i * step < count) to[at + i * step] = words[i];
+    for (int32_t i = 0; i < kTableQuadsAtOnce; ++i) out[i * ptx::kWarpSize] = words[i];
   }
+#pragma unroll 1
+  for (int32_t at = chunks_end + ptx::thread_idx(); at < count; at += ptx::num_threads())
+    to[at] = from[at];
 }
 
-UEC_DEVICE void copy_table(const RankState& state, uint64_t load) {
-  const int32_t num_experts = state.capacity.num_experts;
-  const int64_t entries = int64_t{state.num_ranks} * num_experts;
-  const uint8_t* const from = own_memory(state) + state.layout.load(0, num_experts);
-  const int64_t num_quads = load % 16 == 0 ? entries / 4 : 0;
+UEC_DEVICE void copy_table(const BlockCall& block, int32_t num_experts, uint64_t load) {
+  const int32_t entries = block.call.num_ranks * num_experts;
+  const uint8_t* const from = block.own + block.call.layout.load(0, num_experts);
+  const int32_t num_quads = load % 16 == 0 ? entries / 4 : 0;
   copy_words(reinterpret_cast<uint4*>(load), reinterpret_cast<const uint4*>(from), num_quads);
   copy_words(reinterpret_cast<uint32_t*>(load) + 4 * num_quads,
              reinterpret_cast<const uint32_t*>(from) + 4 * num_quads, entries - 4 * num_quads);
 }
 
-UEC_DEVICE void clear_table(const RankState& state, uint64_t load) {
+UEC_DEVICE void clear_table(const BlockCall& block, int32_t num_experts, uint64_t load) {
   auto* const table = reinterpret_cast<int32_t*>(load);
-  const int64_t count = int64_t{state.num_ranks} * state.capacity.num_experts;
-  for (int64_t i = ptx::thread_idx(); i < count; i += ptx::num_threads()) table[i] = 0;
+  const int32_t count = block.call.num_ranks * num_experts;
+  for (int32_t i = ptx::thread_idx(); i < count; i += ptx::num_threads()) table[i] = 0;
 }
 
 // By one warp. The next launch finds everything as this one did, except for the epoch.
@@ -148,10 +217,10 @@ UEC_ROLE void finish_load(LoadShared& shared, bool done, bool counted) {
   }
   if (!Warp::leader()) return;
   if (done) {
-    state.digest = mix(state.digest, static_cast<uint64_t>(Operation::kGather));
+    state.digest = shared.digest;
     state.last_record = block.call.epoch.record.word;
     state.epoch = block.call.epoch.number;
-    state.last_call += counted;
+    state.last_call = shared.last_call + counted;
   }
   state.bad_id = 0;
   state.left = 0;
@@ -165,40 +234,51 @@ UEC_DEVICE LoadEnd load(const LoadArgs& args, std::byte* shared_memory) {
   auto& shared = *reinterpret_cast<LoadShared*>(shared_memory);
   RankState& state = reinterpret_cast<RankState*>(args.states)[ptx::block_y()];
   const LoadCall& own = args.calls[ptx::block_y()];
+  // The lines of the state arrive together: each would otherwise be a trip of its own. Not of what
+  // another block may change meanwhile.
+  constexpr int32_t kLine = 128, kLines = ceil_div(offsetof(RankState, prepared), kLine);
+  if (ptx::thread_idx() < kLines)
+    ptx::load_global(reinterpret_cast<const uint32_t*>(&state) + ptx::thread_idx() * (kLine / 4));
+  const int32_t num_ranks = state.num_ranks, num_experts = state.capacity.num_experts;
   LoadBlock part;
-  LoadBlock::cut(shared_memory + kLoadHeadBytes, state.num_ranks, state.capacity.num_experts,
-                 &part);
-  count_ids(own,
-            {reinterpret_cast<int32_t*>(state.counts), &state.bad_id, state.capacity.num_experts},
-            part.row);
-  // Acquire-release: what all blocks have counted comes before what the last one does.
+  LoadBlock::cut(shared_memory + kLoadHeadBytes, num_ranks, num_experts, &part);
+  const LoadSums sums{reinterpret_cast<int32_t*>(state.counts), &state.bad_id, num_experts};
+  count_ids(own, sums, part.row, [&] {
+    if (!is_last_warp()) return;
+    begin_load(shared, part, state);
+    ptx::sync_warp();  // its members have set parts of it
+    if (ptx::block_x() == 0) announce_load<kFar>(shared.block);
+  });
+  // Acquire-release: what all blocks have counted, and how the first has failed, come before what
+  // the last one does.
   ptx::sync_block();
   if (ptx::thread_idx() == 0)
     shared.last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   ptx::sync_block();
   if (!shared.last) return LoadEnd::kElsewhere;
-  take_row(shared, part, state);
+  const int32_t team = row_team<kFar>(num_ranks);
+  const bool clean = team >= 0 && is_clean(state);
+  take_row(part, sums);
   ptx::sync_block();
 
-  const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
-  if (warp == 0) {
-    const bool gathered = exchange_rows<kFar>(shared, part, own);
-    if (Warp::leader()) shared.gathered = gathered;
-  }
+  if (team >= 0 && !exchange_rows<kFar>(shared, part, num_experts, team, clean, own) &&
+      Warp::leader())
+    ptx::store_shared_relaxed(&shared.failed, 1);
   // A call that never has to wait learns of its cancellation here. By another warp where there is
   // one, because host memory is far away.
-  if (warp == ptx::num_threads() / ptx::kWarpSize - 1) {
+  const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
+  if (warp == 0) {
     const bool cancelled = is_cancelled(shared.block);
     if (Warp::leader()) shared.cancelled = cancelled;
   }
   ptx::sync_block();
-  const bool done = shared.gathered && !shared.cancelled;
+  const bool done = !shared.failed && !shared.cancelled;
   // Before this launch ends: peers write the table again once the next call has been announced.
   if (done)
-    copy_table(state, own.load);
+    copy_table(shared.block, num_experts, own.load);
   else  // a planner of it does nothing
-    clear_table(state, own.load);
-  if (warp == 0) finish_load<kFar>(shared, done, args.counted != 0);
+    clear_table(shared.block, num_experts, own.load);
+  if (is_last_warp()) finish_load<kFar>(shared, done, args.counted != 0);
   return done ? LoadEnd::kGathered : LoadEnd::kFailed;
 }
 

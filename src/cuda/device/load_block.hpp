@@ -9,10 +9,17 @@
 namespace uec::cuda {
 
 struct LoadShared {
+  struct Team {  // a warp that exchanges rows
+    Ring ring;
+    Clock clock;
+  };
+
   BlockCall block;
-  Ring ring;
+  Team teams[kLoadTeams];
+  uint64_t digest;  // of this call and all before it
+  uint64_t last_call;
   int32_t last;       // this block arrived last: it goes on
-  int32_t gathered;   // the table has every rank's row
+  int32_t failed;     // some row was not sent, or has not come
   int32_t cancelled;  // by the host, before the call had to wait
 };
 
@@ -55,23 +62,30 @@ struct LoadGrid {
   int32_t num_threads = 0;
   int64_t shared_bytes = 0;
 
+  // The last warps make the exchange ready instead, where there are enough.
+  UEC_HD static int32_t num_counting(int32_t num_threads, int32_t warp_size) {
+    const int32_t teams = kLoadTeams * warp_size;
+    return num_threads > teams ? num_threads - teams : num_threads;
+  }
+
   // `most_ids`: the most ids of any rank of the launch. `max_blocks`: for each rank, at least 1.
   static LoadGrid of(int32_t num_ranks, int32_t num_experts, int64_t most_ids, int32_t max_blocks,
-                     int32_t num_threads = kLoadThreads) {
-    return {blocks(most_ids, max_blocks, num_threads), num_threads,
+                     int32_t num_threads = kLoadThreads, int32_t warp_size = 32) {
+    return {blocks(most_ids, max_blocks, num_threads, warp_size), num_threads,
             load_shared_bytes(num_ranks, num_experts)};
   }
   static LoadGrid of_plan(const Topology& topology, int64_t most_ids, int32_t max_blocks,
                           int32_t num_warps = kMaxPlanWarps, int32_t warp_size = 32) {
     const int32_t num_threads = num_warps * warp_size;
-    return {blocks(most_ids, max_blocks, num_threads), num_threads,
+    return {blocks(most_ids, max_blocks, num_threads, warp_size), num_threads,
             load_plan_shared_bytes(topology, num_warps)};
   }
 
  private:
-  static int32_t blocks(int64_t most_ids, int32_t max_blocks, int32_t num_threads) {
-    const int64_t wanted = ceil_div(most_ids, int64_t{num_threads} * kIdsPerLoadThread);
-    return static_cast<int32_t>(max64(1, min64(wanted, max_blocks)));
+  static int32_t blocks(int64_t most_ids, int32_t max_blocks, int32_t num_threads,
+                        int32_t warp_size) {
+    const int64_t each = int64_t{num_counting(num_threads, warp_size)} * kIdsPerLoadThread;
+    return static_cast<int32_t>(max64(1, min64(ceil_div(most_ids, each), max_blocks)));
   }
 };
 

@@ -1,11 +1,11 @@
 // Ids -> counts, by all blocks of a rank.
 //
-// 65536 ids of 8 bytes are 512 KiB: 16 blocks have them in flight at once. Sums of integers are the
+// 65536 ids of 8 bytes are 512 KiB: 19 blocks have them in flight at once. Sums of integers are the
 // same in any order, so blocks need no order.
 #pragma once
 
 #include "cuda/device/config.hpp"
-#include "cuda/device/load_args.hpp"
+#include "cuda/device/load_block.hpp"
 #include "cuda/device/ptx.cuh"
 
 namespace uec::cuda {
@@ -38,16 +38,17 @@ UEC_DEVICE void count_quad(const LoadSums& sums, int32_t* counts, const uint4& q
   }
 }
 
-// This block's share, into counts [E] of its own.
+// This block's share, into counts [E] of its own, by its first num_counting threads.
 template <class Id>
-UEC_DEVICE void count_share(const LoadCall& call, const LoadSums& sums, int32_t* counts) {
+UEC_DEVICE void count_share(const LoadCall& call, const LoadSums& sums, int32_t* counts,
+                            int32_t num_counting) {
   const auto* const ids = reinterpret_cast<const Id*>(call.ids);
   constexpr int32_t kPerQuad = 16 / static_cast<int32_t>(sizeof(Id));
   const int64_t before = min64(call.count, static_cast<int64_t>(-call.ids % 16 / sizeof(Id)));
   const int64_t num_quads = (call.count - before) / kPerQuad;
   const auto* const quads = reinterpret_cast<const uint4*>(ids + before);
-  const int64_t first = int64_t{ptx::block_x()} * ptx::num_threads() + ptx::thread_idx();
-  const int64_t step = int64_t{ptx::num_blocks_x()} * ptx::num_threads();
+  const int64_t first = int64_t{ptx::block_x()} * num_counting + ptx::thread_idx();
+  const int64_t step = int64_t{ptx::num_blocks_x()} * num_counting;
 #pragma unroll 1
   for (int64_t q = first; q < num_quads; q += kQuadsAtOnce * step) {
     uint4 quad[kQuadsAtOnce];
@@ -67,14 +68,21 @@ UEC_DEVICE void count_share(const LoadCall& call, const LoadSums& sums, int32_t*
   }
 }
 
-// Adds this block's share to the sums, by way of counts [E] in shared memory.
-UEC_DEVICE void count_ids(const LoadCall& call, const LoadSums& sums, int32_t* counts) {
+// Adds this block's share to the sums, by way of counts [E] in shared memory. The other warps do
+// something else meanwhile, or all do that too.
+template <class Else>
+UEC_DEVICE void count_ids(const LoadCall& call, const LoadSums& sums, int32_t* counts,
+                          Else&& meanwhile) {
+  const int32_t num_counting = LoadGrid::num_counting(ptx::num_threads(), ptx::kWarpSize);
   for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads()) counts[e] = 0;
   ptx::sync_block();
-  if (call.id_bytes == 4)
-    count_share<int32_t>(call, sums, counts);
-  else
-    count_share<int64_t>(call, sums, counts);
+  if (ptx::thread_idx() < num_counting) {
+    if (call.id_bytes == 4)
+      count_share<int32_t>(call, sums, counts, num_counting);
+    else
+      count_share<int64_t>(call, sums, counts, num_counting);
+  }
+  meanwhile();
   ptx::sync_block();
   for (int32_t e = ptx::thread_idx(); e < sums.num_experts; e += ptx::num_threads())
     if (counts[e] != 0) ptx::add_relaxed(&sums.counts[e], counts[e]);

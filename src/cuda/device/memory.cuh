@@ -10,7 +10,7 @@
 namespace uec::cuda {
 
 UEC_DEVICE uint8_t* own_memory(const RankState& state) {
-  return reinterpret_cast<uint8_t* const*>(state.bases)[state.rank];
+  return reinterpret_cast<uint8_t*>(state.memory);
 }
 UEC_DEVICE int32_t pe_of(const RankState& state, int32_t rank) {
   return reinterpret_cast<const int32_t*>(state.pes)[rank];
@@ -35,13 +35,18 @@ UEC_DEVICE Call begin_call(const RankState& state) {
   return call;
 }
 
-// A Mover for code that publishes flags and moves no bytes.
+// A Mover for code that publishes flags and moves no bytes. One fence releases all of a call's
+// words, where a release store for each would wait for the arrival of the one before. By the memory
+// model a relaxed store after such a fence is a release pattern: a peer that acquires any of these
+// words sees what came before the fence, as it would of a release store. They have no order among
+// themselves, and need none.
 class DeviceHerald : public DeliveryPolicy {
  public:
   template <class F>
   UEC_DEVICE bool when_delivered(uint32_t, bool, F&& then) const {
     ptx::sync_warp();
-    then(delivered());
+    ptx::fence_release_system();
+    then(released());
     return true;
   }
 };
@@ -66,13 +71,11 @@ class DeviceMemory {
   // Release at system scope, on the flag itself. The token says that a thread of this warp, or one
   // that it synchronised with, has waited for the delivery.
   UEC_DEVICE void publish(Delivered, int32_t rank, int64_t offset, uint64_t value) const {
-    if constexpr (kFar) {
-      if (base(rank) == nullptr) {
-        far::signal(flag(offset), value, pe_of(*block_.state, rank));
-        return;
-      }
-    }
-    ptx::store_release_system(reinterpret_cast<uint64_t*>(base(rank) + offset), value);
+    if (!signals(rank, offset, value)) ptx::store_release_system(flag(rank, offset), value);
+  }
+  // Relaxed, behind DeviceHerald's fence by this thread.
+  UEC_DEVICE void publish(Released, int32_t rank, int64_t offset, uint64_t value) const {
+    if (!signals(rank, offset, value)) ptx::store_relaxed_system(flag(rank, offset), value);
   }
 
   UEC_DEVICE bool flags_delivered() const {
@@ -94,7 +97,16 @@ class DeviceMemory {
   UEC_DEVICE uint64_t* flag(int64_t offset) const {
     return reinterpret_cast<uint64_t*>(block_.own + offset);
   }
-  UEC_DEVICE uint8_t* base(int32_t rank) const { return block_.call.addresses.bases[rank]; }
+  UEC_DEVICE uint64_t* flag(int32_t rank, int64_t offset) const {
+    return reinterpret_cast<uint64_t*>(block_.call.addresses.bases[rank] + offset);
+  }
+  // Of a far peer.
+  UEC_DEVICE bool signals(int32_t rank, int64_t offset, uint64_t value) const {
+    if constexpr (!kFar) return false;
+    if (block_.call.addresses.bases[rank] != nullptr) return false;
+    far::signal(flag(offset), value, pe_of(*block_.state, rank));
+    return true;
+  }
 
   const BlockCall& block_;
 };

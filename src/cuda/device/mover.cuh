@@ -47,7 +47,7 @@ class DeviceMover : public DeliveryPolicy {
     uint64_t* const full = &ring_.full[k % kStages];
     uint8_t* const to = tile(k);
     const int64_t bytes = stage.span.bytes;
-    const bool bulk = ptx::kHasBulk && source != nullptr && is_aligned(source);
+    const bool bulk = source != nullptr && is_aligned(source);
     const int64_t in_bulk = bulk ? bytes / 16 * 16 : 0;
     if (source != nullptr && in_bulk < bytes) {
       copy_from_global(to + in_bulk, source + in_bulk, bytes - in_bulk);
@@ -84,7 +84,7 @@ class DeviceMover : public DeliveryPolicy {
   // addresses would take longer than the store.
   UEC_DEVICE void store(uint32_t k, uint8_t* destination, int64_t bytes) {
     const bool any = destination != nullptr;
-    const int64_t in_bulk = ptx::kHasBulk && any && is_aligned(destination) ? bytes / 16 * 16 : 0;
+    const int64_t in_bulk = any && is_aligned(destination) ? bytes / 16 * 16 : 0;
     if (in_bulk > 0) ptx::bulk_store(destination, tile(k), static_cast<uint32_t>(in_bulk));
     count(bytes * ptx::num_set(ptx::ballot(any)));
     // What bulk stores cannot take: by all lanes together, one destination after another.
@@ -126,13 +126,9 @@ class DeviceMover : public DeliveryPolicy {
 
   UEC_DEVICE uint32_t commit(uint32_t) {
     ++commits_;
-    if constexpr (ptx::kHasBulk) {
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<1>();
-      read_ = commits_ - 1;
-    } else {
-      read_ = commits_;
-    }
+    ptx::bulk_commit();
+    ptx::bulk_wait_read<1>();
+    read_ = commits_ - 1;
     ptx::sync_warp();  // all lanes have read the stage, or stored from it
     return commits_;
   }
@@ -155,11 +151,9 @@ class DeviceMover : public DeliveryPolicy {
     if (ticket > delivered_) {
       const uint32_t behind = commits_ - ticket;
       if (behind < kCommitsInFlight && !idle) return false;
-      if constexpr (ptx::kHasBulk) {
-        wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
-        // Bulk stores and the release that will publish them are of different proxies.
-        ptx::fence_proxy_async_global();
-      }
+      wait_for_all_but(behind < kCommitsInFlight ? behind : kCommitsInFlight);
+      // Bulk stores and the release that will publish them are of different proxies.
+      ptx::fence_proxy_async_global();
       if constexpr (kFar) far::quiet();
       delivered_ = commits_ - (behind < kCommitsInFlight ? behind : kCommitsInFlight);
       read_ = delivered_ > read_ ? delivered_ : read_;

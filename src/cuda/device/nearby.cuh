@@ -12,17 +12,38 @@
 
 namespace uec::cuda {
 
-// By one thread: puts copies in the place of what `call` points to, as far as there is room. They
-// have to be filled before they are used.
+// Puts copies in the place of what `call` points to, as far as there is room.
 class NearbyTables {
  public:
-  UEC_DEVICE NearbyTables(Nearby& nearby, std::byte* memory) : nearby_(nearby), at_(memory) {
-    nearby.num_tables = 0;
+  UEC_DEVICE NearbyTables(Nearby& nearby, std::byte* memory, int32_t num_ranks)
+      : nearby_(nearby), at_(memory), num_ranks_(num_ranks) {
+    used_ = round_up(int64_t{num_ranks} * kPeerBytes, 8);
+    if (used_ > kNearbyBytes) used_ = num_ranks_ = 0;
+  }
+
+  // By all threads: copies what each call needs, the ranks' addresses and who is told of `open`.
+  UEC_DEVICE void fill_peers(const RankState& known, const std::byte* call_block) {
+    const auto* const bases = reinterpret_cast<const uint64_t*>(known.bases);
+    const uint8_t* const opens =
+        CallArrays::in(known.arrays.work.opens, reinterpret_cast<intptr_t>(call_block));
+    for (int32_t r = ptx::thread_idx(); r < num_ranks_; r += ptx::num_threads()) {
+      const uint64_t base = bases[r];
+      const uint8_t is_told = opens[r];
+      reinterpret_cast<uint64_t*>(at_)[r] = base;
+      near_opens()[r] = is_told;
+    }
+  }
+
+  // By one thread, as what follows. The other tables are filled by fill_nearby().
+  UEC_DEVICE void take_peers(Call& call) {
+    nearby_.num_tables = nearby_.most_words = 0;
+    if (num_ranks_ == 0) return;
+    call.addresses.bases = reinterpret_cast<uint8_t* const*>(at_);
+    call.work.opens = near_opens();
   }
 
   UEC_DEVICE void replace(Call& call, const Capacity& capacity) {
     const int64_t segments = capacity.num_segments;
-    keep(call.addresses.bases, call.num_ranks);
     keep(call.addresses.slot_offset, segments);
     keep(call.addresses.segment_bytes, segments);
     keep(call.addresses.region_offset, segments);
@@ -37,7 +58,6 @@ class NearbyTables {
   // The same for a reduction, which reads no slots of weights.
   UEC_DEVICE void replace_reduction(Call& call, const Capacity& capacity) {
     const int32_t segments = call.grads.num_segments;
-    keep(call.addresses.bases, call.num_ranks);
     keep(call.addresses.mains, int64_t{segments} * capacity.num_mains);
     keep(call.grads.bytes, segments);
     keep(call.grads.type, segments);
@@ -50,6 +70,12 @@ class NearbyTables {
   }
 
  private:
+  static constexpr int64_t kPeerBytes = sizeof(uint64_t) + sizeof(uint8_t);
+
+  UEC_DEVICE uint8_t* near_opens() const {
+    return reinterpret_cast<uint8_t*>(at_ + num_ranks_ * sizeof(uint64_t));
+  }
+
   UEC_DEVICE void keep_tiles(Call& call) {
     keep(call.tiles.bytes, call.tiles.num_segments);
     keep(call.tiles.first_tile, call.tiles.num_segments + 1);
@@ -62,22 +88,32 @@ class NearbyTables {
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     if (used_ + bytes > kNearbyBytes) return;
     auto* const copy = reinterpret_cast<uint32_t*>(at_ + used_);
-    nearby_.tables[nearby_.num_tables++] = {reinterpret_cast<const uint32_t*>(table), copy,
-                                            static_cast<int32_t>(bytes / sizeof(uint32_t))};
+    const auto words = static_cast<int32_t>(bytes / sizeof(uint32_t));
+    nearby_.tables[nearby_.num_tables++] = {reinterpret_cast<const uint32_t*>(table), copy, words};
+    nearby_.most_words = max32(nearby_.most_words, words);
     table = reinterpret_cast<T*>(copy);
     used_ = round_up(used_ + bytes, 8);
   }
 
   Nearby& nearby_;
   std::byte* at_;
-  int64_t used_ = 0;
+  int32_t num_ranks_;  // whose table has a copy
+  int64_t used_;
 };
 
-// By all threads of a block, between two block-wide barriers.
+// By all threads of a block, between two block-wide barriers. A word of each table is under way at
+// once: most tables are shorter than the block has threads.
 UEC_DEVICE void fill_nearby(const Nearby& nearby) {
-  for (int32_t i = 0; i < nearby.num_tables; ++i) {
-    const auto& [from, to, words] = nearby.tables[i];
-    for (int32_t w = ptx::thread_idx(); w < words; w += ptx::num_threads()) to[w] = from[w];
+  constexpr int32_t kMost = sizeof(nearby.tables) / sizeof(nearby.tables[0]);
+#pragma unroll 1
+  for (int32_t w = ptx::thread_idx(); w < nearby.most_words; w += ptx::num_threads()) {
+    uint32_t words[kMost];
+#pragma unroll
+    for (int32_t i = 0; i < kMost; ++i)
+      if (i < nearby.num_tables && w < nearby.tables[i].words) words[i] = nearby.tables[i].from[w];
+#pragma unroll
+    for (int32_t i = 0; i < kMost; ++i)
+      if (i < nearby.num_tables && w < nearby.tables[i].words) nearby.tables[i].to[w] = words[i];
   }
 }
 

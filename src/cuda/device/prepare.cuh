@@ -14,72 +14,119 @@
 
 namespace uec::cuda {
 
-// By a warp: copies the tables that are read repeatedly, in chains of dependent loads, to shared
-// memory.
-UEC_DEVICE void copy_ints(int32_t* to, uint64_t from, int32_t count) {
-  const auto* const values = reinterpret_cast<const int32_t*>(from);
-  for (int32_t i = Warp::index(); i < count; i += Warp::size()) to[i] = values[i];
-}
+inline constexpr int32_t kHeaderWords = sizeof(CallHeader) / sizeof(uint64_t);
 
-// By a warp: the arguments of prepare_replicate() and prepare_reduce(), from what the group and the
-// call give.
-UEC_APART void gather_tables(const RankState& state, const DeviceCall& device, uint64_t tag,
-                             PrepareShared& made) {
-  const Capacity& c = state.capacity;
-  if (Warp::leader()) {
-    new (&made) PrepareShared;
-    made.cut(reinterpret_cast<std::byte*>(&made + 1), c);
-    GroupTables& tables = made.tables;
-    tables.topology = {c.num_ranks, c.num_experts, c.slots_per_rank,
-                       made.home,   made.domain,   state.allow_cross_domain != 0};
-    tables.rank = state.rank;
-    tables.segment_bytes = reinterpret_cast<const int64_t*>(state.segment_bytes);
-    tables.main_idx = made.main_idx;
-    tables.tile_bytes = state.tile_bytes;
-    tables.cost = state.cost;
-    tables.grads = grads_of(state);
-    ReplicateArgs& args = made.args;
-    for (int32_t i = 0; i < c.num_segments; ++i)
-      if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
-    args.slot_expert = made.slot_expert;
-    args.tag = tag;
-    args.segments = made.segments;
-    args.mode = device.mode;
-    args.region = device.regions == 0 ? -1 : device.region;
-    ReduceArgs& reduce = made.reduce;
-    for (int32_t i = 0; i < c.num_grad_segments; ++i)
-      made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
-    reduce.slot_expert = made.slot_expert;
-    reduce.tag = tag;
-    reduce.main_type = made.main_type;
-    reduce.mode = device.mode;
-    reduce.zero = device.zero != 0;
+// The threads of a block, as far as a plan's check needs a team.
+struct Block {
+  uint32_t* answers;  // [warps] in shared memory
+
+  UEC_DEVICE static int32_t index() { return ptx::thread_idx(); }
+  UEC_DEVICE static int32_t size() { return ptx::num_threads(); }
+  UEC_DEVICE uint32_t lowest(uint32_t value) const {
+    value = Warp::lowest(value);
+    ptx::sync_block();  // the answers before have been read
+    if (Warp::leader()) answers[index() / ptx::kWarpSize] = value;
+    ptx::sync_block();
+    for (int32_t w = 0; w < size() / ptx::kWarpSize; ++w) value = min_u32(value, answers[w]);
+    return value;
   }
-  Warp::sync();
-  copy_ints(made.home, state.home, c.num_experts);
-  copy_ints(made.domain, state.domain, c.num_ranks);
-  copy_ints(made.main_idx, state.main_idx, c.num_experts);
-  copy_ints(made.slot_expert, device.slot_expert, static_cast<int32_t>(c.replicas()));
+};
+
+// By one thread: the arguments of fill_call(), from what the group and the call give.
+UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device, uint64_t tag,
+                                PrepareShared& made) {
+  const Capacity& c = known.capacity;
+  GroupTables& tables = made.tables;
+  const PrepareArrays& arrays = made.arrays;
+  tables.topology = {c.num_ranks, c.num_experts, c.slots_per_rank,
+                     arrays.home, arrays.domain, known.allow_cross_domain != 0};
+  tables.rank = known.rank;
+  tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
+  tables.main_idx = arrays.main_idx;
+  tables.tile_bytes = known.tile_bytes;
+  tables.cost = known.cost;
+  tables.grads = grads_of(known);
+  arrays.arrays.lend_to(&made.call);
+  ReplicateArgs& args = made.args;
+  args.num_segments = 0;
+  for (int32_t i = 0; i < c.num_segments; ++i)
+    if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
+  args.slot_expert = made.arrays.slot_expert;
+  args.tag = tag;
+  args.segments = made.segments;
+  args.mode = device.mode;
+  args.region = device.regions == 0 ? -1 : device.region;
+  ReduceArgs& reduce = made.reduce;
+  for (int32_t i = 0; i < c.num_grad_segments; ++i)
+    made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
+  reduce.slot_expert = made.arrays.slot_expert;
+  reduce.tag = tag;
+  reduce.main_type = made.main_type;
+  reduce.mode = device.mode;
+  reduce.zero = device.zero != 0;
+}
+
+// By a warp, ahead of it: where the arrays lie. Null pointers and zeros stay.
+UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
+  const auto* const from = reinterpret_cast<const uint64_t*>(&known.spare);
+  auto* const to = reinterpret_cast<uint64_t*>(&made.arrays);
+  for (uint32_t i = Warp::index(); i < sizeof(PrepareArrays) / sizeof(uint64_t); i += Warp::size())
+    to[i] = from[i] == 0 ? 0 : from[i] + reinterpret_cast<uint64_t>(&made);
   Warp::sync();
 }
 
-// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
-UEC_APART Wait find_refusal(const DeviceCall& device, const PrepareShared& made) {
-  const Topology& t = made.tables.topology;
-  Wait wait;
-  wait.peer = made.tables.rank;
-  if (const auto* const home = reinterpret_cast<const int32_t*>(device.home)) {
-    uint32_t differs = ~0u;
-    for (int32_t e = Warp::index(); e < t.num_experts && differs == ~0u; e += Warp::size())
-      if (home[e] != t.home[e]) differs = static_cast<uint32_t>(e);
-    differs = Warp::lowest(differs);
-    if (differs != ~0u) {
-      wait.seen = static_cast<uint64_t>(Refusal::kHome);
-      wait.expert = static_cast<int32_t>(differs);
-      return wait;
+// By all threads: copies to shared memory what is read in chains of dependent loads, several words
+// of each table under way at once. Returns the first expert, of those that this thread has seen,
+// whose home is another in the plan.
+UEC_APART uint32_t gather_tables(const RankState& known, const DeviceCall& device,
+                                 PrepareShared& made) {
+  constexpr int32_t kAtOnce = 4;
+  const Capacity& c = known.capacity;
+  const auto replicas = static_cast<int32_t>(c.replicas());
+  const auto moved = reinterpret_cast<intptr_t>(&made);
+  const auto in = [moved](auto* array) { return CallArrays::in(array, moved); };
+  const auto at = [](uint64_t table) { return reinterpret_cast<const int32_t*>(table); };
+  uint32_t differs = ~0u;
+  const int32_t all = max32(max32(c.num_experts, c.num_ranks), replicas);
+#pragma unroll 1
+  for (int32_t begin = ptx::thread_idx(); begin < all; begin += kAtOnce * ptx::num_threads()) {
+    int32_t home[kAtOnce], theirs[kAtOnce], main_idx[kAtOnce], domain[kAtOnce], slot[kAtOnce];
+#pragma unroll
+    for (int32_t k = 0; k < kAtOnce; ++k) {
+      const int32_t i = begin + k * ptx::num_threads();
+      if (i < c.num_experts) home[k] = at(known.home)[i];
+      if (i < c.num_experts) main_idx[k] = at(known.main_idx)[i];
+      if (i < c.num_experts && device.home != 0) theirs[k] = at(device.home)[i];
+      if (i < c.num_ranks) domain[k] = at(known.domain)[i];
+      if (i < replicas) slot[k] = at(device.slot_expert)[i];
+    }
+#pragma unroll
+    for (int32_t k = 0; k < kAtOnce; ++k) {
+      const int32_t i = begin + k * ptx::num_threads();
+      if (i < c.num_experts) in(known.spare.home)[i] = home[k];
+      if (i < c.num_experts) in(known.spare.main_idx)[i] = main_idx[k];
+      if (i < c.num_experts && device.home != 0 && theirs[k] != home[k])
+        differs = min_u32(differs, static_cast<uint32_t>(i));
+      if (i < c.num_ranks) in(known.spare.domain)[i] = domain[k];
+      if (i < replicas) in(known.spare.slot_expert)[i] = slot[k];
     }
   }
-  const PlanCheck check = check_plan(Warp{}, t, made.slot_expert);
+  return differs;
+}
+
+// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By all
+// threads.
+UEC_APART Wait find_refusal(PrepareShared& made, uint32_t differs) {
+  const Topology& t = made.tables.topology;
+  Wait wait;
+  differs = Block{made.lowest}.lowest(differs);  // from here on all tables are there
+  wait.peer = made.tables.rank;
+  if (differs != ~0u) {
+    wait.seen = static_cast<uint64_t>(Refusal::kHome);
+    wait.expert = static_cast<int32_t>(differs);
+    return wait;
+  }
+  const PlanCheck check = check_plan(Block{made.lowest}, t, made.arrays.slot_expert);
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -90,12 +137,12 @@ UEC_APART Wait find_refusal(const DeviceCall& device, const PrepareShared& made)
 UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity, int32_t rank) {
   const int32_t num_segments = made.call.tiles.num_segments;
   const int32_t count = made.call.work.num_pieces * num_segments;
-  const auto segment_of = [&](int32_t i) { return made.arrays.segment[i % num_segments]; };
+  const auto segment_of = [&](int32_t i) { return made.arrays.arrays.segment[i % num_segments]; };
   uint32_t missing = ~0u;
   for (int32_t i = Warp::index(); i < count && missing == ~0u; i += Warp::size()) {
     const Piece& piece = made.call.work.pieces[i / num_segments];
     if (piece.source == Source::kMain &&
-        made.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
+        made.arrays.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
       missing = static_cast<uint32_t>(i);
   }
   missing = Warp::lowest(missing);
@@ -109,39 +156,56 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
   return wait;
 }
 
-// By a warp: makes the block's image in shared memory, where `made` is. A refusal has its reason in
-// `seen`.
 template <Operation kOperation>
-UEC_APART Wait prepare_call(const RankState& state, const DeviceCall& device, uint64_t tag,
-                            PrepareShared& made) {
-  gather_tables(state, device, tag, made);
-  const Wait refusal = find_refusal(device, made);
-  if (refusal.seen != 0) return refusal;
-  const uint64_t quotas = digest_quotas(Warp{}, made.tables.topology,
-                                        reinterpret_cast<const int32_t*>(device.slot_quota),
-                                        reinterpret_cast<const int32_t*>(device.home_quota));
-  if (Warp::leader()) made.args.plan_digest = made.reduce.plan_digest = quotas;
-  Warp::sync();
-  const Capacity& capacity = state.capacity;
-  constexpr bool kReduces = kOperation == Operation::kReduce;
-  uint64_t digest;
-  if constexpr (kReduces)
-    digest = prepare_reduce(Warp{}, made.tables, made.reduce, made.arrays, made.schedule,
-                            &made.shape, &made.call);
+UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
+  if constexpr (kOperation == Operation::kReduce)
+    return made.reduce;
   else
-    digest = prepare_replicate(Warp{}, made.tables, made.args, made.arrays, made.schedule,
-                               &made.shape, &made.call);
-  if (Warp::leader()) {
-    const bool pull = !kReduces && made.schedule.schedule.mode == Mode::kPull;
-    new (made.image) CallHeader(make_header(made.call, digest, pull ? device.regions : 0));
-  }
+    return made.args;
+}
+
+// By a warp, while another one makes the schedule: what does not depend on it.
+template <Operation kOperation>
+UEC_APART void take_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
-  const int32_t segments = kReduces ? capacity.num_grad_segments : capacity.num_segments;
-  for (int32_t i = Warp::index(); i < segments * capacity.num_mains; i += Warp::size())
-    made.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
-  made.call.reset_counters(Warp{});
-  Warp::sync();
-  return find_missing(made, capacity, state.rank);
+  const Capacity& c = known.capacity;
+  const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
+  for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
+    made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
+  const Topology& t = made.tables.topology;
+  const uint64_t quotas =
+      digest_quotas(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_quota),
+                    reinterpret_cast<const int32_t*>(device.home_quota));
+  const uint64_t digest = digest_call(Warp{}, t, arguments_of<kOperation>(made), quotas);
+  if (Warp::leader()) made.digest = digest;
+}
+
+// By all threads: makes the block's image in shared memory, where `made` is. A refusal has its
+// reason in `seen`, in all threads of the first warp.
+template <Operation kOperation>
+UEC_DEVICE Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
+                             PrepareShared& made) {
+  const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
+  if (warp == 0) place_arrays(known, made);
+  if (ptx::thread_idx() == 0) gather_arguments(known, device, tag, made);
+  const Wait refusal = find_refusal(made, gather_tables(known, device, made));
+  if (refusal.seen != 0) return refusal;
+  if (warp == ptx::num_threads() / ptx::kWarpSize - 1) take_plan<kOperation>(known, device, made);
+  if (warp == 0) {
+    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.arrays,
+              made.arrays.schedule, &made.shape, &made.call);
+    made.call.reset_counters(Warp{});
+  }
+  ptx::sync_block();
+  if (warp != 0) return refusal;
+  if (Warp::leader()) {
+    const Mode mode = made.arrays.schedule.schedule.mode;
+    const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
+    new (made.arrays.image) CallHeader(
+        make_header(made.call, with_mode(made.digest, arguments_of<kOperation>(made), mode),
+                    pull ? device.regions : 0));
+  }
+  return find_missing(made, known.capacity, known.rank);
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
@@ -151,8 +215,8 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
                            std::byte* spare, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(spare);
+  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made);
   if (ptx::thread_idx() < ptx::kWarpSize) {
-    const Wait refusal = prepare_call<kOperation>(state, device, tag, made);
     if (refusal.seen != 0) {
       Memory memory(shared.block);
       reject(shared.block, memory, refusal);
@@ -161,22 +225,26 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   }
   ptx::sync_block();
   if (!shared.prepared) return;
-  const auto* const image = reinterpret_cast<const uint64_t*>(made.image);
+  const auto* const image = reinterpret_cast<const uint64_t*>(made.arrays.image);
   auto* const to = reinterpret_cast<uint64_t*>(call_block);
-  for (int64_t i = ptx::thread_idx(); i < call_block_bytes(state.capacity) / 8;
-       i += ptx::num_threads())
-    to[i] = image[i];
+  auto* const header = reinterpret_cast<uint64_t*>(&shared.header);
+  const auto words = static_cast<int32_t>(call_block_bytes(shared.known.capacity) / 8);
+  for (int32_t i = ptx::thread_idx(); i < words; i += ptx::num_threads()) {
+    const uint64_t word = image[i];
+    to[i] = word;
+    if (i < kHeaderWords) header[i] = word;
+  }
   // Bulk loads, in the async proxy, may put tiles where the image was.
   ptx::fence_proxy_async_shared();
   ptx::sync_block();
   // Release: pairs with await_block() of the rank's other blocks, which read the call's block then.
-  if (ptx::thread_idx() == 0) ptx::store_release_device(&state.prepared, state.epoch + 1);
+  if (ptx::thread_idx() == 0)
+    ptx::store_release_device(&state.prepared, shared.block.call.epoch.number);
 }
 
 // By one thread of another block; false: the rank has failed. Needs no clock: the block that it
 // waits for is running.
-UEC_DEVICE bool await_block(const RankState& state) {
-  const uint64_t epoch = state.epoch + 1;
+UEC_DEVICE bool await_block(const RankState& state, uint64_t epoch) {
   while (ptx::load_acquire_device(&state.prepared) != epoch) {
     if (ptx::load_relaxed(&state.failed) != 0) return false;
     ptx::pause();
@@ -184,14 +252,20 @@ UEC_DEVICE bool await_block(const RankState& state) {
   return true;
 }
 
-// By all threads. Sets shared.prepared, for the thread that continues.
+// By all threads. Sets shared.prepared and, if so, the header.
 template <class Memory, Operation kOperation>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t tag,
                         std::byte* spare, std::byte* call_block) {
-  if (shared.first)
-    make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
-  else if (ptx::thread_idx() == 0)
-    shared.prepared = await_block(*shared.block.state);
+  ptx::sync_block();
+  if (shared.first) return make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
+  if (ptx::thread_idx() == 0)
+    shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
+  ptx::sync_block();
+  if (!shared.prepared) return;
+  for (int32_t i = ptx::thread_idx(); i < kHeaderWords; i += ptx::num_threads())
+    reinterpret_cast<uint64_t*>(&shared.header)[i] =
+        reinterpret_cast<const uint64_t*>(call_block)[i];
+  ptx::sync_block();
 }
 
 }  // namespace uec::cuda

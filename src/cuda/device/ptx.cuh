@@ -6,17 +6,15 @@
 
 #include <cstdint>
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "bulk copies need compute capability 9.0"
+#endif
+
 #define UEC_DEVICE __device__ __forceinline__
 #define UEC_ROLE __device__ __forceinline__
 #define UEC_APART inline __device__ __noinline__  // shall take no registers from what moves bytes
 
 namespace uec::ptx {
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-inline constexpr bool kHasBulk = true;  // cp.async.bulk and what belongs to it
-#else
-inline constexpr bool kHasBulk = false;
-#endif
 
 inline constexpr int32_t kWarpSize = 32;
 inline constexpr uint32_t kAllLanes = 0xFFFFFFFF;
@@ -52,6 +50,11 @@ UEC_DEVICE uint64_t load_acquire_system(const uint64_t* at) {
 // All that this thread did, or that comes before something it did, comes before the value.
 UEC_DEVICE void store_release_system(uint64_t* at, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+// The same for all that this thread stores relaxed from here on.
+UEC_DEVICE void fence_release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+UEC_DEVICE void store_relaxed_system(uint64_t* at, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 // All that this thread has stored has arrived when this returns. Of two such fences of different
 // threads one is first: what comes after the other sees all that came before the first.
@@ -213,9 +216,7 @@ UEC_DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
 }
 // Makes the initialised barriers known to the async proxy. A block-wide barrier follows.
 UEC_DEVICE void fence_mbarrier_init() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
 }
 // Releases what this thread did before to any thread that sees the phase complete.
 UEC_DEVICE void mbarrier_arrive(uint64_t* barrier) {
@@ -225,13 +226,11 @@ UEC_DEVICE void mbarrier_arrive(uint64_t* barrier) {
 }
 // As mbarrier_arrive(), and the phase does not complete before `bytes` more have been loaded.
 UEC_DEVICE void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n .reg .b64 state;\n mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(
           shared_address(barrier)),
       "r"(bytes)
       : "memory");
-#endif
 }
 // Whether the phase of this parity is complete; if so, acquires what the arrivals released.
 UEC_DEVICE bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
@@ -249,53 +248,37 @@ UEC_DEVICE bool mbarrier_test(const uint64_t* barrier, uint32_t parity) {
 
 // Between an ordinary access and a bulk copy of the same global memory, in either order.
 UEC_DEVICE void fence_proxy_async_global() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
-#endif
 }
 // The same for shared memory.
 UEC_DEVICE void fence_proxy_async_shared() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 // Addresses and size are multiples of 16. The barrier's phase counts the bytes as they arrive.
 UEC_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
-#endif
 }
 UEC_DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
                : "memory");
-#endif
 }
 // Closes this thread's group of bulk stores.
-UEC_DEVICE void bulk_commit() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-#endif
-}
+UEC_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All but this thread's latest kPending groups have read shared memory. They may not have arrived.
 template <int kPending>
 UEC_DEVICE void bulk_wait_read() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-#endif
 }
 // All but this thread's latest kPending groups have arrived, as far as this thread can tell: a
 // fence_proxy_async_global() and a release tell others.
 template <int kPending>
 UEC_DEVICE void bulk_wait() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
 }
 
 // ---- time ---------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // Copies by a warp's ordinary loads and stores: for addresses and sizes that bulk copies cannot
-// take, and for devices that have none.
+// take.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,10 @@ namespace uec::cuda {
 
 namespace detail {
 
-// Loads in flight before the first store. Where there are bulk copies, these take what comes in 16
-// bytes, and registers matter more here.
+// Loads in flight before the first store. Of what comes in 16 bytes bulk copies take most, and
+// registers matter more.
 template <class T>
-inline constexpr int32_t kUnrolled = sizeof(T) < 16  ? 8
-                                     : ptx::kHasBulk ? 1
-                                                     : 2;
+inline constexpr int32_t kUnrolled = sizeof(T) < 16 ? 8 : 1;
 
 // `Load` reads an element: global memory that peers write needs loads of its own. The outer loops
 // are not unrolled by the compiler: that would take more registers than there are.

@@ -23,10 +23,11 @@ UEC_DEVICE bool has_failed(BlockCall& block) {
   return Warp::share(failed) != 0;
 }
 
-UEC_DEVICE bool is_cancelled(const BlockCall& block) {
-  const auto* const status = reinterpret_cast<const Status*>(block.state->status);
-  return Warp::share(Warp::leader() && ptx::load_acquire_system(&status->cancelled) != 0);
+UEC_DEVICE bool is_cancelled(uint64_t status) {
+  const auto* const cancelled = &reinterpret_cast<const Status*>(status)->cancelled;
+  return Warp::share(Warp::leader() && ptx::load_acquire_system(cancelled) != 0);
 }
+UEC_DEVICE bool is_cancelled(const BlockCall& block) { return is_cancelled(block.state->status); }
 
 // The first failure of a rank keeps its report and tells its peers at once; other blocks stop at
 // their next look. Called by a whole warp. `waited_ns`: for a wait that has expired.

@@ -65,14 +65,15 @@ Expert draw_expert(Random& random, int32_t num_ranks, int32_t most) {
   return x;
 }
 
-template <int32_t kAtOnce, class Team>
+template <int32_t kAtOnce, int32_t kTurns, class Team>
 std::vector<int32_t> compute(const Team& team, const Expert& x, int32_t source,
                              std::vector<int32_t>& quota, std::vector<uec::Turn>& turns) {
   for (size_t r = team.index(); r < x.load.size(); r += team.size())
     turns[r].rest = static_cast<uint32_t>(x.load[r]);
   team.sync();
-  uec::share_expert<kAtOnce>(team, x.load[source], source, x.rank.data(),
-                             static_cast<int32_t>(x.rank.size()), quota.data(), turns.data());
+  uec::share_expert<kAtOnce, kTurns>(team, x.load[source], source, x.rank.data(),
+                                     static_cast<int32_t>(x.rank.size()), quota.data(),
+                                     turns.data());
   return quota;
 }
 
@@ -81,13 +82,13 @@ void check_expert(const Expert& x, int32_t source, int32_t team_size) {
   std::vector<int32_t> quota = x.quota;
   std::vector<uec::Turn> turns(x.load.size());
   if (team_size == 1) {
-    CHECK(compute<4>(Alone{}, x, source, quota, turns) == expected);
+    CHECK((compute<4, 1>(Alone{}, x, source, quota, turns) == expected));
     quota = x.quota;
-    CHECK(compute<1>(Alone{}, x, source, quota, turns) == expected);
+    CHECK((compute<1, 3>(Alone{}, x, source, quota, turns) == expected));
     return;
   }
   const auto each =
-      Crowd::run(team_size, [&] { return compute<1>(Crowd{}, x, source, quota, turns); });
+      Crowd::run(team_size, [&] { return compute<1, 2>(Crowd{}, x, source, quota, turns); });
   for (const std::vector<int32_t>& result : each) CHECK(result == expected);
 }
 

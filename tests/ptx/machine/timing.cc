@@ -82,10 +82,9 @@ uint64_t Machine::latency(const Instruction& i) const {
   }
 }
 
-// Waits until what an instruction needs is there, and for an issue slot. Returns when it is issued.
-uint64_t Machine::issue(Warp& w, Frame& f, const Instruction& i) {
-  const auto pc = static_cast<uint32_t>(&i - module_.code.data());
-  w.current = pc;
+// Whether what an instruction needs is there. If not, waits for it: until then the issue slot is for
+// other warps.
+bool Machine::has_operands(Warp& w, Frame& f, const Instruction& i) {
   Frame::Ready last;
   const auto need = [&](const Operand& o) {
     if (o.kind != Kind::kRegister && o.kind != Kind::kPredicate) return;
@@ -100,11 +99,16 @@ uint64_t Machine::issue(Warp& w, Frame& f, const Instruction& i) {
     predicate.index = i.predicate;
     need(predicate);
   }
-  if (last.at > w.now) {  // charged to who made it late
-    std::swap(w.current, last.pc);
-    wait_until(w, last.at, last.wait);
-    w.current = pc;
-  }
+  if (last.at <= w.now) return true;
+  w.current = last.pc;  // charged to who made it late
+  wait_until(w, last.at, last.wait);
+  return false;
+}
+
+// Waits for an issue slot. Returns when the instruction is issued.
+uint64_t Machine::issue(Warp& w, const Instruction& i) {
+  const auto pc = static_cast<uint32_t>(&i - module_.code.data());
+  w.current = pc;
   uint64_t& slot = w.block->slots[w.in_block % 4];
   const uint64_t at = std::max(w.now, slot);
   w.slot_wait += at - w.now;

@@ -12,12 +12,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from ultraep_comm.bench.launch import (
     Launched,
+    _join,
     find_launcher,
     first_host,
     meeting_point,
@@ -231,6 +233,18 @@ def test_no_rank_sees_another_end_with_the_run(tmp_path: Path) -> None:
         run.terminate()
     assert run.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("seen*"))
+
+
+@pytest.mark.parametrize("codes", [(2, 7), (7, 2), (2, 7, 1), (0, 7)])
+def test_how_a_rank_ended_counts_more_than_what_its_peers_report(codes: tuple[int, ...]) -> None:
+    ranks = [subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in codes]
+    ended = [SimpleNamespace(sentinel=os.pidfd_open(rank.pid), join=rank.wait) for rank in ranks]
+    for stand_in, rank in zip(ended, ranks, strict=True):
+        stand_in.exitcode = rank.wait()
+        assert select.select([stand_in.sentinel], [], [], 10)[0]
+    assert _join(ended) == 7  # type: ignore[arg-type]
+    for stand_in in ended:
+        os.close(stand_in.sentinel)
 
 
 def test_a_reader_that_leaves_is_one_line(tmp_path: Path) -> None:

@@ -474,8 +474,9 @@ def test_a_rank_outside_the_process_group(ranks: RankPool) -> None:
 # ---- processes that end ------------------------------------------------------------------------
 
 
-def _mortal(rank: int, num_ranks: int, store: str, when: str, pipe: Any) -> None:
+def _mortal(rank: int, num_ranks: int, store: str, when: str, connected: Any, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    connected.wait()  # a rank that ends while others still connect breaks their gloo, not our call
     if when == "before new_group" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -499,10 +500,11 @@ def _live(rank: int, when: str) -> None:
 @pytest.mark.parametrize("when", ["before new_group", "before the call", "between calls"])
 def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, when: str) -> None:
     context = forkserver()
+    connected = context.Barrier(4)
     pipes, processes = [], []
     for rank in range(4):
         here, there = context.Pipe(duplex=False)
-        arguments = (rank, 4, str(tmp_path / "store"), when, there)
+        arguments = (rank, 4, str(tmp_path / "store"), when, connected, there)
         processes.append(context.Process(target=_mortal, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(here)

@@ -18,11 +18,6 @@ struct alignas(16) uint4 {
 
 namespace uec::ptx {
 
-#if !defined(UEC_EMULATE_WITHOUT_BULK)
-inline constexpr bool kHasBulk = true;
-#else
-inline constexpr bool kHasBulk = false;
-#endif
 inline constexpr int32_t kWarpSize = emulation::kLanes;
 
 using emulation::self;
@@ -97,6 +92,9 @@ inline void store_release_system(uint64_t* at, uint64_t value) {
   emulation::act();
 }
 inline void fence_system() {}
+// ThreadSanitizer knows no fences, so that the stores behind it are releases here.
+inline void fence_release_system() {}
+inline void store_relaxed_system(uint64_t* at, uint64_t value) { store_release_system(at, value); }
 
 inline int32_t load_relaxed(const int32_t* at) {
   emulation::look();
