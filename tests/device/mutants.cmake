@@ -301,8 +301,8 @@ ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
-  FIND [[    store_padding<Id>(args, block);]]
-  REPLACE [[]])
+  FIND [[return store_padding<Id>(args, block);]]
+  REPLACE [[return;]])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
