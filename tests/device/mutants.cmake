@@ -289,10 +289,9 @@ ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute
   FILE cuda/device/reroute_map.cuh
-  FIND [[    clear_rows(args, first_of_block, width);
-    sum_runs(block);  // its barriers also keep the zeros before the ones]]
-  REPLACE [[    sum_runs(block);
-    clear_rows(args, first_of_block, width);]])
+  FIND [[  if (!is_good) return;]]
+  REPLACE [[  if (!is_good) return;
+  clear_rows(args, first_of_block, width);]])
 
 ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
   FILE cuda/device/reroute_runs.cuh

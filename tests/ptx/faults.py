@@ -51,6 +51,7 @@ EXPLAINED = {
         "ids, main gradients and main weights, which nobody writes meanwhile; what peers write is "
         "copied in bulk"
     ),
+    r"no barrier .*keeps a compiler from": "keeps loads together, and orders nothing",
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
     r"|claimer\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (

@@ -102,10 +102,11 @@ UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {
     count_map(args, block, first);
     publish_counts(block);
     clear_rows(args, first_of_block, width);
-    sum_runs(block);  // its barriers also keep the zeros before the ones
+    sum_runs(block);
     if (block.is_last_run()) check_totals(block);
   }
-  leave(args, block, [](int64_t) { return int64_t{-1}; });
+  leave(args, block,
+        [](int64_t) { return int64_t{-1}; });  // its barrier also keeps zeros before ones
   if (!is_good) return;
   for (int32_t e = Warp::index(); e < num_experts; e += ptx::kWarpSize) {
     uint32_t bits = block.shared.bits[warp_idx() * num_experts + e];
