@@ -445,6 +445,16 @@ ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/de
   FIND [[    state.digest = shared.digest;]]
   REPLACE [[]])
 
+ultraep_add_device_mutant(load_failure_of_a_team_unseen PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[    ptx::store_shared_relaxed(&shared.failed, 1);]]
+  REPLACE [[    shared.last = 1;]])
+
+ultraep_add_device_mutant(load_table_without_its_end PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[at = chunks_end + ptx::thread_idx(); at < count;]]
+  REPLACE [[at = chunks_end + ptx::thread_idx(); at < count - 1;]])
+
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
