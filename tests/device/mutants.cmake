@@ -289,10 +289,9 @@ ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute
   FILE cuda/device/reroute_map.cuh
-  FIND [[    clear_rows(args, first_of_block, width);
-    sum_runs(block);  // its barriers also keep the zeros before the ones]]
-  REPLACE [[    sum_runs(block);
-    clear_rows(args, first_of_block, width);]])
+  FIND [[  if (!is_good) return;]]
+  REPLACE [[  if (!is_good) return;
+  clear_rows(args, first_of_block, width);]])
 
 ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
   FILE cuda/device/reroute_runs.cuh
@@ -301,8 +300,8 @@ ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
-  FIND [[    store_padding<Id>(args, block);]]
-  REPLACE [[]])
+  FIND [[return store_padding<Id>(args, block);]]
+  REPLACE [[return;]])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
@@ -445,6 +444,16 @@ ultraep_add_device_mutant(load_epoch_not_advanced PROGRAM test_load FILE cuda/de
 ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    state.digest = shared.digest;]]
   REPLACE [[]])
+
+ultraep_add_device_mutant(load_failure_of_a_team_unseen PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[    ptx::store_shared_relaxed(&shared.failed, 1);]]
+  REPLACE [[    shared.last = 1;]])
+
+ultraep_add_device_mutant(load_table_without_its_end PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[at = chunks_end + ptx::thread_idx(); at < count;]]
+  REPLACE [[at = chunks_end + ptx::thread_idx(); at < count - 1;]])
 
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]

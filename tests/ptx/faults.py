@@ -47,6 +47,7 @@ EXPLAINED = {
         "copied in bulk"
     ),
     r"reads a stale cache .*call\.cuh": "what nobody writes before all blocks have left",
+    r"no barrier .*keeps a compiler from": "keeps loads together, and orders nothing",
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
     r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (
