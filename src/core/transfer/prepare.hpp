@@ -36,6 +36,8 @@ struct ScheduleArrays {
     scratch.count = cutter.take<int32_t>(c.num_experts + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
+    scratch.items = cutter.take<int32_t>(replicas + experts);
+    scratch.shares = cutter.take<uint64_t>(2 * (replicas + experts));
     return round_up(cutter.used_bytes(), 8);
   }
 };

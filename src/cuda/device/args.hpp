@@ -42,15 +42,10 @@ struct Status {
   Report report;
 };
 
-// What a call's block is made in: tables of the group, the schedule, and an image of the block. In
-// shared memory.
+// What a call's block is made in: the schedule, and an image of the block. In shared memory.
 struct PrepareArrays {
   ScheduleArrays schedule{};
-  CallArrays arrays{};             // of the image
-  int32_t* home = nullptr;         // [E]
-  int32_t* domain = nullptr;       // [G]
-  int32_t* main_idx = nullptr;     // [E]
-  int32_t* slot_expert = nullptr;  // [G][S]
+  CallArrays arrays{};  // of the image
   CallHeader* image = nullptr;
 
   // Cuts what begins at `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
@@ -287,10 +282,6 @@ UEC_HD inline int64_t PrepareArrays::cut(std::byte* memory, const Capacity& c) {
   ScratchCutter cutter(memory);
   ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
   std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-  home = cutter.take<int32_t>(c.num_experts);
-  domain = cutter.take<int32_t>(c.num_ranks);
-  main_idx = cutter.take<int32_t>(c.num_experts);
-  slot_expert = cutter.take<int32_t>(c.replicas());
   image = reinterpret_cast<CallHeader*>(block);
   CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
   return cutter.used_bytes();

@@ -38,11 +38,15 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
-  tables.topology = {c.num_ranks, c.num_experts, c.slots_per_rank,
-                     arrays.home, arrays.domain, known.allow_cross_domain != 0};
+  tables.topology = {c.num_ranks,
+                     c.num_experts,
+                     c.slots_per_rank,
+                     reinterpret_cast<const int32_t*>(known.home),
+                     reinterpret_cast<const int32_t*>(known.domain),
+                     known.allow_cross_domain != 0};
   tables.rank = known.rank;
   tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  tables.main_idx = arrays.main_idx;
+  tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
   tables.grads = grads_of(known);
@@ -51,7 +55,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
     if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
-  args.slot_expert = made.arrays.slot_expert;
+  args.slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
   args.tag = tag;
   args.segments = made.segments;
   args.mode = device.mode;
@@ -59,14 +63,14 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   ReduceArgs& reduce = made.reduce;
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
     made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
-  reduce.slot_expert = made.arrays.slot_expert;
+  reduce.slot_expert = args.slot_expert;
   reduce.tag = tag;
   reduce.main_type = made.main_type;
   reduce.mode = device.mode;
   reduce.zero = device.zero != 0;
 }
 
-// By a warp, ahead of it: where the arrays lie. Null pointers and zeros stay.
+// By a warp: where the arrays lie. Null pointers and zeros stay.
 UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
   const auto* const from = reinterpret_cast<const uint64_t*>(&known.spare);
   auto* const to = reinterpret_cast<uint64_t*>(&made.arrays);
@@ -75,41 +79,35 @@ UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
   Warp::sync();
 }
 
-// By all threads: copies to shared memory what is read in chains of dependent loads, several words
-// of each table under way at once. Returns the first expert, of those that this thread has seen,
-// whose home is another in the plan.
-UEC_APART uint32_t gather_tables(const RankState& known, const DeviceCall& device,
-                                 PrepareShared& made) {
-  constexpr int32_t kAtOnce = 4;
-  const Capacity& c = known.capacity;
-  const auto replicas = static_cast<int32_t>(c.replicas());
-  const auto moved = reinterpret_cast<intptr_t>(&made);
-  const auto in = [moved](auto* array) { return CallArrays::in(array, moved); };
-  const auto at = [](uint64_t table) { return reinterpret_cast<const int32_t*>(table); };
+// By all threads: returns the first expert, of those that this thread has seen, whose home is
+// another in the plan. Brings the tables, which are read in chains of dependent loads from here on,
+// to the first-level cache: until the call is announced nothing empties it.
+UEC_APART uint32_t compare_homes(const RankState& known, const DeviceCall& device) {
+  constexpr int32_t kAtOnce = 4, kWordsOfLine = 32;
+  const int32_t num_experts = known.capacity.num_experts;
+  const auto* const own = reinterpret_cast<const uint32_t*>(known.home);
+  const auto* const main_idx = reinterpret_cast<const uint32_t*>(known.main_idx);
+  const auto* const theirs =
+      device.home == 0 ? own : reinterpret_cast<const uint32_t*>(device.home);
+  for (int32_t e = kWordsOfLine * ptx::thread_idx(); e < num_experts;
+       e += kWordsOfLine * ptx::num_threads())
+    ptx::load_global(main_idx + e);
   uint32_t differs = ~0u;
-  const int32_t all = max32(max32(c.num_experts, c.num_ranks), replicas);
 #pragma unroll 1
-  for (int32_t begin = ptx::thread_idx(); begin < all; begin += kAtOnce * ptx::num_threads()) {
-    int32_t home[kAtOnce], theirs[kAtOnce], main_idx[kAtOnce], domain[kAtOnce], slot[kAtOnce];
+  for (int32_t begin = ptx::thread_idx(); begin < num_experts;
+       begin += kAtOnce * ptx::num_threads()) {
+    uint32_t homes[kAtOnce], others[kAtOnce];
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t i = begin + k * ptx::num_threads();
-      if (i < c.num_experts) home[k] = at(known.home)[i];
-      if (i < c.num_experts) main_idx[k] = at(known.main_idx)[i];
-      if (i < c.num_experts && device.home != 0) theirs[k] = at(device.home)[i];
-      if (i < c.num_ranks) domain[k] = at(known.domain)[i];
-      if (i < replicas) slot[k] = at(device.slot_expert)[i];
+      const int32_t e = min32(begin + k * ptx::num_threads(), num_experts - 1);
+      homes[k] = ptx::load_global(own + e);
+      others[k] = ptx::load_global(theirs + e);
     }
 #pragma unroll
-    for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t i = begin + k * ptx::num_threads();
-      if (i < c.num_experts) in(known.spare.home)[i] = home[k];
-      if (i < c.num_experts) in(known.spare.main_idx)[i] = main_idx[k];
-      if (i < c.num_experts && device.home != 0 && theirs[k] != home[k])
-        differs = min_u32(differs, static_cast<uint32_t>(i));
-      if (i < c.num_ranks) in(known.spare.domain)[i] = domain[k];
-      if (i < replicas) in(known.spare.slot_expert)[i] = slot[k];
-    }
+    for (int32_t k = kAtOnce - 1; k >= 0; --k)
+      if (homes[k] != others[k])
+        differs = min_u32(
+            differs, static_cast<uint32_t>(min32(begin + k * ptx::num_threads(), num_experts - 1)));
   }
   return differs;
 }
@@ -126,7 +124,7 @@ UEC_APART Wait find_refusal(PrepareShared& made, uint32_t differs) {
     wait.expert = static_cast<int32_t>(differs);
     return wait;
   }
-  const PlanCheck check = check_plan(Block{made.lowest}, t, made.arrays.slot_expert);
+  const PlanCheck check = check_plan(Block{made.lowest}, t, made.args.slot_expert);
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -183,12 +181,12 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, Prepa
 // By all threads: makes the block's image in shared memory, where `made` is. A refusal has its
 // reason in `seen`, in all threads of the first warp.
 template <Operation kOperation>
-UEC_DEVICE Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
-                             PrepareShared& made) {
+UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
+                            PrepareShared& made) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   if (warp == 0) place_arrays(known, made);
   if (ptx::thread_idx() == 0) gather_arguments(known, device, tag, made);
-  const Wait refusal = find_refusal(made, gather_tables(known, device, made));
+  const Wait refusal = find_refusal(made, compare_homes(known, device));
   if (refusal.seen != 0) return refusal;
   if (warp == ptx::num_threads() / ptx::kWarpSize - 1) take_plan<kOperation>(known, device, made);
   if (warp == 0) {
