@@ -293,7 +293,7 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
 struct FillOrder {
   int32_t num_wide, num_items, num_levels;
 };
-inline constexpr int32_t kHubBits = 4;
+inline constexpr int32_t kHubBits = 3;
 inline constexpr int32_t kNarrowFanout = (1 << kHubBits) - 1;
 
 // A narrow expert's hub.

@@ -76,7 +76,6 @@ struct PrepareShared {
   uint64_t digest;  // up to the mode
   int32_t segments[kMaxDeviceSegments];
   GradType main_type[kMaxDeviceSegments];
-  uint32_t lowest[kReduceWarps];
 };
 static_assert(sizeof(PrepareShared) <= kPrepareBytes);
 

@@ -16,21 +16,15 @@ namespace uec::cuda {
 
 inline constexpr int32_t kHeaderWords = sizeof(CallHeader) / sizeof(uint64_t);
 
-// The threads of a block, as far as a plan's check needs a team.
-struct Block {
-  uint32_t* answers;  // [warps] in shared memory
-
-  UEC_DEVICE static int32_t index() { return ptx::thread_idx(); }
-  UEC_DEVICE static int32_t size() { return ptx::num_threads(); }
-  UEC_DEVICE uint32_t lowest(uint32_t value) const {
-    value = Warp::lowest(value);
-    ptx::sync_block();  // the answers before have been read
-    if (Warp::leader()) answers[index() / ptx::kWarpSize] = value;
-    ptx::sync_block();
-    for (int32_t w = 0; w < size() / ptx::kWarpSize; ++w) value = min_u32(value, answers[w]);
-    return value;
-  }
-};
+UEC_DEVICE Topology topology_of(const RankState& known) {
+  const Capacity& c = known.capacity;
+  return {c.num_ranks,
+          c.num_experts,
+          c.slots_per_rank,
+          reinterpret_cast<const int32_t*>(known.home),
+          reinterpret_cast<const int32_t*>(known.domain),
+          known.allow_cross_domain != 0};
+}
 
 // By one thread: the arguments of fill_call(), from what the group and the call give.
 UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device, uint64_t tag,
@@ -38,12 +32,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
-  tables.topology = {c.num_ranks,
-                     c.num_experts,
-                     c.slots_per_rank,
-                     reinterpret_cast<const int32_t*>(known.home),
-                     reinterpret_cast<const int32_t*>(known.domain),
-                     known.allow_cross_domain != 0};
+  tables.topology = topology_of(known);
   tables.rank = known.rank;
   tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
   tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
@@ -79,52 +68,43 @@ UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
   Warp::sync();
 }
 
-// By all threads: returns the first expert, of those that this thread has seen, whose home is
-// another in the plan. Brings the tables, which are read in chains of dependent loads from here on,
-// to the first-level cache: until the call is announced nothing empties it.
-UEC_APART uint32_t compare_homes(const RankState& known, const DeviceCall& device) {
-  constexpr int32_t kAtOnce = 4, kWordsOfLine = 32;
-  const int32_t num_experts = known.capacity.num_experts;
+// By a warp: the first expert whose home is another in the plan; ~0: there is none.
+UEC_DEVICE uint32_t compare_homes(const RankState& known, const DeviceCall& device) {
+  constexpr int32_t kAtOnce = 4;
   const auto* const own = reinterpret_cast<const uint32_t*>(known.home);
-  const auto* const main_idx = reinterpret_cast<const uint32_t*>(known.main_idx);
-  const auto* const theirs =
-      device.home == 0 ? own : reinterpret_cast<const uint32_t*>(device.home);
-  for (int32_t e = kWordsOfLine * ptx::thread_idx(); e < num_experts;
-       e += kWordsOfLine * ptx::num_threads())
-    ptx::load_global(main_idx + e);
+  const auto* const theirs = reinterpret_cast<const uint32_t*>(device.home);
+  const int32_t last = known.capacity.num_experts - 1;
   uint32_t differs = ~0u;
 #pragma unroll 1
-  for (int32_t begin = ptx::thread_idx(); begin < num_experts;
-       begin += kAtOnce * ptx::num_threads()) {
+  for (int32_t begin = Warp::index(); begin <= last && theirs != nullptr && differs == ~0u;
+       begin += kAtOnce * Warp::size()) {
     uint32_t homes[kAtOnce], others[kAtOnce];
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t e = min32(begin + k * ptx::num_threads(), num_experts - 1);
-      homes[k] = ptx::load_global(own + e);
-      others[k] = ptx::load_global(theirs + e);
+      homes[k] = ptx::load_global(own + min32(begin + k * Warp::size(), last));
+      others[k] = ptx::load_global(theirs + min32(begin + k * Warp::size(), last));
     }
 #pragma unroll
     for (int32_t k = kAtOnce - 1; k >= 0; --k)
       if (homes[k] != others[k])
-        differs = min_u32(
-            differs, static_cast<uint32_t>(min32(begin + k * ptx::num_threads(), num_experts - 1)));
+        differs = static_cast<uint32_t>(min32(begin + k * Warp::size(), last));
   }
-  return differs;
+  return Warp::lowest(differs);
 }
 
-// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By all
-// threads.
-UEC_APART Wait find_refusal(PrepareShared& made, uint32_t differs) {
-  const Topology& t = made.tables.topology;
+// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
+UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
   Wait wait;
-  differs = Block{made.lowest}.lowest(differs);  // from here on all tables are there
-  wait.peer = made.tables.rank;
+  wait.peer = known.rank;
+  const uint32_t differs = compare_homes(known, device);
   if (differs != ~0u) {
     wait.seen = static_cast<uint64_t>(Refusal::kHome);
     wait.expert = static_cast<int32_t>(differs);
     return wait;
   }
-  const PlanCheck check = check_plan(Block{made.lowest}, t, made.args.slot_expert);
+  const Topology t = topology_of(known);
+  const PlanCheck check =
+      check_plan(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_expert));
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -162,14 +142,26 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// By a warp, while another one makes the schedule: what does not depend on it.
+// By a warp, while another one checks the plan: what reads it without following it.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
+UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
+                         PrepareShared& made) {
+  place_arrays(known, made);
+  if (Warp::leader()) {
+    gather_arguments(known, device, tag, made);
+    fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
+  }
+  Warp::sync();
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
   for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
     made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
+}
+
+// By the same, while the other makes the schedule.
+template <Operation kOperation>
+UEC_APART void digest_plan(const DeviceCall& device, PrepareShared& made) {
   const Topology& t = made.tables.topology;
   const uint64_t quotas =
       digest_quotas(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_quota),
@@ -179,19 +171,24 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, Prepa
 }
 
 // By all threads: makes the block's image in shared memory, where `made` is. A refusal has its
-// reason in `seen`, in all threads of the first warp.
+// reason in `seen`, in all threads of the first warp, and `prepared` is false.
 template <Operation kOperation>
 UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
-                            PrepareShared& made) {
+                            PrepareShared& made, int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
-  if (warp == 0) place_arrays(known, made);
-  if (ptx::thread_idx() == 0) gather_arguments(known, device, tag, made);
-  const Wait refusal = find_refusal(made, compare_homes(known, device));
-  if (refusal.seen != 0) return refusal;
-  if (warp == ptx::num_threads() / ptx::kWarpSize - 1) take_plan<kOperation>(known, device, made);
+  const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
+  Wait refusal;
+  if (is_last) take_plan<kOperation>(known, device, tag, made);
   if (warp == 0) {
-    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.arrays,
-              made.arrays.schedule, &made.shape, &made.call);
+    refusal = find_refusal(known, device);
+    if (Warp::leader()) prepared = refusal.seen == 0;
+  }
+  ptx::sync_block();
+  if (!prepared) return refusal;
+  if (is_last) digest_plan<kOperation>(device, made);
+  if (warp == 0) {
+    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.schedule,
+              &made.shape, &made.call);
     made.call.reset_counters(Warp{});
   }
   ptx::sync_block();
@@ -203,7 +200,9 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
         make_header(made.call, with_mode(made.digest, arguments_of<kOperation>(made), mode),
                     pull ? device.regions : 0));
   }
-  return find_missing(made, known.capacity, known.rank);
+  refusal = find_missing(made, known.capacity, known.rank);
+  if (Warp::leader()) prepared = refusal.seen == 0;
+  return refusal;
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
@@ -213,13 +212,10 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
                            std::byte* spare, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(spare);
-  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made);
-  if (ptx::thread_idx() < ptx::kWarpSize) {
-    if (refusal.seen != 0) {
-      Memory memory(shared.block);
-      reject(shared.block, memory, refusal);
-    }
-    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made, shared.prepared);
+  if (refusal.seen != 0 && ptx::thread_idx() < ptx::kWarpSize) {
+    Memory memory(shared.block);
+    reject(shared.block, memory, refusal);
   }
   ptx::sync_block();
   if (!shared.prepared) return;
