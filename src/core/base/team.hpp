@@ -12,7 +12,8 @@
 //   T share(T value)                 the leader's value, for all
 //   T from(int32_t index, T value)   that member's value, for all
 //   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
-//   uint64_t sum_before(uint64_t value)  the sum of the values of the members with a lower index
+//   T sum_before(T value)            the sum of the values of the members with a lower index;
+//                                    uint32_t or uint64_t
 //   T sum(T value)                   the sum of the members' values, for all; uint32_t or uint64_t
 //   Counted count(bool value)        how many members it is true of
 //   int32_t equal_before(uint32_t value)  how many members with a lower index have this value
@@ -64,7 +65,10 @@ struct Alone {
     return value;
   }
   UEC_HD static uint32_t lowest(uint32_t value) { return value; }
-  UEC_HD static uint64_t sum_before(uint64_t) { return 0; }
+  template <class T>
+  UEC_HD static T sum_before(T) {
+    return 0;
+  }
   template <class T>
   UEC_HD static T sum(T value) {
     return value;

@@ -96,6 +96,11 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
   }
   shape.num_replicas = team.from(team.size() - 1, placed);
   shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));
+  if (shape.num_replicas == 0) {
+    if (team.leader()) s.num_experts = s.first[0] = 0;
+    team.sync();
+    return shape;
+  }
 
   // Counting sort by expert: ranks are visited in order, so replicas come out in rank order.
   const Run experts = Run::of(team, t.num_experts);
@@ -175,9 +180,9 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
     team.add(&place[most - s.num_replicas(x)], 1);
   team.sync();
   const Run own = Run::of(team, most);
-  uint64_t count = 0;
+  uint32_t count = 0;
   UEC_ROLLED
-  for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint64_t>(place[i]);
+  for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint32_t>(place[i]);
   auto at = static_cast<int32_t>(team.sum_before(count));
   UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
@@ -347,7 +352,7 @@ UEC_STEP FillOrder order_experts(Team team, const Topology& t, int32_t num_share
     const int32_t n = i < num_shared ? s.num_replicas(x) : 0;
     const int32_t hubs = 0 < n && n <= kNarrowFanout ? n + 1 : 0;
     order.num_wide += team.count(n > kNarrowFanout).all;
-    const auto before = static_cast<int32_t>(team.sum_before(static_cast<uint64_t>(hubs)));
+    const auto before = static_cast<int32_t>(team.sum_before(static_cast<uint32_t>(hubs)));
     UEC_ROLLED
     for (int32_t hub = 0; hub < hubs; ++hub)
       scratch.items[order.num_items + before + hub] = x << kHubBits | hub;
@@ -447,23 +452,35 @@ UEC_STEP void fill_experts(Team team, const Topology& t, int32_t passes, const F
   }
 }
 
-// The hubs' ranges, from what each adds to its rank.
+// The hubs' ranges, from what each adds to its rank: up to the group nearest to
+// sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
 UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const FillOrder& order,
                              const ScheduleScratch& scratch, Schedule& s) {
+  const auto dividend = [](uint64_t sum, int32_t n, int32_t groups) {
+    return (2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1)) /
+           2;
+  };
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
-    const int32_t n = s.num_replicas(x);
+    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
-    if (n == 1) bounds[1] = bounds[2] = num_groups.of(n);  // everything is left to the home
+    if (n == 1) bounds[1] = bounds[2] = groups;  // everything is left to the home
+    if (n == 1 || team.size() > 1) continue;
+    const int64_t* const extra = scratch.extra + s.first[x] + x;
+    uint64_t sum = 0;
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      sum += static_cast<uint64_t>(extra[hub]);
+      bounds[hub + 1] =
+          static_cast<int32_t>(dividend(sum, n, groups) / static_cast<uint64_t>(n - 1));
+    }
   }
-  // The group nearest to sum * groups / ((n - 1) * kEgressUnit), of the sum up to a hub; a half
-  // goes up.
-  const auto nearest = [&](uint64_t sum, int32_t n, const Divider& by_others) {
-    const auto groups = static_cast<uint64_t>(num_groups.of(n));
-    const uint64_t halves = 2 * sum * groups / kEgressUnit + static_cast<uint64_t>(n - 1);
-    return static_cast<int32_t>(by_others(halves / 2));
+  if (team.size() == 1) return;
+  // A member for each hub, and cheaper divisions.
+  const auto set = [&](int32_t x, int32_t n, int32_t hub, uint64_t sum, const Divider& by_others) {
+    const uint64_t end = by_others(dividend(sum, n, num_groups.of(n)));
+    s.boundaries(x)[hub + 1] = static_cast<int32_t>(end);
   };
   UEC_ROLLED
   for (int32_t i = 0; i < order.num_wide; ++i) {
@@ -476,7 +493,7 @@ UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const Fil
       const int32_t hub = begin + team.index();
       const uint64_t own = hub <= n ? static_cast<uint64_t>(extra[hub]) : 0;
       const uint64_t sum = before + team.sum_before(own) + own;
-      if (hub <= n) s.boundaries(x)[hub + 1] = nearest(sum, n, by_others);
+      if (hub <= n) set(x, n, hub, sum, by_others);
       before = team.from(team.size() - 1, sum);
     }
   }
@@ -487,7 +504,7 @@ UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const Fil
     uint64_t sum = 0;
     for (int32_t hub = 0; hub <= item.hub; ++hub)
       sum += static_cast<uint64_t>(scratch.extra[item.first + hub]);
-    s.boundaries(item.x)[item.hub + 1] = nearest(sum, n, Divider(static_cast<uint32_t>(n - 1)));
+    set(item.x, n, item.hub, sum, Divider(static_cast<uint32_t>(n - 1)));
   }
   team.sync();  // all boundaries are there
 }
@@ -520,6 +537,7 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
     s.egress[r] = scratch.exports[r] * kEgressUnit;
+  if (shape.num_replicas == 0) return team.sync();
   // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
   // bytes to place.
   detail::FillOrder order{};

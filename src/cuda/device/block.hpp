@@ -129,7 +129,7 @@ struct WarpShared {
 // For the reduce kernel. Behind it lie the copies and each warp's own part.
 struct ReduceShared : CallShared {};
 
-inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
+inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 16);
 inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
 
 UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c, int32_t num_warps) {

@@ -14,7 +14,7 @@
 
 namespace uec::cuda {
 
-inline constexpr int32_t kHeaderWords = sizeof(CallHeader) / sizeof(uint64_t);
+inline constexpr int32_t kHeaderQuads = kHeaderBytes / sizeof(uint4);
 
 UEC_DEVICE Topology topology_of(const RankState& known) {
   const Capacity& c = known.capacity;
@@ -219,14 +219,13 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   }
   ptx::sync_block();
   if (!shared.prepared) return;
-  const auto* const image = reinterpret_cast<const uint64_t*>(made.arrays.image);
-  auto* const to = reinterpret_cast<uint64_t*>(call_block);
-  auto* const header = reinterpret_cast<uint64_t*>(&shared.header);
-  const auto words = static_cast<int32_t>(call_block_bytes(shared.known.capacity) / 8);
-  for (int32_t i = ptx::thread_idx(); i < words; i += ptx::num_threads()) {
-    const uint64_t word = image[i];
-    to[i] = word;
-    if (i < kHeaderWords) header[i] = word;
+  const auto* const image = reinterpret_cast<const uint4*>(made.arrays.image);
+  auto* const to = reinterpret_cast<uint4*>(call_block);
+  const auto quads = static_cast<int32_t>(call_block_bytes(shared.known.capacity) / sizeof(uint4));
+  for (int32_t i = ptx::thread_idx(); i < quads; i += ptx::num_threads()) {
+    const uint4 quad = image[i];
+    to[i] = quad;
+    if (i < kHeaderQuads) reinterpret_cast<uint4*>(&shared.header)[i] = quad;
   }
   // Bulk loads, in the async proxy, may put tiles where the image was.
   ptx::fence_proxy_async_shared();
@@ -256,9 +255,8 @@ UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t t
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();
   if (!shared.prepared) return;
-  for (int32_t i = ptx::thread_idx(); i < kHeaderWords; i += ptx::num_threads())
-    reinterpret_cast<uint64_t*>(&shared.header)[i] =
-        reinterpret_cast<const uint64_t*>(call_block)[i];
+  for (int32_t i = ptx::thread_idx(); i < kHeaderQuads; i += ptx::num_threads())
+    reinterpret_cast<uint4*>(&shared.header)[i] = reinterpret_cast<const uint4*>(call_block)[i];
   ptx::sync_block();
 }
 

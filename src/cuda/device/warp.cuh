@@ -37,6 +37,15 @@ struct Warp {
     return ptx::reduce_min(value);
   }
 
+  UEC_DEVICE static uint32_t sum_before(uint32_t value) {
+    uint32_t sum = value;
+    ptx::sync_warp();
+    for (int32_t step = 1; step < size(); step *= 2) {
+      const uint32_t before = ptx::shuffle(sum, index() < step ? 0 : index() - step);
+      if (index() >= step) sum += before;
+    }
+    return sum - value;
+  }
   UEC_DEVICE static uint64_t sum_before(uint64_t value) {
     uint64_t sum = value;
     ptx::sync_warp();
