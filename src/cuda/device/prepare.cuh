@@ -142,7 +142,7 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// By a warp, while another one checks the plan: what reads it without following it.
+// By a warp, while another one checks the plan: the arguments, and the call's tiles.
 template <Operation kOperation>
 UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
                          PrepareShared& made) {
@@ -151,17 +151,16 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint6
     gather_arguments(known, device, tag, made);
     fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
   }
-  Warp::sync();
+}
+
+// By the same, while the other makes the schedule: what does not depend on it.
+template <Operation kOperation>
+UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
   for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
     made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
-}
-
-// By the same, while the other makes the schedule.
-template <Operation kOperation>
-UEC_APART void digest_plan(const DeviceCall& device, PrepareShared& made) {
   const Topology& t = made.tables.topology;
   const uint64_t quotas =
       digest_quotas(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_quota),
@@ -185,7 +184,7 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   }
   ptx::sync_block();
   if (!prepared) return refusal;
-  if (is_last) digest_plan<kOperation>(device, made);
+  if (is_last) digest_plan<kOperation>(known, device, made);
   if (warp == 0) {
     fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.schedule,
               &made.shape, &made.call);
@@ -221,7 +220,9 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   if (!shared.prepared) return;
   const auto* const image = reinterpret_cast<const uint4*>(made.arrays.image);
   auto* const to = reinterpret_cast<uint4*>(call_block);
-  const auto quads = static_cast<int32_t>(call_block_bytes(shared.known.capacity) / sizeof(uint4));
+  // The schedule lies behind the image.
+  const auto quads = static_cast<int32_t>(
+      reinterpret_cast<const uint4*>(made.arrays.schedule.schedule.egress) - image);
   for (int32_t i = ptx::thread_idx(); i < quads; i += ptx::num_threads()) {
     const uint4 quad = image[i];
     to[i] = quad;
