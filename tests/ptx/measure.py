@@ -115,7 +115,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{a['us']:8.1f}{b['us']:8.1f}{a['instructions']:8d}  {trips}; {title}")
         if "prepare_call_us" in a:
             times = f"{a['prepare_call_us']:8.1f}{b['prepare_call_us']:8.1f}"
-            lines.append(f"{times}          of it the call's block (prepare_call, one warp)")
+            lines.append(f"{times}          of it the call's block (prepare_call)")
         if "claims_won" in a:
             rates = f"{a['claims_of_a_rank_per_us']:8.2f}{b['claims_of_a_rank_per_us']:8.2f}"
             lost = f"{a['claims_won']} won, {a['claims_lost']} lost"
