@@ -367,11 +367,32 @@ ultraep_add_prepare_mutant(homes_not_assigned_yet schedule/schedule
   }]])
 
 ultraep_add_prepare_mutant(boundaries_not_complete schedule/schedule
-  FIND [[    }
-  }
-  team.sync();  // all boundaries are there]]
-  REPLACE [[    }
-  }]])
+  FIND [[  team.sync();  // all boundaries are there]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(level_of_each schedule/schedule
+  FIND [[    level = 1 + static_cast<int32_t>(highest(team, static_cast<uint32_t>(level)));]]
+  REPLACE [[    ++level;
+    team.sync();]])
+
+ultraep_add_prepare_mutant(levels_not_known_yet schedule/schedule
+  FIND [[    team.sync();  // the next expert may have the same ranks]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(one_level_for_all schedule/schedule
+  FIND [[      if (scratch.count[item.x] == level) f(]]
+  REPLACE [[      if (level == 1) f(]])
+
+ultraep_add_prepare_mutant(bounds_not_known_yet schedule/schedule
+  FIND [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
+    }
+    team.sync();]]
+  REPLACE [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
+    }]])
+
+ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
+  FIND [[order.num_levels == 1 ? 1 :]]
+  REPLACE [[order.num_levels >= 1 ? 1 :]])
 
 ultraep_add_prepare_mutant(busiest_of_each schedule/cost
   FIND [[static_cast<int64_t>(highest(team, most));]]

@@ -202,7 +202,7 @@ ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/device/prepare
   REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
 
 ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/device/prepare.cuh
-  FIND [[      reject(shared.block, memory, refusal);]]
+  FIND [[    reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepare.cuh
@@ -210,12 +210,18 @@ ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepa
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepare.cuh
-  FIND [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  FIND [[    reject(shared.block, memory, refusal);
   }
   ptx::sync_block();]]
-  REPLACE [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  REPLACE [[    reject(shared.block, memory, refusal);
   }
   ptx::sync_warp();]])
+
+ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device/prepare.cuh
+  FIND [[  ptx::sync_block();
+  if (!prepared) return refusal;]]
+  REPLACE [[  ptx::sync_warp();
+  if (!prepared) return refusal;]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
   FIND [[        state.last_call = shared.known.last_call + counted;]]

@@ -120,7 +120,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{a['us']:8.1f}{b['us']:8.1f}{a['instructions']:8d}  {trips}; {title}")
         if "prepare_call_us" in a:
             times = f"{a['prepare_call_us']:8.1f}{b['prepare_call_us']:8.1f}"
-            lines.append(f"{times}          of it the call's block (prepare_call, one warp)")
+            lines.append(f"{times}          of it the call's block (prepare_call)")
         if "of_the_link" in a:
             shares = f"{a['of_the_link']:8.0%}{b['of_the_link']:8.0%}"
             lines.append(f"{shares}          of a link's rate, for the second 4 MiB")
