@@ -256,8 +256,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
     if (team.leader()) table.entries[begin].upto = own_load;
     return worst;
   }
-  // Nine turns: seven times nine are those before the last of 64 ranks.
-  share_expert<1, 9>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
+  // Seven turns: nine times seven are those before the last of 64 ranks.
+  share_expert<1, 7>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
                      scratch.turns);
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())
