@@ -465,7 +465,8 @@ class Machine {
   void arrive(Copy& c);
 
   // ---- timing.cc
-  uint64_t issue(Warp& w, Frame& f, const Instruction& i);
+  bool awaits(Warp& w, Frame& f, const Instruction& i);
+  uint64_t issue(Warp& w, const Instruction& i);
   uint64_t latency(const Instruction& i) const;
   void result(Frame& f, const Instruction& i, uint64_t at, Wait wait);
   void wait_until(Warp& w, uint64_t at, Wait wait);

@@ -82,8 +82,9 @@ uint64_t Machine::latency(const Instruction& i) const {
   }
 }
 
-// Waits until what an instruction needs is there, and for an issue slot. Returns when it is issued.
-uint64_t Machine::issue(Warp& w, Frame& f, const Instruction& i) {
+// Waits until what an instruction needs is there. Returns whether that took time, in which the
+// issue slots are for other warps.
+bool Machine::awaits(Warp& w, Frame& f, const Instruction& i) {
   const auto pc = static_cast<uint32_t>(&i - module_.code.data());
   w.current = pc;
   Frame::Ready last;
@@ -100,11 +101,16 @@ uint64_t Machine::issue(Warp& w, Frame& f, const Instruction& i) {
     predicate.index = i.predicate;
     need(predicate);
   }
-  if (last.at > w.now) {  // charged to who made it late
-    std::swap(w.current, last.pc);
-    wait_until(w, last.at, last.wait);
-    w.current = pc;
-  }
+  if (last.at <= w.now) return false;
+  w.current = last.pc;  // charged to who made it late
+  wait_until(w, last.at, last.wait);
+  w.current = pc;
+  return true;
+}
+
+// Waits for an issue slot. Returns when the instruction is issued.
+uint64_t Machine::issue(Warp& w, const Instruction& i) {
+  const auto pc = static_cast<uint32_t>(&i - module_.code.data());
   uint64_t& slot = w.block->slots[w.in_block % 4];
   const uint64_t at = std::max(w.now, slot);
   w.slot_wait += at - w.now;

@@ -81,6 +81,7 @@ bool Machine::run(Warp& w, int budget) {
 
   for (; budget > 0 && pc != meets; --budget) {
     const Instruction& i = module_.code[pc];
+    if (timed && awaits(w, *f, i)) return true;  // its turn comes when it is ready
     ++steps_;
     // Where all wait, time flies: a wait that expires does not take millions of steps.
     elapsed_ns_ += steps_ - changed_at_ < kIdleSteps ? kStepNs : kIdleStepNs;
@@ -88,7 +89,7 @@ bool Machine::run(Warp& w, int budget) {
     if (i.predicate >= 0) on &= i.unless ? ~f->predicates[i.predicate] : f->predicates[i.predicate];
     ++w.instructions;
     w.lane_instructions += std::popcount(on);
-    const uint64_t at = timed ? issue(w, *f, i) : 0;
+    const uint64_t at = timed ? issue(w, i) : 0;
     if (on == 0) {
       ++pc;
       continue;
