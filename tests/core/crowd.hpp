@@ -54,6 +54,7 @@ class Crowd {
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
+  static uint32_t least(uint32_t value) { return lowest(value); }
   static uint64_t sum_before(uint64_t value) {
     const Room::Seats& seats = meet(kSumBefore, value);
     uint64_t sum = 0;

@@ -92,6 +92,7 @@ namespace detail {
 // 2^63 for up to 9,000 ranks.
 UEC_HD inline int64_t target_threshold(int64_t total, int32_t num_ranks, int64_t target_ppm) {
   const int64_t unit = num_ranks * kPpm;
+  if (total < int64_t{1} << 33) return total * target_ppm / unit;  // one division
   return total / unit * target_ppm + total % unit * target_ppm / unit;
 }
 

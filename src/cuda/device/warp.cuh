@@ -37,6 +37,8 @@ struct Warp {
     return ptx::reduce_min(value);
   }
 
+  UEC_DEVICE static uint32_t least(uint32_t value) { return ptx::reduce_min(value); }
+
   UEC_DEVICE static uint64_t sum_before(uint64_t value) {
     uint64_t sum = value;
     ptx::sync_warp();
