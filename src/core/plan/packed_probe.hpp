@@ -21,8 +21,7 @@ UEC_HD bool can_pack(Team team, const Pool& pool, const Question& ask);
 
 // As probe(), with the same answer. Any member may write `trial`.
 template <int32_t kPlaces, class Team>
-UEC_STEP int32_t packed_probe(Team team, const SortedLoad& sorted, int32_t p, Question ask,
-                              Replica* trial);
+UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Replica* trial);
 
 // Runs the faster of the two probes that can answer this for the p-th pool.
 template <class Team>
@@ -30,8 +29,8 @@ UEC_HD int32_t fastest_probe(Team team, const SortedLoad& sorted, int32_t p, con
                              const ProbeScratch& scratch, Replica* trial) {
   const Pool pool = sorted.pool(p);
   if (!can_pack(team, pool, ask)) return probe(team, pool, ask, scratch, trial);
-  if (pool.num_ranks <= 2 * team.size()) return packed_probe<2>(team, sorted, p, ask, trial);
-  return packed_probe<kMaxPlaces>(team, sorted, p, ask, trial);
+  if (pool.num_ranks <= 2 * team.size()) return packed_probe<2>(team, pool, ask, trial);
+  return packed_probe<kMaxPlaces>(team, pool, ask, trial);
 }
 UEC_HD inline int32_t fastest_probe(Alone alone, const SortedLoad& sorted, int32_t p,
                                     const Question& ask, const ProbeScratch& scratch,
@@ -82,9 +81,7 @@ UEC_HD bool can_pack(Team team, const Pool& pool, const Question& ask) {
 }
 
 template <int32_t kPlaces, class Team>
-UEC_STEP int32_t packed_probe(Team team, const SortedLoad& sorted, int32_t pool_index, Question ask,
-                              Replica* trial) {
-  const Pool pool = sorted.pool(pool_index);
+UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Replica* trial) {
   const int32_t order = ask.variant % kNumOrders, style = ask.variant / kNumOrders;
   const int32_t n = pool.num_ranks, size = team.size(), index = team.index();
   const auto threshold = static_cast<int32_t>(ask.threshold);
