@@ -3,8 +3,8 @@
 //
 // Every member holds some ranks of the pool, in no order: a rank is one word, from which follows
 // all that a replica there changes. So one exchange between the members finds a taker, and nothing
-// moves. On a device a list in memory takes ten times as long: members synchronise at each step of
-// a search and of a move.
+// moves. On a device a list in memory takes several times as long: members synchronise at each step
+// of a search and of a move.
 #pragma once
 
 #include "core/plan/probe.hpp"
@@ -62,9 +62,6 @@ struct KeyBits {
              static_cast<uint32_t>(next_slot));
   }
   UEC_HD int32_t slack_of(uint32_t key) const { return static_cast<int32_t>(~key >> low); }
-  UEC_HD int32_t slot_of(uint32_t key) const {
-    return static_cast<int32_t>(key & ((1u << slot) - 1));
-  }
 };
 
 }  // namespace detail
@@ -87,6 +84,9 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
   const auto threshold = static_cast<int32_t>(ask.threshold);
   const int32_t largest = pool.largest;
   const detail::KeyBits bits(n, ask.max_imports);
+  // From another member, so that a device keeps it in a register, and does not compute it again.
+  const uint32_t slots = team.least((1u << bits.slot) - 1);
+  const auto slot_of = [&](uint32_t key) { return static_cast<int32_t>(key & slots); };
   int32_t turn = n * (ask.max_imports + 1);
   // Tokens that a rank's next replica brings, if no room is to be lost, are these or `largest`.
   const int32_t most_later = (ask.max_imports - 1) * largest;
@@ -191,14 +191,14 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
             // More than the need, if the main has it: then the exporter joins.
             quota = min32(from.extra + need, bits.slack_of(taker));
             const int32_t its_due =
-                min32(beyond_slots(bits.slack_of(taker), bits.slot_of(taker)), largest);
+                min32(beyond_slots(bits.slack_of(taker), slot_of(taker)), largest);
             if (its_due - quota > spare || (below != detail::kNobody && style == kTight)) {
               if (below == detail::kNobody) return -1;
               taker = below;
               quota = bits.slack_of(below);
             }
           }
-          const int32_t slack = bits.slack_of(taker), slot = bits.slot_of(taker);
+          const int32_t slack = bits.slack_of(taker), slot = slot_of(taker);
           const int32_t rest = slack - quota, beyond = beyond_slots(slack, slot);
           spare -= max32(min32(beyond, largest) - quota, 0);
           --turn;
@@ -214,7 +214,7 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
           place = takes ? index + p * size : place;
         }
         widest = find_widest();
-        if (place >= 0) trial[count] = {from.begin + main, place, bits.slot_of(taker), quota};
+        if (place >= 0) trial[count] = {from.begin + main, place, slot_of(taker), quota};
         ++count;
       } while ((need >= from.end) & (count <= limit));
       if (count > limit) return -1;

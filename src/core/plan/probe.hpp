@@ -75,8 +75,8 @@ struct ProbeScratch {
 };
 
 // Returns the number of replicas in `trial`, or -1 if the probe finds no room or takes more than
-// `max_replicas`. The leader writes
-// `trial`. The members synchronise before and after, because the scratch is in use.
+// `max_replicas`. The leader writes `trial`. The members synchronise before and after, because the
+// scratch is in use.
 //
 // A hot rank exports from the main that has most left, among its `max_exports` largest. A need goes
 // whole to the tightest gap that takes all of it (kWide: to the widest). Where that would leave

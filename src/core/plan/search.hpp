@@ -76,7 +76,7 @@ struct PlanOut {
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
 // takes at most 9 (2 n + 2 + c) + 6 probes by target, and 9 (14 c + 1) by cost. By target it nearly
-// always takes ten, which a crew of eight asks in three rounds, one of sixteen in two.
+// always takes ten, which a crew of seven or more asks in three rounds.
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,

@@ -5,8 +5,8 @@
 
 namespace uec::cuda {
 
-// A block may have any number of warps up to this. Each runs probes of its own: with sixteen a plan
-// nearly always takes two rounds of probes, with eight three, with one ten.
+// A block may have any number of warps up to this. Each runs probes of its own: with seven or more
+// a plan nearly always takes three rounds of probes, with one ten.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
 struct PlanBlock {
