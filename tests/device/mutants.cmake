@@ -476,9 +476,10 @@ ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
   REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
-  FILE cuda/device/load_plan.cuh
-  FIND [[  ptx::sync_block();]]
-  REPLACE [[]])
+  FILE cuda/device/plan_sort.cuh
+  FIND [[  copy_constants(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
   FILE cuda/device/load_plan.cuh
