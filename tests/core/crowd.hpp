@@ -54,6 +54,7 @@ class Crowd {
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
+  static uint32_t least(uint32_t value) { return lowest(value); }
   template <class T>
   static T sum_before(T value) {
     const Room::Seats& seats = meet(kSumBefore, value);

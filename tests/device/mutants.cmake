@@ -491,9 +491,10 @@ ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
   REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
-  FILE cuda/device/load_plan.cuh
-  FIND [[  ptx::sync_block();]]
-  REPLACE [[]])
+  FILE cuda/device/plan_sort.cuh
+  FIND [[  copy_constants(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
   FILE cuda/device/load_plan.cuh
@@ -514,16 +515,16 @@ ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan
   FIND [[    turn_ ^= 1;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
+ultraep_add_device_mutant(device_added_before_zero PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[  sort_mains(args, block);
+  FIND [[  copy_constants(args, block);
   ptx::sync_block();]]
-  REPLACE [[  sort_mains(args, block);]])
+  REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan
-  FILE cuda/device/plan_sort.cuh
-  FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
-  REPLACE [[    (void)faults;]])
+  FILE cuda/device/block_crew.cuh
+  FIND [[      value = min_u32(value, static_cast<uint32_t>(all[i]));]]
+  REPLACE [[      (void)all;]])
 
 ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
   FILE cuda/device/plan.cuh
@@ -540,20 +541,15 @@ ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan
   FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
   REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
-ultraep_add_device_mutant(device_looks_ahead_at_another_node PROGRAM test_plan
-  FILE core/plan/pool_search.hpp
-  FIND [[return kFirstAhead + (node - 1) * kNumOrders + found_.variant;]]
-  REPLACE [[return kFirstAhead + (kNodesAhead - node) * kNumOrders + found_.variant;]])
-
-ultraep_add_device_mutant(device_leaders_of_each_lane PROGRAM test_plan
+ultraep_add_device_mutant(device_one_pool_of_all PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[const bool is_fullest = tokens == highest(Warp{}, tokens);]]
-  REPLACE [[const bool is_fullest = true;]])
+  FIND [[    if (block.pool[r] != block.pool[0]) Warp::set(block.is_split);]]
+  REPLACE [[    if (block.pool[r] != block.pool[r]) Warp::set(block.is_split);]])
 
-ultraep_add_device_mutant(device_positions_of_each_lane HANGS PROGRAM test_plan
+ultraep_add_device_mutant(device_tokens_of_one_thread PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[static_cast<int32_t>(Warp::sum(ranks_before));]]
-  REPLACE [[static_cast<int32_t>(ranks_before);]])
+  FIND [[    Warp::add(block.tokens_before + r, tokens);]]
+  REPLACE [[    block.tokens_before[r] = tokens;]])
 
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/pool_search.hpp
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]

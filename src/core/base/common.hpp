@@ -1,6 +1,7 @@
 // Types that every part of the core shares. No CUDA include, no exception, no allocation.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #if defined(__CUDACC__)
@@ -34,12 +35,21 @@ struct Topology {
 UEC_HD constexpr int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 UEC_HD constexpr int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 UEC_HD constexpr uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+UEC_HD constexpr uint32_t max_u32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 UEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 UEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // a / b. In 32 bits where they suffice: a device divides those four times as fast.
 UEC_HD constexpr int64_t divide(int64_t a, int64_t b) {
   return (a | b) >> 32 == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
+// Of a number that is not negative.
+UEC_HD inline int32_t num_bits(int64_t number) {
+#if defined(__CUDA_ARCH__)
+  return 64 - __clzll(number);
+#else
+  return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(number)));
+#endif
 }
 UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

@@ -37,6 +37,8 @@ struct Warp {
     return ptx::reduce_min(value);
   }
 
+  UEC_DEVICE static uint32_t least(uint32_t value) { return ptx::reduce_min(value); }
+
   template <class T>
   UEC_DEVICE static T sum_before(T value) {
     T sum = value;
