@@ -399,8 +399,8 @@ ultraep_add_prepare_mutant(bounds_not_known_yet schedule/schedule
     }]])
 
 ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
-  FIND [[order.num_levels == 1 ? 1 :]]
-  REPLACE [[order.num_levels >= 1 ? 1 :]])
+  FIND [[  if (order.num_levels == 1) passes = 1;]]
+  REPLACE [[  if (order.num_levels >= 1) passes = 1;]])
 
 ultraep_add_prepare_mutant(busiest_of_each schedule/cost
   FIND [[static_cast<int64_t>(highest(team, most));]]

@@ -338,10 +338,12 @@ UEC_STEP int32_t find_levels(Team team, const Topology& t, int32_t num_shared, i
 }
 
 template <class Team>
-UEC_STEP FillOrder order_experts(Team team, const Topology& t, int32_t num_shared,
-                                 const ScheduleScratch& scratch, const Schedule& s) {
-  FillOrder order{num_shared, 0, 0};
-  if (team.size() == 1) return order;
+UEC_STEP void order_experts(Team team, const Topology& t, int32_t num_shared,
+                            const ScheduleScratch& scratch, const Schedule& s, FillOrder* found) {
+  FillOrder& order = *found;
+  order.num_wide = num_shared;
+  order.num_items = order.num_levels = 0;
+  if (team.size() == 1 || num_shared == 0) return;
   auto* const last = reinterpret_cast<int32_t*>(scratch.shares);  // [G]
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
@@ -377,14 +379,13 @@ UEC_STEP FillOrder order_experts(Team team, const Topology& t, int32_t num_share
   order.num_levels = 1;
   if (team.count(meets).all > 0)
     order.num_levels = find_levels(team, t, num_shared, last, scratch, s);
-  return order;
 }
 
 // Fills the narrow experts of a level: a member for each hub. Of the bounds that the lowest hubs
 // set, for any number of them, the level is the least. A hub's own bound is that of those up to it.
 template <class Units, class Team>
-UEC_HD void fill_level(Team team, const Topology& t, int32_t num_items, int32_t level,
-                       bool first_time, const ScheduleScratch& scratch, Schedule& s) {
+UEC_STEP void fill_level(Team team, const Topology& t, int32_t num_items, int32_t level,
+                         bool first_time, const ScheduleScratch& scratch, Schedule& s) {
   auto* const egress = reinterpret_cast<Units*>(scratch.shares);  // by expert and hub, of others
   Units* const bound = egress + s.first[s.num_experts] + s.num_experts;
   const auto for_hubs = [&](auto&& f) {
@@ -431,21 +432,21 @@ UEC_HD void fill_level(Team team, const Topology& t, int32_t num_items, int32_t 
 }
 
 template <class Units, class Team>
-UEC_STEP void fill_experts(Team team, const Topology& t, int32_t passes, const FillOrder& order,
-                           const ScheduleScratch& scratch, Schedule& s) {
-  const auto filling_of_nth = [&](int32_t i) {
-    return filling_of(team, t, s, scratch.order[i], scratch.extra);
-  };
-  Filling next{};
-  if (order.num_wide > 0) next = filling_of_nth(0);
+UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide, bool first_time,
+                        const ScheduleScratch& scratch, Schedule& s) {
+  UEC_ROLLED
+  for (int32_t i = 0; i < num_wide; ++i) {
+    const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
+    fill_expert<Units>(team, t, filling, first_time, s);
+  }
+}
+
+template <class Units, class Team>
+UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const FillOrder& order,
+                         const ScheduleScratch& scratch, Schedule& s) {
   UEC_ROLLED
   for (int32_t pass = 0; pass < passes; ++pass) {
-    UEC_ROLLED
-    for (int32_t i = 0; i < order.num_wide; ++i) {
-      const Filling filling = next;
-      next = filling_of_nth(i + 1 < order.num_wide ? i + 1 : 0);  // read ahead: it takes its time
-      fill_expert<Units>(team, t, filling, pass == 0, s);
-    }
+    if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
     UEC_ROLLED
     for (int32_t level = 1; level <= order.num_levels; ++level)
       fill_level<Units>(team, t, order.num_items, level, pass == 0, scratch, s);
@@ -540,13 +541,13 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
   if (shape.num_replicas == 0) return team.sync();
   // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
   // bytes to place.
-  detail::FillOrder order{};
-  if (shape.max_fanout > 1) {
-    const int32_t num_shared = detail::sort_experts(team, shape, scratch.order, s);
-    order = detail::order_experts(team, t, num_shared, scratch, s);
-  }
+  int32_t num_shared = 0;
+  if (shape.max_fanout > 1) num_shared = detail::sort_experts(team, shape, scratch.order, s);
+  detail::FillOrder order;
+  detail::order_experts(team, t, num_shared, scratch, s, &order);
   // Where none of them share a rank, a second pass would change nothing.
-  const int32_t passes = order.num_levels == 1 ? 1 : shape.chained ? 4 : 2;
+  int32_t passes = shape.chained ? 4 : 2;
+  if (order.num_levels == 1) passes = 1;
   // Together, all ranks send kEgressUnit for every replica.
   if (shape.num_replicas < 1 << 16)
     detail::fill_experts<uint32_t>(team, t, passes, order, scratch, s);

@@ -176,8 +176,8 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
                             PrepareShared& made, int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
-  Wait refusal;
   if (is_last) take_plan<kOperation>(known, device, tag, made);
+  Wait refusal;
   if (warp == 0) {
     refusal = find_refusal(known, device);
     if (Warp::leader()) prepared = refusal.seen == 0;
@@ -191,7 +191,8 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
     made.call.reset_counters(Warp{});
   }
   ptx::sync_block();
-  if (warp != 0) return refusal;
+  Wait missing;
+  if (warp != 0) return missing;
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
@@ -199,9 +200,9 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
         make_header(made.call, with_mode(made.digest, arguments_of<kOperation>(made), mode),
                     pull ? device.regions : 0));
   }
-  refusal = find_missing(made, known.capacity, known.rank);
-  if (Warp::leader()) prepared = refusal.seen == 0;
-  return refusal;
+  missing = find_missing(made, known.capacity, known.rank);
+  if (Warp::leader()) prepared = missing.seen == 0;
+  return missing;
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
