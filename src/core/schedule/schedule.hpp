@@ -448,7 +448,7 @@ UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const Fil
   for (int32_t pass = 0; pass < passes; ++pass) {
     if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
     UEC_ROLLED
-    for (int32_t level = 1; level <= order.num_levels; ++level)
+    for (int32_t level = 1; team.size() > 1 && level <= order.num_levels; ++level)
       fill_level<Units>(team, t, order.num_items, level, pass == 0, scratch, s);
   }
 }
