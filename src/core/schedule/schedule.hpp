@@ -431,9 +431,11 @@ UEC_STEP void fill_level(Team team, const Topology& t, int32_t num_items, int32_
   });
 }
 
+// In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide, bool first_time,
-                        const ScheduleScratch& scratch, Schedule& s) {
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide,
+                                          bool first_time, const ScheduleScratch& scratch,
+                                          Schedule& s) {
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
     const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
