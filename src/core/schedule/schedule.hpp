@@ -431,9 +431,11 @@ UEC_STEP void fill_level(Team team, const Topology& t, int32_t num_items, int32_
   });
 }
 
+// In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide, bool first_time,
-                        const ScheduleScratch& scratch, Schedule& s) {
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide,
+                                          bool first_time, const ScheduleScratch& scratch,
+                                          Schedule& s) {
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
     const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
@@ -448,7 +450,7 @@ UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const Fil
   for (int32_t pass = 0; pass < passes; ++pass) {
     if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
     UEC_ROLLED
-    for (int32_t level = 1; level <= order.num_levels; ++level)
+    for (int32_t level = 1; team.size() > 1 && level <= order.num_levels; ++level)
       fill_level<Units>(team, t, order.num_items, level, pass == 0, scratch, s);
   }
 }
