@@ -35,7 +35,6 @@ struct Topology {
 UEC_HD constexpr int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 UEC_HD constexpr int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 UEC_HD constexpr uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
-UEC_HD constexpr uint32_t max_u32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 UEC_HD constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 UEC_HD constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -214,8 +214,9 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
           place = takes ? index + p * size : place;
         }
         widest = find_widest();
-        if (place >= 0) trial[count] = {from.begin + main, place, slot_of(taker), quota};
+        if (place >= 0) *trial = {from.begin + main, place, slot_of(taker), quota};
         ++count;
+        ++trial;
       } while ((need >= from.end) & (count <= limit));
       if (count > limit) return -1;
       from.excess -= from.all - need;
