@@ -54,10 +54,12 @@ class Crowd {
       if (read<uint32_t>(seat) < value) value = read<uint32_t>(seat);
     return value;
   }
-  static uint64_t sum_before(uint64_t value) {
+  static uint32_t least(uint32_t value) { return lowest(value); }
+  template <class T>
+  static T sum_before(T value) {
     const Room::Seats& seats = meet(kSumBefore, value);
-    uint64_t sum = 0;
-    for (int32_t i = 0; i < index(); ++i) sum += read<uint64_t>(seats[i]);
+    T sum = 0;
+    for (int32_t i = 0; i < index(); ++i) sum += read<T>(seats[i]);
     return sum;
   }
   template <class T>

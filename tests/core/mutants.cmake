@@ -199,41 +199,49 @@ ultraep_add_core_mutant(taken_by_each PROGRAM plan/test_probe FILE core/plan/pro
 # ---- a packed probe ------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(packed_without_turns PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[+ static_cast<uint32_t>(turn)) ^ mask;]]
-  REPLACE [[+ static_cast<uint32_t>(turn) * 0) ^ mask;]])
+  FIND [[static_cast<uint32_t>((turn + 1) << slot)]]
+  REPLACE [[static_cast<uint32_t>(1 << slot)]])
 
 ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[      --turn;
-      const int32_t rest]]
-  REPLACE [[      ++turn;
-      const int32_t rest]])
+  FIND [[          --turn;
+          if]]
+  REPLACE [[          ++turn;
+          if]])
 
 ultraep_add_core_mutant(packed_taker_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[      uint32_t taker = team.lowest(lowest);]]
-  REPLACE [[      uint32_t taker = lowest;]])
+  FIND [[          found = team.least(found);]]
+  REPLACE [[]])
 
-ultraep_add_core_mutant(packed_cost_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[team.sum(static_cast<uint32_t>(cost)));]]
-  REPLACE [[static_cast<uint32_t>(cost));]])
+ultraep_add_core_mutant(packed_widest_of_each PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
+  FIND [[    return team.least(first);]]
+  REPLACE [[    return first;]])
+
+ultraep_add_core_mutant(packed_costs_nothing PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
+  FIND [[          spare -= max32(min32(beyond, largest) - quota, 0);]]
+  REPLACE [[]])
 
 ultraep_add_core_mutant(packed_joins_nowhere PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[      if (hot == index + p * size) cool.put(]]
-  REPLACE [[      if (hot == -1) cool.put(]])
+  FIND [[      if (joins != index + p * size) continue;]]
+  REPLACE [[      if (joins >= 0) continue;]])
 
 ultraep_add_core_mutant(packed_full_ranks_stay PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[    const bool stays = left[p] > 1 && rest > 0;]]
-  REPLACE [[    const bool stays = rest > 0;]])
+  FIND [[          if (rest > 0 && slot < ask.max_imports - 1) key]]
+  REPLACE [[          if (rest > 0) key]])
 
 ultraep_add_core_mutant(packed_next_exporter_again PROGRAM plan/test_probe
   FILE core/plan/packed_probe.hpp
-  FIND [[    after = place_of(h + 2);]]
-  REPLACE [[    after = place_of(h + 1);]])
+  FIND [[    next = team.from((h + 1) % size, mine);]]
+  REPLACE [[    next = team.from(h % size, mine);]])
+
+ultraep_add_core_mutant(packed_first_main_again PROGRAM plan/test_probe
+  FILE core/plan/packed_probe.hpp
+  FIND [[      if (index == main) own = lack(from.extra + need, main);]]
+  REPLACE [[]])
 
 ultraep_add_core_mutant(packed_too_large PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
-  FIND [[         (ask.threshold + 1) * detail::num_turns(pool, ask) <= limit &&
-]]
-  REPLACE [[]])
+  FIND [[ >> (31 - low) == 0;]]
+  REPLACE [[ >> 31 == 0;]])
 
 # ---- two sides ----------------------------------------------------------------------------------
 
@@ -367,11 +375,32 @@ ultraep_add_prepare_mutant(homes_not_assigned_yet schedule/schedule
   }]])
 
 ultraep_add_prepare_mutant(boundaries_not_complete schedule/schedule
-  FIND [[    }
-  }
-  team.sync();  // all boundaries are there]]
-  REPLACE [[    }
-  }]])
+  FIND [[  team.sync();  // all boundaries are there]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(level_of_each schedule/schedule
+  FIND [[    level = 1 + static_cast<int32_t>(highest(team, static_cast<uint32_t>(level)));]]
+  REPLACE [[    ++level;
+    team.sync();]])
+
+ultraep_add_prepare_mutant(levels_not_known_yet schedule/schedule
+  FIND [[    team.sync();  // the next expert may have the same ranks]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(one_level_for_all schedule/schedule
+  FIND [[      if (scratch.count[item.x] == level) f(]]
+  REPLACE [[      if (level == 1) f(]])
+
+ultraep_add_prepare_mutant(bounds_not_known_yet schedule/schedule
+  FIND [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
+    }
+    team.sync();]]
+  REPLACE [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
+    }]])
+
+ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
+  FIND [[  if (order.num_levels == 1) passes = 1;]]
+  REPLACE [[  if (order.num_levels >= 1) passes = 1;]])
 
 ultraep_add_prepare_mutant(busiest_of_each schedule/cost
   FIND [[static_cast<int64_t>(highest(team, most));]]

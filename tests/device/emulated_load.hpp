@@ -51,15 +51,15 @@ class EmulatedLoad {
  public:
   explicit EmulatedLoad(EmulatedGroup& ranks) : ranks_(ranks) {}
 
-  // Gives every rank ids of its own for the next call.
-  void draw(Random& random) {
+  // Gives every rank ids of its own for the next call. Tables begin up to `skew` words off.
+  void draw(Random& random, int32_t skew = 3) {
     ids_.clear();
     tables_.clear();
     for (int32_t r = 0; r < num_ranks(); ++r) {
       const int32_t count = ::draw(random, 0, 5) == 0 ? 0 : ::draw(random, 0, 90);
       give(r, draw_ids(random, num_experts(), count), ::draw(random, 0, 1) == 0 ? 4 : 8,
            ::draw(random, 0, 3));
-      tables_.push_back(std::make_unique<Buffer>(4 * entries() + 4, 4 * ::draw(random, 0, 3)));
+      tables_.push_back(std::make_unique<Buffer>(4 * entries() + 4, 4 * ::draw(random, 0, skew)));
     }
     epoch_ = ranks_.begin_call();
     digest_ = uec::mix(ranks_.state(0).digest, static_cast<uint64_t>(uec::Operation::kGather));

@@ -202,7 +202,7 @@ ultraep_add_device_mutant(device_block_of_the_last_call FILE cuda/device/prepare
   REPLACE [[  while (ptx::load_acquire_device(&state.prepared) + 1 < epoch) {]])
 
 ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/device/prepare.cuh
-  FIND [[      reject(shared.block, memory, refusal);]]
+  FIND [[    reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepare.cuh
@@ -210,12 +210,18 @@ ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepa
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepare.cuh
-  FIND [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  FIND [[    reject(shared.block, memory, refusal);
   }
   ptx::sync_block();]]
-  REPLACE [[    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  REPLACE [[    reject(shared.block, memory, refusal);
   }
   ptx::sync_warp();]])
+
+ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device/prepare.cuh
+  FIND [[  ptx::sync_block();
+  if (!prepared) return refusal;]]
+  REPLACE [[  ptx::sync_warp();
+  if (!prepared) return refusal;]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
   FIND [[        state.last_call = shared.known.last_call + counted;]]
@@ -289,10 +295,9 @@ ultraep_add_device_mutant(reroute_lanes_count_at_once PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_zeros_after_ones PROGRAM test_reroute
   FILE cuda/device/reroute_map.cuh
-  FIND [[    clear_rows(args, first_of_block, width);
-    sum_runs(block);  // its barriers also keep the zeros before the ones]]
-  REPLACE [[    sum_runs(block);
-    clear_rows(args, first_of_block, width);]])
+  FIND [[  if (!is_good) return;]]
+  REPLACE [[  if (!is_good) return;
+  clear_rows(args, first_of_block, width);]])
 
 ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
   FILE cuda/device/reroute_runs.cuh
@@ -301,8 +306,8 @@ ultraep_add_device_mutant(reroute_last_fault_stays PROGRAM test_reroute
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_plan PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
-  FIND [[    store_padding<Id>(args, block);]]
-  REPLACE [[]])
+  FIND [[return store_padding<Id>(args, block);]]
+  REPLACE [[return;]])
 
 ultraep_add_device_mutant(reroute_leaves_rubbish_for_a_bad_id PROGRAM test_reroute
   FILE cuda/device/reroute.cuh
@@ -451,6 +456,16 @@ ultraep_add_device_mutant(load_digest_not_chained PROGRAM test_load FILE cuda/de
   FIND [[    state.digest = shared.digest;]]
   REPLACE [[]])
 
+ultraep_add_device_mutant(load_failure_of_a_team_unseen PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[    ptx::store_shared_relaxed(&shared.failed, 1);]]
+  REPLACE [[    shared.last = 1;]])
+
+ultraep_add_device_mutant(load_table_without_its_end PROGRAM test_load
+  FILE cuda/device/load.cuh
+  FIND [[at = chunks_end + ptx::thread_idx(); at < count;]]
+  REPLACE [[at = chunks_end + ptx::thread_idx(); at < count - 1;]])
+
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[  if (early.fault != Fault::kNone) {]]
   REPLACE [[  if (false) {]])
@@ -481,9 +496,10 @@ ultraep_add_device_mutant(load_rejected_without_a_word HANGS PROGRAM test_load
   REPLACE [[  announce_absence(block.call, memory, herald, 0);]])
 
 ultraep_add_device_mutant(load_planned_before_copied PROGRAM test_load_plan
-  FILE cuda/device/load_plan.cuh
-  FIND [[  ptx::sync_block();]]
-  REPLACE [[]])
+  FILE cuda/device/plan_sort.cuh
+  FIND [[  copy_constants(args, block);
+  ptx::sync_block();]]
+  REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(load_failed_and_no_plan PROGRAM test_load_plan
   FILE cuda/device/load_plan.cuh
@@ -504,16 +520,16 @@ ultraep_add_device_mutant(device_answers_overwritten PROGRAM test_plan
   FIND [[    turn_ ^= 1;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_ranks_sorted_before_loaded PROGRAM test_plan
+ultraep_add_device_mutant(device_added_before_zero PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[  sort_mains(args, block);
+  FIND [[  copy_constants(args, block);
   ptx::sync_block();]]
-  REPLACE [[  sort_mains(args, block);]])
+  REPLACE [[  copy_constants(args, block);]])
 
 ultraep_add_device_mutant(device_only_own_faults HANGS PROGRAM test_plan
-  FILE cuda/device/plan_sort.cuh
-  FIND [[    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);]]
-  REPLACE [[    (void)faults;]])
+  FILE cuda/device/block_crew.cuh
+  FIND [[      value = min_u32(value, static_cast<uint32_t>(all[i]));]]
+  REPLACE [[      (void)all;]])
 
 ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
   FILE cuda/device/plan.cuh
@@ -530,20 +546,15 @@ ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan
   FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
   REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
-ultraep_add_device_mutant(device_looks_ahead_at_another_node PROGRAM test_plan
-  FILE core/plan/pool_search.hpp
-  FIND [[return kFirstAhead + (node - 1) * kNumOrders + found_.variant;]]
-  REPLACE [[return kFirstAhead + (kNodesAhead - node) * kNumOrders + found_.variant;]])
-
-ultraep_add_device_mutant(device_leaders_of_each_lane PROGRAM test_plan
+ultraep_add_device_mutant(device_one_pool_of_all PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[const bool is_fullest = tokens == highest(Warp{}, tokens);]]
-  REPLACE [[const bool is_fullest = true;]])
+  FIND [[    if (block.pool[r] != block.pool[0]) Warp::set(block.is_split);]]
+  REPLACE [[    if (block.pool[r] != block.pool[r]) Warp::set(block.is_split);]])
 
-ultraep_add_device_mutant(device_positions_of_each_lane HANGS PROGRAM test_plan
+ultraep_add_device_mutant(device_tokens_of_one_thread PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh
-  FIND [[static_cast<int32_t>(Warp::sum(ranks_before));]]
-  REPLACE [[static_cast<int32_t>(ranks_before);]])
+  FIND [[    Warp::add(block.tokens_before + r, tokens);]]
+  REPLACE [[    block.tokens_before[r] = tokens;]])
 
 ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/pool_search.hpp
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]

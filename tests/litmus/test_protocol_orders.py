@@ -278,7 +278,7 @@ ORDERS = {
             g0.b0.t0: {sync_block} a; st %row 9""",
         never=("r=9",),
         weak=(("bulk_wait", "cp.async.bulk.wait_group %0;", ""), NO_BLOCK_BARRIER),
-        calls={"cuda/device/load_plan.cuh load_plan": "load sync_block plan"},
+        calls={"cuda/device/load.cuh load": "exchange_rows sync_block copy_table"},
         implicit_fence=True,
     ),
     # The home's caller changes its weights once the hub has read them.

@@ -47,9 +47,13 @@ EXPLAINED = {
         "copied in bulk"
     ),
     r"reads a stale cache .*call\.cuh": "what nobody writes before all blocks have left",
+    r"no barrier .*keeps a compiler from": "keeps loads together, and orders nothing",
+    r"no barrier .*the next expert may have the same hubs": (
+        "experts of many replicas, of which these programs have no two; tests/core has them"
+    ),
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
     r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
-    r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage)": (
+    r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage|return team\.sync\(\))": (
         "a barrier that is there for its callers: on every path of today another one follows"
     ),
 }

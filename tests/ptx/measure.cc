@@ -115,16 +115,18 @@ std::vector<int64_t> skewed_ids(Random& random, int32_t num_experts, int32_t cou
   return ids;
 }
 
-// ranks, experts, ids of a rank, bytes of an id: from ids to the table of loads.
+// ranks, experts, ids of the first rank, of each other one, bytes of an id: from ids to the table
+// of loads.
 void load(Numbers of, const std::string& name) {
-  const int32_t ranks = of.next(), experts = of.next(), count = of.next(), id_bytes = of.next();
+  const int32_t ranks = of.next(), experts = of.next(), most = of.next(), other = of.next();
+  const int32_t id_bytes = of.next();
   EmulatedGroup group(make_group(ranks, experts, 1), options_of({64}, 1, Plans::kOnHost));
   EmulatedLoad loads(group);
   Random random(1);
-  loads.draw(random);
+  loads.draw(random, 0);
   for (int32_t r = 0; r < ranks; ++r)
-    loads.give(r, skewed_ids(random, experts, count), id_bytes, 0);
-  const auto grid = uec::cuda::LoadGrid::of(ranks, experts, count, uec::cuda::kMaxLoadBlocks);
+    loads.give(r, skewed_ids(random, experts, r == 0 ? most : other), id_bytes, 0);
+  const auto grid = uec::cuda::LoadGrid::of(ranks, experts, most, uec::cuda::kMaxLoadBlocks);
   loads.launch({grid.num_blocks, grid.num_threads / 32});
   loads.check_success();
   report(name);

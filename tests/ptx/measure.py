@@ -29,8 +29,8 @@ ROWS = {
     "empty:8,16,0": "empty call, 8 ranks x 16 blocks",
     "empty:64,4,0": "empty call, 64 ranks x 4 blocks",
     "empty:8,16,1": "empty call, 8 ranks x 16 blocks, plan on the device",
-    "load:8,256,65536,8": "count and gather of 8,192 x 8 ids, 8 ranks",
-    "load:64,256,65536,8": "count and gather of 8,192 x 8 ids, 64 ranks",
+    "load:8,256,65536,65536,8": "count and gather of 8,192 x 8 ids, 8 ranks",
+    "load:64,256,7168,64,8": "count and gather of 896 x 8 ids in two blocks, 64 ranks",
     "plan:64,256,2,16": "plan 64/256/2, 16 warps",
     "reroute:64,256,2,65536,1": "shares of a rank, 64/256/2",
     "reroute:64,256,2,65536,0": "reroute of 8,192 x 8 ids by these shares, 64/256/2",
@@ -120,7 +120,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{a['us']:8.1f}{b['us']:8.1f}{a['instructions']:8d}  {trips}; {title}")
         if "prepare_call_us" in a:
             times = f"{a['prepare_call_us']:8.1f}{b['prepare_call_us']:8.1f}"
-            lines.append(f"{times}          of it the call's block (prepare_call, one warp)")
+            lines.append(f"{times}          of it the call's block (prepare_call)")
         if "of_the_link" in a:
             shares = f"{a['of_the_link']:8.0%}{b['of_the_link']:8.0%}"
             lines.append(f"{shares}          of a link's rate, for the second 4 MiB")

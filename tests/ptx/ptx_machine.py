@@ -26,7 +26,7 @@ def line_of(file: str, text: str) -> int:
 
 def holes() -> str:
     """Return where kernels copy memory that has holes: what lies there nobody reads."""
-    return f"prepare.cuh:{line_of('cuda/device/prepare.cuh', 'word = image[i];')}"
+    return f"prepare.cuh:{line_of('cuda/device/prepare.cuh', 'quad = image[i];')}"
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ WRONG = [
     ("check_mbarrier_phases", "if (turn > 0)", "if (turn < 0)"),
     ("check_message_device", "ptx::store_release_device(at, value)", "*at = value"),
     ("check_message_system", "ptx::load_acquire_system(at)", "*at"),
+    ("check_message_fenced", "        ptx::fence_release_system();\n", ""),
     ("check_relay", "      ptx::bulk_wait<0>();\n", ""),
     ("check_fence_system", "    ptx::fence_system();\n", ""),
     ("check_claims", "== seen)\n", "!= -1)\n"),

@@ -1,6 +1,7 @@
 // Types that every part of the core shares. No CUDA include, no exception, no allocation.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #if defined(__CUDACC__)
@@ -40,6 +41,14 @@ UEC_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b
 // a / b. In 32 bits where they suffice: a device divides those four times as fast.
 UEC_HD constexpr int64_t divide(int64_t a, int64_t b) {
   return (a | b) >> 32 == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
+// Of a number that is not negative.
+UEC_HD inline int32_t num_bits(int64_t number) {
+#if defined(__CUDA_ARCH__)
+  return 64 - __clzll(number);
+#else
+  return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(number)));
+#endif
 }
 UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

@@ -18,7 +18,7 @@ class ScratchCutter {
   template <typename T>
   UEC_HD T* take(int64_t count) {
     static_assert(alignof(T) <= 8, "the base is aligned to 8 bytes only");
-    constexpr int64_t kAlign = alignof(T);  // without a division, also of a signed number
+    constexpr int64_t kAlign = alignof(T);
     used_bytes_ = (used_bytes_ + kAlign - 1) & -kAlign;
     T* const array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_bytes_);
     used_bytes_ += count * static_cast<int64_t>(sizeof(T));

@@ -12,11 +12,13 @@
 //   T share(T value)                 the leader's value, for all
 //   T from(int32_t index, T value)   that member's value, for all
 //   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
-//   uint64_t sum_before(uint64_t value)  the sum of the values of the members with a lower index
+//   uint32_t least(uint32_t value)   the same, and orders nothing
+//   T sum_before(T value)            the sum of the values of the members with a lower index; an
+//                                    integer
 //   T sum(T value)                   the sum of the members' values, for all; uint32_t or uint64_t
 //   Counted count(bool value)        how many members it is true of
 //   int32_t equal_before(uint32_t value)  how many members with a lower index have this value
-// and from sync() on, all of them order memory as sync() does. Several members may do these
+// and from sync() on, all but one of them order memory as sync() does. Several members may do these
 // concurrently, and they order nothing:
 //   T add(T* at, T value)            adds, and returns the previous value. int32_t or int64_t
 //   void set(uint8_t* at)            stores 1
@@ -64,7 +66,11 @@ struct Alone {
     return value;
   }
   UEC_HD static uint32_t lowest(uint32_t value) { return value; }
-  UEC_HD static uint64_t sum_before(uint64_t) { return 0; }
+  UEC_HD static uint32_t least(uint32_t value) { return value; }
+  template <class T>
+  UEC_HD static T sum_before(T) {
+    return 0;
+  }
   template <class T>
   UEC_HD static T sum(T value) {
     return value;

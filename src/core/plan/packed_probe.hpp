@@ -1,10 +1,10 @@
 // A probe (probe.hpp) that keeps the cool ranks in the registers of a team, for loads small enough
 // to be packed.
 //
-// Every member holds some ranks of the pool, in no order: a rank's key is its slack and, in the
-// bits below, its turn in the list, so that one exchange between the members finds a taker, and
-// nothing moves. On a device that takes a fifth of the cycles that the list in memory takes, where
-// members synchronise at each step of a search and of a move.
+// Every member holds some ranks of the pool, in no order: a rank is one word, from which follows
+// all that a replica there changes. So one exchange between the members finds a taker, and nothing
+// moves. On a device a list in memory takes several times as long: members synchronise at each step
+// of a search and of a move.
 #pragma once
 
 #include "core/plan/probe.hpp"
@@ -43,104 +43,38 @@ UEC_HD inline int32_t fastest_probe(Alone alone, const SortedLoad& sorted, int32
 
 namespace detail {
 
-inline constexpr int32_t kMost = 0x7FFFFFFF;
-inline constexpr uint32_t kNoKey = ~0u;
+inline constexpr uint32_t kNobody = ~0u;
 
-// Turns stay below this: one for every rank, one for each replica's taker and one for each exporter
-// that joins.
-UEC_HD inline int64_t num_turns(const Pool& pool, const Question& ask) {
-  return int64_t{pool.num_ranks} * (ask.max_imports + 2);
-}
-
-// A member's ranks: place p is rank index() + p * size() of the pool. A rank that takes nothing has
-// a slack of -1, and no key.
+// A cool rank's key is the complement of a word that has, from the top, its slack, its turn in the
+// list, and the complement of its next slot. kNobody: it takes nothing.
 //
-// Keys are ordered as CoolRanks is: by ascending slack, the latest first among equals, so turns
-// count down. A mask reverses the order.
-template <int32_t kPlaces>
-struct PackedRanks {
-  int32_t largest, turn_bits;
-  uint32_t mask;
-  int32_t slack[kPlaces], left[kPlaces];
-  int32_t later[kPlaces];  // tokens that it can take after its next replica
-  int32_t lost[kPlaces];   // as Prober::lost()
-  uint32_t key[kPlaces];
+// So keys are in the reverse order of CoolRanks: by descending slack, the latest last among equals,
+// as turns count down. There is one for every rank, one for each replica's taker and one for each
+// exporter that joins.
+struct KeyBits {
+  int32_t slot, low;  // bits of the last field; of the last two
 
-  UEC_HD uint32_t make_key(int32_t tokens, int32_t turn) const {
-    return ((static_cast<uint32_t>(tokens) << turn_bits) + static_cast<uint32_t>(turn)) ^ mask;
+  UEC_HD KeyBits(int64_t num_ranks, int32_t max_imports)
+      : slot(num_bits(max_imports - 1)), low(slot + num_bits(num_ranks * (max_imports + 2) - 1)) {}
+
+  UEC_HD uint32_t key(int32_t slack, int32_t turn, int32_t next_slot) const {
+    return ~((static_cast<uint32_t>(slack) << low) + static_cast<uint32_t>((turn + 1) << slot) - 1 -
+             static_cast<uint32_t>(next_slot));
   }
-  UEC_HD int32_t slack_of(uint32_t its_key, uint32_t its_mask) const {
-    return static_cast<int32_t>((its_key ^ its_mask) >> turn_bits);
-  }
-  // How much more is lost once it has taken `quota`.
-  UEC_HD int32_t cost(int32_t p, int32_t quota) const {
-    return max32(slack[p] - quota - later[p], 0) - lost[p];
-  }
-  UEC_HD void put(int32_t p, int32_t tokens, int32_t replicas, int32_t turn) {
-    slack[p] = tokens;
-    left[p] = replicas;
-    later[p] = (replicas - 1) * largest;
-    lost[p] = max32(tokens - later[p] - largest, 0);
-    key[p] = tokens < 0 ? kNoKey : make_key(tokens, turn);
-  }
-  // `rest`: tokens that the taker can still take, with the key that this gives it.
-  UEC_HD void take(int32_t p, bool takes, int32_t rest, uint32_t next_key) {
-    const bool stays = left[p] > 1 && rest > 0;
-    const int32_t next = later[p] - largest;
-    left[p] -= takes;
-    slack[p] = takes ? (stays ? rest : -1) : slack[p];
-    key[p] = takes ? (stays ? next_key : kNoKey) : key[p];
-    lost[p] = takes ? max32(rest - later[p], 0) : lost[p];
-    later[p] = takes ? next : later[p];
-  }
+  UEC_HD int32_t slack_of(uint32_t key) const { return static_cast<int32_t>(~key >> low); }
 };
-
-// Who takes part of a need: its key under the mask, or kNoKey if no rank can.
-struct PackedChoice {
-  uint32_t key, mask;
-  int32_t quota;
-};
-
-// As Prober::choose() where no rank can take all of `need`.
-template <int32_t kPlaces, class Team>
-UEC_HD PackedChoice choose_part(Team team, const PackedRanks<kPlaces>& cool, int32_t style,
-                                int32_t need, int32_t have, int32_t spare) {
-  constexpr uint32_t kDescending = kMost;
-  uint32_t above = kNoKey, below = kNoKey;
-  for (int32_t p = 0; p < kPlaces; ++p) {
-    if (cool.slack[p] >= need)
-      above = min_u32(above, cool.key[p]);
-    else if (cool.slack[p] >= 0)
-      below = min_u32(below, cool.key[p] ^ cool.mask ^ kDescending);
-  }
-  above = team.lowest(above);
-  below = team.lowest(below);
-  PackedChoice choice;
-  if (above != kNoKey && (below == kNoKey || style != kTight)) {
-    choice.key = above;
-    choice.mask = cool.mask;
-    choice.quota = min32(have, cool.slack_of(above, cool.mask));
-    uint32_t cost = 0;
-    for (int32_t p = 0; p < kPlaces; ++p)
-      if (cool.key[p] == above) cost = static_cast<uint32_t>(cool.cost(p, choice.quota));
-    if (static_cast<int32_t>(team.sum(cost)) <= spare) return choice;
-  }
-  choice.key = below;
-  choice.mask = kDescending;
-  choice.quota = min32(have, cool.slack_of(below, kDescending));
-  return choice;
-}
 
 }  // namespace detail
 
 template <class Team>
 UEC_HD bool can_pack(Team team, const Pool& pool, const Question& ask) {
-  const int64_t limit = detail::kMost / 2;
+  constexpr int64_t kLimit = (int64_t{1} << 30) - 1;
+  const int32_t low = min32(detail::KeyBits(pool.num_ranks, ask.max_imports).low, 31);
   return pool.rank_tokens != nullptr && pool.num_ranks <= kMaxPlaces * team.size() &&
          (pool.max_mains <= team.size() || ask.max_exports <= team.size()) &&
-         pool.fullest() <= limit && ask.threshold * pool.num_ranks <= limit &&
-         (ask.threshold + 1) * detail::num_turns(pool, ask) <= limit &&
-         int64_t{pool.largest} * max32(ask.max_imports, team.size()) <= limit;
+         pool.fullest() <= kLimit && ask.threshold * pool.num_ranks <= kLimit &&
+         int64_t{pool.largest} * max32(ask.max_imports, team.size()) <= kLimit &&
+         max64(pool.largest, ask.threshold) >> (31 - low) == 0;
 }
 
 template <int32_t kPlaces, class Team>
@@ -148,101 +82,171 @@ UEC_HD int32_t packed_probe(Team team, const Pool& pool, const Question& ask, Re
   const int32_t order = ask.variant % kNumOrders, style = ask.variant / kNumOrders;
   const int32_t n = pool.num_ranks, size = team.size(), index = team.index();
   const auto threshold = static_cast<int32_t>(ask.threshold);
-  detail::PackedRanks<kPlaces> cool;
-  cool.largest = pool.largest;
-  cool.mask = style == kWide ? static_cast<uint32_t>(detail::kMost) : 0;
-  cool.turn_bits = 0;
-  while (detail::num_turns(pool, ask) >> cool.turn_bits != 0) ++cool.turn_bits;
+  const int32_t largest = pool.largest;
+  const detail::KeyBits bits(n, ask.max_imports);
+  // From another member, so that a device keeps it in a register, and does not compute it again.
+  const uint32_t slots = team.least((1u << bits.slot) - 1);
+  const auto slot_of = [&](uint32_t key) { return static_cast<int32_t>(key & slots); };
   int32_t turn = n * (ask.max_imports + 1);
+  // Tokens that a rank's next replica brings, if no room is to be lost, are these or `largest`.
+  const int32_t most_later = (ask.max_imports - 1) * largest;
+  const auto beyond_slots = [&](int32_t slack, int32_t slot) {
+    return slack - most_later + slot * largest;
+  };
 
+  // Place p is rank index + p * size of the pool.
+  uint32_t keys[kPlaces];
+  int32_t due[kPlaces];
   int32_t num_hot = 0;
   uint32_t lost = 0;
   for (int32_t p = 0; p < kPlaces; ++p) {
     const int32_t i = index + p * size;
     const int32_t room = i < n ? threshold - pool.rank_tokens[i] : 0;
     num_hot += team.count(room < 0).all;
-    cool.put(p, room > 0 ? room : -1, ask.max_imports, turn + i);
-    lost += static_cast<uint32_t>(cool.lost[p]);
+    keys[p] = room > 0 ? bits.key(room, turn + i, 0) : detail::kNobody;
+    due[p] = min32(beyond_slots(room, 0), largest);
+    lost += static_cast<uint32_t>(max32(beyond_slots(room, 0) - largest, 0));
   }
   if (num_hot == 0) return 0;
   const int64_t room = ask.threshold * n - (pool.tokens_before[n] - pool.tokens_before[0]);
   const int64_t fillable = room - team.sum(lost);
-  if (fillable < 0) return -1;
-  auto spare = static_cast<int32_t>(fillable);  // room that may be left unfillable
+  if (fillable < 0 || !detail::may_suffice(pool, ask, num_hot)) return -1;
+  // Room that may be left unfillable. So there is somebody with room until all excess is gone.
+  auto spare = static_cast<int32_t>(fillable);
 
-  // Each member holds one of the exporter's mains: what is left of it and, in the bits below, which
-  // one comes first. For the next exporter these are prefetched, and for the one after it their
-  // location: each is a load that depends on another.
-  const auto place_of = [&](int32_t h) {
-    return detail::nth_hot(order, min32(h, num_hot - 1), num_hot);
+  // Each member looks at one of the next exporters, and at its first main.
+  struct Exporter {
+    int32_t begin, excess;
+    int32_t all, extra;  // of the main's tokens: to be exported, and others
+    int32_t end;         // as long as so many are to be exported, it stays the first
   };
-  const auto open_tokens = [&](const MainsRow& row) {
-    return index < min32(row.count, ask.max_exports) ? pool.main_tokens[row.begin + index] : 0;
+  const auto look_at = [&](int32_t h) {
+    const int32_t place = detail::nth_hot(order, min32(h, num_hot - 1), num_hot);
+    const MainsRow row = pool.rows[place];
+    const int32_t* const tokens = pool.main_tokens + row.begin;
+    Exporter from;
+    from.begin = row.begin;
+    from.excess = pool.rank_tokens[place] - threshold;
+    from.all = min32(tokens[0], from.excess);
+    from.extra = tokens[0] - from.all;
+    from.end = max32((min32(row.count, ask.max_exports) > 1 ? tokens[1] : 0) - from.extra, 1);
+    return from;
   };
-  int32_t next = place_of(0), after = place_of(1);
-  MainsRow next_row = pool.rows[next], row_after = pool.rows[after];
-  int32_t next_load = pool.rank_tokens[next];
-  int32_t next_have = open_tokens(next_row), next_most = pool.main_tokens[next_row.begin];
+  Exporter mine = look_at(index), next = team.from(0, mine);
+  // What a main lacks to be as large as the largest of all and, in the bits below, which it is.
+  const auto lack = [&](int32_t tokens, int32_t main) {
+    return static_cast<uint32_t>((largest - tokens) * size + main);
+  };
+  const auto members = static_cast<uint32_t>(size);
+  const uint32_t most_lack = lack(1, size - 1);  // more is no token
 
+  // Of those that take a need whole the last one comes first; kWide: the first.
+  const uint32_t mask = style == kWide ? 0 : ~0u;
+  const auto find_widest = [&] {
+    uint32_t first = keys[0];
+    for (int32_t p = 1; p < kPlaces; ++p) first = min_u32(first, keys[p]);
+    return team.least(first);
+  };
+  uint32_t widest = find_widest();
+
+  const int32_t max_count = min32(ask.max_replicas, n * ask.max_imports);
   int32_t count = 0;
   UEC_ROLLED
   for (int32_t h = 0; h < num_hot; ++h) {
-    const int32_t hot = next, begin = next_row.begin;
-    int32_t have = next_have * size + size - 1 - index;
-    int32_t main = 0, most = next_most, excess = next_load - threshold;
-    next = after;
-    next_row = row_after;
-    next_load = pool.rank_tokens[next];
-    next_have = open_tokens(next_row);
-    next_most = pool.main_tokens[next_row.begin];
-    after = place_of(h + 2);
-    row_after = pool.rows[after];
+    Exporter from = next;
+    if ((h + 1) % size == 0) mine = look_at(h + 1 + index);
+    next = team.from((h + 1) % size, mine);
+    const int32_t limit = max_count - (num_hot - 1 - h);  // the others take one at least
+    int32_t main = 0;
+    bool is_listed = false;
+    uint32_t own = 0;  // of its mains, each member lists one
     UEC_ROLLED
     for (;;) {
-      const int32_t need = min32(most, excess);
-      uint32_t lowest = detail::kNoKey;
-      for (int32_t p = 0; p < kPlaces; ++p) {
-        // Computes both: a branch would cost more.
-        const bool fits = (cool.slack[p] >= need) & (cool.cost(p, need) <= spare);
-        lowest = fits ? min_u32(lowest, cool.key[p]) : lowest;
+      int32_t need = from.all;
+      UEC_ROLLED
+      do {
+        uint32_t taker = widest, key = detail::kNobody;
+        int32_t quota = bits.slack_of(taker);
+        if (quota >= need) {  // else the widest gap is filled, and no other can take the need
+          const uint32_t fitting = ~(static_cast<uint32_t>(need) << bits.low);
+          const int32_t reach = need + spare;
+          uint32_t found = detail::kNobody;
+          for (int32_t p = 0; p < kPlaces; ++p) {
+            const bool fits = (keys[p] <= fitting) & (due[p] <= reach);
+            found = min_u32(found, fits ? keys[p] ^ mask : detail::kNobody);
+          }
+          found = team.least(found);
+          taker = found ^ mask;
+          quota = need;
+          if (found == detail::kNobody) {  // room would be lost
+            uint32_t above = detail::kNobody, below = detail::kNobody;
+            for (int32_t p = 0; p < kPlaces; ++p) {
+              if (keys[p] <= fitting)
+                above = min_u32(above, keys[p] ^ mask);
+              else
+                below = min_u32(below, keys[p]);
+            }
+            taker = team.least(above) ^ mask;
+            below = team.least(below);
+            // More than the need, if the main has it: then the exporter joins.
+            quota = min32(from.extra + need, bits.slack_of(taker));
+            const int32_t its_due =
+                min32(beyond_slots(bits.slack_of(taker), slot_of(taker)), largest);
+            if (its_due - quota > spare || (below != detail::kNobody && style == kTight)) {
+              if (below == detail::kNobody) return -1;
+              taker = below;
+              quota = bits.slack_of(below);
+            }
+          }
+          const int32_t slack = bits.slack_of(taker), slot = slot_of(taker);
+          const int32_t rest = slack - quota, beyond = beyond_slots(slack, slot);
+          spare -= max32(min32(beyond, largest) - quota, 0);
+          --turn;
+          if (rest > 0 && slot < ask.max_imports - 1) key = bits.key(rest, turn, slot + 1);
+          const int32_t next_due = min32(beyond - quota, 0) + largest;
+          for (int32_t p = 0; p < kPlaces; ++p) due[p] = keys[p] == taker ? next_due : due[p];
+        }
+        need -= quota;
+        int32_t place = -1;
+        for (int32_t p = 0; p < kPlaces; ++p) {
+          const bool takes = keys[p] == taker;
+          keys[p] = takes ? key : keys[p];
+          place = takes ? index + p * size : place;
+        }
+        widest = find_widest();
+        if (place >= 0) *trial = {from.begin + main, place, slot_of(taker), quota};
+        ++count;
+        ++trial;
+      } while ((need >= from.end) & (count <= limit));
+      if (count > limit) return -1;
+      from.excess -= from.all - need;
+      if (from.excess <= 0) break;
+      // The next main.
+      if (!is_listed) {
+        const MainsRow row = pool.rows[detail::nth_hot(order, h, num_hot)];
+        const bool is_open = index < min32(row.count, ask.max_exports);
+        own = lack(is_open ? pool.main_tokens[row.begin + index] : 0, index);
       }
-      int32_t quota = need;
-      uint32_t taker = team.lowest(lowest);
-      if (taker == detail::kNoKey) {
-        const detail::PackedChoice choice =
-            detail::choose_part(team, cool, style, need, most, spare);
-        if (choice.key == detail::kNoKey) return -1;
-        taker = choice.key ^ choice.mask ^ cool.mask;
-        quota = choice.quota;
-      }
-      --turn;
-      const int32_t rest = cool.slack_of(taker, cool.mask) - quota;
-      const uint32_t next_key = cool.make_key(rest, turn);
-      int32_t place = -1, left = 0, cost = 0;
-      for (int32_t p = 0; p < kPlaces; ++p) {
-        const bool takes = cool.key[p] == taker;
-        place = takes ? index + p * size : place;
-        left = takes ? cool.left[p] : left;
-        cost = takes ? cool.cost(p, quota) : cost;
-        cool.take(p, takes, rest, next_key);
-      }
-      if (place >= 0) trial[count] = {begin + main, place, ask.max_imports - left, quota};
-      if (index == main) have -= quota * size;
-      excess -= quota;
-      ++count;
-      spare -= static_cast<int32_t>(team.sum(static_cast<uint32_t>(cost)));
-      if (excess <= 0) break;
-      const auto best =
-          detail::kMost -
-          static_cast<int32_t>(team.lowest(static_cast<uint32_t>(detail::kMost - have)));
-      most = best / size;
-      main = size - 1 - best % size;
-      if (most == 0) return -1;  // `max_exports` mains do not have the excess
+      is_listed = true;
+      if (index == main) own = lack(from.extra + need, main);
+      const uint32_t first = team.least(own);
+      if (first > most_lack) return -1;  // `max_exports` mains do not have the excess
+      main = static_cast<int32_t>(first % members);
+      const uint32_t second = team.least(index == main ? most_lack : min_u32(own, most_lack));
+      const int32_t most = largest - static_cast<int32_t>(first / members);
+      from.all = min32(most, from.excess);
+      from.extra = most - from.all;
+      from.end = max32(from.all - static_cast<int32_t>((second - first) / members), 1);
     }
-    if (excess >= 0) continue;
+    if (from.excess == 0) continue;
+    const int32_t joins = detail::nth_hot(order, h, num_hot);
     --turn;
-    for (int32_t p = 0; p < kPlaces; ++p)
-      if (hot == index + p * size) cool.put(p, -excess, ask.max_imports, turn);
+    for (int32_t p = 0; p < kPlaces; ++p) {
+      if (joins != index + p * size) continue;
+      keys[p] = bits.key(-from.excess, turn, 0);
+      due[p] = min32(beyond_slots(-from.excess, 0), largest);
+    }
+    widest = find_widest();
   }
   return count;
 }

@@ -66,12 +66,13 @@ class PoolSearch {
     const int32_t i = crew_.index();
     switch (aim_) {
       case Aim::kOpening:
-        if (looks_ahead() && i >= kFirstAhead) return ahead(i - kFirstAhead);
-        return i < kNumOrders ? make(high_, cap_, i) : make(high_, last_cap_, i - kNumOrders);
+        if (i < kNumOrders) return make(high_, cap_, i, kAnyNumber);
+        return make(high_, last_cap_, i == kNumOrders ? 0 : kNumVariants, kAnyNumber);
       case Aim::kImprovement:
-        return improvement();
+        return at_node(i + 1);
       default:
-        return make(asked_, cap_, first_ + i);
+        return make(asked_, cap_, first_ + i,
+                    found_.variant < 0 ? kAnyNumber : found_.num_replicas - 1);
     }
   }
 
@@ -114,9 +115,11 @@ class PoolSearch {
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
   enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
 
+  static constexpr int32_t kAnyNumber = 0x7FFFFFFF;
+
   UEC_HD int64_t wanted() const { return goal_.threshold; }
-  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant) const {
-    return {threshold, cap < slots_ ? cap : slots_, cap, variant};
+  UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant, int32_t most) const {
+    return {threshold, cap < slots_ ? cap : slots_, cap, variant, most};
   }
   // Field by field: a device would load a constant struct from memory.
   UEC_HD void forget() {
@@ -132,34 +135,15 @@ class PoolSearch {
   // ---- what suffices for nearly every load, in one round: whether `wanted` is reached, and the
   // fewest replicas at the cap that it needs. Where that fails the search starts over.
 
-  //
-  // A crew that is large enough also asks about the first two steps of the improvement, for every
-  // order that may have the fewest replicas: that saves a round.
-
-  static constexpr int32_t kFirstAhead = 7, kNodesAhead = 3;
-  UEC_HD bool looks_ahead() const { return crew_.size() >= kFirstAhead + kNodesAhead * kNumOrders; }
-  UEC_HD Question ahead(int32_t i) const {
-    if (i >= kNodesAhead * kNumOrders) return make(high_, cap_, kNumVariants);
-    return at_node(i / kNumOrders + 1, goal_.mean - 1, kImprovementSteps, i % kNumOrders);
-  }
   UEC_HD int32_t take_opening(const int32_t* counts) {
-    const int32_t end = looks_ahead() ? kFirstAhead : crew_.size();
-    bool is_reached = false;
-    for (int32_t t = kNumOrders; t < end; ++t) is_reached |= counts[t] >= 0;
     int32_t best = -1;
-    for (int32_t v = 0; v < kNumOrders && is_reached; ++v)
+    for (int32_t v = 0; v < kNumOrders && counts[kNumOrders] >= 0; ++v)
       if (prefer_fewer(counts[v], v)) best = v;
-    if (best < 0) {
+    if (best >= 0)
+      begin_improvement();
+    else
       begin_thresholds();
-      return best;
-    }
-    begin_improvement();
-    if (!looks_ahead()) return best;
-    const int32_t improved = take_nodes(
-        kNodesAhead,
-        [&](int32_t node) { return kFirstAhead + (node - 1) * kNumOrders + found_.variant; },
-        counts);
-    return improved >= 0 ? improved : best;
+    return best;
   }
 
   // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
@@ -251,8 +235,9 @@ class PoolSearch {
   // ---- with the same cap and no more replicas, less imbalance: six steps of bisection. The teams
   // ask about the next few at once, before the outcome of the first is known: team t asks about
   // node t + 1 of the tree of steps, where 2 n follows a success of node n, and 2 n + 1 a failure.
+  // Half of the steps at a time: more teams would slow each other down.
 
-  static constexpr int32_t kImprovementSteps = 6;
+  static constexpr int32_t kImprovementSteps = 6, kMaxNodes = 7;
 
   UEC_HD void begin_improvement() {
     aim_ = Aim::kImprovement;
@@ -260,36 +245,29 @@ class PoolSearch {
     steps_ = improves_ && found_.num_replicas > 0 ? kImprovementSteps : 0;
     if (steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;
   }
-  // What is asked at a node, if the steps from `low` lead to it.
-  UEC_HD Question at_node(int32_t node, int64_t low, int32_t steps, int32_t variant) const {
+  // What is asked at a node.
+  UEC_HD Question at_node(int32_t node) const {
     int32_t depth = 0;
     while (node >> (depth + 1) != 0) ++depth;
-    int64_t high = high_;
-    bool is_asked = depth < steps && high - low > 1;
+    int64_t low = low_, high = high_;
+    bool is_asked = node <= kMaxNodes && depth < steps_ && high - low > 1;
     for (int32_t d = depth; d > 0 && is_asked; --d) {
       ((node >> (d - 1) & 1) == 0 ? high : low) = low + (high - low) / 2;
       is_asked = high - low > 1;
     }
-    return make(low + (high - low) / 2, cap_, is_asked ? variant : kNumVariants);
-  }
-  UEC_HD Question improvement() const {
-    return at_node(crew_.index() + 1, low_, steps_, found_.variant);
+    return make(low + (high - low) / 2, cap_, is_asked ? found_.variant : kNumVariants,
+                found_.num_replicas);
   }
   UEC_HD int32_t take_improvement(const int32_t* counts) {
-    return take_nodes(crew_.size(), [](int32_t node) { return node - 1; }, counts);
-  }
-  // The steps that have been asked about: team_of(node), for nodes up to `last`.
-  template <class TeamOf>
-  UEC_HD int32_t take_nodes(int32_t last, TeamOf&& team_of, const int32_t* counts) {
     int32_t best = -1;
-    for (int32_t n = 1; n <= last && aim_ != Aim::kDone;) {
+    for (int32_t n = 1; n <= min32(crew_.size(), kMaxNodes) && aim_ != Aim::kDone;) {
       const int64_t middle = low_ + (high_ - low_) / 2;
-      const int32_t count = counts[team_of(n)];
+      const int32_t count = counts[n - 1];
       const bool succeeds = count >= 0 && count <= found_.num_replicas;
       (succeeds ? high_ : low_) = middle;
       if (succeeds) {
         found_.num_replicas = count;
-        best = team_of(n);
+        best = n - 1;
       }
       n = succeeds ? 2 * n : 2 * n + 1;
       if (--steps_ == 0 || high_ - low_ <= 1) aim_ = Aim::kDone;

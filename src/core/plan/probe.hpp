@@ -13,7 +13,7 @@
 namespace uec {
 
 // One replica: `quota` tokens of an expert are served by a rank. The quota is never zero.
-struct Replica {
+struct alignas(8) Replica {
   int32_t main;   // of the expert: index into the pool's mains
   int32_t place;  // of the rank: index into the pool's ranks
   int32_t slot;   // of that rank: replicas come to a rank's slots in the order of the plan
@@ -58,6 +58,7 @@ struct Question {
   int32_t max_imports;  // replicas on a rank, at most its slots
   int32_t max_exports;  // experts that a rank may export
   int32_t variant;      // below kNumVariants
+  int32_t max_replicas;
 };
 
 // A rank below the threshold.
@@ -73,8 +74,9 @@ struct ProbeScratch {
   CoolRank* cool;  // [ranks of the pool]
 };
 
-// Returns the number of replicas in `trial`, or -1 if the probe finds no room. The leader writes
-// `trial`. The members synchronise before and after, because the scratch is in use.
+// Returns the number of replicas in `trial`, or -1 if the probe finds no room or takes more than
+// `max_replicas`. The leader writes `trial`. The members synchronise before and after, because the
+// scratch is in use.
 //
 // A hot rank exports from the main that has most left, among its `max_exports` largest. A need goes
 // whole to the tightest gap that takes all of it (kWide: to the widest). Where that would leave
@@ -102,6 +104,15 @@ UEC_HD inline int32_t nth_hot(int32_t order, int32_t n, int32_t num_hot) {
   const bool from_the_end = order == 1 || (order == 2 && n % 2 == 1);
   if (order == 2) n /= 2;
   return from_the_end ? num_hot - 1 - n : n;
+}
+
+// Whether the ranks that `max_replicas` reach, the coolest at best, have room for the excess of the
+// hot ones. (Chains take replicas, too, and only pass tokens on.)
+UEC_HD inline bool may_suffice(const Pool& pool, const Question& ask, int32_t num_hot) {
+  const int64_t* const before = pool.tokens_before;
+  const int32_t n = pool.num_ranks, first = max32(num_hot, n - ask.max_replicas);
+  return ask.threshold * (n - first + num_hot) >=
+         before[n] - before[first] + before[num_hot] - before[0];
 }
 
 // The cool ranks, by ascending slack; of equal ones, the latest first.
@@ -238,7 +249,7 @@ struct Prober {
       const int32_t lossy = first_with(full + 1, first_cool);
       spare -= (ask.threshold - full) * (n - lossy) - (before[n] - before[lossy]);
     }
-    if (num_hot > 0 && spare < 0) return -1;
+    if (num_hot > 0 && (spare < 0 || !may_suffice(pool, ask, num_hot))) return -1;
     cool.count = n - first_cool;
     for (int32_t i = team.index(); i < cool.count; i += team.size()) {
       const int32_t from = first_cool + i;
@@ -320,6 +331,7 @@ UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const Pro
       from.take(tokens);
       if (from.most == 0) return -1;  // `max_exports` mains do not have the excess
     }
+    if (count + num_hot - 1 - h > ask.max_replicas) return -1;
     if (excess < 0) prober.cool.insert({-excess, hot, ask.max_imports});
   }
   return count;

@@ -76,7 +76,7 @@ struct PlanOut {
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
 // takes at most 9 (2 n + 2 + c) + 6 probes by target, and 9 (14 c + 1) by cost. By target it nearly
-// always takes ten, which a crew of eight asks in three rounds, one of sixteen in two.
+// always takes ten, which a crew of seven or more asks in three rounds.
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
@@ -92,6 +92,7 @@ namespace detail {
 // 2^63 for up to 9,000 ranks.
 UEC_HD inline int64_t target_threshold(int64_t total, int32_t num_ranks, int64_t target_ppm) {
   const int64_t unit = num_ranks * kPpm;
+  if (total < int64_t{1} << 33) return total * target_ppm / unit;  // one division
   return total / unit * target_ppm + total % unit * target_ppm / unit;
 }
 

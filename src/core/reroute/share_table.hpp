@@ -93,11 +93,25 @@ UEC_HD inline void keep_worst(uint64_t* worst, FaultStage stage, int64_t positio
   if (word > *worst) *worst = word;
 }
 
+// A slot of all, its rank, and its index there. Walked, because a division takes as long as a trip
+// to shared memory and more.
+struct SlotWalk {
+  int32_t at, rank, idx;
+
+  UEC_HD SlotWalk(int32_t at, int32_t slots)
+      : at(at), rank(slots == 0 ? 0 : at / slots), idx(at - rank * slots) {}
+  UEC_HD void step(int32_t slots) {
+    ++at;
+    if (++idx < slots) return;
+    idx = 0;
+    ++rank;
+  }
+};
+
 // Whether an earlier slot of the same rank has the same expert.
-UEC_HD inline bool repeats_slot(const QuotaPlan& plan, int32_t slots_per_rank, int32_t slot) {
-  const int32_t expert = plan.slot_expert[slot];
+UEC_HD inline bool repeats_slot(const QuotaPlan& plan, const SlotWalk& slot, int32_t expert) {
   UEC_ROLLED
-  for (int32_t i = slot / slots_per_rank * slots_per_rank; i < slot; ++i)
+  for (int32_t i = slot.at - slot.idx; i < slot.at; ++i)
     if (plan.slot_expert[i] == expert) return true;
   return false;
 }
@@ -147,6 +161,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   uint64_t worst = 0, lower = 0, replicas = 0, ahead = 0;
   int32_t first_quota = 0, first_id = 0;  // of the member's first replica
   const Run own = Run::of(team, num_ranks * slots);
+  const SlotWalk first(own.begin, slots);
+  SlotWalk slot = first;
   UEC_ROLLED
   for (int32_t begin = own.begin; begin < own.end; begin += kLoadsAtOnce) {
     int32_t held[kLoadsAtOnce];
@@ -160,17 +176,18 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
         keep_worst(&worst, FaultStage::kSlotExpert, begin + k);
     }
     UEC_ROLLED
-    for (int32_t i = begin; its != 0; ++i, its >>= 1) {
+    for (; its != 0; slot.step(slots), its >>= 1) {
       if ((its & 1) == 0) continue;
-      const int32_t rank = i / slots;
       if (replicas++ == 0) {
-        first_quota = plan.slot_quota[i];
-        first_id = ids.slot_id[rank];
+        first_quota = plan.slot_quota[slot.at];
+        first_id = ids.slot_id[slot.rank];
       }
-      if (rank < home) ++ahead;
-      if (rank == home || repeats_slot(plan, slots, i))
-        keep_worst(&worst, FaultStage::kSlotTwice, i);
+      if (slot.rank < home) ++ahead;
+      if (slot.rank == home || repeats_slot(plan, slot, expert))
+        keep_worst(&worst, FaultStage::kSlotTwice, slot.at);
     }
+    UEC_ROLLED
+    while (slot.at < begin + kLoadsAtOnce) slot.step(slots);
   }
   int64_t loads = 0;
   for (int32_t first = team.index(); first < num_ranks;) {
@@ -209,16 +226,16 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
   }
   auto at = static_cast<int32_t>(before >> kBits & kMask);
   uint64_t listed = 0;
+  slot = first;
   UEC_ROLLED
-  for (int32_t i = own.begin; listed < replicas; ++i) {
-    if (plan.slot_expert[i] != expert) continue;
+  for (; listed < replicas; slot.step(slots)) {
+    if (plan.slot_expert[slot.at] != expert) continue;
     const bool is_first = listed++ == 0;
-    const int32_t rank = i / slots;
-    const int32_t place = at++ + (rank < home ? 0 : 1);
-    scratch.rank[place] = rank;
-    scratch.quota[place] = is_first ? first_quota : plan.slot_quota[i];
+    const int32_t place = at++ + (slot.rank < home ? 0 : 1);
+    scratch.rank[place] = slot.rank;
+    scratch.quota[place] = is_first ? first_quota : plan.slot_quota[slot.at];
     table.entries[begin + place].physical_id =
-        (is_first ? first_id : ids.slot_id[rank]) + i % slots;
+        (is_first ? first_id : ids.slot_id[slot.rank]) + slot.idx;
   }
   team.sync();
 
@@ -239,7 +256,8 @@ UEC_HD inline uint64_t share_into_table(const Team& team, const Topology& topolo
     if (team.leader()) table.entries[begin].upto = own_load;
     return worst;
   }
-  share_expert<1, 8>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
+  // Seven turns: nine times seven are those before the last of 64 ranks.
+  share_expert<1, 7>(team, own_load, source, scratch.rank, num_instances, scratch.quota,
                      scratch.turns);
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_instances; i += team.size())

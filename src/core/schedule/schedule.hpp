@@ -52,10 +52,13 @@ struct PlanShape {
 };
 
 struct ScheduleScratch {
-  int32_t* count = nullptr;    // [E + 1]
+  int32_t* count = nullptr;    // [E + 1]; from the filling on, by replicated expert: its level
   int32_t* exports = nullptr;  // [G] distinct replicated experts at home there
   int32_t* order = nullptr;    // [X] experts by descending replicas, then id
   int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
+  // Of a team with several members:
+  int32_t* items = nullptr;    // [R + X] hubs of narrow experts
+  uint64_t* shares = nullptr;  // [2 (R + X)]
 };
 
 // Collects the replicas of each expert. The plan has been validated. A team of one counts without
@@ -93,6 +96,11 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
   }
   shape.num_replicas = team.from(team.size() - 1, placed);
   shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));
+  if (shape.num_replicas == 0) {
+    if (team.leader()) s.num_experts = s.first[0] = 0;
+    team.sync();
+    return shape;
+  }
 
   // Counting sort by expert: ranks are visited in order, so replicas come out in rank order.
   const Run experts = Run::of(team, t.num_experts);
@@ -172,9 +180,9 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
     team.add(&place[most - s.num_replicas(x)], 1);
   team.sync();
   const Run own = Run::of(team, most);
-  uint64_t count = 0;
+  uint32_t count = 0;
   UEC_ROLLED
-  for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint64_t>(place[i]);
+  for (int32_t i = own.begin; i < own.end; ++i) count += static_cast<uint32_t>(place[i]);
   auto at = static_cast<int32_t>(team.sum_before(count));
   UEC_ROLLED
   for (int32_t i = own.begin; i < own.end; ++i) {
@@ -284,21 +292,224 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
   team.sync();  // the next expert may have the same hubs
 }
 
-template <class Units, class Team>
-UEC_STEP void fill_experts(Team team, const Topology& t, int32_t passes, int32_t num_shared,
-                           const ScheduleScratch& scratch, Schedule& s) {
-  const auto filling_of_nth = [&](int32_t i) {
-    return filling_of(team, t, s, scratch.order[i], scratch.extra);
-  };
-  if (num_shared == 0) return;
-  Filling next = filling_of_nth(0);
-  UEC_ROLLED
-  for (int32_t step = 0, i = 0; step < passes * num_shared; ++step) {
-    const Filling filling = next;
-    i = i + 1 < num_shared ? i + 1 : 0;
-    next = filling_of_nth(i);  // read ahead: it takes its time
-    fill_expert<Units>(team, t, filling, step < num_shared, s);
+// How a team goes through the experts with several replicas: through the widest one after another,
+// and then through all others level by level. A level's experts share no rank with each other, and
+// come after those before them in the order that do: so they can be filled side by side.
+struct FillOrder {
+  int32_t num_wide, num_items, num_levels;
+};
+inline constexpr int32_t kHubBits = 3;
+inline constexpr int32_t kNarrowFanout = (1 << kHubBits) - 1;
+
+// A narrow expert's hub.
+struct Item {
+  int32_t x, hub, first;  // `first`: of the expert's hubs, in arrays by expert and hub
+
+  UEC_HD static Item of(const Schedule& s, int32_t item) {
+    const int32_t x = item >> kHubBits;
+    return {x, item & kNarrowFanout, s.first[x] + x};
   }
+};
+
+// The levels of experts that share ranks, one after another. Returns how many levels there are.
+template <class Team>
+UEC_STEP int32_t find_levels(Team team, const Topology& t, int32_t num_shared, int32_t* last,
+                             const ScheduleScratch& scratch, const Schedule& s) {
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
+  team.sync();
+  int32_t num_levels = 0;
+  UEC_ROLLED
+  for (int32_t i = 0; i < num_shared; ++i) {
+    const int32_t x = scratch.order[i], n = s.num_replicas(x);
+    int32_t level = 0;
+    UEC_ROLLED
+    for (int32_t hub = team.index(); hub <= n; hub += team.size())
+      level = max32(level, last[hub_rank(t, s, x, hub)]);
+    level = 1 + static_cast<int32_t>(highest(team, static_cast<uint32_t>(level)));
+    UEC_ROLLED
+    for (int32_t hub = team.index(); hub <= n; hub += team.size())
+      last[hub_rank(t, s, x, hub)] = level;
+    if (team.leader()) scratch.count[x] = level;
+    num_levels = max32(num_levels, level);
+    team.sync();  // the next expert may have the same ranks
+  }
+  return num_levels;
+}
+
+template <class Team>
+UEC_STEP void order_experts(Team team, const Topology& t, int32_t num_shared,
+                            const ScheduleScratch& scratch, const Schedule& s, FillOrder* found) {
+  FillOrder& order = *found;
+  order.num_wide = num_shared;
+  order.num_items = order.num_levels = 0;
+  if (team.size() == 1 || num_shared == 0) return;
+  auto* const last = reinterpret_cast<int32_t*>(scratch.shares);  // [G]
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
+  order.num_wide = 0;
+  UEC_ROLLED
+  for (int32_t begin = 0; begin < num_shared; begin += team.size()) {
+    const int32_t i = begin + team.index(), x = i < num_shared ? scratch.order[i] : 0;
+    const int32_t n = i < num_shared ? s.num_replicas(x) : 0;
+    const int32_t hubs = 0 < n && n <= kNarrowFanout ? n + 1 : 0;
+    order.num_wide += team.count(n > kNarrowFanout).all;
+    const auto before = static_cast<int32_t>(team.sum_before(static_cast<uint32_t>(hubs)));
+    UEC_ROLLED
+    for (int32_t hub = 0; hub < hubs; ++hub)
+      scratch.items[order.num_items + before + hub] = x << kHubBits | hub;
+    if (hubs > 0) scratch.count[x] = 1;
+    order.num_items += team.from(team.size() - 1, before + hubs);
+  }
+  // Whether any two share a rank. Rarely, and then their levels have to be found.
+  team.sync();
+  bool meets = false;
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < order.num_items; i += team.size()) {
+    const Item item = Item::of(s, scratch.items[i]);
+    meets |= team.add(&last[hub_rank(t, s, item.x, item.hub)], 1) > 0;
+  }
+  UEC_ROLLED
+  for (int32_t i = 0; i < order.num_wide; ++i) {
+    const int32_t x = scratch.order[i], n = s.num_replicas(x);
+    UEC_ROLLED
+    for (int32_t hub = team.index(); hub <= n; hub += team.size())
+      meets |= team.add(&last[hub_rank(t, s, x, hub)], 1) > 0;
+  }
+  order.num_levels = 1;
+  if (team.count(meets).all > 0)
+    order.num_levels = find_levels(team, t, num_shared, last, scratch, s);
+}
+
+// Fills the narrow experts of a level: a member for each hub. Of the bounds that the lowest hubs
+// set, for any number of them, the level is the least. A hub's own bound is that of those up to it.
+template <class Units, class Team>
+UEC_STEP void fill_level(Team team, const Topology& t, int32_t num_items, int32_t level,
+                         bool first_time, const ScheduleScratch& scratch, Schedule& s) {
+  auto* const egress = reinterpret_cast<Units*>(scratch.shares);  // by expert and hub, of others
+  Units* const bound = egress + s.first[s.num_experts] + s.num_experts;
+  const auto for_hubs = [&](auto&& f) {
+    UEC_ROLLED
+    for (int32_t i = team.index(); i < num_items; i += team.size()) {
+      const Item item = Item::of(s, scratch.items[i]);
+      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
+    }
+    team.sync();
+  };
+  for_hubs([&](const Item& item, int32_t) {
+    const int32_t at = item.first + item.hub;
+    egress[at] = static_cast<Units>(s.egress[hub_rank(t, s, item.x, item.hub)] -
+                                    (first_time ? 0 : scratch.extra[at]));
+  });
+  for_hubs([&](const Item& item, int32_t n) {
+    const Units own = egress[item.first + item.hub];
+    Units sum = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit), count = 0;
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      const Units other = egress[item.first + hub];
+      sum += other <= own ? other : 0;
+      count += other <= own;
+    }
+    bound[item.first + item.hub] = sum / count;
+  });
+  for_hubs([&](const Item& item, int32_t n) {
+    Units lowest = ~Units{0};
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      const Units one = bound[item.first + hub];
+      lowest = one < lowest ? one : lowest;
+    }
+    Units left = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit), before = 0;
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      const Units other = egress[item.first + hub];
+      left -= other <= lowest ? lowest - other : 0;
+      before += hub < item.hub && other <= lowest;
+    }
+    const int32_t at = item.first + item.hub;
+    const Units own = egress[at];
+    const Units added = own <= lowest ? lowest - own + (before < left) : 0;
+    scratch.extra[at] = static_cast<int64_t>(added);
+    s.egress[hub_rank(t, s, item.x, item.hub)] = static_cast<int64_t>(own + added);
+  });
+}
+
+// In line, it would keep a host's compiler from putting what every schedule takes in line.
+template <class Units, class Team>
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide,
+                                          bool first_time, const ScheduleScratch& scratch,
+                                          Schedule& s) {
+  UEC_ROLLED
+  for (int32_t i = 0; i < num_wide; ++i) {
+    const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
+    fill_expert<Units>(team, t, filling, first_time, s);
+  }
+}
+
+template <class Units, class Team>
+UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const FillOrder& order,
+                         const ScheduleScratch& scratch, Schedule& s) {
+  UEC_ROLLED
+  for (int32_t pass = 0; pass < passes; ++pass) {
+    if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
+    UEC_ROLLED
+    for (int32_t level = 1; team.size() > 1 && level <= order.num_levels; ++level)
+      fill_level<Units>(team, t, order.num_items, level, pass == 0, scratch, s);
+  }
+}
+
+// The hubs' ranges, from what each adds to its rank: up to the group nearest to
+// sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
+template <class Team>
+UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const FillOrder& order,
+                             const ScheduleScratch& scratch, Schedule& s) {
+  const auto dividend = [](uint64_t sum, int32_t n, int32_t groups) {
+    return (2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1)) /
+           2;
+  };
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
+    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    int32_t* const bounds = s.boundaries(x);
+    bounds[0] = 0;
+    if (n == 1) bounds[1] = bounds[2] = groups;  // everything is left to the home
+    if (n == 1 || team.size() > 1) continue;
+    const int64_t* const extra = scratch.extra + s.first[x] + x;
+    uint64_t sum = 0;
+    for (int32_t hub = 0; hub <= n; ++hub) {
+      sum += static_cast<uint64_t>(extra[hub]);
+      bounds[hub + 1] =
+          static_cast<int32_t>(dividend(sum, n, groups) / static_cast<uint64_t>(n - 1));
+    }
+  }
+  if (team.size() == 1) return;
+  // A member for each hub, and cheaper divisions.
+  const auto set = [&](int32_t x, int32_t n, int32_t hub, uint64_t sum, const Divider& by_others) {
+    const uint64_t end = by_others(dividend(sum, n, num_groups.of(n)));
+    s.boundaries(x)[hub + 1] = static_cast<int32_t>(end);
+  };
+  UEC_ROLLED
+  for (int32_t i = 0; i < order.num_wide; ++i) {
+    const int32_t x = scratch.order[i], n = s.num_replicas(x);
+    const int64_t* const extra = scratch.extra + s.first[x] + x;
+    const Divider by_others(static_cast<uint32_t>(n - 1));
+    uint64_t before = 0;
+    UEC_ROLLED
+    for (int32_t begin = 0; begin <= n; begin += team.size()) {
+      const int32_t hub = begin + team.index();
+      const uint64_t own = hub <= n ? static_cast<uint64_t>(extra[hub]) : 0;
+      const uint64_t sum = before + team.sum_before(own) + own;
+      if (hub <= n) set(x, n, hub, sum, by_others);
+      before = team.from(team.size() - 1, sum);
+    }
+  }
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < order.num_items; i += team.size()) {
+    const Item item = Item::of(s, scratch.items[i]);
+    const int32_t n = s.num_replicas(item.x);
+    uint64_t sum = 0;
+    for (int32_t hub = 0; hub <= item.hub; ++hub)
+      sum += static_cast<uint64_t>(scratch.extra[item.first + hub]);
+    set(item.x, n, item.hub, sum, Divider(static_cast<uint32_t>(n - 1)));
+  }
+  team.sync();  // all boundaries are there
 }
 
 template <class Team>
@@ -329,39 +540,22 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_g
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
     s.egress[r] = scratch.exports[r] * kEgressUnit;
+  if (shape.num_replicas == 0) return team.sync();
   // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
   // bytes to place.
   int32_t num_shared = 0;
   if (shape.max_fanout > 1) num_shared = detail::sort_experts(team, shape, scratch.order, s);
-  const int32_t passes = shape.chained ? 4 : 2;
+  detail::FillOrder order;
+  detail::order_experts(team, t, num_shared, scratch, s, &order);
+  // Where none of them share a rank, a second pass would change nothing.
+  int32_t passes = shape.chained ? 4 : 2;
+  if (order.num_levels == 1) passes = 1;
   // Together, all ranks send kEgressUnit for every replica.
   if (shape.num_replicas < 1 << 16)
-    detail::fill_experts<uint32_t>(team, t, passes, num_shared, scratch, s);
+    detail::fill_experts<uint32_t>(team, t, passes, order, scratch, s);
   else
-    detail::fill_experts<uint64_t>(team, t, passes, num_shared, scratch, s);
-
-  UEC_ROLLED
-  for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
-    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
-    int32_t* const bounds = s.boundaries(x);
-    bounds[0] = 0;
-    if (n == 1) {  // everything is left to the home
-      bounds[1] = bounds[2] = groups;
-      continue;
-    }
-    const int64_t* const extra = scratch.extra + s.first[x] + x;
-    const Divider by_others(static_cast<uint32_t>(n - 1));
-    uint64_t sum = 0;
-    UEC_ROLLED
-    for (int32_t hub = 0; hub <= n; ++hub) {
-      sum += static_cast<uint64_t>(extra[hub]);
-      // The nearest group to sum * groups / ((n - 1) * kEgressUnit); a half goes up.
-      const uint64_t halves =
-          2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1);
-      bounds[hub + 1] = static_cast<int32_t>(by_others(halves / 2));
-    }
-  }
-  team.sync();  // all boundaries are there
+    detail::fill_experts<uint64_t>(team, t, passes, order, scratch, s);
+  detail::set_boundaries(team, num_groups, order, scratch, s);
 }
 
 }  // namespace uec

@@ -36,6 +36,8 @@ struct ScheduleArrays {
     scratch.count = cutter.take<int32_t>(c.num_experts + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
+    scratch.items = cutter.take<int32_t>(replicas + experts);
+    scratch.shares = cutter.take<uint64_t>(2 * (replicas + experts));
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -62,26 +64,33 @@ struct ReplicateArgs {
   int32_t region = -1;  // pull: which region the main weights lie in
 };
 
-// Fills the call's tiles and worklist, but for the addresses of main weights.
+// One thread fills the tiles of a call, ahead of the rest.
+UEC_HD inline void fill_tiles(const GroupTables& group, const int32_t* segments,
+                              int32_t num_segments, const int64_t* segment_bytes,
+                              const CallArrays& arrays, TileMap* tiles) {
+  tiles->num_segments = num_segments;
+  tiles->tile_bytes = group.tile_bytes;
+  int64_t first_tile = arrays.first_tile[0] = 0;
+  for (int32_t i = 0; i < num_segments; ++i) {
+    arrays.segment[i] = segments == nullptr ? i : segments[i];
+    arrays.bytes[i] = segment_bytes[arrays.segment[i]];
+    first_tile += divide(arrays.bytes[i] + group.tile_bytes - 1, group.tile_bytes);
+    arrays.first_tile[i + 1] = first_tile;
+  }
+}
+UEC_HD inline void fill_segments(const GroupTables& group, const ReplicateArgs& args,
+                                 const CallArrays& arrays, Call* call) {
+  fill_tiles(group, args.segments, args.num_segments, group.segment_bytes, arrays, &call->tiles);
+}
+
+// Fills the call's worklist.
 //
 // Run by a team as the functions of schedule.hpp are: `work`, `shape` and `call` are shared by the
 // members, and the leader writes their scalars.
 template <class Team>
 UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& args,
-                      const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                      Call* call) {
+                      ScheduleArrays& work, PlanShape* shape, Call* call) {
   const Topology& t = group.topology;
-  if (team.leader()) {  // members meet in make_schedule() before they look at tiles
-    call->tiles.num_segments = args.num_segments;
-    call->tiles.tile_bytes = group.tile_bytes;
-    int64_t first_tile = arrays.first_tile[0] = 0;
-    for (int32_t i = 0; i < args.num_segments; ++i) {
-      arrays.segment[i] = args.segments[i];
-      arrays.bytes[i] = group.segment_bytes[args.segments[i]];
-      first_tile += divide(arrays.bytes[i] + group.tile_bytes - 1, group.tile_bytes);
-      arrays.first_tile[i + 1] = first_tile;
-    }
-  }
   make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
                 work.scratch, shape, work.schedule);
   build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
@@ -112,25 +121,17 @@ struct ReduceArgs {
 };
 
 // The same for a reduction. Main gradients are a rank's own business.
+UEC_HD inline void fill_segments(const GroupTables& group, const ReduceArgs& args,
+                                 const CallArrays& arrays, Call* call) {
+  const Gradients& grads = group.grads;
+  call->grads = grads;
+  fill_tiles(group, nullptr, grads.num_segments, grads.bytes, arrays, &call->tiles);
+  for (int32_t i = 0; i < grads.num_segments; ++i) arrays.main_type[i] = args.main_type[i];
+}
 template <class Team>
 UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& args,
-                      const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
-                      Call* call) {
+                      ScheduleArrays& work, PlanShape* shape, Call* call) {
   const Topology& t = group.topology;
-  const Gradients& grads = group.grads;
-  if (team.leader()) {  // members meet in make_reduction() before they look at tiles
-    call->grads = grads;
-    call->tiles.num_segments = grads.num_segments;
-    call->tiles.tile_bytes = group.tile_bytes;
-    int64_t first_tile = arrays.first_tile[0] = 0;
-    for (int32_t i = 0; i < grads.num_segments; ++i) {
-      arrays.segment[i] = i;
-      arrays.bytes[i] = grads.bytes[i];
-      arrays.main_type[i] = args.main_type[i];
-      first_tile += divide(grads.bytes[i] + group.tile_bytes - 1, group.tile_bytes);
-      arrays.first_tile[i + 1] = first_tile;
-    }
-  }
   make_reduction(team, t, call->tiles, args.slot_expert, args.mode, group.cost, work.scratch, shape,
                  work.schedule);
   build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
@@ -148,12 +149,15 @@ UEC_HD inline uint64_t with_mode(uint64_t digest, const ReduceArgs& args, Mode m
   return mix(digest, static_cast<uint64_t>(mode) << 1 | args.zero);
 }
 
-// Both: fills the call, and returns its digest.
+// All of it: fills the call, but for the addresses of main weights or gradients, and returns its
+// digest.
 template <class Team, class Args>
 UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         const CallArrays& arrays, ScheduleArrays& work, PlanShape* shape,
                         Call* call) {
-  fill_call(team, group, args, arrays, work, shape, call);
+  if (team.leader())
+    fill_segments(group, args, arrays, call);  // members meet before they look at it
+  fill_call(team, group, args, work, shape, call);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,
                    work.schedule.mode);
 }

@@ -20,7 +20,7 @@
 namespace uec::cuda {
 
 // Begins a call's block in device memory; its arrays (CallArrays) follow.
-struct CallHeader {
+struct alignas(16) CallHeader {
   uint64_t digest = 0;   // what this call adds to the chain
   uint64_t regions = 0;  // [G] addresses of main weights (pull), else 0
   int32_t num_tasks = 0;
@@ -42,18 +42,14 @@ struct Status {
   Report report;
 };
 
-// What a call's block is made in: tables of the group, the schedule, and an image of the block. In
-// shared memory.
+// What a call's block is made in: the schedule, and an image of the block. In shared memory.
 struct PrepareArrays {
   ScheduleArrays schedule{};
-  CallArrays arrays{};             // of the image
-  int32_t* home = nullptr;         // [E]
-  int32_t* domain = nullptr;       // [G]
-  int32_t* main_idx = nullptr;     // [E]
-  int32_t* slot_expert = nullptr;  // [G][S]
+  CallArrays arrays{};  // of the image
   CallHeader* image = nullptr;
 
-  // Cuts what begins at `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  // Cuts what begins at `memory`, aligned to 16 bytes as the image; null: only the size. Returns
+  // the bytes.
   UEC_HD int64_t cut(std::byte* memory, const Capacity& c);
 };
 
@@ -285,12 +281,8 @@ UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
 
 UEC_HD inline int64_t PrepareArrays::cut(std::byte* memory, const Capacity& c) {
   ScratchCutter cutter(memory);
-  ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
   std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-  home = cutter.take<int32_t>(c.num_experts);
-  domain = cutter.take<int32_t>(c.num_ranks);
-  main_idx = cutter.take<int32_t>(c.num_experts);
-  slot_expert = cutter.take<int32_t>(c.replicas());
+  ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
   image = reinterpret_cast<CallHeader*>(block);
   CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
   return cutter.used_bytes();

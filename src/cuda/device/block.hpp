@@ -91,7 +91,6 @@ struct PrepareShared {
   uint64_t digest;  // up to the mode
   int32_t segments[kMaxDeviceSegments];
   GradType main_type[kMaxDeviceSegments];
-  uint32_t lowest[kReduceWarps];
 };
 static_assert(sizeof(PrepareShared) <= kPrepareBytes);
 
@@ -153,7 +152,7 @@ struct ReduceScratch {
   }
 };
 
-inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 8);
+inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 16);
 inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
 
 UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c) {

@@ -26,6 +26,15 @@ class BlockCrew {
     return now;
   }
 
+  // The lowest of all threads' values.
+  UEC_DEVICE uint32_t lowest(uint32_t value) {
+    const int32_t* const all = exchange(static_cast<int32_t>(Warp::lowest(value)));
+#pragma unroll 1
+    for (int32_t i = Warp::index(); i < size(); i += Warp::size())
+      value = min_u32(value, static_cast<uint32_t>(all[i]));
+    return Warp::lowest(value);
+  }
+
   UEC_DEVICE static void subtract(int32_t* from, int32_t value) { ptx::add_relaxed(from, -value); }
 
  private:

@@ -20,7 +20,6 @@
 namespace uec::cuda {
 
 inline constexpr int32_t kKnownQuads = offsetof(RankState, prepared) / sizeof(uint4);
-inline constexpr int32_t kHeaderQuads = kHeaderBytes / sizeof(uint4);
 
 // By all threads of a block: draws a ticket and copies what it has to know of its rank and, unless
 // it is made here, of the call's block. All loads are under way at once: one trip to memory.

@@ -20,9 +20,8 @@ UEC_DEVICE void load_plan(const LoadPlanArgs& args, std::byte* shared_memory) {
   own.fault = args.faults[ptx::block_y()];
   // A failed call gets the empty plan of a faulty load, so that nothing acts on it.
   if (end == LoadEnd::kFailed) return write_empty_plan(own, nullptr, true);
-  // What each thread has copied of the table is visible before others sum it.
-  ptx::sync_block();
-  // Reuses the load's memory, except for the head: its barriers must not be overwritten.
+  // Reuses the load's memory, except for the head: its barriers must not be overwritten. Its first
+  // barrier also comes between what each thread has copied of the table and what others sum of it.
   plan(own, shared_memory + kLoadHeadBytes);
 }
 

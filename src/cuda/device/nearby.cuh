@@ -108,12 +108,17 @@ UEC_DEVICE void fill_nearby(const Nearby& nearby) {
 #pragma unroll 1
   for (int32_t w = ptx::thread_idx(); w < nearby.most_words; w += ptx::num_threads()) {
     uint32_t words[kMost];
+    uint32_t*
+        to[kMost];  // kept, because the stores could change the tables for all a compiler knows
+#pragma unroll
+    for (int32_t i = 0; i < kMost; ++i) {
+      const bool has_word = i < nearby.num_tables && w < nearby.tables[i].words;
+      to[i] = has_word ? nearby.tables[i].to + w : nullptr;
+      if (has_word) words[i] = nearby.tables[i].from[w];
+    }
 #pragma unroll
     for (int32_t i = 0; i < kMost; ++i)
-      if (i < nearby.num_tables && w < nearby.tables[i].words) words[i] = nearby.tables[i].from[w];
-#pragma unroll
-    for (int32_t i = 0; i < kMost; ++i)
-      if (i < nearby.num_tables && w < nearby.tables[i].words) nearby.tables[i].to[w] = words[i];
+      if (to[i] != nullptr) *to[i] = words[i];
   }
 }
 

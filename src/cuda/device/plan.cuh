@@ -45,7 +45,7 @@ UEC_DEVICE void plan(const PlanArgs& args, std::byte* shared_memory) {
   if (ptx::thread_idx() == 0) put_fault(args, status);
   write_empty_plan(args, block.load, status.fault != LoadFault::kNone);
   if (status.fault != LoadFault::kNone || args.slots_per_rank == 0) return;
-  if (BlockCrew::index() == 0) {
+  if (BlockCrew::index() == BlockCrew::size() - 1) {  // which has least to write
     const Goal goal = find_goal(Warp{}, *block.sorted, args.objective);
     if (Warp::leader()) *block.goal = goal;
   }

@@ -5,23 +5,25 @@
 
 namespace uec::cuda {
 
-// A block may have any number of warps up to this. Each runs probes of its own: with sixteen a plan
-// nearly always takes two rounds of probes, with eight three, with one ten.
+// A block may have any number of warps up to this. Each runs probes of its own: with seven or more
+// a plan nearly always takes three rounds of probes, with one ten.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
 struct PlanBlock {
-  int64_t* load;     // [E] over all sources
-  int32_t* home;     // [E]
-  int32_t* by_home;  // [E] mains by home, then id
-  int32_t* pool;     // [G] ranks with equal values may hold each other's experts
-  int32_t* answers;  // [2][warps] of BlockCrew
-  int32_t* num_pools;
-  SortedLoad* sorted;    // [1] for all threads, and the next two: too many registers
-  Goal* goal;            // [1]
-  PlanOut* out;          // [1]
-  int32_t* rank_tokens;  // [G], and the next two, as SortedLoad has them
-  MainsRow* rows;        // [G]
-  int32_t* main_tokens;  // [E]
+  int64_t* load;           // [E] over all sources
+  int32_t* home;           // [E]
+  int32_t* by_home;        // [E] mains by home, then id
+  int32_t* pool;           // [G] ranks with equal values may hold each other's experts
+  int32_t* answers;        // [2][warps] of BlockCrew
+  uint8_t* is_split;       // [1] into more than one pool
+  int64_t* tokens_before;  // [G] in a rank's pool, of those that go before it
+  int32_t* before;         // [G] how many they are
+  SortedLoad* sorted;      // [1] for all threads, and the next two: too many registers
+  Goal* goal;              // [1]
+  PlanOut* out;            // [1]
+  int32_t* rank_tokens;    // [G], and the next two, as SortedLoad has them
+  MainsRow* rows;          // [G]
+  int32_t* main_tokens;    // [E]
   PlannerScratch planner;
   int64_t bytes;
 
@@ -35,7 +37,9 @@ struct PlanBlock {
         by_home(cutter.take<int32_t>(topology.num_experts)),
         pool(cutter.take<int32_t>(topology.num_ranks)),
         answers(cutter.take<int32_t>(2 * num_warps)),
-        num_pools(cutter.take<int32_t>(1)),
+        is_split(cutter.take<uint8_t>(1)),
+        tokens_before(cutter.take<int64_t>(topology.num_ranks)),
+        before(cutter.take<int32_t>(topology.num_ranks)),
         sorted(cutter.take<SortedLoad>(1)),
         goal(cutter.take<Goal>(1)),
         out(cutter.take<PlanOut>(1)),

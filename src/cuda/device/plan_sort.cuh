@@ -9,19 +9,17 @@
 
 namespace uec::cuda {
 
-// Sums the sources into block.load, and looks for values that the planner does not accept. Keeps a
-// copy of the load, if one is wanted.
+// Sums the sources into block.load and those into s.rank_load, and looks for values that the
+// planner does not accept. Keeps a copy of the load, if one is wanted.
 //
 // The same in all threads: 2 * expert, and 1 if it is too large, of the first expert that has a
-// fault, or kNoFault; and the largest load.
-inline constexpr uint32_t kNoFault = ~0u;
+// fault; else the complement of the largest load, which is above all of those.
+inline constexpr uint32_t kNoFault = 1u << 31;
 
-UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block,
-                             int32_t* largest) {
+UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
   const auto* const load = reinterpret_cast<const int32_t*>(args.load);
   auto* const kept_load = reinterpret_cast<int32_t*>(args.kept_load);
-  uint32_t fault = kNoFault;
-  int64_t most = 0;
+  uint32_t found = ~0u;
 #pragma unroll 1
   for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads()) {
     int64_t tokens = 0;
@@ -45,132 +43,137 @@ UEC_DEVICE uint32_t sum_load(const PlanArgs& args, BlockCrew& crew, const PlanBl
       }
     }
     block.load[e] = tokens;
-    most = max64(most, tokens);
-    if (fault == kNoFault && (negative || tokens > kMaxLoad))
-      fault = 2 * static_cast<uint32_t>(e) + (negative ? 0 : 1);
+    Warp::add(block.planner.rank_load + block.home[e], tokens);
+    const uint32_t fault = 2 * static_cast<uint32_t>(e) + (negative ? 0 : 1);
+    found = min_u32(found, negative || tokens > kMaxLoad ? fault : ~static_cast<uint32_t>(tokens));
   }
-  fault = Warp::lowest(fault);
-  const int32_t* const faults = crew.exchange(static_cast<int32_t>(fault));
-#pragma unroll 1
-  for (int32_t w = 0; w < crew.size(); ++w)
-    if (static_cast<uint32_t>(faults[w]) < fault) fault = static_cast<uint32_t>(faults[w]);
-  if (fault != kNoFault) return fault;
-
-  const uint32_t own = ~Warp::lowest(~static_cast<uint32_t>(most));
-  const int32_t* const all = crew.exchange(static_cast<int32_t>(own));
-  *largest = 0;
-#pragma unroll 1
-  for (int32_t w = 0; w < crew.size(); ++w) *largest = max32(*largest, all[w]);
-  return kNoFault;
+  return crew.lowest(found);
 }
 
-// Every rank's tokens, and its mains by descending load.
+// Each rank's mains by descending load.
 UEC_DEVICE void sort_mains(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
 #pragma unroll 1
-  for (int32_t r = ptx::thread_idx(); r < args.num_ranks; r += ptx::num_threads()) {
-    int64_t tokens = 0;
-#pragma unroll 1
-    for (int32_t i = s.mains_begin[r]; i < s.mains_begin[r + 1]; ++i)
-      tokens += block.load[block.by_home[i]];
-    s.rank_load[r] = tokens;
-  }
-#pragma unroll 1
   for (int32_t e = ptx::thread_idx(); e < args.num_experts; e += ptx::num_threads()) {
     const int32_t begin = s.mains_begin[block.home[e]], end = s.mains_begin[block.home[e] + 1];
+    const int64_t own = block.load[e];
     int32_t position = begin;
-#pragma unroll 1
-    for (int32_t j = begin; j < end; ++j) position += goes_before(block.load, block.by_home[j], e);
-    s.mains[position] = e;
-    block.main_tokens[position] = static_cast<int32_t>(block.load[e]);
-  }
-}
-
-// A warp for each rank: the fullest rank of its pool, in s.sorted.
-UEC_DEVICE void find_leaders(const PlanArgs& args, const PlanBlock& block) {
-  const PlannerScratch& s = block.planner;
-#pragma unroll 1
-  for (int32_t r = BlockCrew::index(); r < args.num_ranks; r += BlockCrew::size()) {
-    int32_t own = r;
-#pragma unroll 1
-    for (int32_t q = Warp::index(); q < args.num_ranks; q += Warp::size())
-      if (block.pool[q] == block.pool[r] && goes_before(s.rank_load, q, own)) own = q;
-    const auto tokens = static_cast<uint64_t>(s.rank_load[own]);
-    const bool is_fullest = tokens == highest(Warp{}, tokens);
-    const uint32_t leader = Warp::lowest(is_fullest ? static_cast<uint32_t>(own) : ~0u);
-    if (Warp::leader()) s.sorted[r] = static_cast<int32_t>(leader);
-  }
-}
-
-// A warp for each rank: its position, by the number of those before it.
-UEC_DEVICE void sort_ranks(const PlanArgs& args, const PlanBlock& block) {
-  const PlannerScratch& s = block.planner;
-#pragma unroll 1
-  for (int32_t r = BlockCrew::index(); r < args.num_ranks; r += BlockCrew::size()) {
-    const int32_t leader = s.sorted[r];
-    uint32_t ranks_before = 0, pools_before = 0;
-    uint64_t tokens_before = 0;
-#pragma unroll 1
-    for (int32_t q = Warp::index(); q < args.num_ranks; q += Warp::size()) {
-      const bool same = s.sorted[q] == leader;
-      const bool before = goes_before(s.rank_load, same ? q : s.sorted[q], same ? r : leader);
-      ranks_before += before;
-      tokens_before += before ? static_cast<uint64_t>(s.rank_load[q]) : 0;
-      pools_before += before && !same && s.sorted[q] == q;
+#pragma unroll 4
+    for (int32_t j = begin; j < end; ++j) {
+      const int32_t other = block.by_home[j];
+      const int64_t tokens = block.load[other];
+      position += (tokens > own) | ((tokens == own) & (other < e));
     }
-    const auto position = static_cast<int32_t>(Warp::sum(ranks_before));
-    const auto pool = static_cast<int32_t>(Warp::sum(pools_before));
-    const auto tokens = static_cast<int64_t>(Warp::sum(tokens_before));
-    if (!Warp::leader()) continue;
-    const int32_t begin = s.mains_begin[r];
+    s.mains[position] = e;
+    block.main_tokens[position] = static_cast<int32_t>(own);
+  }
+}
+
+// How many ranks of its pool go before a rank, and their tokens. Each thread compares it with some.
+UEC_DEVICE void compare_ranks(const PlanArgs& args, const PlanBlock& block) {
+  const int64_t* const rank_load = block.planner.rank_load;
+  const int32_t n = args.num_ranks, num_parts = max32(ptx::num_threads() / n, 1);
+  const int32_t part = ptx::thread_idx() / n;
+#pragma unroll 1
+  for (int32_t r = ptx::thread_idx() - part * n; r < n && part < num_parts;
+       r += ptx::num_threads()) {
+    const int64_t own = rank_load[r];
+    const int32_t pool = block.pool[r];
+    int32_t before = 0;
+    int64_t tokens = 0;
+#pragma unroll 4
+    for (int32_t q = part; q < n; q += num_parts) {
+      const int64_t other = rank_load[q];
+      const bool counts = (block.pool[q] == pool) & ((other > own) | ((other == own) & (q < r)));
+      before += counts;
+      tokens += counts ? other : 0;
+    }
+    Warp::add(block.before + r, before);
+    Warp::add(block.tokens_before + r, tokens);
+  }
+}
+
+// Whoever goes first in each rank's pool, in s.sorted.
+UEC_DEVICE void find_leaders(const PlanArgs& args, const PlanBlock& block) {
+#pragma unroll 1
+  for (int32_t r = ptx::thread_idx(); r < args.num_ranks; r += ptx::num_threads()) {
+    int32_t leader = 0;
+#pragma unroll 1
+    while (block.pool[leader] != block.pool[r] || block.before[leader] > 0) ++leader;
+    block.planner.sorted[r] = leader;
+  }
+}
+
+UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool one_pool) {
+  const PlannerScratch& s = block.planner;
+  const int32_t n = args.num_ranks;
+#pragma unroll 1
+  for (int32_t r = ptx::thread_idx(); r < n; r += ptx::num_threads()) {
+    int32_t position = block.before[r], pool = 0;
+    int64_t tokens = block.tokens_before[r];
+    const int64_t own = s.rank_load[r];
+#pragma unroll 1
+    for (int32_t q = 0; q < n && !one_pool; ++q) {
+      if (s.sorted[q] == s.sorted[r] || !goes_before(s.rank_load, s.sorted[q], s.sorted[r]))
+        continue;
+      ++position;
+      tokens += s.rank_load[q];
+      pool += s.sorted[q] == q;
+    }
     s.order[position] = r;
     s.tokens_before[position] = tokens;
-    block.rank_tokens[position] = static_cast<int32_t>(s.rank_load[r]);
-    block.rows[position] = {begin, s.mains_begin[r + 1] - begin};
-    if (leader == r) s.pool_begin[pool] = position;
-    if (position < args.num_ranks - 1) continue;
-    s.tokens_before[args.num_ranks] = tokens + s.rank_load[r];
-    s.pool_begin[pool + 1] = args.num_ranks;
-    *block.num_pools = pool + 1;
+    block.rank_tokens[position] = static_cast<int32_t>(own);
+    block.rows[position] = {s.mains_begin[r], s.mains_begin[r + 1] - s.mains_begin[r]};
+    if (block.before[r] == 0) s.pool_begin[pool] = position;
+    if (position < n - 1) continue;
+    s.tokens_before[n] = tokens + own;
+    s.pool_begin[pool + 1] = n;
+    block.sorted->num_pools = pool + 1;
   }
 }
 
-// Of args.load, into block.sorted if it has no fault. All threads have the same answer.
-UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+// What does not depend on the load; and zero, where something is added up.
+UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   const auto* const home = reinterpret_cast<const int32_t*>(args.home);
   const auto* const mains_begin = reinterpret_cast<const int32_t*>(args.mains_begin);
   const auto* const mains = reinterpret_cast<const int32_t*>(args.mains);
   const auto* const domain = reinterpret_cast<const int32_t*>(args.domain);
+  if (ptx::thread_idx() == 0) *block.is_split = 0;
 #pragma unroll 1
   for (int32_t r = ptx::thread_idx(); r <= args.num_ranks; r += ptx::num_threads()) {
     s.mains_begin[r] = mains_begin[r];
-    if (r < args.num_ranks) block.pool[r] = args.allow_cross_domain ? 0 : domain[r];
+    if (r == args.num_ranks) continue;
+    block.pool[r] = args.allow_cross_domain ? 0 : domain[r];
+    block.before[r] = 0;
+    block.tokens_before[r] = s.rank_load[r] = 0;
   }
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < args.num_experts; i += ptx::num_threads()) {
     block.home[i] = home[i];
     block.by_home[i] = mains[i];
   }
+}
+
+// Of args.load, into block.sorted if it has no fault. All threads have the same answer.
+UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const PlanBlock& block) {
+  const PlannerScratch& s = block.planner;
+  copy_constants(args, block);
+  ptx::sync_block();
+#pragma unroll 1
+  for (int32_t r = ptx::thread_idx(); r < args.num_ranks; r += ptx::num_threads())
+    if (block.pool[r] != block.pool[0]) Warp::set(block.is_split);
   // Fields one by one: a whole struct of constants would be a load from memory.
   PlanStatus status;
-  int32_t largest;
-  const uint32_t fault = sum_load(args, crew, block, &largest);
-  if (fault != kNoFault) {
-    status.fault = fault % 2 == 0 ? LoadFault::kNegative : LoadFault::kTooMany;
-    status.expert = static_cast<int32_t>(fault / 2);
+  const uint32_t found = sum_load(args, crew, block);
+  if (found < kNoFault) {
+    status.fault = found % 2 == 0 ? LoadFault::kNegative : LoadFault::kTooMany;
+    status.expert = static_cast<int32_t>(found / 2);
     return status;
   }
-  sort_mains(args, block);
-  ptx::sync_block();
-  find_leaders(args, block);
-  ptx::sync_block();
-  sort_ranks(args, block);
-  ptx::sync_block();
   if (ptx::thread_idx() == 0) {
     SortedLoad& sorted = *block.sorted;  // field by field, as above
-    sorted.num_pools = *block.num_pools;
-    sorted.largest = largest;
+    sorted.largest = static_cast<int32_t>(~found);
     sorted.last_cap = max32(args.max_mains, args.slots_per_rank);
     sorted.pool_begin = s.pool_begin;
     sorted.ranks = s.order;
@@ -183,6 +186,15 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
     sorted.main_tokens = block.main_tokens;
     sorted.max_mains = args.max_mains;
   }
+  const bool is_split = *block.is_split != 0;
+  sort_mains(args, block);
+  compare_ranks(args, block);
+  ptx::sync_block();
+  if (is_split) {
+    find_leaders(args, block);
+    ptx::sync_block();
+  }
+  place_ranks(args, block, !is_split);
   ptx::sync_block();
   if (s.tokens_before[args.num_ranks] > kMaxTotalLoad) status.fault = LoadFault::kTooManyInAll;
   return status;

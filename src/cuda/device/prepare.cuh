@@ -14,23 +14,17 @@
 
 namespace uec::cuda {
 
-inline constexpr int32_t kHeaderWords = sizeof(CallHeader) / sizeof(uint64_t);
+inline constexpr int32_t kHeaderQuads = kHeaderBytes / sizeof(uint4);
 
-// The threads of a block, as far as a plan's check needs a team.
-struct Block {
-  uint32_t* answers;  // [warps] in shared memory
-
-  UEC_DEVICE static int32_t index() { return ptx::thread_idx(); }
-  UEC_DEVICE static int32_t size() { return ptx::num_threads(); }
-  UEC_DEVICE uint32_t lowest(uint32_t value) const {
-    value = Warp::lowest(value);
-    ptx::sync_block();  // the answers before have been read
-    if (Warp::leader()) answers[index() / ptx::kWarpSize] = value;
-    ptx::sync_block();
-    for (int32_t w = 0; w < size() / ptx::kWarpSize; ++w) value = min_u32(value, answers[w]);
-    return value;
-  }
-};
+UEC_DEVICE Topology topology_of(const RankState& known) {
+  const Capacity& c = known.capacity;
+  return {c.num_ranks,
+          c.num_experts,
+          c.slots_per_rank,
+          reinterpret_cast<const int32_t*>(known.home),
+          reinterpret_cast<const int32_t*>(known.domain),
+          known.allow_cross_domain != 0};
+}
 
 // By one thread: the arguments of fill_call(), from what the group and the call give.
 UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device, uint64_t tag,
@@ -38,11 +32,10 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
-  tables.topology = {c.num_ranks, c.num_experts, c.slots_per_rank,
-                     arrays.home, arrays.domain, known.allow_cross_domain != 0};
+  tables.topology = topology_of(known);
   tables.rank = known.rank;
   tables.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  tables.main_idx = arrays.main_idx;
+  tables.main_idx = reinterpret_cast<const int32_t*>(known.main_idx);
   tables.tile_bytes = known.tile_bytes;
   tables.cost = known.cost;
   tables.grads = grads_of(known);
@@ -51,7 +44,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
     if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
-  args.slot_expert = made.arrays.slot_expert;
+  args.slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
   args.tag = tag;
   args.segments = made.segments;
   args.mode = device.mode;
@@ -59,14 +52,14 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   ReduceArgs& reduce = made.reduce;
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
     made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
-  reduce.slot_expert = made.arrays.slot_expert;
+  reduce.slot_expert = args.slot_expert;
   reduce.tag = tag;
   reduce.main_type = made.main_type;
   reduce.mode = device.mode;
   reduce.zero = device.zero != 0;
 }
 
-// By a warp, ahead of it: where the arrays lie. Null pointers and zeros stay.
+// By a warp: where the arrays lie. Null pointers and zeros stay.
 UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
   const auto* const from = reinterpret_cast<const uint64_t*>(&known.spare);
   auto* const to = reinterpret_cast<uint64_t*>(&made.arrays);
@@ -75,58 +68,43 @@ UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
   Warp::sync();
 }
 
-// By all threads: copies to shared memory what is read in chains of dependent loads, several words
-// of each table under way at once. Returns the first expert, of those that this thread has seen,
-// whose home is another in the plan.
-UEC_APART uint32_t gather_tables(const RankState& known, const DeviceCall& device,
-                                 PrepareShared& made) {
+// By a warp: the first expert whose home is another in the plan; ~0: there is none.
+UEC_DEVICE uint32_t compare_homes(const RankState& known, const DeviceCall& device) {
   constexpr int32_t kAtOnce = 4;
-  const Capacity& c = known.capacity;
-  const auto replicas = static_cast<int32_t>(c.replicas());
-  const auto moved = reinterpret_cast<intptr_t>(&made);
-  const auto in = [moved](auto* array) { return CallArrays::in(array, moved); };
-  const auto at = [](uint64_t table) { return reinterpret_cast<const int32_t*>(table); };
+  const auto* const own = reinterpret_cast<const uint32_t*>(known.home);
+  const auto* const theirs = reinterpret_cast<const uint32_t*>(device.home);
+  const int32_t last = known.capacity.num_experts - 1;
   uint32_t differs = ~0u;
-  const int32_t all = max32(max32(c.num_experts, c.num_ranks), replicas);
 #pragma unroll 1
-  for (int32_t begin = ptx::thread_idx(); begin < all; begin += kAtOnce * ptx::num_threads()) {
-    int32_t home[kAtOnce], theirs[kAtOnce], main_idx[kAtOnce], domain[kAtOnce], slot[kAtOnce];
+  for (int32_t begin = Warp::index(); begin <= last && theirs != nullptr && differs == ~0u;
+       begin += kAtOnce * Warp::size()) {
+    uint32_t homes[kAtOnce], others[kAtOnce];
 #pragma unroll
     for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t i = begin + k * ptx::num_threads();
-      if (i < c.num_experts) home[k] = at(known.home)[i];
-      if (i < c.num_experts) main_idx[k] = at(known.main_idx)[i];
-      if (i < c.num_experts && device.home != 0) theirs[k] = at(device.home)[i];
-      if (i < c.num_ranks) domain[k] = at(known.domain)[i];
-      if (i < replicas) slot[k] = at(device.slot_expert)[i];
+      homes[k] = ptx::load_global(own + min32(begin + k * Warp::size(), last));
+      others[k] = ptx::load_global(theirs + min32(begin + k * Warp::size(), last));
     }
 #pragma unroll
-    for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t i = begin + k * ptx::num_threads();
-      if (i < c.num_experts) in(known.spare.home)[i] = home[k];
-      if (i < c.num_experts) in(known.spare.main_idx)[i] = main_idx[k];
-      if (i < c.num_experts && device.home != 0 && theirs[k] != home[k])
-        differs = min_u32(differs, static_cast<uint32_t>(i));
-      if (i < c.num_ranks) in(known.spare.domain)[i] = domain[k];
-      if (i < replicas) in(known.spare.slot_expert)[i] = slot[k];
-    }
+    for (int32_t k = kAtOnce - 1; k >= 0; --k)
+      if (homes[k] != others[k])
+        differs = static_cast<uint32_t>(min32(begin + k * Warp::size(), last));
   }
-  return differs;
+  return Warp::lowest(differs);
 }
 
-// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By all
-// threads.
-UEC_APART Wait find_refusal(PrepareShared& made, uint32_t differs) {
-  const Topology& t = made.tables.topology;
+// Why this rank refuses the plan, in the words of a Wait; `seen` is 0 if it does not. By a warp.
+UEC_APART Wait find_refusal(const RankState& known, const DeviceCall& device) {
   Wait wait;
-  differs = Block{made.lowest}.lowest(differs);  // from here on all tables are there
-  wait.peer = made.tables.rank;
+  wait.peer = known.rank;
+  const uint32_t differs = compare_homes(known, device);
   if (differs != ~0u) {
     wait.seen = static_cast<uint64_t>(Refusal::kHome);
     wait.expert = static_cast<int32_t>(differs);
     return wait;
   }
-  const PlanCheck check = check_plan(Block{made.lowest}, t, made.arrays.slot_expert);
+  const Topology t = topology_of(known);
+  const PlanCheck check =
+      check_plan(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_expert));
   wait.seen = static_cast<uint64_t>(check.fault);
   wait.expert = check.expert;
   wait.piece = check.rank * t.slots_per_rank + check.slot;
@@ -164,9 +142,20 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// By a warp, while another one makes the schedule: what does not depend on it.
+// By a warp, while another one checks the plan: the arguments, and the call's tiles.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
+UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
+                         PrepareShared& made) {
+  place_arrays(known, made);
+  if (Warp::leader()) {
+    gather_arguments(known, device, tag, made);
+    fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
+  }
+}
+
+// By the same, while the other makes the schedule: what does not depend on it.
+template <Operation kOperation>
+UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
@@ -181,23 +170,29 @@ UEC_APART void take_plan(const RankState& known, const DeviceCall& device, Prepa
 }
 
 // By all threads: makes the block's image in shared memory, where `made` is. A refusal has its
-// reason in `seen`, in all threads of the first warp.
+// reason in `seen`, in all threads of the first warp, and `prepared` is false.
 template <Operation kOperation>
-UEC_DEVICE Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
-                             PrepareShared& made) {
+UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
+                            PrepareShared& made, int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
-  if (warp == 0) place_arrays(known, made);
-  if (ptx::thread_idx() == 0) gather_arguments(known, device, tag, made);
-  const Wait refusal = find_refusal(made, gather_tables(known, device, made));
-  if (refusal.seen != 0) return refusal;
-  if (warp == ptx::num_threads() / ptx::kWarpSize - 1) take_plan<kOperation>(known, device, made);
+  const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
+  if (is_last) take_plan<kOperation>(known, device, tag, made);
+  Wait refusal;
   if (warp == 0) {
-    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.arrays,
-              made.arrays.schedule, &made.shape, &made.call);
+    refusal = find_refusal(known, device);
+    if (Warp::leader()) prepared = refusal.seen == 0;
+  }
+  ptx::sync_block();
+  if (!prepared) return refusal;
+  if (is_last) digest_plan<kOperation>(known, device, made);
+  if (warp == 0) {
+    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.schedule,
+              &made.shape, &made.call);
     made.call.reset_counters(Warp{});
   }
   ptx::sync_block();
-  if (warp != 0) return refusal;
+  Wait missing;
+  if (warp != 0) return missing;
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
@@ -205,7 +200,9 @@ UEC_DEVICE Wait prepare_call(const RankState& known, const DeviceCall& device, u
         make_header(made.call, with_mode(made.digest, arguments_of<kOperation>(made), mode),
                     pull ? device.regions : 0));
   }
-  return find_missing(made, known.capacity, known.rank);
+  missing = find_missing(made, known.capacity, known.rank);
+  if (Warp::leader()) prepared = missing.seen == 0;
+  return missing;
 }
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
@@ -215,24 +212,22 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
                            std::byte* spare, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(spare);
-  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made);
-  if (ptx::thread_idx() < ptx::kWarpSize) {
-    if (refusal.seen != 0) {
-      Memory memory(shared.block);
-      reject(shared.block, memory, refusal);
-    }
-    if (Warp::leader()) shared.prepared = refusal.seen == 0;
+  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made, shared.prepared);
+  if (refusal.seen != 0 && ptx::thread_idx() < ptx::kWarpSize) {
+    Memory memory(shared.block);
+    reject(shared.block, memory, refusal);
   }
   ptx::sync_block();
   if (!shared.prepared) return;
-  const auto* const image = reinterpret_cast<const uint64_t*>(made.arrays.image);
-  auto* const to = reinterpret_cast<uint64_t*>(call_block);
-  auto* const header = reinterpret_cast<uint64_t*>(&shared.header);
-  const auto words = static_cast<int32_t>(call_block_bytes(shared.known.capacity) / 8);
-  for (int32_t i = ptx::thread_idx(); i < words; i += ptx::num_threads()) {
-    const uint64_t word = image[i];
-    to[i] = word;
-    if (i < kHeaderWords) header[i] = word;
+  const auto* const image = reinterpret_cast<const uint4*>(made.arrays.image);
+  auto* const to = reinterpret_cast<uint4*>(call_block);
+  // The schedule lies behind the image.
+  const auto quads = static_cast<int32_t>(
+      reinterpret_cast<const uint4*>(made.arrays.schedule.schedule.egress) - image);
+  for (int32_t i = ptx::thread_idx(); i < quads; i += ptx::num_threads()) {
+    const uint4 quad = image[i];
+    to[i] = quad;
+    if (i < kHeaderQuads) reinterpret_cast<uint4*>(&shared.header)[i] = quad;
   }
   // Bulk loads, in the async proxy, may put tiles where the image was.
   ptx::fence_proxy_async_shared();
@@ -262,9 +257,8 @@ UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t t
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();
   if (!shared.prepared) return;
-  for (int32_t i = ptx::thread_idx(); i < kHeaderWords; i += ptx::num_threads())
-    reinterpret_cast<uint64_t*>(&shared.header)[i] =
-        reinterpret_cast<const uint64_t*>(call_block)[i];
+  for (int32_t i = ptx::thread_idx(); i < kHeaderQuads; i += ptx::num_threads())
+    reinterpret_cast<uint4*>(&shared.header)[i] = reinterpret_cast<const uint4*>(call_block)[i];
   ptx::sync_block();
 }
 

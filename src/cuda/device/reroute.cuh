@@ -75,25 +75,25 @@ UEC_DEVICE void store_padding(const RerouteArgs& args, const RerouteBlock& block
 template <class Id>
 UEC_DEVICE void reroute_ids(const RerouteArgs& args, std::byte* shared_memory) {
   RerouteBlock block;
-  if (enter(args, shared_memory, block)) {
-    ThreadIds own;
+  ThreadIds own;
+  const bool is_good = enter(args, shared_memory, block);
+  if (is_good) {
     load_ids<Id>(args, block, own);
     count_ids(block, own);
     publish_counts(block);
     sum_runs(block);
     if (block.is_last_run()) check_totals(block);
-    auto* const out = reinterpret_cast<Id*>(args.to) + first_position(block.run);
-#pragma unroll
-    for (int32_t i = 0; i < kIdsPerThread; ++i)
-      if (own.expert[i] != kBeyond)
-        out[i * ptx::kWarpSize] = static_cast<Id>(
-            own.expert[i] < 0 ? kPadding : instance_of(block, own.expert[i], own.ordinal[i]));
-  } else {
-    store_padding<Id>(args, block);
   }
   leave(args, block, [&](int64_t position) {
     return static_cast<int64_t>(reinterpret_cast<const Id*>(args.from)[position]);
   });
+  if (!is_good) return store_padding<Id>(args, block);
+  auto* const out = reinterpret_cast<Id*>(args.to) + first_position(block.run);
+#pragma unroll
+  for (int32_t i = 0; i < kIdsPerThread; ++i)
+    if (own.expert[i] != kBeyond)
+      out[i * ptx::kWarpSize] = static_cast<Id>(
+          own.expert[i] < 0 ? kPadding : instance_of(block, own.expert[i], own.ordinal[i]));
 }
 
 }  // namespace uec::cuda

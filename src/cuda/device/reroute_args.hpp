@@ -119,25 +119,30 @@ struct RerouteShared {
   };
 
   uint32_t* partial;    // [groups][row] sums over some of the runs
+  uint16_t* counts;     // [warps][E] of a warp; then of the warps before it
   Entry* entry;         // [1]
   ShareEntry* entries;  // a copy of the table
   int32_t* begin;
-  int32_t* base;     // [E] tokens in runs before this one
-  int32_t* total;    // [E] tokens in this run
-  uint16_t* counts;  // [warps][E] of a warp; then of the warps before it
-  uint8_t* bits;     // [warps][E] map only: which tokens of the warp have the expert
+  int32_t* base;   // [E] tokens in runs before this one
+  int32_t* total;  // [E] tokens in this run
+  uint8_t* bits;   // [warps][E] map only: which tokens of the warp have the expert
+
+  // Whole 16 bytes, which are cleared together.
+  UEC_HD static int64_t counts_bytes(const RerouteShape& shape, int32_t num_warps) {
+    return round_up(int64_t{2} * num_warps * shape.num_experts, 16);
+  }
 
   // As RerouteArrays::cut(). `base` is aligned to 16 bytes.
   UEC_HD static int64_t cut(std::byte* base, const RerouteShape& shape, int32_t num_threads,
                             int32_t num_warps, RerouteShared* shared) {
     ScratchCutter cutter(base);
     shared->partial = cutter.take<uint32_t>(max64(4 * num_threads, shape.row()));
+    shared->counts = cutter.take<uint16_t>(counts_bytes(shape, num_warps) / 2);
     shared->entry = cutter.take<Entry>(1);
     shared->entries = cutter.take<ShareEntry>(shape.num_entries());
     shared->begin = cutter.take<int32_t>(shape.num_experts + 1);
     shared->base = cutter.take<int32_t>(shape.num_experts);
     shared->total = cutter.take<int32_t>(shape.num_experts);
-    shared->counts = cutter.take<uint16_t>(int64_t{num_warps} * shape.num_experts);
     shared->bits = cutter.take<uint8_t>(int64_t{num_warps} * shape.num_experts);
     return cutter.used_bytes();
   }

@@ -94,29 +94,31 @@ UEC_DEVICE void reroute_map(const RerouteArgs& args, std::byte* shared_memory) {
   const bool is_good = enter(args, shared_memory, block);
   const int64_t width = int64_t{block.shape.num_ranks} * block.shape.per_rank;
   const int64_t first_of_block = int64_t{block.run} * num_warps() * kTokensPerWarp;
+  const int32_t num_experts = block.shape.num_experts;
+  const int64_t first = first_of_block + warp_idx() * kTokensPerWarp;
   if (!is_good) {
     clear_rows(args, first_of_block, width);
   } else {
-    const int32_t num_experts = block.shape.num_experts;
-    const int64_t first = first_of_block + warp_idx() * kTokensPerWarp;
     count_map(args, block, first);
     publish_counts(block);
     clear_rows(args, first_of_block, width);
-    sum_runs(block);  // its barriers also keep the zeros before the ones
+    sum_runs(block);
     if (block.is_last_run()) check_totals(block);
-    for (int32_t e = Warp::index(); e < num_experts; e += ptx::kWarpSize) {
-      uint32_t bits = block.shared.bits[warp_idx() * num_experts + e];
-      for (int32_t ordinal = 0; bits != 0; ++ordinal, bits &= bits - 1) {
-        const int64_t token = first + ptx::lowest_set(bits);
-        const int32_t instance = instance_of(block, e, ordinal);
-        if (instance < 0) continue;
-        move_token(args, token * width + instance, token * num_experts + e);
-        if (args.instances != 0)
-          reinterpret_cast<int32_t*>(args.instances)[token * num_experts + e] = instance;
-      }
+  }
+  leave(args, block,
+        [](int64_t) { return int64_t{-1}; });  // its barrier also keeps zeros before ones
+  if (!is_good) return;
+  for (int32_t e = Warp::index(); e < num_experts; e += ptx::kWarpSize) {
+    uint32_t bits = block.shared.bits[warp_idx() * num_experts + e];
+    for (int32_t ordinal = 0; bits != 0; ++ordinal, bits &= bits - 1) {
+      const int64_t token = first + ptx::lowest_set(bits);
+      const int32_t instance = instance_of(block, e, ordinal);
+      if (instance < 0) continue;
+      move_token(args, token * width + instance, token * num_experts + e);
+      if (args.instances != 0)
+        reinterpret_cast<int32_t*>(args.instances)[token * num_experts + e] = instance;
     }
   }
-  leave(args, block, [](int64_t) { return int64_t{-1}; });
 }
 
 }  // namespace uec::cuda

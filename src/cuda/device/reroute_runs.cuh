@@ -41,21 +41,30 @@ UEC_DEVICE void by_threads(int32_t count, Body&& body) {
 UEC_DEVICE bool enter(const RerouteArgs& args, std::byte* shared_memory, RerouteBlock& block) {
   block.shape = args.shape;
   block.state = reinterpret_cast<RerouteState*>(args.state);
-  RerouteArrays::cut(reinterpret_cast<std::byte*>(args.state), args.shape, &block.arrays);
-  RerouteShared& shared = block.shared;
-  RerouteShared::cut(shared_memory, args.shape, ptx::num_threads(), num_warps(), &shared);
+  RerouteShared::Entry drawn{};
   if (ptx::thread_idx() == 0) {
     // Drawn, because blocks may begin in any order: no block waits for a run that has no running
     // block. Which block draws which run makes no difference.
-    shared.entry->run = ptx::fetch_add_relaxed(&block.state->entered, 1);
-    shared.entry->launch = block.state->launches + 1;
-    shared.entry->refused = block.state->plan_status.fault != RerouteFault::kNone;
+    drawn.run = ptx::fetch_add_relaxed(&block.state->entered, 1);
+    drawn.launch = block.state->launches + 1;
+    drawn.refused = block.state->plan_status.fault != RerouteFault::kNone;
   }
+  RerouteArrays::cut(reinterpret_cast<std::byte*>(args.state), args.shape, &block.arrays);
+  RerouteShared& shared = block.shared;
+  RerouteShared::cut(shared_memory, args.shape, ptx::num_threads(), num_warps(), &shared);
   const int32_t num_experts = args.shape.num_experts;
-  by_threads(num_experts + 1, [&](int32_t i) { shared.begin[i] = block.arrays.table.begin[i]; });
-  by_threads(static_cast<int32_t>(args.shape.num_entries()),
-             [&](int32_t i) { shared.entries[i] = block.arrays.table.entries[i]; });
-  by_threads(num_warps() * num_experts, [&](int32_t i) { shared.counts[i] = 0; });
+  const auto num_entries =
+      static_cast<int32_t>(args.shape.num_entries());  // at least one an expert
+  by_threads(num_entries + 1, [&](int32_t i) {
+    // Both loads at once: neither depends on whether what it loads is wanted.
+    const int32_t begin = block.arrays.table.begin[min32(i, num_experts)];
+    const ShareEntry entry = block.arrays.table.entries[min32(i, num_entries - 1)];
+    if (i <= num_experts) shared.begin[i] = begin;
+    if (i < num_entries) shared.entries[i] = entry;
+  });
+  const auto quads = static_cast<int32_t>(shared.counts_bytes(args.shape, num_warps()) / 16);
+  by_threads(quads, [&](int32_t i) { reinterpret_cast<uint4*>(shared.counts)[i] = uint4{}; });
+  if (ptx::thread_idx() == 0) *shared.entry = drawn;
   ptx::sync_block();
   block.run = shared.entry->run;
   block.launch = shared.entry->launch;
@@ -189,8 +198,9 @@ UEC_DEVICE void put_fault(uint64_t box, const RerouteStatus& status, Routing rou
   ptx::store_release_system(&said.routing, static_cast<uint64_t>(routing));
 }
 
-// The last block to leave reports a fault, and leaves everything as the next launch needs it.
-// `id_at`: the id at a position.
+// The last block to come here reports a fault, and leaves everything as the next launch needs it.
+// Before what a block stores: nothing that follows reads what that resets, and the arrival does not
+// wait for the stores. `id_at`: the id at a position.
 template <class IdAt>
 UEC_DEVICE void leave(const RerouteArgs& args, const RerouteBlock& block, IdAt&& id_at) {
   ptx::sync_block();

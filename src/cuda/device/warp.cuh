@@ -37,14 +37,18 @@ struct Warp {
     return ptx::reduce_min(value);
   }
 
-  UEC_DEVICE static uint64_t sum_before(uint64_t value) {
-    uint64_t sum = value;
+  UEC_DEVICE static uint32_t least(uint32_t value) { return ptx::reduce_min(value); }
+
+  template <class T>
+  UEC_DEVICE static T sum_before(T value) {
+    T sum = value;
     ptx::sync_warp();
     for (int32_t step = 1; step < size(); step *= 2) {
       const int32_t lane = index() < step ? 0 : index() - step;
-      const uint64_t low = ptx::shuffle(static_cast<uint32_t>(sum), lane);
-      const uint64_t high = ptx::shuffle(static_cast<uint32_t>(sum >> 32), lane);
-      if (index() >= step) sum += low | high << 32;
+      T other = static_cast<T>(ptx::shuffle(static_cast<uint32_t>(sum), lane));
+      if constexpr (sizeof(T) > sizeof(uint32_t))
+        other |= static_cast<T>(ptx::shuffle(static_cast<uint32_t>(sum >> 32), lane)) << 32;
+      if (index() >= step) sum += other;
     }
     return sum - value;
   }

@@ -69,7 +69,8 @@ void check_probes(uint32_t seed, Seen* seen) {
     const int64_t above = pool.fullest() > mean ? pool.fullest() - mean : 0;
     const int64_t threshold = mean + draw(random, 0, 8) * above / 16;
     const Question ask{threshold, draw(random, 1, group.slots_per_rank),
-                       draw(random, 1, sorted.last_cap), variant};
+                       draw(random, 1, sorted.last_cap), variant,
+                       draw(random, 0, 1) == 0 ? 0x7FFFFFFF : draw(random, 0, 2 * num_ranks)};
     const uec::TeamScratch scratch(topology, memory.data());
     const uec::ProbeScratch shared{scratch.have, scratch.cool};
     const int32_t expected_count = uec::probe(Alone{}, pool, ask, shared, scratch.trial);

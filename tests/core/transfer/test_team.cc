@@ -127,7 +127,7 @@ struct Answer {
 
 struct Outcome {
   Answer fetch, store, finish;
-  int32_t aborter, disagrees, called;
+  int32_t aborter, disagrees, early, called;
 
   bool operator==(const Outcome&) const = default;
 };
@@ -166,9 +166,13 @@ Outcome outcome_of(World& world, int32_t rank) {
   outcome.finish = answer(s.finish, finished);
   outcome.aborter = find_abort(s.memory, call.layout, call.epoch);
   outcome.disagrees = find_disagreement(s.memory, call.layout, {record_of(kFirstEpoch - 1)});
+  const uec::Report early =
+      check_peers(s.memory, call.layout, call.epoch, {record_of(kFirstEpoch - 1)});
+  outcome.early = early.aborter >= 0 ? early.aborter : early.wait.peer;
   outcome.called = all_called(s.memory, call);
   agree<Team>(static_cast<uint64_t>(outcome.aborter));
   agree<Team>(static_cast<uint64_t>(outcome.disagrees));
+  agree<Team>(static_cast<uint64_t>(outcome.early));
   agree<Team>(static_cast<uint64_t>(outcome.called));
   announce_abort(call, s.memory, s.mover, AbortWord::make(kFirstEpoch, rank, -1));
   announce_absence(call, s.memory, s.mover, record_of(kFirstEpoch + 1, RecordKind::kClosed));
