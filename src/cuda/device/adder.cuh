@@ -153,6 +153,7 @@ UEC_APART void add_rows(const Addition& addition, int32_t rows) {
           for (int32_t part = 0; part < kToLoads; ++part)
             mains[r][part] = load_main<kTo, kToBytes>(to, quad[r], part);
       }
+      ptx::sync_warp();  // or the assembler adds before all loads are under way
 #pragma unroll
       for (int32_t r = 0; r < kRows; ++r) {
 #pragma unroll
