@@ -281,7 +281,8 @@ class ReductionAgent {
       const Reduction& r = call.work.reductions[p];
       const int64_t group = (flag - call.layout.summed(r.main_idx, 0)) / 8;
       if (r.of_hub && group >= r.begin && group < r.end)
-        return Stripe{0, workers}.owner(p, static_cast<int32_t>(group));
+        return Stripe{0, workers}.owner(ReductionPieces::list(call, p),
+                                        static_cast<int32_t>(group));
     }
     return 0;
   }

@@ -37,7 +37,8 @@ struct ReductionPieces {
   }
   UEC_HD static int32_t count(const Call& call) { return call.work.num_reductions; }
   UEC_HD static int32_t begin(const Call& call, int32_t p) { return piece(call, p).begin; }
-  UEC_HD static int32_t list(const Call&, int32_t p) { return p; }
+  // All pieces of an expert: a home's, one of each hub, are shared as evenly as the whole.
+  UEC_HD static int32_t list(const Call& call, int32_t p) { return piece(call, p).expert; }
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return piece(call, p).end - piece(call, p).begin;
   }

@@ -234,7 +234,10 @@ UEC_DEVICE void add_some(const Addition& addition, int32_t rows) {
   if (addition.n == kFew)
     add_rows<kFrom, kTo, kAdds, kFew, true>(addition, rows);
   else
-    add_rows<kFrom, kTo, kAdds, kAddsInFlight / kRows - kToLoads, false>(addition, rows);
+    // Where mains are loaded by halves, one addend less: there are no registers for it.
+    add_rows<kFrom, kTo, kAdds,
+             kAddsInFlight / kRows - kToLoads - (kAdds && kOfQuad<kFrom> < kOfQuad<kTo>), false>(
+        addition, rows);
 }
 
 template <GradType kFrom>

@@ -209,7 +209,7 @@ class Reduced {
 
   // In an order that all members share.
   template <class Team>
-  void take_steps(Team, uint32_t seed) {
+  void take_steps(Team team, uint32_t seed) {
     using Memory = PlainMemory<Team>;
     using Adder = PlainAdder<Team>;
     using Reducer = uec::Reducer<Memory, Adder>;
@@ -236,6 +236,7 @@ class Reduced {
       CHECK(blocked < 100'000);
       if (step == Step::kFinished) running.erase(running.begin() + static_cast<int64_t>(at));
     }
+    team.sync();  // as a block's threads meet before its call ends
     for (int32_t r = 0; r < c_.plan.num_ranks; ++r) {
       uec::Finish<Memory> finish(ranks_[r]->given.call, memories[r]);
       CHECK(finish.step() == Step::kFinished);
