@@ -175,8 +175,8 @@ void fan_out(Numbers of, const std::string& name) {
   report(name, group.slot_expert);
 }
 
-// replicas, KiB of a replica's fp32 gradients, blocks, adding warps, mode: one expert of rank 0, in tiles
-// of 32 KiB.
+// replicas, KiB of a replica's fp32 gradients, blocks, adding warps, mode: one expert of rank 0, in
+// tiles of 32 KiB.
 void reduce(Numbers of, const std::string& name) {
   const int32_t replicas = of.next();
   const int64_t bytes = int64_t{of.next()} << 10;

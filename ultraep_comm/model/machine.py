@@ -202,8 +202,8 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "fetch_us": 1.1,
     "store_us": 1.3,
     "publish_us": 0.65,
-    "gather_us": 2.0,
-    "add_us": 0.9,
+    "gather_us": 0.0,
+    "add_us": 0.5,
     "clear_us": 0.3,
 }
 _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
@@ -218,8 +218,8 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "fetch_us": 1.05,
     "store_us": 1.05,
     "publish_us": 0.65,
-    "gather_us": 1.5,
-    "add_us": 0.9,
+    "gather_us": 0.0,
+    "add_us": 0.2,
     "clear_us": 0.3,
 }
 _LAUNCH_US = 3.0  # published: 2 to 4
