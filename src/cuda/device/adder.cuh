@@ -234,9 +234,8 @@ UEC_DEVICE void add_some(const Addition& addition, int32_t rows) {
   if (addition.n == kFew)
     add_rows<kFrom, kTo, kAdds, kFew, true>(addition, rows);
   else
-    // Where mains are loaded by halves, one addend less: there are no registers for it.
-    add_rows<kFrom, kTo, kAdds,
-             kAddsInFlight / kRows - kToLoads - (kAdds && kOfQuad<kFrom> < kOfQuad<kTo>), false>(
+    // To mains one float32 addend less: there are no registers for it.
+    add_rows<kFrom, kTo, kAdds, kAddsInFlight / kRows - kToLoads - (kAdds && kRows == 2), false>(
         addition, rows);
 }
 
