@@ -349,10 +349,11 @@ def test_a_kernel_makes_the_schedule_of_a_device_plan() -> None:
     assert more == pytest.approx(on.schedule_us + 2 * on.schedule_replica_us)
 
 
-def test_auto_knows_what_a_flagged_group_costs() -> None:
+def test_auto_knows_what_a_relay_takes_longer() -> None:
     plan = make_plan([[-1], [0], [0]], 3)
-    assert predict(plan, W, NVL72).mode == "push"
-    assert predict(plan, W, "nvl72").mode == "direct"
+    for size, mode in ((2 << 20, "direct"), (W, "push")):
+        assert predict(plan, size, "nvl72").mode == mode
+        assert predict(plan, size, NVL72).mode == "push"
 
 
 # ---- the bound ----------------------------------------------------------------------------------
