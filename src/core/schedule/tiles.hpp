@@ -18,7 +18,7 @@ inline constexpr int32_t kWideFanout = 16;
 struct TileSpan {
   int32_t segment;  // index into the group's segments, not into the call's selection
   int64_t offset;   // bytes from the start of the segment
-  int64_t bytes;
+  int32_t bytes;
 };
 
 // The tiles of the segments that one call transfers. Arrays are borrowed.
@@ -51,7 +51,7 @@ struct TileMap {
     int32_t i = 0;
     while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest
     const int64_t offset = (tile - first_tile[i]) * tile_bytes;
-    return {segment[i], offset, min64(tile_bytes, bytes[i] - offset)};
+    return {segment[i], offset, static_cast<int32_t>(min64(tile_bytes, bytes[i] - offset))};
   }
 };
 

@@ -69,7 +69,9 @@ class Fetcher {
  public:
   UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
                  const Stripe& stripe)
-      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {}
+      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {
+    stage_.piece = -1;  // alone: of a whole one a compiler makes an object in memory
+  }
 
   UEC_HD Fault fault() const { return own_.fault(); }
   // What the last step was blocked by, or failed at.
@@ -133,7 +135,7 @@ class Fetcher {
     const int64_t end = call_.addresses.segment_bytes[stage_.span.segment];
     if (offset >= end) return locate();
     stage_.span.offset = offset;
-    stage_.span.bytes = min64(tile_bytes, end - offset);
+    stage_.span.bytes = static_cast<int32_t>(min64(tile_bytes, end - offset));
     source_ += tile_bytes;
   }
 
