@@ -81,8 +81,8 @@ mutant(last_arriver_off_by_one core/transfer/storer.hpp
   REPLACE [[    if (team_.share(arrived) == all - 1)]])
 
 mutant(idle_workers_awaited core/transfer/storer.hpp
-  FIND [[    const int32_t all = min32(task.num_groups, num_workers_);]]
-  REPLACE [[    const int32_t all = num_workers_;]])
+  FIND [[shares = piece.task == t && other.count(p, piece.begin, piece.end) > 0;]]
+  REPLACE [[shares = piece.task == t;]])
 
 mutant(arrived_with_groups_left core/transfer/storer.hpp
   FIND [[    if (left == 0) finish_share(token, piece.task);]]

@@ -9,9 +9,8 @@
 namespace uec {
 
 // A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
-// in a row add little latency, coarse enough that flags stay cheap (simulated: 32 KiB beyond 16
-// replicas, 64 KiB otherwise).
-inline constexpr int64_t kGroupBytes = 64 << 10;
+// in a row add little latency, coarse enough that flags stay cheap.
+inline constexpr int64_t kGroupBytes = 32 << 10;
 inline constexpr int64_t kGroupBytesWide = 32 << 10;
 inline constexpr int32_t kWideFanout = 16;
 

@@ -15,7 +15,9 @@ struct TransferPieces {
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return call.work.pieces[p].end - call.work.pieces[p].begin;
   }
-  UEC_HD static int32_t list(const Call& call, int32_t p) { return call.work.pieces[p].task; }
+  // Each piece is a list of its own. Were an expert's groups one list, a worker would have the same
+  // place in the ranges of many hubs, and a hub its range from workers that reach it all at once.
+  UEC_HD static int32_t list(const Call&, int32_t p) { return p; }
   UEC_HD static int32_t expert(const Call& call, int32_t p) {
     return call.work.tasks[call.work.pieces[p].task].expert;
   }

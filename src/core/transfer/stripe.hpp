@@ -159,8 +159,7 @@ class OwnStripe {
       }
       if (closed > call_.num_ranks) p = closed - call_.num_ranks;
       if (closed >= call_.num_ranks) closed = -1;
-      while (p < num_pieces() && (is_spent(p) || !(closed < 0 ? waits(p) : touches(p, closed))))
-        ++p;
+      while (p < num_pieces() && !(closed < 0 ? waits(p) : touches(p, closed))) ++p;
       if (p < num_pieces()) wait = make_wait(p, closed);
     }
     return team_.share(wait);
@@ -172,8 +171,9 @@ class OwnStripe {
   static constexpr uint32_t kNone = ~0u;
   static constexpr uint32_t kIdBits = 20;
 
-  // Why nothing more can come, as a number: what is looked at first goes before others. In the upper
-  // bits the rank that has to open, or the number of ranks and the piece whose next group is awaited.
+  // Why nothing more can come, as a number: what is looked at first goes before others. In the
+  // upper bits the rank that has to open, or the number of ranks and the piece whose next group is
+  // awaited.
   static constexpr int32_t kFaultBits = 4;
   static constexpr uint32_t kFaultMask = (1u << kFaultBits) - 1;
   UEC_HD static uint32_t failure(int32_t of, Fault why) {
@@ -182,7 +182,7 @@ class OwnStripe {
 
   UEC_HD int32_t num_pieces() const { return Pieces::count(call_); }
   UEC_HD bool waits(int32_t p) const {
-    return (scratch_.groups()[p].movable & 1) == 0;
+    return !is_spent(p) && (scratch_.groups()[p].movable & 1) == 0;
   }
   UEC_HD bool touches(int32_t p, int32_t r) const { return Pieces::touches(call_, p, r); }
   // Among pieces that are equal in order, workers begin with different ones.

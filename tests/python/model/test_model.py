@@ -133,10 +133,9 @@ def test_ranks_send_what_the_schedule_says(plan: Plan, segments: list[int]) -> N
         for x, home in enumerate(made.home.tolist()):
             ranks = dict(made.replicas(x))
             groups = schedule.num_groups(len(ranks), segment_bytes=segments, tile_bytes=tile)
-            each = 2 if len(ranks) <= schedule.WIDE_FANOUT else 1
-            assert groups == -(-len(tiles) // each)
+            assert groups == len(tiles)
             for i, (rank, begin, end) in enumerate(made.hubs(x)):
-                size = sum(tiles[begin * each : end * each])
+                size = sum(tiles[begin:end])
                 sent[rank] += size * (len(ranks) if i == 0 else len(ranks) - 1)
                 sent[home] += size if i > 0 else 0
         assert predict(plan, segments, "nvl72", mode).sent_bytes.tolist() == sent.tolist()
