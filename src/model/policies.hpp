@@ -165,7 +165,7 @@ class ModelMover : public DeliveryPolicy {
 
  private:
   struct Slot {
-    Stage stage;
+    Stage stage = {};
     bool loaded = false, delivered = false;
     bool read = false;  // by its first store, where cores copy
   };

@@ -253,7 +253,7 @@ class TransferAgent {
       const Piece& piece = call.work.pieces[p];
       const int64_t group = (flag - call.layout.ready(piece.source_idx, 0)) / 8;
       if (piece.source == Source::kSlot && group >= piece.begin && group < piece.end)
-        return Stripe{0, workers}.owner(piece.task, static_cast<int32_t>(group));
+        return Stripe{0, workers}.owner(p, static_cast<int32_t>(group));
     }
     return 0;
   }

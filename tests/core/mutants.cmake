@@ -41,13 +41,13 @@ ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transf
   REPLACE [[    return wait;]])
 
 ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
-  FIND [[    return team_.from(static_cast<int32_t>(member), failure);]]
-  REPLACE [[    return failure;]])
+  FIND [[    return team_.lowest(failed);]]
+  REPLACE [[    return failed;]])
 
 ultraep_add_core_mutant(first_member_blames PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp
-  FIND [[        *failed_at = static_cast<uint32_t>(r);]]
-  REPLACE [[        *failed_at = static_cast<uint32_t>(team_.index());]])
+  FIND [[failure(r, why));]]
+  REPLACE [[failure(team_.index(), why));]])
 
 # ---- a publish ----------------------------------------------------------------------------------
 

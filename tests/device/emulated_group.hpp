@@ -262,11 +262,8 @@ class EmulatedGroup {
     args.call_bytes = call_bytes_;
     args.counted = counted;
     std::copy_n(device_.begin() + first, count, args.on_device);
-    // Whose blocks come late could be blamed for a short wait that expires.
-    run(args, {.blocks = num_blocks,
-               .ranks = count,
-               .first_rank = first,
-               .together = options_.call_timeout < 1});
+    // As the launcher does: blocks wait for each other.
+    run(args, {.blocks = num_blocks, .ranks = count, .first_rank = first, .together = true});
   }
 
   // Whose memory is whose, and what a rank relies on when its kernel has ended.

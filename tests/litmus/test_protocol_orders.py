@@ -133,7 +133,12 @@ ORDERS = {
             g0.b0.s1: {sync_warp} b; {fence_proxy_async_global}; {bulk_store} x %tile""",
         never=("r=1",),
         weak=(
-            *BATCH, *ACQUIRE_SYSTEM, EXPECT_RELAXED, TEST_RELAXED, NO_GLOBAL_FENCE, NO_WARP_BARRIER,
+            *BATCH,
+            *ACQUIRE_SYSTEM,
+            EXPECT_RELAXED,
+            TEST_RELAXED,
+            NO_GLOBAL_FENCE,
+            NO_WARP_BARRIER,
         ),
         calls={
             f"{MEMORY} when_delivered": "sync_warp fence_release_system then released",

@@ -30,7 +30,9 @@ KINDS: dict[str, tuple[str, str]] = {
 # What a planted fault does not change, by its place, and why.
 EXPLAINED = {
     r"layout\.abort\(|AbortWord|layout\.call\(call\.rank\), word\)|failure\.hpp: const CallRecord"
-    r"|failure\.hpp: .*observe|publish_record\(token, call, memory, word\)": "the word is all that is said: nothing is read behind it",
+    r"|failure\.hpp: .*observe|publish_record\(token, call, memory, word\)": (
+        "the word is all that is said: nothing is read behind it"
+    ),
     r"failed_call|said\.(routing|tag)|status\.word\(\)|load_acquire_system\(word\)|cancelled": (
         "between a kernel and the host, which the machine does not have; tests/litmus has it"
     ),

@@ -54,7 +54,7 @@ class Problem:
             for offset in range(0, size, self.tile_bytes):
                 tiles.append(min(size - offset, self.tile_bytes))
         step = 1
-        while (step + 1) * self.tile_bytes <= (32 if num_replicas > 16 else 64) * 1024:
+        while (step + 1) * self.tile_bytes <= 32 * 1024:
             step += 1
         return [sum(tiles[i : i + step]) for i in range(0, len(tiles), step)]
 

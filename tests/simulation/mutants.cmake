@@ -81,8 +81,8 @@ mutant(last_arriver_off_by_one core/transfer/storer.hpp
   REPLACE [[    if (team_.share(arrived) == all - 1)]])
 
 mutant(idle_workers_awaited core/transfer/storer.hpp
-  FIND [[    const int32_t all = min32(task.num_groups, num_workers_);]]
-  REPLACE [[    const int32_t all = num_workers_;]])
+  FIND [[shares = piece.task == t && other.count(p, piece.begin, piece.end) > 0;]]
+  REPLACE [[shares = piece.task == t;]])
 
 mutant(arrived_with_groups_left core/transfer/storer.hpp
   FIND [[    if (left == 0) finish_share(token, piece.task);]]
@@ -214,8 +214,8 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    return progress(at, length(call, p));]]
   REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[own_(call, memory, scratch, stripe) {}]]
-  REPLACE [[own_(call, memory, scratch, stripe), memory_(memory) {}]])
+  FIND [[own_(call, memory, scratch, stripe) {]]
+  REPLACE [[own_(call, memory, scratch, stripe), memory_(memory) {]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[  bool ended_ = false;
 };]]
@@ -236,8 +236,8 @@ mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
   REPLACE [[      if (mover_.when_delivered(held.ticket, false,]])
 
 mutant(overtaken_worker_blames_the_peer core/transfer/stripe.hpp
-  FIND [[!(Pieces::touches(call_, p, r) && !is_spent(p))]]
-  REPLACE [[!Pieces::touches(call_, p, r)]])
+  FIND [[(is_spent(p) || !touches(p, r))]]
+  REPLACE [[!touches(p, r)]])
 
 mutant(ring_overrun core/transfer/fetcher.hpp
   FIND [[    const bool vacant = mover_.vacant(fetched_);]]

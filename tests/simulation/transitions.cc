@@ -64,7 +64,7 @@ void Simulation::list(std::vector<Transition>& out) {
 
 // Independent of everything else are
 // - steps of a rank's own thread that look at no flag: a publish only adds to what may be seen;
-// - a worker that has nothing left to claim: it waits for its bytes, and publishes;
+// - a worker that has nothing left to take: it waits for its bytes, and publishes;
 // - a reducer that has a group in hand: it adds up the rest, waits for it to arrive, and publishes;
 // - flags that reach a rank that has closed.
 // Whether two accesses race is told by clocks, and so is the same in both orders. There are no

@@ -25,9 +25,7 @@ _MAX_TILES = 1 << 22
 _MAX_RANKS = 1024
 _MAX_SEGMENTS = 1024
 _MAX_COST = 5e13  # picoseconds of all stores in sequence that the cost model can add up
-# Constants of mode="auto" besides links: picoseconds for loading a KiB, as for groups on GPUs, and
-# for a flag group.
-_LOAD_PER_KIB, _GROUP = 310, 200_000
+_LOAD_PER_KIB = 310.0  # picoseconds, of mode="auto": as for groups on GPUs
 _GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -307,12 +305,15 @@ def _cost(machine: Machine, num_ranks: int, total_bytes: int) -> list[int]:
     ratios matter.
     """
     store = 1024e3 / (machine.egress_gbps * machine.write_efficiency)
-    load, group, percent = float(_LOAD_PER_KIB), float(_GROUP), 100 * num_ranks
+    load, percent = _LOAD_PER_KIB, 100 * num_ranks
+    flag = machine.look_us + machine.publish_us  # by each worker, for groups of its own
+    group = 1e6 * flag / machine.num_sms
+    hop = 1e6 * (machine.hop_us + flag + machine.fetch_us + machine.store_us)
     if machine.parallel is not None:  # cores: the calibrated constants, as for groups on the host
         load = 1024e3 / machine.read_gbps if machine.read_gbps else 0.0
         group, percent = 1e6 * machine.group_us, max(100, round(100 * machine.parallel))
     scale = max(1.0, max(store, load) * total_bytes / 1024 / _MAX_COST)
-    times = (store, load, group, machine.hop_us * 1e6)
+    times = (store, load, group, hop)
     return [*(round(time / scale) for time in times), percent]
 
 

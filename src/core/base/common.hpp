@@ -1,7 +1,6 @@
 // Types that every part of the core shares. No CUDA include, no exception, no allocation.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #if defined(__CUDACC__)
@@ -47,7 +46,7 @@ UEC_HD inline int32_t num_bits(int64_t number) {
 #if defined(__CUDA_ARCH__)
   return 64 - __clzll(number);
 #else
-  return static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(number)));
+  return number == 0 ? 0 : 64 - __builtin_clzll(static_cast<uint64_t>(number));
 #endif
 }
 UEC_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

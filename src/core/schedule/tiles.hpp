@@ -9,16 +9,15 @@
 namespace uec {
 
 // A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
-// in a row add little latency, coarse enough that flags stay cheap (simulated: 32 KiB beyond 16
-// replicas, 64 KiB otherwise).
-inline constexpr int64_t kGroupBytes = 64 << 10;
+// in a row add little latency, coarse enough that flags stay cheap.
+inline constexpr int64_t kGroupBytes = 32 << 10;
 inline constexpr int64_t kGroupBytesWide = 32 << 10;
 inline constexpr int32_t kWideFanout = 16;
 
 struct TileSpan {
   int32_t segment;  // index into the group's segments, not into the call's selection
   int64_t offset;   // bytes from the start of the segment
-  int64_t bytes;
+  int32_t bytes;
 };
 
 // The tiles of the segments that one call transfers. Arrays are borrowed.
@@ -51,7 +50,7 @@ struct TileMap {
     int32_t i = 0;
     while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest
     const int64_t offset = (tile - first_tile[i]) * tile_bytes;
-    return {segment[i], offset, min64(tile_bytes, bytes[i] - offset)};
+    return {segment[i], offset, static_cast<int32_t>(min64(tile_bytes, bytes[i] - offset))};
   }
 };
 

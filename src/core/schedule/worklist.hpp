@@ -104,13 +104,16 @@ struct WorklistBuilder {
     if (s.replica_rank[i] != rank) team.set(&w.needs[s.replica_rank[i]]);
   }
 
-  // All replicas of x except the one at index `skip`.
+  // All replicas of x except the one at index `skip`, beginning behind it: hubs that forward at the
+  // same time would otherwise all store to the same rank first.
   UEC_HD void add_destinations(int32_t x, int32_t skip) {
     const int32_t first = s.first[x], end = s.first[x + 1];
     const bool skips = skip >= first;
+    const int32_t begin = skips ? skip + 1 : first, wrapped = end - begin;
     UEC_ROLLED
     for (int32_t i = first + team.index(); i < end; i += team.size())
-      if (i != skip) put_destination(num_destinations + i - first - (skips && i > skip), i);
+      if (i != skip)
+        put_destination(num_destinations + (i >= begin ? i - begin : wrapped + i - first), i);
     num_destinations += end - first - skips;
   }
 

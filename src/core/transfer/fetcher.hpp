@@ -15,7 +15,9 @@ struct TransferPieces {
   UEC_HD static int32_t length(const Call& call, int32_t p) {
     return call.work.pieces[p].end - call.work.pieces[p].begin;
   }
-  UEC_HD static int32_t list(const Call& call, int32_t p) { return call.work.pieces[p].task; }
+  // Each piece is a list of its own. Were an expert's groups one list, a worker would have the same
+  // place in the ranges of many hubs, and a hub its range from workers that reach it all at once.
+  UEC_HD static int32_t list(const Call&, int32_t p) { return p; }
   UEC_HD static int32_t expert(const Call& call, int32_t p) {
     return call.work.tasks[call.work.pieces[p].task].expert;
   }
@@ -69,7 +71,9 @@ class Fetcher {
  public:
   UEC_HD Fetcher(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
                  const Stripe& stripe)
-      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {}
+      : call_(call), mover_(mover), own_(call, memory, scratch, stripe) {
+    stage_.piece = -1;  // alone: of a whole one a compiler makes an object in memory
+  }
 
   UEC_HD Fault fault() const { return own_.fault(); }
   // What the last step was blocked by, or failed at.
@@ -133,7 +137,7 @@ class Fetcher {
     const int64_t end = call_.addresses.segment_bytes[stage_.span.segment];
     if (offset >= end) return locate();
     stage_.span.offset = offset;
-    stage_.span.bytes = min64(tile_bytes, end - offset);
+    stage_.span.bytes = static_cast<int32_t>(min64(tile_bytes, end - offset));
     source_ += tile_bytes;
   }
 

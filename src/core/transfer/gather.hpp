@@ -72,8 +72,8 @@ class Gather {
 
   UEC_HD void fetch() {
     fetched_ = true;
-    Stage stage;
-    stage.span.bytes = row_bytes();
+    Stage stage = {};
+    stage.span.bytes = static_cast<int32_t>(row_bytes());
     stage.piece = 0;
     mover_.fetch(0, stage, reinterpret_cast<const uint8_t*>(row_));
   }

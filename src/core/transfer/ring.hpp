@@ -12,10 +12,10 @@ namespace uec {
 
 // What is in a stage: one tile, or (`piece` < 0) the end of all.
 struct Stage {
-  TileSpan span = {};
-  int32_t piece = -1;
-  int32_t group = 0;
-  bool ends_group = false;
+  TileSpan span;
+  int32_t piece;
+  int32_t group;
+  bool ends_group;
 
   UEC_HD bool ends_stream() const { return piece < 0; }
 };

@@ -15,17 +15,12 @@ class Storer {
   // Scratch of the team: `held` [kMaxHeld] and `left` [num_tasks].
   UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held, int32_t* left,
                 const Stripe& stripe)
-      : call_(call),
-        memory_(memory),
-        mover_(mover),
-        held_(held),
-        left_(left),
-        num_workers_(stripe.num_workers) {
+      : call_(call), memory_(memory), mover_(mover), held_(held), left_(left), stripe_(stripe) {
     for (int32_t t = team_.index(); t < call.work.num_tasks; t += team_.size()) left[t] = 0;
     team_.sync();
     for (int32_t p = team_.index(); p < call.work.num_pieces; p += team_.size()) {
       const Piece& piece = call.work.pieces[p];
-      team_.add(&left[piece.task], stripe.count(piece.task, piece.begin, piece.end));
+      team_.add(&left[piece.task], stripe.count(p, piece.begin, piece.end));
     }
     team_.sync();
   }
@@ -148,8 +143,23 @@ class Storer {
     const Task& task = call_.work.tasks[t];
     int32_t arrived = 0;
     if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t]);
-    const int32_t all = min32(task.num_groups, num_workers_);
+    const int32_t all = num_sharers(t);
     if (team_.share(arrived) == all) finish_task(token, task);
+  }
+
+  // How many workers have groups of a task.
+  UEC_HD int32_t num_sharers(int32_t t) const {
+    uint32_t sharers = 0;
+    for (int32_t w = team_.index(); w < stripe_.num_workers; w += team_.size()) {
+      const Stripe other = {w, stripe_.num_workers};
+      bool shares = false;
+      for (int32_t p = 0; p < call_.work.num_pieces && !shares; ++p) {
+        const Piece& piece = call_.work.pieces[p];
+        shares = piece.task == t && other.count(p, piece.begin, piece.end) > 0;
+      }
+      sharers += shares;
+    }
+    return static_cast<int32_t>(team_.sum(sharers));
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
@@ -181,7 +191,7 @@ class Storer {
   typename Memory::Team team_;
   HeldGroup* held_;
   int32_t* left_;  // [num_tasks] this worker's groups that are not yet published
-  int32_t num_workers_;
+  Stripe stripe_;
   uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   uint32_t stored_ = 0, released_ = 0;         // stages, counted without wrapping
   uint32_t last_ticket_ = 0;

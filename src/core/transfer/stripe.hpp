@@ -68,18 +68,21 @@ struct OwnGroups {
 
 // Scratch of a worker's team.
 struct StripeScratch {
-  static constexpr int32_t kMaxAsked = 32;  // members of a team
+  struct Asked {
+    int32_t piece[32];  // that members of a team look at
+  };
 
-  OwnGroups* groups;  // [pieces]
-  int32_t* asked;     // [kMaxAsked] pieces that members look at
-  uint8_t* open;      // [num_ranks] this worker has seen it open, or does not need it
+  Asked* asked;
+  uint8_t* open;  // [num_ranks] this worker has seen it open, or does not need it
+
+  UEC_HD OwnGroups* groups() const { return reinterpret_cast<OwnGroups*>(asked + 1); }  // [pieces]
 
   // As CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, int64_t num_ranks, int64_t pieces,
                             StripeScratch* scratch) {
     ScratchCutter cutter(base);
-    scratch->groups = cutter.take<OwnGroups>(pieces);
-    scratch->asked = cutter.take<int32_t>(kMaxAsked);
+    scratch->asked = cutter.take<Asked>(1);
+    cutter.take<OwnGroups>(pieces);
     scratch->open = cutter.take<uint8_t>(num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }
@@ -102,17 +105,19 @@ class OwnStripe {
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
       const int32_t begin = Pieces::begin(call, p), list = Pieces::list(call, p);
       own += static_cast<uint32_t>(stripe.count(list, begin, begin + Pieces::length(call, p)));
-      scratch_.groups[p] = {stripe.first(list, begin), 0};
+      scratch_.groups()[p] = {stripe.first(list, begin), 0};
     }
     left_ = static_cast<int32_t>(team_.sum(own));
     team_.sync();
   }
 
-  UEC_HD Fault fault() const { return fault_; }
+  UEC_HD Fault fault() const {
+    return failed_ == kNone ? Fault::kNone : static_cast<Fault>(failed_ & kFaultMask);
+  }
 
   // Whether the worker has taken all its groups of a piece.
   UEC_HD bool is_spent(int32_t p) const {
-    return scratch_.groups[p].next >= Pieces::length(call_, p);
+    return scratch_.groups()[p].next >= Pieces::length(call_, p);
   }
 
   // Takes the next of this worker's groups: of the movable ones the first in order, so that experts
@@ -127,18 +132,16 @@ class OwnStripe {
   // two ranks could each hold the other's input behind their own wait.
   UEC_HD Step take(bool ahead, int32_t* piece, int32_t* at) {
     if (left_ == 0) return Step::kFinished;
-    Failure failure;
+    uint32_t failed = kNone;
     bool looks = taken_ >= (ahead ? 1 : kGroupsPerLook);
     for (;; looks = true) {
-      if (looks) failure = look();
+      if (looks) failed = look();
       if (ahead) return Step::kAwaitDelivered;
       if (take_first(piece, at)) return Step::kProgress;
       if (looks) break;
     }
-    if (failure.why == Fault::kNone) return Step::kBlocked;
-    fault_ = failure.why;
-    failed_with_ = failure.piece;
-    closed_ = failure.closed;
+    if (failed == kNone) return Step::kBlocked;
+    failed_ = failed;
     return Step::kFailed;
   }
 
@@ -148,15 +151,15 @@ class OwnStripe {
   UEC_HD Wait wait() {
     Wait wait;
     if (team_.leader()) {
-      int32_t p = failed_with_, closed = closed_;
-      if (fault_ == Fault::kNone) {
-        closed = 0;
+      int32_t closed = 0, p = 0;
+      if (failed_ != kNone) {
+        closed = static_cast<int32_t>(failed_ >> kFaultBits);
+      } else {
         while (closed < call_.num_ranks && scratch_.open[closed]) ++closed;
-        if (closed == call_.num_ranks) closed = -1;
-        p = 0;
-        while (p < num_pieces() && !(closed < 0 ? waits(p) : Pieces::touches(call_, p, closed)))
-          ++p;
       }
+      if (closed > call_.num_ranks) p = closed - call_.num_ranks;
+      if (closed >= call_.num_ranks) closed = -1;
+      while (p < num_pieces() && !(closed < 0 ? waits(p) : touches(p, closed))) ++p;
       if (p < num_pieces()) wait = make_wait(p, closed);
     }
     return team_.share(wait);
@@ -168,16 +171,20 @@ class OwnStripe {
   static constexpr uint32_t kNone = ~0u;
   static constexpr uint32_t kIdBits = 20;
 
-  // Why nothing more can come: of a piece, by its next group or by a rank that it needs open.
-  struct Failure {
-    Fault why = Fault::kNone;
-    int32_t piece = -1, closed = -1;
-  };
+  // Why nothing more can come, as a number: what is looked at first goes before others. In the
+  // upper bits the rank that has to open, or the number of ranks and the piece whose next group is
+  // awaited.
+  static constexpr int32_t kFaultBits = 4;
+  static constexpr uint32_t kFaultMask = (1u << kFaultBits) - 1;
+  UEC_HD static uint32_t failure(int32_t of, Fault why) {
+    return static_cast<uint32_t>(of) << kFaultBits | static_cast<uint32_t>(why);
+  }
 
   UEC_HD int32_t num_pieces() const { return Pieces::count(call_); }
   UEC_HD bool waits(int32_t p) const {
-    return !is_spent(p) && (scratch_.groups[p].movable & 1) == 0;
+    return !is_spent(p) && (scratch_.groups()[p].movable & 1) == 0;
   }
+  UEC_HD bool touches(int32_t p, int32_t r) const { return Pieces::touches(call_, p, r); }
   // Among pieces that are equal in order, workers begin with different ones.
   UEC_HD int32_t shifted(int32_t p) const {
     return p >= shift_ ? p - shift_ : p - shift_ + num_pieces();
@@ -192,7 +199,7 @@ class OwnStripe {
     uint32_t best = kNone;
     int32_t best_at = -1;
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
-      const OwnGroups own = scratch_.groups[p];
+      const OwnGroups own = scratch_.groups()[p];
       if ((own.movable & 1) == 0 || own.next >= Pieces::length(call_, p)) continue;
       const uint32_t found =
           Pieces::order(call_, p, own.next) << kIdBits | static_cast<uint32_t>(shifted(p));
@@ -206,7 +213,7 @@ class OwnStripe {
     *piece = p;
     *at = team_.from(p % team_.size(), best_at);
     if (best == chosen) {
-      OwnGroups& own = scratch_.groups[p];
+      OwnGroups& own = scratch_.groups()[p];
       own.next += num_workers_;
       if (Pieces::is_flagged(call_, p))
         own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;
@@ -219,11 +226,10 @@ class OwnStripe {
   // Looks at all that this worker's groups wait for, as far as it is not known to have come: at
   // openings, and at the flags of as many groups in a row as there are members for. What a member
   // has acquired is all members' after the barriers.
-  UEC_HD Failure look() {
-    uint32_t failed_at = kNone;
-    Failure failure;
+  UEC_HD uint32_t look() {
+    uint32_t failed = kNone;
     taken_ = 0;
-    waits_ = closed_ranks_ && look_for_openings(&failed_at, &failure);
+    waits_ = closed_ranks_ && look_for_openings(&failed);
     closed_ranks_ = waits_;
     for (int32_t first = 0; first < num_pieces(); first += team_.size()) {
       team_.sync();  // what one member has seen open is open for all
@@ -233,21 +239,18 @@ class OwnStripe {
       team_.sync();
       const int32_t each = min32(team_.size() / asking, OwnGroups::kWindow);
       const int32_t nth = team_.index() / each;
-      const int32_t p = nth < asking ? scratch_.asked[nth] : -1;
-      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups[p];
+      const int32_t p = nth < asking ? scratch_.asked->piece[nth] : -1;
+      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups()[p];
       team_.sync();  // members note what they see of one piece together
-      if (p >= 0) look_at(p, own, team_.index() - nth * each, &failed_at, &failure);
+      if (p >= 0) look_at(p, own, team_.index() - nth * each, &failed);
     }
-    const uint32_t first = team_.lowest(failed_at);
-    if (first == kNone) return {};
-    const uint32_t member = team_.lowest(failed_at == first ? team_.index() : kNone);
-    return team_.from(static_cast<int32_t>(member), failure);
+    return team_.lowest(failed);
   }
 
   // Notes the ranks that have opened; returns whether some have not. Each worker looks for itself:
   // an acquire by one thread orders nothing for another. All ranks are looked at, so that the death
   // of any ends the call.
-  UEC_HD bool look_for_openings(uint32_t* failed_at, Failure* failure) {
+  UEC_HD bool look_for_openings(uint32_t* failed) {
     bool waits = false;
     for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {
       if (scratch_.open[r]) continue;
@@ -256,11 +259,8 @@ class OwnStripe {
       // The peer may be past this call because all that it needs was up to other workers, who have
       // done it. While this one has a group that touches it, it cannot be.
       int32_t p = verdict == Verdict::kFault ? 0 : num_pieces();
-      while (p < num_pieces() && !(Pieces::touches(call_, p, r) && !is_spent(p))) ++p;
-      if (p < num_pieces() && *failed_at == kNone) {
-        *failed_at = static_cast<uint32_t>(r);
-        *failure = {why, p, r};
-      }
+      while (p < num_pieces() && (is_spent(p) || !touches(p, r))) ++p;
+      if (p < num_pieces()) *failed = min_u32(*failed, failure(r, why));
       waits |= verdict == Verdict::kWaiting || p < num_pieces();
       if (verdict != Verdict::kWaiting && p == num_pieces()) scratch_.open[r] = 1;
     }
@@ -282,19 +282,18 @@ class OwnStripe {
   UEC_HD int32_t ask(int32_t p) {
     bool asks = false;
     if (p < num_pieces() && !is_spent(p)) {
-      OwnGroups& own = scratch_.groups[p];
+      OwnGroups& own = scratch_.groups()[p];
       if (!own.is_open() && Pieces::find_closed(call_, p, scratch_.open) < 0)
         own.movable = OwnGroups::kOpen;
       asks = own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
     }
     const Counted counted = team_.count(asks);
-    if (asks) scratch_.asked[counted.before] = p;
+    if (asks) scratch_.asked->piece[counted.before] = p;
     return counted.all;
   }
 
   // At the i-th of this worker's groups of a piece.
-  UEC_HD void look_at(int32_t p, const OwnGroups& own, int32_t i, uint32_t* failed_at,
-                      Failure* failure) {
+  UEC_HD void look_at(int32_t p, const OwnGroups& own, int32_t i, uint32_t* failed) {
     const bool flagged = Pieces::is_flagged(call_, p);
     const int32_t at = own.next + i * num_workers_;
     if ((own.movable >> i & 1) != 0 || at >= Pieces::length(call_, p) || (i > 0 && !flagged))
@@ -302,15 +301,13 @@ class OwnStripe {
     Fault why = Fault::kNone;
     const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
     if (verdict == Verdict::kArrived)
-      team_.add(&scratch_.groups[p].movable, flagged ? 1 << i : OwnGroups::kAll);
-    const auto id = static_cast<uint32_t>(call_.num_ranks + p);
-    if (verdict != Verdict::kFault || i > 0 || id >= *failed_at) return;
-    *failed_at = id;
-    *failure = {why, p, -1};
+      team_.add(&scratch_.groups()[p].movable, flagged ? 1 << i : OwnGroups::kAll);
+    if (verdict == Verdict::kFault && i == 0)
+      *failed = min_u32(*failed, failure(call_.num_ranks + p, why));
   }
 
   UEC_HD Wait make_wait(int32_t p, int32_t closed) {
-    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups[p].next);
+    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups()[p].next);
     const uint64_t epoch = call_.epoch.number;
     const int32_t expert = Pieces::expert(call_, p);
     const CallRecord record{memory_.observe(call_.layout.call(closed))};
@@ -330,8 +327,7 @@ class OwnStripe {
   int32_t taken_ = 0;  // groups since the last look, if that left something to look for
   bool waits_ = true;  // the last look did
   bool closed_ranks_ = true;
-  Fault fault_ = Fault::kNone;
-  int32_t failed_with_ = -1, closed_ = -1;  // a piece, and the rank that it needs open
+  uint32_t failed_ = kNone;  // a failure()
 };
 
 }  // namespace uec

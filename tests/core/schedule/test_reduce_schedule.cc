@@ -54,7 +54,7 @@ ReduceCase fan_in(int32_t n, int64_t bytes) {
 void check_known() {
   for (const auto& [n, bounds] : std::vector<std::pair<int32_t, std::vector<int32_t>>>{
            {1, {0, 10, 10}}, {2, {0, 0, 5, 10}}, {3, {0, 0, 3, 6, 10}}}) {
-    ReduceCase c = fan_in(n, 640 << 10);  // ten groups
+    ReduceCase c = fan_in(n, 320 << 10);  // ten groups
     c.mode = static_cast<int32_t>(Mode::kPull);
     Given given(c.capacity(0));
     prepare_reduction(uec::Alone{}, c, 0, given);

@@ -163,7 +163,7 @@ void check_known() {
   PlanCase plan = make_group(3, 3, 1);
   CHECK(plan.place(0, 1) && plan.place(0, 2));
   ReduceCase c(plan);
-  c.add_segment(128 << 10, uec::GradType::kFloat32, uec::GradType::kFloat32);
+  c.add_segment(64 << 10, uec::GradType::kFloat32, uec::GradType::kFloat32);
   c.mode = static_cast<int32_t>(Mode::kPull);
   Given home(c.capacity(0)), hub(c.capacity(1));
   prepare_reduction(uec::Alone{}, c, 0, home);

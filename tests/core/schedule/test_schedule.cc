@@ -100,7 +100,7 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles) {
 
 // Known answers.
 void check_single_expert() {
-  const Tiles tiles({64 << 20}, 32 << 10);  // 1024 groups of two tiles
+  const Tiles tiles({64 << 20}, 32 << 10);  // 2048 groups of a tile
   for (const int32_t n : {2, 3, 7, 15}) {
     PlanCase c = make_group(n + 1, n + 1, 1);
     for (int32_t r = 1; r <= n; ++r) CHECK(c.place(0, r));
@@ -109,7 +109,7 @@ void check_single_expert() {
     CHECK_EQ(a.schedule.boundaries(0)[1], 0);
     CHECK_EQ(a.egress[0], kEgressUnit);
     for (int32_t hub = 1; hub <= n; ++hub) {
-      CHECK(std::abs(n * a.schedule.boundaries(0)[hub] - (hub - 1) * 1024) <= n);
+      CHECK(std::abs(n * a.schedule.boundaries(0)[hub] - (hub - 1) * 2048) <= n);
       CHECK(a.egress[hub] <= kEgressUnit * (n - 1) / n + 1);
     }
   }

@@ -53,13 +53,13 @@ void check_round_trip() {
 void check_room() {
   constexpr int64_t kTile = 32 << 10;
   CHECK_EQ(uec::max_grad_groups(0, kTile), 0);
-  CHECK_EQ(uec::max_grad_groups(10, kTile), 10);  // groups of one tile beyond 16 replicas
+  CHECK_EQ(uec::max_grad_groups(10, kTile), 10);
   CHECK_EQ(uec::max_grad_groups(10, 4 << 10), 2);
   CHECK_EQ(uec::sums_bytes(0, kTile), 0);
   CHECK_EQ(uec::sums_bytes(1, kTile), 2 * kTile);
-  CHECK_EQ(uec::sums_bytes(8, kTile), 4 * 2 * kTile);  // 4 groups of 2 tiles: 2 of them
-  CHECK_EQ(uec::sums_bytes(9, kTile), 6 * 2 * kTile);  // 5 groups: 3 of them
-  CHECK_EQ(uec::sums_bytes(2, kTile), 2 * 2 * kTile);  // one group
+  CHECK_EQ(uec::sums_bytes(8, kTile), 4 * 2 * kTile);
+  CHECK_EQ(uec::sums_bytes(9, kTile), 5 * 2 * kTile);
+  CHECK_EQ(uec::sums_bytes(2, kTile), 2 * kTile);
   CHECK_EQ(uec::sums_bytes(3, 64 << 10), 2 * 2 * (64 << 10));
 }
 

@@ -82,8 +82,8 @@ uint64_t Machine::latency(const Instruction& i) const {
   }
 }
 
-// Whether what an instruction needs is there. If not, waits for it: until then the issue slot is for
-// other warps.
+// Whether what an instruction needs is there. If not, waits for it: until then the issue slot is
+// for other warps.
 bool Machine::has_operands(Warp& w, Frame& f, const Instruction& i) {
   Frame::Ready last;
   const auto need = [&](const Operand& o) {

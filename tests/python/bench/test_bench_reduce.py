@@ -180,7 +180,7 @@ def test_a_wrong_byte_is_found_in_one_process(monkeypatch: pytest.MonkeyPatch) -
 def test_traffic_of_a_reduction() -> None:
     """Expert 0, at home on rank 0, is on ranks 1 to 3; expert 2, at home on rank 1, on rank 0."""
     plan = Plan.from_slots(np.array([[2], [0], [0], [0]]), num_experts=8)
-    part = 64 << 10  # of a flag group: 3 groups
+    part = 32 << 10  # of a flag group: 3 groups
     sizes: dict[str, Any] = {"segment_bytes": [3 * part], "tile_bytes": 32 << 10, "zero": True}
     direct = count_reduction_traffic(plan, "direct", grad_bytes=4, main_bytes=2, **sizes)
     assert direct.loads.tolist() == [(9 + 1.5) * part, (3 + 1.5) * part, 0, 0]

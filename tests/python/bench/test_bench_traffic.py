@@ -53,7 +53,7 @@ def _count(plan: uec.Plan, sizes: list[int], tile: int, mode: str) -> dict[str, 
 
     for x, expert in enumerate(schedule.expert.tolist()):
         replicas = [r for r in range(num_ranks) if expert in slots[r]]
-        step = max(1, (32768 if len(replicas) > 16 else 65536) // tile)
+        step = max(1, 32768 // tile)
         for i, size in enumerate(_tiles(sizes, tile)):
             (hub,) = [h for h, begin, end in schedule.hubs(x) if begin <= i // step < end]
             if hub == home[expert]:
@@ -124,7 +124,7 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
 
 def test_offsets_of_groups() -> None:
     assert group_offsets(2, [100], 64).tolist() == [0, 100]
-    assert group_offsets(2, [65536 + 1, 5], 32768).tolist() == [0, 65536, 65542]
+    assert group_offsets(2, [65536 + 1, 5], 16384).tolist() == [0, 32768, 65536, 65542]
     assert group_offsets(17, [65536 + 1, 5], 32768).tolist() == [0, 32768, 65536, 65537, 65542]
     rng = random.Random(1)
     for _ in range(50):

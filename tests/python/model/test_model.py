@@ -133,10 +133,9 @@ def test_ranks_send_what_the_schedule_says(plan: Plan, segments: list[int]) -> N
         for x, home in enumerate(made.home.tolist()):
             ranks = dict(made.replicas(x))
             groups = schedule.num_groups(len(ranks), segment_bytes=segments, tile_bytes=tile)
-            each = 2 if len(ranks) <= schedule.WIDE_FANOUT else 1
-            assert groups == -(-len(tiles) // each)
+            assert groups == len(tiles)
             for i, (rank, begin, end) in enumerate(made.hubs(x)):
-                size = sum(tiles[begin * each : end * each])
+                size = sum(tiles[begin:end])
                 sent[rank] += size * (len(ranks) if i == 0 else len(ranks) - 1)
                 sent[home] += size if i > 0 else 0
         assert predict(plan, segments, "nvl72", mode).sent_bytes.tolist() == sent.tolist()
@@ -349,10 +348,11 @@ def test_a_kernel_makes_the_schedule_of_a_device_plan() -> None:
     assert more == pytest.approx(on.schedule_us + 2 * on.schedule_replica_us)
 
 
-def test_auto_knows_what_a_flagged_group_costs() -> None:
+def test_auto_knows_what_a_relay_takes_longer() -> None:
     plan = make_plan([[-1], [0], [0]], 3)
-    assert predict(plan, W, NVL72).mode == "push"
-    assert predict(plan, W, "nvl72").mode == "direct"
+    for size, mode in ((2 << 20, "direct"), (W, "push")):
+        assert predict(plan, size, "nvl72").mode == mode
+        assert predict(plan, size, NVL72).mode == "push"
 
 
 # ---- the bound ----------------------------------------------------------------------------------

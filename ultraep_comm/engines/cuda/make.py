@@ -38,10 +38,10 @@ PROBE_BYTES = 128
 def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
     """Return the cost model's constants; see `CostModel` in src/core/schedule/cost.hpp.
 
-    A link of 710 GB/s and memory of 3.3 TB/s: published values of a 72-GPU NVLink rack. A claimed
-    flag group and a hop: those of "nvl72" in `ultraep_comm.model`. Not measured on a device.
+    A link of 710 GB/s and memory of 3.3 TB/s: published values of a 72-GPU NVLink rack. A flag
+    group and a hop: as `ultraep_comm.model` has them for "nvl72". Not measured on a device.
     """
-    return (1_440, 310, 1_250_000, 2_600_000, 100 * num_ranks)
+    return (1_440, 310, 20_000, 6_500_000, 100 * num_ranks)
 
 
 def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
