@@ -62,7 +62,7 @@ struct LauncherConfig {
   Handle load = nullptr;    // ultraep_load[_far]
   // ultraep_load_plan; null: the group is too large for it, or has far peers.
   Handle load_plan = nullptr;
-  int32_t plan_warps = 0;    // of a block that plans
+  int32_t plan_warps = 0;  // of a block that plans
   int32_t warp_size = 32;
   int32_t first_rank = 0;  // of the ranks that share the launches
   int32_t num_ranks = 1;
