@@ -21,7 +21,7 @@ from ultraep_comm import _core
 MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by the names that users give
 EGRESS_UNIT = 1 << 16  # one expert, in the fixed point that egress is counted in
 GROUP_BYTES = 32 << 10
-GROUP_BYTES_WIDE = 32 << 10  # finer, so that a long row of hubs adds little latency
+GROUP_BYTES_WIDE = 32 << 10  # beyond WIDE_FANOUT replicas
 WIDE_FANOUT = 16
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]

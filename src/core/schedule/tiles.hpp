@@ -11,7 +11,7 @@ namespace uec {
 // A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
 // in a row add little latency, coarse enough that flags stay cheap.
 inline constexpr int64_t kGroupBytes = 32 << 10;
-inline constexpr int64_t kGroupBytesWide = 32 << 10;
+inline constexpr int64_t kGroupBytesWide = 32 << 10;  // beyond kWideFanout replicas
 inline constexpr int32_t kWideFanout = 16;
 
 struct TileSpan {
