@@ -18,10 +18,10 @@ endfunction()
 
 # ---- a take -------------------------------------------------------------------------------------
 
-ultraep_add_core_mutant(openings_not_shared PROGRAM transfer/test_team
+ultraep_add_core_mutant(openings_of_each PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp
-  FIND [[    team_.sync();  // what one member has seen open is open for all]]
-  REPLACE [[]])
+  FIND [[    return team_.count(waits).all > 0;  // what one member has seen open is open for all]]
+  REPLACE [[    return waits;]])
 
 ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
   FIND [[    const uint32_t chosen = team_.lowest(best);]]

@@ -49,7 +49,9 @@ EXPLAINED = {
         "copied in bulk"
     ),
     r"reads a stale cache .*call\.cuh": "what nobody writes before all blocks have left",
-    r"no barrier .*keeps a compiler from": "keeps loads together, and orders nothing",
+    r"no barrier .*(keeps a compiler from|before all loads are under way)": (
+        "keeps loads together, and orders nothing"
+    ),
     r"no barrier .*the next expert may have the same hubs": (
         "experts of many replicas, of which these programs have no two; tests/core has them"
     ),

@@ -480,7 +480,9 @@ mutant(blocked_home_item_first core/transfer/reducer.hpp
   REPLACE [[    return static_cast<uint32_t>(piece(call, p).kind ^ 1) << 8 |]])
 mutant(blocked_home_item_first core/transfer/stripe.hpp
   FIND [[      if ((own.movable & 1) == 0 ||]]
-  REPLACE [[      if (!(Pieces::is_flagged(call_, p) ? own.is_open() : own.movable & 1) ||]])
+  REPLACE [[      if (!(call_.work.num_reductions > 0 && Pieces::is_flagged(call_, p)
+                ? own.is_open()
+                : own.movable & 1) ||]])
 mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
   REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,

@@ -232,7 +232,6 @@ class OwnStripe {
     waits_ = closed_ranks_ && look_for_openings(&failed);
     closed_ranks_ = waits_;
     for (int32_t first = 0; first < num_pieces(); first += team_.size()) {
-      team_.sync();  // what one member has seen open is open for all
       const int32_t asking = ask(first + team_.index());
       if (asking == 0) continue;
       waits_ = 1;
@@ -264,7 +263,7 @@ class OwnStripe {
       waits |= verdict == Verdict::kWaiting || p < num_pieces();
       if (verdict != Verdict::kWaiting && p == num_pieces()) scratch_.open[r] = 1;
     }
-    return team_.count(waits).all > 0;
+    return team_.count(waits).all > 0;  // what one member has seen open is open for all
   }
 
   // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
