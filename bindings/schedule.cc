@@ -72,8 +72,12 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
   std::vector<int64_t> first_tile(1);
   for (const int64_t bytes : segment_bytes)
     first_tile.push_back(first_tile.back() + ceil_div(bytes, tile_bytes));
-  const TileMap tiles{static_cast<int32_t>(segment.size()), segment.data(), segment_bytes.data(),
-                      first_tile.data(), tile_bytes};
+  const TileMap tiles{static_cast<int32_t>(segment.size()),
+                      segment.data(),
+                      segment_bytes.data(),
+                      first_tile.data(),
+                      tile_bytes,
+                      TileMap::tiles_per_group(tile_bytes)};
 
   PlanShape shape;
   const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
@@ -91,7 +95,7 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
   d["max_exports"] = shape.max_exports;
   d["max_imports"] = shape.max_imports;
   d["chained"] = shape.chained;
-  d["modelled_ps"] = modelled_time(Alone{}, t, tiles, GroupCounts(tiles), shape, s, model);
+  d["modelled_ps"] = modelled_time(Alone{}, t, tiles, tiles.num_groups(), shape, s, model);
   return d;
 }
 

@@ -41,7 +41,7 @@ EngineLayout::EngineLayout(const EngineConfig& c)
   check.sums = round_up(check.verdicts + ranks * 8, kFlagLine);
   check.copies = round_up(check.sums + max_mains * check.blocks * 8, kSlotAlign);
   check.total = check.copies + region_bytes;
-  const int64_t finest = TileMap::tiles_per_group(c.tile_bytes, kWideFanout + 1);
+  const int64_t finest = TileMap::tiles_per_group(c.tile_bytes);
   symmetric =
       SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),
                             static_cast<int32_t>(c.segment_bytes.size()), c.segment_bytes.data(),

@@ -62,8 +62,8 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
                                   false};
     }
     if (w.num_pieces > pieces)
-      w.tasks[w.num_tasks++] = {
-          s.expert[x], groups, chunk_tiles, dst_first, w.num_destinations - dst_first, -1, -1};
+      w.tasks[w.num_tasks++] = {s.expert[x], groups, dst_first, w.num_destinations - dst_first,
+                                -1,          -1};
   }
 }
 

@@ -61,8 +61,13 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
   std::vector<int64_t> first_tile(1), slot_offset(num_segments), region_offset(num_segments);
   for (const int64_t bytes : transfer.segment_bytes)
     first_tile.push_back(first_tile.back() + ceil_div(bytes, transfer.tile_bytes));
-  const TileMap tiles{num_segments, segment.data(), transfer.segment_bytes.data(),
-                      first_tile.data(), transfer.tile_bytes};
+  const TileMap tiles{num_segments,
+                      segment.data(),
+                      transfer.segment_bytes.data(),
+                      first_tile.data(),
+                      transfer.tile_bytes,
+                      transfer.parent.empty() ? TileMap::tiles_per_group(transfer.tile_bytes)
+                                              : transfer.chunk_tiles};
 
   const Gradients grads{transfer.reduces() ? num_segments : 0, transfer.segment_bytes.data(),
                         transfer.grad_type.data(), slot_offset.data()};
@@ -81,11 +86,8 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
                   transfer.cost, work.scratch, &shape, work.schedule);
 
   const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
-  const int64_t max_groups = transfer.parent.empty()
-                                 ? tiles.num_groups(kWideFanout + 1)
-                                 : ceil_div(tiles.num_tiles(), transfer.chunk_tiles);
   const SymmetricLayout layout =
-      SymmetricLayout::make(t, max_mains, max_groups, transfer.reduces() ? 0 : num_segments,
+      SymmetricLayout::make(t, max_mains, tiles.num_groups(), transfer.reduces() ? 0 : num_segments,
                             transfer.segment_bytes.data(), slot_offset.data(), grads,
                             transfer.tile_bytes, slot_offset.data());
   check_sizes(layout, machine);

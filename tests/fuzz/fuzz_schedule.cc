@@ -46,7 +46,7 @@ void check_schedule(const PlanCase& c, const uec::TileMap& tiles, const Schedule
     const int32_t* const bounds = s.boundaries(x);
     CHECK_EQ(bounds[0], 0);
     for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
-    CHECK_EQ(bounds[n + 1], tiles.num_groups(n));
+    CHECK_EQ(bounds[n + 1], tiles.num_groups());
     if (n == 1 || s.mode == Mode::kDirect) CHECK_EQ(bounds[1], bounds[n + 1]);
     ++exports[c.home[expert]];
     fan_out = std::max(fan_out, slots.size());
@@ -76,7 +76,8 @@ class Coverage {
  public:
   explicit Coverage(const uec::TileMap& tiles) : tiles_(tiles), count_(tiles.num_tiles(), 0) {}
 
-  void add_group(int64_t group, int64_t group_tiles) {
+  void add_group(int64_t group) {
+    const int64_t group_tiles = tiles_.group_tiles;
     const int64_t first = group * group_tiles;
     CHECK(group >= 0 && first < tiles_.num_tiles());
     for (int64_t i = first; i < std::min(first + group_tiles, tiles_.num_tiles()); ++i) ++count_[i];
@@ -139,7 +140,7 @@ void check_progress(const std::vector<WorklistArrays>& ranks, const uec::TileMap
           --left[r][piece.task];
           for (int32_t d = piece.dst_first; d < piece.dst_first + piece.dst_count; ++d) {
             const auto [rank, slot] = w.destinations[d];
-            coverage.at({rank, slot}).add_group(g, task.group_tiles);
+            coverage.at({rank, slot}).add_group(g);
             if (piece.sets_ready) ready.insert({rank, slot, g});
           }
         }

@@ -101,8 +101,12 @@ struct RankCall {
       bytes.push_back(c.segment_bytes[i]);
       first_tile.push_back(first_tile.back() + uec::ceil_div(bytes.back(), c.tile_bytes));
     }
-    tiles = {static_cast<int32_t>(bytes.size()), spec.segments.data(), bytes.data(),
-             first_tile.data(), c.tile_bytes};
+    tiles = {static_cast<int32_t>(bytes.size()),
+             spec.segments.data(),
+             bytes.data(),
+             first_tile.data(),
+             c.tile_bytes,
+             uec::TileMap::tiles_per_group(c.tile_bytes)};
     PlanCase planned = c.group;
     planned.slot_expert = spec.plan;
     if (spec.gather) planned.clear();

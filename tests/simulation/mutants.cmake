@@ -398,12 +398,12 @@ mutant(sums_of_slots_in_one_place core/transfer/layout.hpp
   REPLACE [[{ return sums_base; }]])
 
 mutant(sums_beyond_their_range core/transfer/reducer.hpp
-  FIND [[    const int64_t nth = tile - r.begin * r.group_tiles;]]
+  FIND [[    const int64_t nth = tile - r.begin * call_.tiles.group_tiles;]]
   REPLACE [[    const int64_t nth = tile;]])
 
 mutant(ranges_overlap core/schedule/reduce_worklist.hpp
-  FIND [[      add({Reduction::kSum, expert, begin, end, group_tiles(x),]]
-  REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end, group_tiles(x),]])
+  FIND [[      add({Reduction::kSum, expert, begin, end,]]
+  REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end,]])
 
 mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
   FIND [[static_cast<uint64_t>(mode) << 1 | args.zero]]
@@ -420,12 +420,15 @@ mutant(cleared_early core/transfer/reducer.hpp
   REPLACE [[    for (int32_t i = 0; false && i < r.count; ++i) {]])
 
 mutant(cleared_before_the_home_has_read core/schedule/reduce_worklist.hpp
-  FIND [[           first_reader, num_expected - first_reader});]]
-  REPLACE [[           first_reader + 1, num_expected - first_reader - 1});]])
+  FIND [[ first_reader,
+           num_expected - first_reader});]]
+  REPLACE [[ first_reader + 1,
+           num_expected - first_reader - 1});]])
 
 mutant(cleared_before_the_hubs_have_read core/schedule/reduce_worklist.hpp
-  FIND [[           first_reader, num_expected - first_reader});]]
-  REPLACE [[           first_reader, 1});]])
+  FIND [[ first_reader,
+           num_expected - first_reader});]]
+  REPLACE [[ first_reader, 1});]])
 
 mutant(consumed_not_awaited core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]

@@ -44,7 +44,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   }
   const uec::Gradients grads{static_cast<int32_t>(case_.grad_bytes.size()), case_.grad_bytes.data(),
                              case_.grad_type.data(), grad_offset_.data()};
-  const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes, uec::kWideFanout + 1);
+  const int64_t finest = uec::TileMap::tiles_per_group(case_.tile_bytes);
   shape.layout = uec::SymmetricLayout::make(
       g.topology(), shape.max_mains, uec::ceil_div(tiles, finest),
       static_cast<int32_t>(case_.segment_bytes.size()), case_.segment_bytes.data(),

@@ -122,8 +122,12 @@ class Tiles {
       segment_.push_back(static_cast<int32_t>(i));
       first_tile_.push_back(first_tile_.back() + uec::ceil_div(bytes_[i], tile_bytes));
     }
-    map_ = {static_cast<int32_t>(bytes_.size()), segment_.data(), bytes_.data(), first_tile_.data(),
-            tile_bytes};
+    map_ = {static_cast<int32_t>(bytes_.size()),
+            segment_.data(),
+            bytes_.data(),
+            first_tile_.data(),
+            tile_bytes,
+            uec::TileMap::tiles_per_group(tile_bytes)};
   }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -162,7 +166,7 @@ struct ScheduleArrays {
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
     shape =
         uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(), scratch, schedule);
-    uec::assign_hubs(uec::Alone{}, c.topology(), uec::GroupCounts(tiles), shape, mode, scratch,
+    uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }
   ScheduleArrays(const ScheduleArrays&) = delete;

@@ -129,7 +129,6 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
   for (int32_t i = 0; i < a.num_tasks; ++i) {
     CHECK_EQ(a.tasks[i].expert, b.tasks[i].expert);
     CHECK_EQ(a.tasks[i].num_groups, b.tasks[i].num_groups);
-    CHECK_EQ(a.tasks[i].group_tiles, b.tasks[i].group_tiles);
     CHECK_EQ(a.tasks[i].done_first, b.tasks[i].done_first);
     CHECK_EQ(a.tasks[i].done_count, b.tasks[i].done_count);
     CHECK_EQ(a.tasks[i].pulled_home, b.tasks[i].pulled_home);
@@ -163,7 +162,6 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
     CHECK_EQ(left.expert, right.expert);
     CHECK_EQ(left.begin, right.begin);
     CHECK_EQ(left.end, right.end);
-    CHECK_EQ(left.group_tiles, right.group_tiles);
     CHECK_EQ(left.idx, right.idx);
     CHECK_EQ(left.home, right.home);
     CHECK_EQ(left.main_idx, right.main_idx);

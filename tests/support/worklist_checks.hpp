@@ -103,7 +103,7 @@ inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::S
   sums.involved.assign(c.num_ranks, false);
   for (int32_t x = 0; x < s.num_experts; ++x) {
     sums.involved[c.home[s.expert[x]]] = true;
-    const int64_t groups = tiles.num_groups(s.num_replicas(x));
+    const int64_t groups = tiles.num_groups();
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       const Slot slot{s.replica_rank[i], s.replica_slot[i]};
       sums.involved[slot.first] = true;

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.plan.schedule import GROUP_BYTES, GROUP_BYTES_WIDE, WIDE_FANOUT, Schedule
+from ultraep_comm.plan.schedule import GROUP_BYTES, Schedule
 
 Int64Array = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class Traffic:
         return int(self.egress.max(initial=0))
 
 
-def group_offsets(num_replicas: int, segment_bytes: Sequence[int], tile_bytes: int) -> Int64Array:
+def group_offsets(segment_bytes: Sequence[int], tile_bytes: int) -> Int64Array:
     """Return the byte offsets of an expert's flag groups, and the end of the last one.
 
     Segments are concatenated and each is cut into tiles; consecutive tiles form groups.
@@ -48,8 +48,7 @@ def group_offsets(num_replicas: int, segment_bytes: Sequence[int], tile_bytes: i
     for size in segment_bytes:
         begin = tiles[-1]
         tiles += [begin + min(at, size) for at in range(tile_bytes, size + tile_bytes, tile_bytes)]
-    group_bytes = GROUP_BYTES_WIDE if num_replicas > WIDE_FANOUT else GROUP_BYTES
-    step = max(1, group_bytes // tile_bytes)
+    step = max(1, GROUP_BYTES // tile_bytes)
     inner = tiles[:-1:step]
     return np.array([*inner, tiles[-1]], np.int64)
 
@@ -64,9 +63,9 @@ def count_traffic(
     the home's main weights and stores it to every replica, including its own.
     """
     loads, stores, egress = (np.zeros(num_ranks, np.int64) for _ in range(3))
+    offsets = group_offsets(segment_bytes, tile_bytes)
     for x in range(schedule.num_experts):
         home, num = int(schedule.home[x]), len(list(schedule.replicas(x)))
-        offsets = group_offsets(num, segment_bytes, tile_bytes)
         for hub, begin, end in schedule.hubs(x):
             size = int(offsets[end] - offsets[begin])
             loads[hub] += size
@@ -112,11 +111,11 @@ def count_reduction_traffic(
     slots = plan.slot_expert.numpy()
     loads, stores, enters = (np.zeros(len(slots), np.int64) for _ in range(3))
     size = sum(segment_bytes)
+    offsets = group_offsets(segment_bytes, tile_bytes)
     for expert in np.unique(slots[slots >= 0]).tolist():
         ranks, home = (slots == expert).any(axis=1).nonzero()[0], int(plan.home[expert])
         n = len(ranks)
         if mode == "pull" and n > 1:
-            offsets = group_offsets(n, segment_bytes, tile_bytes)
             bounds = offsets[np.arange(n + 1) * (len(offsets) - 1) // n]
             part = np.diff(bounds)
             loads[ranks] += n * part

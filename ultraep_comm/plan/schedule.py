@@ -21,8 +21,6 @@ from ultraep_comm import _core
 MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by the names that users give
 EGRESS_UNIT = 1 << 16  # one expert, in the fixed point that egress is counted in
 GROUP_BYTES = 32 << 10
-GROUP_BYTES_WIDE = 32 << 10  # beyond WIDE_FANOUT replicas
-WIDE_FANOUT = 16
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -84,14 +82,13 @@ class Schedule:
             yield rank, begin, end
 
 
-def num_groups(num_replicas: int, *, segment_bytes: Sequence[int], tile_bytes: int) -> int:
-    """Return the number of flag groups of an expert with `num_replicas` replicas.
+def num_groups(*, segment_bytes: Sequence[int], tile_bytes: int) -> int:
+    """Return the number of flag groups of an expert.
 
     Segments are cut into tiles; consecutive tiles, also of different segments, form groups.
     """
     num_tiles = sum(-(-size // tile_bytes) for size in segment_bytes)
-    group_bytes = GROUP_BYTES_WIDE if num_replicas > WIDE_FANOUT else GROUP_BYTES
-    return -(-num_tiles // max(1, group_bytes // tile_bytes))
+    return -(-num_tiles // max(1, GROUP_BYTES // tile_bytes))
 
 
 def make_schedule(
@@ -122,9 +119,9 @@ def make_schedule(
     else:
         extra = _share(replicas, passes=4 if replicas.chained else 2)
 
+    groups = num_groups(segment_bytes=segment_bytes, tile_bytes=tile_bytes)
     boundary = [np.zeros(0, np.int64)]
     for n, added in zip(replicas.num, extra, strict=True):
-        groups = num_groups(n, segment_bytes=segment_bytes, tile_bytes=tile_bytes)
         total = (n - 1) * EGRESS_UNIT
         # Rounded to the nearest group. A single replica gets everything from the home.
         ends = (2 * added.cumsum() * groups + total) // (2 * total) if n > 1 else [groups, groups]

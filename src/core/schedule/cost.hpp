@@ -24,8 +24,8 @@ struct CostModel {
 // Run by a team as the functions of schedule.hpp are.
 template <class Team>
 UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tiles,
-                               const GroupCounts& num_groups, const PlanShape& shape,
-                               const Schedule& s, const CostModel& cost) {
+                               int32_t num_groups, const PlanShape& shape, const Schedule& s,
+                               const CostModel& cost) {
   if (s.num_experts == 0) return 0;
   const Mode mode = s.mode;
   const int64_t kib = ceil_div(tiles.expert_bytes(), 1024);
@@ -45,7 +45,7 @@ UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tile
       if (by_hubs == 0) continue;
       forwarded += static_cast<uint64_t>(by_hubs);
       // In push mode a hub reads back what the home has written.
-      read += static_cast<uint64_t>(load * by_hubs / num_groups.of(n));
+      read += static_cast<uint64_t>(load * by_hubs / num_groups);
     }
     flags = static_cast<int64_t>(team.sum(forwarded)) * cost.group;
     loads += static_cast<int64_t>(team.sum(read));
@@ -69,7 +69,7 @@ UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
   PlanShape own;
   own = collect_replicas(team, t, slot_expert, scratch, s);
   if (team.leader()) *shape = own;
-  const GroupCounts num_groups(tiles);
+  const int32_t num_groups = tiles.num_groups();
   const bool has_choice = mode < 0 && own.max_fanout > 1;
   const Mode relay = may_pull ? Mode::kPull : Mode::kPush;
   // With one replica each, and nothing to relay, all modes send the same bytes the same way.

@@ -14,7 +14,7 @@ namespace uec {
 // Fills `boundary` and `egress` of a schedule whose replicas have been collected: here what each
 // rank loads from others, in kEgressUnit per expert.
 template <class Team>
-UEC_STEP void assign_sums(Team team, const Topology& t, const GroupCounts& num_groups, Mode mode,
+UEC_STEP void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode mode,
                           Schedule& s) {
   if (team.leader()) s.mode = mode;
   UEC_ROLLED
@@ -22,13 +22,13 @@ UEC_STEP void assign_sums(Team team, const Topology& t, const GroupCounts& num_g
   team.sync();
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
-    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    const int32_t n = s.num_replicas(x);
     const bool shared = mode != Mode::kDirect && n > 1;
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
-    bounds[1] = shared ? 0 : groups;
+    bounds[1] = shared ? 0 : num_groups;
     for (int32_t hub = 1; hub <= n; ++hub) {
-      bounds[hub + 1] = shared ? static_cast<int32_t>(int64_t{hub} * groups / n) : groups;
+      bounds[hub + 1] = shared ? static_cast<int32_t>(int64_t{hub} * num_groups / n) : num_groups;
       if (shared)
         team.add(&s.egress[s.replica_rank[s.first[x] + hub - 1]], (n - 1) * kEgressUnit / n);
     }
@@ -42,8 +42,8 @@ UEC_STEP void assign_sums(Team team, const Topology& t, const GroupCounts& num_g
 // every slot is cleared.
 template <class Team>
 UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap& tiles,
-                                    const GroupCounts& num_groups, const PlanShape& shape,
-                                    const Schedule& s, const CostModel& cost) {
+                                    int32_t num_groups, const PlanShape& shape, const Schedule& s,
+                                    const CostModel& cost) {
   if (s.num_experts == 0) return 0;
   const int64_t kib = ceil_div(tiles.expert_bytes(), 1024);
   const int64_t store = kib * cost.store_per_kib, load = kib * cost.load_per_kib;
@@ -55,7 +55,7 @@ UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap&
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
     const bool shared = s.boundaries(x)[1] == 0;
     added += shared;
-    flagged += shared ? static_cast<uint64_t>(num_groups.of(s.num_replicas(x))) : 0;
+    flagged += shared ? static_cast<uint64_t>(num_groups) : 0;
   }
   const auto busiest = static_cast<int64_t>(highest(team, most));
   // Sums are stored, flagged and loaded again.
@@ -79,7 +79,7 @@ UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
   PlanShape own;
   own = collect_replicas(team, t, slot_expert, scratch, s);
   if (team.leader()) *shape = own;
-  const GroupCounts num_groups(tiles);
+  const int32_t num_groups = tiles.num_groups();
   const bool has_choice = mode < 0 && own.max_fanout > 1;
   Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
   int64_t direct = 0;

@@ -37,16 +37,12 @@ struct ReductionBuilder {
     if (team.leader()) w.reductions[num_reductions] = reduction;
     ++num_reductions;
   }
-  UEC_HD int32_t group_tiles(int32_t x) const {
-    return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
-  }
 
   UEC_STEP void add_home(int32_t x, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x);
-    const Reduction all = {Reduction::kAdd, s.expert[x], bounds[0], bounds[1],
-                           group_tiles(x),  main_idx,    rank,      main_idx,
-                           false,           num_sources, n};
+    const Reduction all = {Reduction::kAdd, s.expert[x], bounds[0],   bounds[1], main_idx, rank,
+                           main_idx,        false,       num_sources, n};
     if (bounds[1] > bounds[0]) {
       add(all);
       add_sources(x);
@@ -86,8 +82,7 @@ struct ReductionBuilder {
     const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
     if (end > begin) {
       if (team.leader()) team.set(&w.needs[home]);
-      add({Reduction::kSum, expert, begin, end, group_tiles(x), slot, home, main_idx, false,
-           num_sources, n});
+      add({Reduction::kSum, expert, begin, end, slot, home, main_idx, false, num_sources, n});
       add_sources(x);
     }
     // All readers of this slot: the home, for its own range or for ours, and the other hubs.
@@ -106,8 +101,8 @@ struct ReductionBuilder {
       num_expected += counted.all;
     }
     if (zero)
-      add({Reduction::kZero, expert, 0, bounds[n + 1], group_tiles(x), slot, home, main_idx, false,
-           first_reader, num_expected - first_reader});
+      add({Reduction::kZero, expert, 0, bounds[n + 1], slot, home, main_idx, false, first_reader,
+           num_expected - first_reader});
   }
 };
 

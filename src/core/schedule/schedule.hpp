@@ -458,31 +458,31 @@ UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const Fil
 // The hubs' ranges, from what each adds to its rank: up to the group nearest to
 // sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
-UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const FillOrder& order,
+UEC_STEP void set_boundaries(Team team, int32_t num_groups, const FillOrder& order,
                              const ScheduleScratch& scratch, Schedule& s) {
-  const auto dividend = [](uint64_t sum, int32_t n, int32_t groups) {
-    return (2 * sum * static_cast<uint64_t>(groups) / kEgressUnit + static_cast<uint64_t>(n - 1)) /
+  const auto dividend = [&](uint64_t sum, int32_t n) {
+    return (2 * sum * static_cast<uint64_t>(num_groups) / kEgressUnit +
+            static_cast<uint64_t>(n - 1)) /
            2;
   };
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
-    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    const int32_t n = s.num_replicas(x);
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
-    if (n == 1) bounds[1] = bounds[2] = groups;  // everything is left to the home
+    if (n == 1) bounds[1] = bounds[2] = num_groups;  // everything is left to the home
     if (n == 1 || team.size() > 1) continue;
     const int64_t* const extra = scratch.extra + s.first[x] + x;
     uint64_t sum = 0;
     for (int32_t hub = 0; hub <= n; ++hub) {
       sum += static_cast<uint64_t>(extra[hub]);
-      bounds[hub + 1] =
-          static_cast<int32_t>(dividend(sum, n, groups) / static_cast<uint64_t>(n - 1));
+      bounds[hub + 1] = static_cast<int32_t>(dividend(sum, n) / static_cast<uint64_t>(n - 1));
     }
   }
   if (team.size() == 1) return;
   // A member for each hub, and cheaper divisions.
   const auto set = [&](int32_t x, int32_t n, int32_t hub, uint64_t sum, const Divider& by_others) {
-    const uint64_t end = by_others(dividend(sum, n, num_groups.of(n)));
+    const uint64_t end = by_others(dividend(sum, n));
     s.boundaries(x)[hub + 1] = static_cast<int32_t>(end);
   };
   UEC_ROLLED
@@ -513,16 +513,16 @@ UEC_STEP void set_boundaries(Team team, const GroupCounts& num_groups, const Fil
 }
 
 template <class Team>
-UEC_HD void assign_homes(Team team, const Topology& t, const GroupCounts& num_groups, Schedule& s) {
+UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Schedule& s) {
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) s.egress[r] = 0;
   team.sync();
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
-    const int32_t n = s.num_replicas(x), groups = num_groups.of(n);
+    const int32_t n = s.num_replicas(x);
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
-    for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = groups;
+    for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = num_groups;
     team.add(&s.egress[t.home[s.expert[x]]], n * kEgressUnit);
   }
   team.sync();
@@ -532,9 +532,8 @@ UEC_HD void assign_homes(Team team, const Topology& t, const GroupCounts& num_gr
 
 // Fills `boundary` and `egress` of a schedule whose replicas have been collected with this scratch.
 template <class Team>
-UEC_STEP void assign_hubs(Team team, const Topology& t, const GroupCounts& num_groups,
-                          const PlanShape& shape, Mode mode, const ScheduleScratch& scratch,
-                          Schedule& s) {
+UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, const PlanShape& shape,
+                          Mode mode, const ScheduleScratch& scratch, Schedule& s) {
   if (team.leader()) s.mode = mode;
   if (mode == Mode::kDirect) return detail::assign_homes(team, t, num_groups, s);
   UEC_ROLLED

@@ -11,8 +11,6 @@ namespace uec {
 // A hub forwards after each group, so a group is the pipeline's grain: fine enough that many hubs
 // in a row add little latency, coarse enough that flags stay cheap.
 inline constexpr int64_t kGroupBytes = 32 << 10;
-inline constexpr int64_t kGroupBytesWide = 32 << 10;  // beyond kWideFanout replicas
-inline constexpr int32_t kWideFanout = 16;
 
 struct TileSpan {
   int32_t segment;  // index into the group's segments, not into the call's selection
@@ -27,6 +25,7 @@ struct TileMap {
   const int64_t* bytes = nullptr;       // [num_segments] bytes of one expert in it
   const int64_t* first_tile = nullptr;  // [num_segments + 1]
   int64_t tile_bytes = 0;
+  int32_t group_tiles = 0;  // tiles_per_group()
 
   UEC_HD int64_t num_tiles() const { return first_tile[num_segments]; }
 
@@ -36,14 +35,12 @@ struct TileMap {
     return sum;
   }
 
-  UEC_HD static int64_t tiles_per_group(int64_t tile_bytes, int32_t num_replicas) {
-    const int64_t group = num_replicas > kWideFanout ? kGroupBytesWide : kGroupBytes;
-    return max64(1, divide(group, tile_bytes));
+  UEC_HD static int32_t tiles_per_group(int64_t tile_bytes) {
+    return max32(1, static_cast<int32_t>(divide(kGroupBytes, tile_bytes)));
   }
 
-  UEC_HD int64_t num_groups(int32_t num_replicas) const {
-    const int64_t tiles = tiles_per_group(tile_bytes, num_replicas);
-    return divide(num_tiles() + tiles - 1, tiles);
+  UEC_HD int32_t num_groups() const {
+    return static_cast<int32_t>(divide(num_tiles() + group_tiles - 1, group_tiles));
   }
 
   UEC_HD TileSpan span(int64_t tile) const {
@@ -51,18 +48,6 @@ struct TileMap {
     while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest
     const int64_t offset = (tile - first_tile[i]) * tile_bytes;
     return {segment[i], offset, static_cast<int32_t>(min64(tile_bytes, bytes[i] - offset))};
-  }
-};
-
-// num_groups() for both widths, computed once for loops over experts: it divides twice.
-struct GroupCounts {
-  int32_t narrow, wide;
-
-  UEC_HD explicit GroupCounts(const TileMap& tiles)
-      : narrow(static_cast<int32_t>(tiles.num_groups(1))),
-        wide(static_cast<int32_t>(tiles.num_groups(kWideFanout + 1))) {}
-  UEC_HD int32_t of(int32_t num_replicas) const {
-    return num_replicas > kWideFanout ? wide : narrow;
   }
 };
 

@@ -23,9 +23,8 @@ struct Destination {
 // delivered, `done` is published to each destination in [done_first, done_first + done_count).
 struct Task {
   int32_t expert;
-  int32_t num_groups;   // over all pieces
-  int32_t group_tiles;  // tiles per flag group
-  int32_t done_first;   // into destinations
+  int32_t num_groups;  // over all pieces
+  int32_t done_first;  // into destinations
   int32_t done_count;
   int32_t pulled_home;  // pull hub: the rank to tell that its weights were read, else -1
   int32_t pulled_main;  // and the expert's index among that rank's mains
@@ -60,7 +59,6 @@ struct Reduction {
   } kind;
   int32_t expert;
   int32_t begin, end;      // groups
-  int32_t group_tiles;     // tiles per group
   int32_t idx;             // this rank's slot; kAdd: main index
   int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
   bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
@@ -147,9 +145,6 @@ struct WorklistBuilder {
     if (team.leader()) w.pieces[num_pieces] = piece;
     ++num_pieces;
   }
-  UEC_HD int32_t group_tiles(int32_t x) const {
-    return static_cast<int32_t>(TileMap::tiles_per_group(tiles.tile_bytes, s.num_replicas(x)));
-  }
 
   UEC_HD void add_home(int32_t x, int32_t main_idx) {
     const int32_t* bounds = s.boundaries(x);
@@ -180,7 +175,7 @@ struct WorklistBuilder {
     if (to_all)
       add_piece({num_tasks, bounds[0], bounds[1], Source::kMain, rank, main_idx, all, n, false});
     // Written to: all replicas if the home is a hub itself, else the hubs.
-    add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], group_tiles(x), all,
+    add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], all,
               num_destinations - all, -1, -1});
   }
 
@@ -208,10 +203,10 @@ struct WorklistBuilder {
       }
       ++num_destinations;
       add_piece({num_tasks, begin, end, Source::kRemoteMain, home, main_idx, first, n, false});
-      add_task({expert, end - begin, group_tiles(x), first, n - 1, home, main_idx});
+      add_task({expert, end - begin, first, n - 1, home, main_idx});
     } else {
       add_piece({num_tasks, begin, end, Source::kSlot, home, slot, first, n - 1, false});
-      add_task({expert, end - begin, group_tiles(x), first, n - 1, -1, -1});
+      add_task({expert, end - begin, first, n - 1, -1, -1});
     }
   }
 };

@@ -117,7 +117,7 @@ class Fetcher {
     const Step step = own_.take(ahead, &p, &at);
     if (step != Step::kProgress) return step;
     const Piece& piece = call_.work.pieces[p];
-    const int32_t tiles = call_.work.tasks[piece.task].group_tiles;
+    const int32_t tiles = call_.tiles.group_tiles;
     stage_.piece = p;
     stage_.group = piece.begin + at;
     tile_ = stage_.group * tiles;

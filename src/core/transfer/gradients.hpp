@@ -42,13 +42,13 @@ struct Gradients {
 
 // Upper bound of the flag groups of one expert's gradients.
 UEC_HD inline int64_t max_grad_groups(int64_t num_tiles, int64_t tile_bytes) {
-  return ceil_div(num_tiles, TileMap::tiles_per_group(tile_bytes, kWideFanout + 1));
+  return ceil_div(num_tiles, TileMap::tiles_per_group(tile_bytes));
 }
 
 // Bytes of one slot's fp32 sums where these cannot be made in place: enough for a hub's largest
 // range, which is half of the groups, because a single replica needs no summing.
 UEC_HD inline int64_t sums_bytes(int64_t num_tiles, int64_t tile_bytes) {
-  const int64_t group_tiles = TileMap::tiles_per_group(tile_bytes, 2);
+  const int64_t group_tiles = TileMap::tiles_per_group(tile_bytes);
   const int64_t range = ceil_div(ceil_div(num_tiles, group_tiles), 2) * group_tiles;
   return min64(range, num_tiles) * tile_bytes *
          (bytes_of(GradType::kFloat32) / bytes_of(GradType::kBFloat16));

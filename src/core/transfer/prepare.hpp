@@ -70,6 +70,7 @@ UEC_HD inline void fill_tiles(const GroupTables& group, const int32_t* segments,
                               const CallArrays& arrays, TileMap* tiles) {
   tiles->num_segments = num_segments;
   tiles->tile_bytes = group.tile_bytes;
+  tiles->group_tiles = TileMap::tiles_per_group(group.tile_bytes);
   int64_t first_tile = arrays.first_tile[0] = 0;
   for (int32_t i = 0; i < num_segments; ++i) {
     arrays.segment[i] = segments == nullptr ? i : segments[i];

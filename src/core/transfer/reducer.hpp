@@ -168,8 +168,9 @@ class Reducer {
   UEC_HD void begin_group(int32_t at) {
     const Reduction& r = call_.work.reductions[piece_];
     group_ = r.begin + at;
-    tile_ = group_ * r.group_tiles;
-    end_tile_ = static_cast<int32_t>(min64(tile_ + r.group_tiles, call_.tiles.num_tiles()));
+    tile_ = group_ * call_.tiles.group_tiles;
+    end_tile_ =
+        static_cast<int32_t>(min64(tile_ + call_.tiles.group_tiles, call_.tiles.num_tiles()));
   }
 
   UEC_HD void hold_group() {
@@ -218,7 +219,7 @@ class Reducer {
   UEC_HD uint8_t* in_sums(const Reduction& r, const Destination& hub, const TileSpan& span,
                           int32_t tile) const {
     if (call_.grads.type[span.segment] == GradType::kFloat32) return in_slot(hub, span);
-    const int64_t nth = tile - r.begin * r.group_tiles;
+    const int64_t nth = tile - r.begin * call_.tiles.group_tiles;
     return call_.addresses.bases[hub.rank] + call_.layout.sums(hub.slot) +
            nth * call_.tiles.tile_bytes *
                (bytes_of(GradType::kFloat32) / bytes_of(GradType::kBFloat16));

@@ -29,6 +29,7 @@ struct alignas(16) CallHeader {
   int32_t num_expected = 0;
   int32_t num_segments = 0;
   int32_t tile_bytes = 0;
+  int32_t group_tiles = 0;
   int32_t num_reductions = 0;
 };
 
@@ -198,6 +199,7 @@ UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t
   header.num_expected = call.work.num_expected;
   header.num_segments = call.tiles.num_segments;
   header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
+  header.group_tiles = call.tiles.group_tiles;
   header.num_reductions = call.work.num_reductions;
   return header;
 }
@@ -292,6 +294,7 @@ inline constexpr int32_t kLayout[] = {
     sizeof(CallHeader),
     offsetof(CallHeader, num_tasks),
     offsetof(CallHeader, tile_bytes),
+    offsetof(CallHeader, group_tiles),
     sizeof(Status),
     offsetof(Status, report),
     sizeof(RankState),

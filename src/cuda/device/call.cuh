@@ -81,6 +81,7 @@ UEC_DEVICE void take_call(CallShared& shared, std::byte* block) {
   call.work.num_reductions = header.num_reductions;
   call.tiles.num_segments = header.num_segments;
   call.tiles.tile_bytes = header.tile_bytes;
+  call.tiles.group_tiles = header.group_tiles;
   call.addresses.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
   call.addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
   call.addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);

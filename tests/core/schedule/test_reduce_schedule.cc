@@ -21,7 +21,7 @@ void check_schedule(const ReduceCase& c, const Given& given) {
   std::vector<int64_t> loads(c.plan.num_ranks);
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t n = s.num_replicas(x), home = c.plan.home[s.expert[x]];
-    const int64_t groups = given.call.tiles.num_groups(n);
+    const int64_t groups = given.call.tiles.num_groups();
     const int32_t* const bounds = s.boundaries(x);
     CHECK_EQ(bounds[0], 0);
     CHECK_EQ(bounds[n + 1], groups);
@@ -113,8 +113,7 @@ void check_sums(const ReduceCase& c, const Given& given) {
   const uec::Schedule& s = given.schedule.schedule;
   const int64_t room = uec::sums_bytes(c.num_tiles(), c.tile_bytes);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int64_t tiles = uec::TileMap::tiles_per_group(c.tile_bytes, s.num_replicas(x)),
-                  all = c.num_tiles();
+    const int64_t tiles = uec::TileMap::tiles_per_group(c.tile_bytes), all = c.num_tiles();
     for (int32_t hub = 1; hub <= s.num_replicas(x); ++hub) {
       const int64_t begin = s.boundaries(x)[hub] * tiles;
       const int64_t end = std::min(s.boundaries(x)[hub + 1] * tiles, all);

@@ -98,10 +98,9 @@ void add_rank(const ReduceCase& c, int32_t rank, const Given& given, Sums& sums)
   for (int32_t i = 0; i < w.num_reductions; ++i) {
     const Reduction& r = w.reductions[i];
     const auto n = static_cast<int32_t>(replicas_of(c.plan, r.expert).size());
-    CHECK_EQ(r.group_tiles, uec::TileMap::tiles_per_group(c.tile_bytes, n));
     CHECK(r.begin < r.end);
     if (r.kind == Reduction::kZero)
-      add_clearing(c.plan, rank, w, r, given.call.tiles.num_groups(n), sums);
+      add_clearing(c.plan, rank, w, r, given.call.tiles.num_groups(), sums);
     else
       add_reading(c.plan, rank, w, r, sums);
   }
@@ -122,7 +121,7 @@ void check_case(const ReduceCase& c) {
   for (int32_t e = 0; e < plan.num_experts; ++e) {
     const std::vector<Slot> replicas = replicas_of(plan, e);
     if (replicas.empty()) continue;
-    const int64_t groups = first.call.tiles.num_groups(static_cast<int32_t>(replicas.size()));
+    const int64_t groups = first.call.tiles.num_groups();
     sums.added[e].resize(groups);
     sums.involved.insert(plan.home[e]);
     for (const Slot& slot : replicas) {

@@ -48,7 +48,7 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
   std::vector<double> implied(c.num_ranks), slack(c.num_ranks);
   for (int32_t x = 0; x < s.num_experts; ++x) {
     const int32_t n = s.num_replicas(x), home = c.home[s.expert[x]];
-    const int64_t groups = tiles.num_groups(n);
+    const int64_t groups = tiles.num_groups();
     const int32_t* bounds = s.boundaries(x);
     CHECK_EQ(bounds[0], 0);
     CHECK_EQ(bounds[n + 1], groups);

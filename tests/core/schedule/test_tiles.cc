@@ -25,15 +25,12 @@ void check_cut(const std::vector<int64_t>& segment_bytes, int64_t tile_bytes) {
   }
   CHECK_EQ(map.num_tiles(), tile);
   CHECK_EQ(map.expert_bytes(), total);
-  for (const int32_t n : {1, 2, 16, 17, 63}) {
-    const int64_t per_group = uec::TileMap::tiles_per_group(tile_bytes, n);
-    const int64_t limit = n > uec::kWideFanout ? uec::kGroupBytesWide : uec::kGroupBytes;
-    CHECK(per_group == 1 || per_group * tile_bytes <= limit);
-    CHECK((per_group + 1) * tile_bytes > limit);  // as coarse as allowed
-    CHECK(map.num_groups(n) * per_group >= tile);
-    CHECK((map.num_groups(n) - 1) * per_group < tile || tile == 0);
-    CHECK_EQ(uec::GroupCounts(map).of(n), map.num_groups(n));
-  }
+  const int64_t per_group = uec::TileMap::tiles_per_group(tile_bytes);
+  CHECK_EQ(map.group_tiles, per_group);
+  CHECK(per_group == 1 || per_group * tile_bytes <= uec::kGroupBytes);
+  CHECK((per_group + 1) * tile_bytes > uec::kGroupBytes);  // as coarse as allowed
+  CHECK(map.num_groups() * per_group >= tile);
+  CHECK((map.num_groups() - 1) * per_group < tile || tile == 0);
 }
 
 void check_selection() {

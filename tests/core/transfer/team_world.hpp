@@ -77,7 +77,7 @@ struct World {
       region_offset.push_back(region);
       region += max_mains * bytes;
     }
-    const int64_t finest = uec::TileMap::tiles_per_group(tile_bytes, uec::kWideFanout + 1);
+    const int64_t finest = uec::TileMap::tiles_per_group(tile_bytes);
     layout = uec::SymmetricLayout::make(
         group.topology(), max_mains, uec::ceil_div(tiles.map().num_tiles(), finest),
         static_cast<int32_t>(segment_bytes.size()), segment_bytes.data(), slot_offset.data());

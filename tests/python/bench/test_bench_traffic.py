@@ -123,13 +123,13 @@ def test_the_host_engine_stores_what_is_counted(mode: str) -> None:
 
 
 def test_offsets_of_groups() -> None:
-    assert group_offsets(2, [100], 64).tolist() == [0, 100]
-    assert group_offsets(2, [65536 + 1, 5], 16384).tolist() == [0, 32768, 65536, 65542]
-    assert group_offsets(17, [65536 + 1, 5], 32768).tolist() == [0, 32768, 65536, 65537, 65542]
+    assert group_offsets([100], 64).tolist() == [0, 100]
+    assert group_offsets([65536 + 1, 5], 16384).tolist() == [0, 32768, 65536, 65542]
+    assert group_offsets([65536 + 1, 5], 32768).tolist() == [0, 32768, 65536, 65537, 65542]
     rng = random.Random(1)
     for _ in range(50):
         sizes = [rng.randrange(1, 200_000) for _ in range(rng.randrange(1, 4))]
-        offsets = group_offsets(2, sizes, 16384)
+        offsets = group_offsets(sizes, 16384)
         assert offsets[0] == 0
         assert offsets[-1] == sum(sizes)
         assert np.all(np.diff(offsets) > 0)

@@ -132,7 +132,7 @@ def test_ranks_send_what_the_schedule_says(plan: Plan, segments: list[int]) -> N
         sent = np.zeros(plan.slot_expert.shape[0], np.int64)
         for x, home in enumerate(made.home.tolist()):
             ranks = dict(made.replicas(x))
-            groups = schedule.num_groups(len(ranks), segment_bytes=segments, tile_bytes=tile)
+            groups = schedule.num_groups(segment_bytes=segments, tile_bytes=tile)
             assert groups == len(tiles)
             for i, (rank, begin, end) in enumerate(made.hubs(x)):
                 size = sum(tiles[begin:end])
