@@ -136,7 +136,6 @@ bool Engine::move(Prepared& prepared, int32_t worker_idx,
                   const std::function<bool()>& interrupted) {
   HostMover mover;
   Worker<HostMemory, HostMover> worker(prepared.call, memory_, mover, prepared.scratch(worker_idx),
-                                       prepared.left(worker_idx),
                                        {worker_idx, config_.num_workers});
   const bool done = drive(worker, prepared, interrupted);
   while (!done && worker.drain_step() != Step::kFinished) {

@@ -43,8 +43,8 @@ class HostMemory {
 
   bool peer_gone(int32_t rank) const { return gone_[rank].load(std::memory_order_acquire); }
 
-  static int32_t arrive(Delivered, int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
+  static int32_t arrive(Delivered, int32_t* counter, int32_t n) {
+    return std::atomic_ref(*counter).fetch_add(n, std::memory_order_acq_rel) + n;
   }
 
  private:

@@ -11,7 +11,7 @@ namespace uec::host {
 
 class Prepared {
  public:
-  Prepared(const Capacity& c, int32_t num_workers) : scratch_of_(num_workers), left_(num_workers) {
+  Prepared(const Capacity& c, int32_t num_workers) : scratch_of_(num_workers) {
     const int64_t call_bytes = CallArrays::cut(nullptr, c, &arrays);
     const int64_t schedule_bytes = ScheduleArrays::cut(nullptr, c, &schedule);
     memory_.resize((call_bytes + schedule_bytes) / 8);
@@ -25,7 +25,6 @@ class Prepared {
     for (int32_t w = 0; w < num_workers; ++w) {
       auto* const at = reinterpret_cast<std::byte*>(scratch_.data() + words * w);
       StripeScratch::cut(at, c.num_ranks, c.striped(), &scratch_of_[w]);
-      left_[w].resize(c.tasks());
     }
   }
 
@@ -33,7 +32,6 @@ class Prepared {
   Prepared& operator=(const Prepared&) = delete;
 
   const StripeScratch& scratch(int32_t worker) const { return scratch_of_[worker]; }
-  int32_t* left(int32_t worker) { return left_[worker].data(); }  // [num_tasks]
 
   Operation operation = Operation::kReplicate;
   Call call;
@@ -49,7 +47,6 @@ class Prepared {
   std::vector<uint64_t> memory_;
   std::vector<uint64_t> scratch_;
   std::vector<StripeScratch> scratch_of_;  // [workers]
-  std::vector<std::vector<int32_t>> left_;
 };
 
 }  // namespace uec::host

@@ -11,12 +11,10 @@
 namespace uec::model {
 
 // `parent` [R]: who sends to each replica of the schedule, in its order: the expert's home, or a
-// replica of it that the home sends to. A relay passes each chunk of `chunk_tiles` on as soon as it
+// replica of it that the home sends to. A relay passes each of `groups` chunks on as soon as it
 // has arrived. Fills the worklist's arrays, whose capacities are those of any plan.
 inline void build_relays(const Topology& t, const Schedule& s, const std::vector<int32_t>& parent,
-                         int32_t chunk_tiles, int64_t num_tiles, const int32_t* main_idx,
-                         int32_t rank, Worklist& w) {
-  const auto groups = static_cast<int32_t>(ceil_div(num_tiles, chunk_tiles));
+                         int32_t groups, const int32_t* main_idx, int32_t rank, Worklist& w) {
   detail::note_involved(Alone{}, t, s, w);
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
@@ -62,7 +60,8 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
                                   false};
     }
     if (w.num_pieces > pieces)
-      w.tasks[w.num_tasks++] = {s.expert[x], groups, dst_first, w.num_destinations - dst_first,
+      w.tasks[w.num_tasks++] = {s.expert[x], groups * (w.num_pieces - pieces),
+                                dst_first,   w.num_destinations - dst_first,
                                 -1,          -1};
   }
 }

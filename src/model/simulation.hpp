@@ -243,9 +243,8 @@ class Simulation {
 class TransferAgent {
  public:
   explicit TransferAgent(const Context& c)
-      : left_(c.call.work.num_tasks),
-        mover_(c.world, c.call, c.id, c.received, c.held, c.idle_since, c.spent),
-        worker_(c.call, c.memory, mover_, c.scratch, left_.data(), c.stripe()) {}
+      : mover_(c.world, c.call, c.id, c.received, c.held, c.idle_since, c.spent),
+        worker_(c.call, c.memory, mover_, c.scratch, c.stripe()) {}
 
   // The worker that the flag at an offset is for.
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
@@ -264,7 +263,6 @@ class TransferAgent {
   void note_delivered(uint32_t k) { mover_.note_delivered(k); }
 
  private:
-  std::vector<int32_t> left_;
   ModelMover mover_;
   Worker<ModelMemory, ModelMover> worker_;
 };

@@ -123,8 +123,8 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     else if (transfer.parent.empty())
       build_worklist(Alone{}, t, tiles, work.schedule, main_idx.data(), r, call.work);
     else
-      build_relays(t, work.schedule, transfer.parent, transfer.chunk_tiles, tiles.num_tiles(),
-                   main_idx.data(), r, call.work);
+      build_relays(t, work.schedule, transfer.parent, tiles.num_groups(), main_idx.data(), r,
+                   call.work);
     call.reset_counters(Alone{});
   }
   const Mode mode = work.schedule.mode;

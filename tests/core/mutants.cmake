@@ -61,12 +61,12 @@ ultraep_add_core_mutant(ready_by_each PROGRAM transfer/test_team FILE core/trans
   REPLACE [[    if (piece.sets_ready) {]])
 
 ultraep_add_core_mutant(arrived_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t]);]]
-  REPLACE [[    arrived = memory_.arrive(token, &call_.arrived[t]);]])
+  FIND [[    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t], share);]]
+  REPLACE [[    arrived = memory_.arrive(token, &call_.arrived[t], share);]])
 
 ultraep_add_core_mutant(arrival_not_shared PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == all)]]
-  REPLACE [[    if (arrived == all)]])
+  FIND [[    if (team_.share(arrived) == task.num_groups)]]
+  REPLACE [[    if (arrived == task.num_groups)]])
 
 ultraep_add_core_mutant(done_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
   FIND [[    for (int32_t i = team_.index(); i < task.done_count; i += team_.size()) {]]

@@ -47,16 +47,16 @@ ultraep_add_host_mutant(observe_relaxed PROGRAM test_races FILE host/policies.hp
 
 # The last worker of a task vouches for the others: each half of its ordering is needed.
 ultraep_add_host_mutant(arrive_relaxed PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_add(1, std::memory_order_relaxed)]])
+  FIND [[fetch_add(n, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(n, std::memory_order_relaxed)]])
 
 ultraep_add_host_mutant(arrive_without_acquire PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_add(1, std::memory_order_release)]])
+  FIND [[fetch_add(n, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(n, std::memory_order_release)]])
 
 ultraep_add_host_mutant(arrive_without_release PROGRAM test_races FILE host/policies.hpp
-  FIND [[fetch_add(1, std::memory_order_acq_rel)]]
-  REPLACE [[fetch_add(1, std::memory_order_acquire)]])
+  FIND [[fetch_add(n, std::memory_order_acq_rel)]]
+  REPLACE [[fetch_add(n, std::memory_order_acquire)]])
 
 # ---- threads of one rank -------------------------------------------------------------------------
 

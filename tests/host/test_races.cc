@@ -43,7 +43,7 @@ void check_policies() {
         HostMover mover;
         written[worker] = epoch;
         mover.when_delivered(0, true, [&](uec::Delivered token) {
-          if (zero.arrive(token, &arrived) == 2) zero.publish(token, 1, kFlag, epoch);
+          if (zero.arrive(token, &arrived, 1) == 2) zero.publish(token, 1, kFlag, epoch);
         });
       });
     threads.emplace_back([&] {

@@ -73,20 +73,23 @@ mutant(arrival_without_acquire simulation/world.cc
   REPLACE [[]])
 
 mutant(publish_before_all_arrivals core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == all)]]
-  REPLACE [[    if (team_.share(arrived) <= all)]])
+  FIND [[    if (team_.share(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.share(arrived) <= task.num_groups)]])
 
 mutant(last_arriver_off_by_one core/transfer/storer.hpp
-  FIND [[    if (team_.share(arrived) == all)]]
-  REPLACE [[    if (team_.share(arrived) == all - 1)]])
+  FIND [[    if (team_.share(arrived) == task.num_groups)]]
+  REPLACE [[    if (team_.share(arrived) >= task.num_groups - 1)]])
 
-mutant(idle_workers_awaited core/transfer/storer.hpp
-  FIND [[shares = piece.task == t && other.count(p, piece.begin, piece.end) > 0;]]
-  REPLACE [[shares = piece.task == t;]])
+mutant(groups_of_other_tasks_counted core/transfer/fetcher.hpp
+  FIND [[      if (call_.work.pieces[p].task != task) continue;]]
+  REPLACE [[]])
 
-mutant(arrived_with_groups_left core/transfer/storer.hpp
-  FIND [[    if (left == 0) finish_share(token, piece.task);]]
-  REPLACE [[    if (left <= 1) finish_share(token, piece.task);]])
+mutant(arrived_with_groups_left core/transfer/stripe.hpp
+  FIND [[    return at + num_workers_ >= Pieces::length(call_, p);]]
+  REPLACE [[    return at + 2 * num_workers_ >= Pieces::length(call_, p);]])
+mutant(arrived_with_groups_left core/transfer/fetcher.hpp
+  FIND [[      left |= !own_.is_spent(p);]]
+  REPLACE [[]])
 
 mutant(given_to_two_workers core/transfer/stripe.hpp
   FIND [[    return ahead < 0 ? ahead + num_workers : ahead;]]
@@ -97,8 +100,8 @@ mutant(given_to_no_worker core/transfer/stripe.hpp
   REPLACE [[      own.next += num_workers_ + 1;]])
 
 mutant(taken_beyond_the_end core/transfer/stripe.hpp
-  FIND [[ || own.next >= Pieces::length(call_, p)) continue;]]
-  REPLACE [[) continue;]])
+  FIND [[      if (own.next >= Pieces::length(call_, p)) continue;]]
+  REPLACE [[]])
 
 mutant(taken_twice core/transfer/stripe.hpp
   FIND [[        own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;]]
@@ -208,8 +211,8 @@ mutant(epoch_of_32_bits core/transfer/protocol.hpp
 
 # The counter-example: a hub piece is taken first, and waited for with home pieces left.
 mutant(blocked_hub_item_first core/transfer/stripe.hpp
-  FIND [[      if ((own.movable & 1) == 0 ||]]
-  REPLACE [[      if (!(Pieces::is_flagged(call_, p) ? own.is_open() : own.movable & 1) ||]])
+  FIND [[      if ((own.movable & 1) == 0) continue;]]
+  REPLACE [[      if (!(Pieces::is_flagged(call_, p) ? own.is_open() : own.movable & 1)) continue;]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   FIND [[    return progress(at, length(call, p));]]
   REPLACE [[    return call.work.pieces[p].source == Source::kSlot ? 0 : 1 + at;]])
@@ -439,7 +442,7 @@ mutant(consumed_before_the_last_group core/transfer/reducer.hpp
   REPLACE [[]])
 
 mutant(consumed_without_the_other_workers core/transfer/reducer.hpp
-  FIND [=[arrived = memory_.arrive(token, &call_.arrived[held.piece]);]=]
+  FIND [=[arrived = memory_.arrive(token, &call_.arrived[held.piece], 1);]=]
   REPLACE [=[arrived = ++call_.arrived[held.piece];]=])
 
 mutant(consumed_of_two_epochs core/transfer/reducer.hpp
@@ -482,10 +485,11 @@ mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [[    return static_cast<uint32_t>(piece(call, p).kind) << 8 |]]
   REPLACE [[    return static_cast<uint32_t>(piece(call, p).kind ^ 1) << 8 |]])
 mutant(blocked_home_item_first core/transfer/stripe.hpp
-  FIND [[      if ((own.movable & 1) == 0 ||]]
+  FIND [[      if ((own.movable & 1) == 0) continue;]]
   REPLACE [[      if (!(call_.work.num_reductions > 0 && Pieces::is_flagged(call_, p)
                 ? own.is_open()
-                : own.movable & 1) ||]])
+                : own.movable & 1))
+        continue;]])
 mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
   REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,

@@ -97,7 +97,6 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
   uec::StripeScratch none;
   scratch_bytes_ = uec::StripeScratch::cut(nullptr, g.num_ranks, max_pieces_, &none);
   scratch_ = arena_.array<std::byte>(agents * scratch_bytes_);
-  left_ = arena_.array<int32_t>(agents * shape.max_tasks);
   worker_objects_ = arena_.array<Worker>(agents);
   reducers_ = arena_.array<Reducer>(has_grads() ? agents : 0);
   finishes_ = arena_.array<Finish>(g.num_ranks);
@@ -377,8 +376,7 @@ void Simulation::start_workers(int32_t rank) {
       new (&reducers_[agent]) Reducer(call, memories_[agent], adders_[agent], scratch,
                                       held_ + agent * uec::kMaxHeld, stripe);
     else
-      new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], scratch,
-                                           left_ + agent * world_->shape.max_tasks, stripe);
+      new (&worker_objects_[agent]) Worker(call, memories_[agent], movers_[agent], scratch, stripe);
     worker_states_[agent] = {};
     worker_states_[agent].reduces = made.reduce;
     world_->wake_agent(agent);

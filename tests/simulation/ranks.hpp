@@ -168,7 +168,6 @@ class Simulation {
   uint64_t* clock_ran_out_;
   uint8_t* sent_;           // [ranks][ranks]
   std::byte* scratch_;      // [agents][scratch_bytes_]
-  int32_t* left_;           // [agents][max_tasks]
   Worker* worker_objects_;  // [agents]
   Reducer* reducers_;       // [agents]
   Finish* finishes_;        // [ranks]

@@ -206,12 +206,12 @@ bool World::all_shown(int32_t writer_rank, int32_t to_rank) const {
 
 // ---- counters ----------------------------------------------------------------------------------
 
-int32_t World::arrive(int32_t agent, int32_t* counter) {
+int32_t World::arrive(int32_t agent, int32_t* counter, int32_t n) {
   Tick* const shared = counter_clocks_ + (counter - arrived_) * ticks_;
   ++clock(agent)[agent];
   join_ticks(shared, clock(agent));  // release
   join_ticks(clock(agent), shared);  // acquire
-  return ++*counter;
+  return *counter += n;
 }
 
 // Before a call's workers begin: the counters are new.

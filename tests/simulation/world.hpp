@@ -142,7 +142,7 @@ class World {
   bool peer_gone(int32_t agent, int32_t rank) const {
     return gone[rank_of(agent) * shape.num_ranks + rank] != 0;
   }
-  int32_t arrive(int32_t agent, int32_t* counter);
+  int32_t arrive(int32_t agent, int32_t* counter, int32_t n);
   void reset_arrivals(int32_t rank);
 
   void fetch(int32_t agent, uint32_t stage, const uint8_t* source, int64_t bytes);
@@ -312,7 +312,9 @@ class SimMemory {
   }
   bool flags_delivered() { return world_.flags_delivered(agent_); }
   bool peer_gone(int32_t rank) { return world_.peer_gone(agent_, rank); }
-  int32_t arrive(uec::Delivered, int32_t* counter) { return world_.arrive(agent_, counter); }
+  int32_t arrive(uec::Delivered, int32_t* counter, int32_t n) {
+    return world_.arrive(agent_, counter, n);
+  }
 
  private:
   World& world_;

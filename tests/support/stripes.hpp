@@ -7,8 +7,8 @@
 #include "core/transfer/stripe.hpp"
 
 struct WorkerScratch {
-  WorkerScratch(int64_t num_ranks, int64_t pieces, int64_t tasks = 0)
-      : memory(uec::StripeScratch::cut(nullptr, num_ranks, pieces, &stripe) / 8), left(tasks) {
+  WorkerScratch(int64_t num_ranks, int64_t pieces)
+      : memory(uec::StripeScratch::cut(nullptr, num_ranks, pieces, &stripe) / 8) {
     uec::StripeScratch::cut(reinterpret_cast<std::byte*>(memory.data()), num_ranks, pieces,
                             &stripe);
   }
@@ -17,5 +17,4 @@ struct WorkerScratch {
 
   uec::StripeScratch stripe;
   std::vector<uint64_t> memory;
-  std::vector<int32_t> left;
 };

@@ -52,8 +52,8 @@ struct Call {
   Worklist work;
   Gradients grads;                      // of a reduction
   const GradType* main_type = nullptr;  // [grads.num_segments] of this rank's main gradients
-  int32_t* arrived = nullptr;           // [num_tasks or num_reductions] workers that have done
-                                        // and delivered all their groups
+  int32_t* arrived = nullptr;           // [num_tasks or num_reductions] groups, or workers, whose
+                                        // bytes are delivered: see finish_share(), publish_group()
 
   // Before workers begin; the code that starts them orders that.
   template <class Team>

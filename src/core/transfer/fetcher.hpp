@@ -120,10 +120,24 @@ class Fetcher {
     const int32_t tiles = call_.tiles.group_tiles;
     stage_.piece = p;
     stage_.group = piece.begin + at;
+    stage_.share = own_.is_spent(p, at) ? share_of(piece.task) : 0;
     tile_ = stage_.group * tiles;
     end_tile_ = static_cast<int32_t>(min64(tile_ + tiles, call_.tiles.num_tiles()));
     locate();
     return step;
+  }
+
+  // How many groups of a task this worker has, if it has taken them all; else 0.
+  UEC_HD int32_t share_of(int32_t task) const {
+    uint32_t groups = 0;
+    bool left = false;
+    for (int32_t p = team_.index(); p < call_.work.num_pieces; p += team_.size()) {
+      if (call_.work.pieces[p].task != task) continue;
+      groups += static_cast<uint32_t>(own_.num_taken(p));
+      left |= !own_.is_spent(p);
+    }
+    groups = team_.sum(groups);
+    return team_.count(left).all > 0 ? 0 : static_cast<int32_t>(groups);
   }
 
   // To the group's next tile: it lies behind this one, unless it is in another segment.
@@ -162,6 +176,7 @@ class Fetcher {
   const Call& call_;
   Mover& mover_;
   OwnStripe<Memory, TransferPieces> own_;
+  typename Memory::Team team_;
   Stage stage_;  // what is fetched next; `piece` < 0: no group is in hand
   const uint8_t* source_ = nullptr;
   int32_t tile_ = 0, end_tile_ = 0;

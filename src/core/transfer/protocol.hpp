@@ -143,12 +143,12 @@ class DeliveryPolicy {
 //   void publish(Delivered, int32_t rank, int64_t offset, uint64_t value)
 //                                           release store into `rank`'s memory, and wakes it
 //   void publish(Released, ...)             the same, where a Mover of this Memory gives such a
-//   token bool flags_delivered()                  whether all that this thread has published is in
-//   the
+//                                           token
+//   bool flags_delivered()                  whether all that this thread has published is in the
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
 // and for counters in this rank's private memory, shared by its workers:
-//   int32_t arrive(Delivered, int32_t*)     adds 1, acquire-release; returns what there is then
+//   int32_t arrive(Delivered, int32_t*, n)  adds n, acquire-release; returns what there is then
 //
 // A Mover moves bytes for one worker, in order, through a ring of stages (core/transfer/ring.hpp).
 // All members of a team call these together and get the same answers. By the fetch side:

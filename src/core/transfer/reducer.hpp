@@ -174,7 +174,7 @@ class Reducer {
   }
 
   UEC_HD void hold_group() {
-    if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_, group_, adder_.ticket()};
+    if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_, group_, 0, adder_.ticket()};
     team_.sync();
     ++num_held_;
     piece_ = -1;
@@ -244,7 +244,7 @@ class Reducer {
     // Workers of a rank share a piece. Each arrives after all its own groups, and arrive() is
     // acquire-release, so the last one vouches for all of them.
     int32_t arrived = 0;
-    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[held.piece]);
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[held.piece], 1);
     if (team_.share(arrived) == min32(r.end - r.begin, num_workers_)) finish_piece(token, r);
   }
 

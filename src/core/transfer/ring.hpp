@@ -15,6 +15,7 @@ struct Stage {
   TileSpan span;
   int32_t piece;
   int32_t group;
+  int32_t share;  // behind a worker's last group of a task: how many it had. Else 0
   bool ends_group;
 
   UEC_HD bool ends_stream() const { return piece < 0; }
@@ -22,7 +23,7 @@ struct Stage {
 
 // A group whose stores are committed, but which is not yet published.
 struct HeldGroup {
-  int32_t piece, group;
+  int32_t piece, group, share;
   uint32_t ticket;
 };
 inline constexpr uint32_t kMaxHeld = 4;

@@ -5,25 +5,15 @@
 #include "core/base/team.hpp"
 #include "core/transfer/call.hpp"
 #include "core/transfer/ring.hpp"
-#include "core/transfer/stripe.hpp"
 
 namespace uec {
 
 template <class Memory, class Mover>
 class Storer {
  public:
-  // Scratch of the team: `held` [kMaxHeld] and `left` [num_tasks].
-  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held, int32_t* left,
-                const Stripe& stripe)
-      : call_(call), memory_(memory), mover_(mover), held_(held), left_(left), stripe_(stripe) {
-    for (int32_t t = team_.index(); t < call.work.num_tasks; t += team_.size()) left[t] = 0;
-    team_.sync();
-    for (int32_t p = team_.index(); p < call.work.num_pieces; p += team_.size()) {
-      const Piece& piece = call.work.pieces[p];
-      team_.add(&left[piece.task], stripe.count(p, piece.begin, piece.end));
-    }
-    team_.sync();
-  }
+  // Scratch of the team: `held` [kMaxHeld].
+  UEC_HD Storer(const Call& call, Memory& memory, Mover& mover, HeldGroup* held)
+      : call_(call), memory_(memory), mover_(mover), held_(held) {}
 
   UEC_HD Fault fault() const { return fault_; }
   UEC_HD Wait wait() const {
@@ -85,7 +75,7 @@ class Storer {
   UEC_HD void store() {
     const Stage& stage = mover_.stage(stored_);
     const bool ends_group = stage.ends_group;
-    const int32_t group = stage.group, piece_idx = stage.piece;
+    HeldGroup held = {stage.piece, stage.group, stage.share, 0};
     const Piece& piece = call_.work.pieces[stage.piece];
     for (int32_t first = 0; first < piece.dst_count; first += team_.size())
       mover_.store(stored_, destination(piece, first + team_.index(), stage.span),
@@ -93,7 +83,8 @@ class Storer {
     if constexpr (Mover::kFar) store_far(piece, stage);
     last_ticket_ = mover_.commit(stored_++);
     if (!ends_group) return;
-    if (team_.leader()) held_[num_held_ % kMaxHeld] = {piece_idx, group, last_ticket_};
+    held.ticket = last_ticket_;
+    if (team_.leader()) held_[num_held_ % kMaxHeld] = held;
     team_.sync();
     ++num_held_;
   }
@@ -131,35 +122,16 @@ class Storer {
         memory_.publish(token, hub.rank, call_.layout.ready(hub.slot, held.group),
                         call_.epoch.number);
     }
-    const int32_t left = left_[piece.task] - 1;
-    team_.sync();  // all have read it
-    if (team_.leader()) left_[piece.task] = left;
-    if (left == 0) finish_share(token, piece.task);
+    if (held.share > 0) finish_share(token, piece.task, held.share);
   }
 
-  // Workers of a rank share a task. Each arrives after all its own deliveries, and arrive() is
-  // acquire-release, so the last one vouches for all of them.
-  UEC_HD void finish_share(Delivered token, int32_t t) {
+  // Workers of a rank share a task. Each arrives after all its own deliveries, with the number of
+  // its groups, and arrive() is acquire-release, so the last one vouches for all of them.
+  UEC_HD void finish_share(Delivered token, int32_t t, int32_t share) {
     const Task& task = call_.work.tasks[t];
     int32_t arrived = 0;
-    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t]);
-    const int32_t all = num_sharers(t);
-    if (team_.share(arrived) == all) finish_task(token, task);
-  }
-
-  // How many workers have groups of a task.
-  UEC_HD int32_t num_sharers(int32_t t) const {
-    uint32_t sharers = 0;
-    for (int32_t w = team_.index(); w < stripe_.num_workers; w += team_.size()) {
-      const Stripe other = {w, stripe_.num_workers};
-      bool shares = false;
-      for (int32_t p = 0; p < call_.work.num_pieces && !shares; ++p) {
-        const Piece& piece = call_.work.pieces[p];
-        shares = piece.task == t && other.count(p, piece.begin, piece.end) > 0;
-      }
-      sharers += shares;
-    }
-    return static_cast<int32_t>(team_.sum(sharers));
+    if (team_.leader()) arrived = memory_.arrive(token, &call_.arrived[t], share);
+    if (team_.share(arrived) == task.num_groups) finish_task(token, task);
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
@@ -190,8 +162,6 @@ class Storer {
   Mover& mover_;
   typename Memory::Team team_;
   HeldGroup* held_;
-  int32_t* left_;  // [num_tasks] this worker's groups that are not yet published
-  Stripe stripe_;
   uint32_t num_held_ = 0, num_published_ = 0;  // groups, counted without wrapping
   uint32_t stored_ = 0, released_ = 0;         // stages, counted without wrapping
   uint32_t last_ticket_ = 0;

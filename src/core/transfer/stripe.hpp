@@ -44,11 +44,6 @@ struct Stripe {
     const int32_t ahead = worker - owner(list, begin);
     return ahead < 0 ? ahead + num_workers : ahead;
   }
-  // How many of a list's groups begin .. end - 1 are.
-  UEC_HD int32_t count(int32_t list, int32_t begin, int32_t end) const {
-    const int32_t left = end - begin - first(list, begin);
-    return left > 0 ? (left - 1) / num_workers + 1 : 0;
-  }
 };
 
 // In parts of 1024; of pieces with more than 2^22 groups only the order suffers.
@@ -101,13 +96,8 @@ class OwnStripe {
         shift_(num_pieces() > 0 ? stripe.worker % num_pieces() : 0) {
     for (int32_t r = team_.index(); r < call.num_ranks; r += team_.size())
       scratch_.open[r] = !call.work.needs[r];
-    uint32_t own = 0;
-    for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
-      const int32_t begin = Pieces::begin(call, p), list = Pieces::list(call, p);
-      own += static_cast<uint32_t>(stripe.count(list, begin, begin + Pieces::length(call, p)));
-      scratch_.groups()[p] = {stripe.first(list, begin), 0};
-    }
-    left_ = static_cast<int32_t>(team_.sum(own));
+    for (int32_t p = team_.index(); p < num_pieces(); p += team_.size())
+      scratch_.groups()[p] = {stripe.first(Pieces::list(call, p), Pieces::begin(call, p)), 0};
     team_.sync();
   }
 
@@ -115,10 +105,15 @@ class OwnStripe {
     return failed_ == kNone ? Fault::kNone : static_cast<Fault>(failed_ & kFaultMask);
   }
 
-  // Whether the worker has taken all its groups of a piece.
+  // Whether the worker has taken all its groups of a piece; of one that it has taken, whether that
+  // was the last. How many it has taken. Of piece p by the member that it is of.
   UEC_HD bool is_spent(int32_t p) const {
     return scratch_.groups()[p].next >= Pieces::length(call_, p);
   }
+  UEC_HD bool is_spent(int32_t p, int32_t at) const {
+    return at + num_workers_ >= Pieces::length(call_, p);
+  }
+  UEC_HD int32_t num_taken(int32_t p) const { return scratch_.groups()[p].next / num_workers_; }
 
   // Takes the next of this worker's groups: of the movable ones the first in order, so that experts
   // and hubs progress together. kProgress: it is group `at` of piece `piece`. kFinished: all have
@@ -131,13 +126,13 @@ class OwnStripe {
   // open, or whose next group is not ready, is looked at and skipped; were it taken and waited for,
   // two ranks could each hold the other's input behind their own wait.
   UEC_HD Step take(bool ahead, int32_t* piece, int32_t* at) {
-    if (left_ == 0) return Step::kFinished;
     uint32_t failed = kNone;
     bool looks = taken_ >= (ahead ? 1 : kGroupsPerLook);
     for (;; looks = true) {
       if (looks) failed = look();
       if (ahead) return Step::kAwaitDelivered;
       if (take_first(piece, at)) return Step::kProgress;
+      if (!any_left_) return Step::kFinished;
       if (looks) break;
     }
     if (failed == kNone) return Step::kBlocked;
@@ -198,9 +193,12 @@ class OwnStripe {
   UEC_HD bool take_first(int32_t* piece, int32_t* at) {
     uint32_t best = kNone;
     int32_t best_at = -1;
+    bool any_left = false;
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
       const OwnGroups own = scratch_.groups()[p];
-      if ((own.movable & 1) == 0 || own.next >= Pieces::length(call_, p)) continue;
+      if (own.next >= Pieces::length(call_, p)) continue;
+      any_left = true;
+      if ((own.movable & 1) == 0) continue;
       const uint32_t found =
           Pieces::order(call_, p, own.next) << kIdBits | static_cast<uint32_t>(shifted(p));
       if (found >= best) continue;
@@ -208,6 +206,7 @@ class OwnStripe {
       best_at = own.next;
     }
     const uint32_t chosen = team_.lowest(best);
+    if (chosen == kNone) any_left_ = team_.count(any_left).all > 0;
     if (chosen == kNone) return false;
     const int32_t p = unshifted(static_cast<int32_t>(chosen & ((1u << kIdBits) - 1)));
     *piece = p;
@@ -218,7 +217,6 @@ class OwnStripe {
       if (Pieces::is_flagged(call_, p))
         own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;
     }
-    --left_;
     taken_ += waits_;
     return true;
   }
@@ -322,10 +320,10 @@ class OwnStripe {
   typename Memory::Team team_;
   int32_t num_workers_;
   int32_t shift_;
-  int32_t left_ = 0;   // groups that are not yet taken
   int32_t taken_ = 0;  // groups since the last look, if that left something to look for
   bool waits_ = true;  // the last look did
   bool closed_ranks_ = true;
+  bool any_left_ = true;     // groups that are not yet taken
   uint32_t failed_ = kNone;  // a failure()
 };
 

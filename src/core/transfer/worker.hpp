@@ -9,11 +9,10 @@ namespace uec {
 template <class Memory, class Mover>
 class Worker {
  public:
-  // As Fetcher and Storer.
+  // As Fetcher.
   Worker(const Call& call, Memory& memory, Mover& mover, const StripeScratch& scratch,
-         int32_t* left, const Stripe& stripe)
-      : fetcher_(call, memory, mover, scratch, stripe),
-        storer_(call, memory, mover, held_, left, stripe) {}
+         const Stripe& stripe)
+      : fetcher_(call, memory, mover, scratch, stripe), storer_(call, memory, mover, held_) {}
 
   Fault fault() const {
     return fetcher_.fault() != Fault::kNone ? fetcher_.fault() : storer_.fault();

@@ -60,24 +60,10 @@ struct CallShared {
   int32_t active;    // and has something to do
 };
 
-// For the replicate kernel. Behind it lie the scratch of both sides, the copies and the tiles.
+// For the replicate kernel. Behind it lie the fetch side's scratch, the copies and the tiles.
 struct BlockShared : CallShared {
   Ring ring;
   HeldGroup held[kMaxHeld];
-};
-
-struct BlockScratch {
-  StripeScratch stripe;  // of the fetch side
-  int32_t* left;         // of the store side
-
-  // As StripeScratch::cut().
-  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
-    ScratchCutter cutter(memory);
-    const int64_t bytes = StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &stripe);
-    StripeScratch::cut(cutter.take_bytes(bytes), c.num_ranks, c.pieces(), &stripe);
-    left = cutter.take<int32_t>(c.tasks());
-    return cutter.used_bytes();
-  }
 };
 
 // What making the call's block takes, in memory that is not in use yet. Behind it lie the arrays.
@@ -101,8 +87,9 @@ UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
 inline constexpr int64_t kTileAlign = 128;
 
 UEC_HD inline int64_t nearby_offset(const Capacity& c) {
-  BlockScratch none;
-  return round_up(static_cast<int64_t>(sizeof(BlockShared)) + none.cut(nullptr, c), 8);
+  StripeScratch none;
+  return static_cast<int64_t>(sizeof(BlockShared)) +
+         StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &none);
 }
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
   return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);

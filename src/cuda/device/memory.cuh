@@ -88,8 +88,8 @@ class DeviceMemory {
   UEC_DEVICE static bool peer_gone(int32_t) { return false; }
 
   // Acquire-release: the last block of a task vouches for the stores of all.
-  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter) {
-    return ptx::fetch_add_acq_rel(counter, 1) + 1;
+  UEC_DEVICE static int32_t arrive(Delivered, int32_t* counter, int32_t n) {
+    return ptx::fetch_add_acq_rel(counter, n) + n;
   }
 
  private:

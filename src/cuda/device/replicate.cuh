@@ -20,21 +20,17 @@ UEC_DEVICE Mover make_mover(BlockShared& shared) {
   return Mover(shared.ring, tiles, shared.block);
 }
 
-UEC_DEVICE BlockScratch block_scratch(BlockShared& shared) {
-  BlockScratch scratch;
-  scratch.cut(reinterpret_cast<std::byte*>(&shared + 1), shared.block.state->capacity);
-  return scratch;
-}
-
-UEC_DEVICE Stripe own_stripe() { return {ptx::block_x(), ptx::num_blocks_x()}; }
-
 template <class Memory, class Mover>
 UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
-  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, block_scratch(shared).stripe,
-                                 own_stripe());
+  const Capacity& capacity = block.state->capacity;
+  StripeScratch scratch;
+  StripeScratch::cut(reinterpret_cast<std::byte*>(&shared + 1), capacity.num_ranks,
+                     capacity.pieces(), &scratch);
+  Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
+                                 {ptx::block_x(), ptx::num_blocks_x()});
   const bool begins = shared.first ? announced : may_begin(block, memory);
   if (begins && drive(fetcher, block, block.clock, memory)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
@@ -46,8 +42,7 @@ UEC_ROLE void store_all(BlockShared& shared) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
-  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held, block_scratch(shared).left,
-                               own_stripe());
+  Storer<Memory, Mover> storer(block.call, memory, mover, shared.held);
   for (;;) {
     const Step step = storer.step();
     if (step == Step::kFinished) return;

@@ -14,11 +14,11 @@ void publish(uec::host::HostMemory& memory, uec::host::HostMover& mover, int32_t
 #elif UEC_BROKEN == 4  // only a Mover may ask for one
   memory.publish(uec::DeliveryPolicy::delivered(), 1, 128, 7);
 #elif UEC_BROKEN == 5  // arriving at a counter vouches as well
-  memory.arrive(arrived);
+  memory.arrive(arrived, 1);
 #endif
   const auto ticket = mover.commit(0);
   mover.when_delivered(ticket, true, [&](uec::Delivered token) {
     memory.publish(token, 1, 128, 7);
-    memory.arrive(token, arrived);
+    memory.arrive(token, arrived, 1);
   });
 }

@@ -40,8 +40,8 @@ class PlainMemory {
   }
   static bool flags_delivered() { return true; }
   static bool peer_gone(int32_t) { return false; }
-  static int32_t arrive(uec::Delivered, int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
+  static int32_t arrive(uec::Delivered, int32_t* counter, int32_t n) {
+    return std::atomic_ref(*counter).fetch_add(n, std::memory_order_acq_rel) + n;
   }
 
  private:

@@ -51,7 +51,7 @@ struct Part {
       : schedule(c, tiles.map(), mode),
         worklist(c, tiles.map(), schedule.schedule, rank),
         arrived(worklist.tasks.size() + 1),
-        scratch(c.num_ranks, worklist.list.num_pieces, worklist.list.num_tasks) {}
+        scratch(c.num_ranks, worklist.list.num_pieces) {}
 
   ScheduleArrays schedule;
   WorklistArrays worklist;
@@ -175,8 +175,8 @@ class TeamMemory : public FlagMemory<World, Team> {
   using FlagMemory<World, Team>::FlagMemory;
 
   bool flags_delivered() { return true; }
-  int32_t arrive(Delivered, int32_t* counter) {
-    return std::atomic_ref(*counter).fetch_add(1, std::memory_order_acq_rel) + 1;
+  int32_t arrive(Delivered, int32_t* counter, int32_t n) {
+    return std::atomic_ref(*counter).fetch_add(n, std::memory_order_acq_rel) + n;
   }
 };
 
@@ -253,7 +253,7 @@ struct Steps {
         memory(world, rank),
         mover(part.ring),
         fetcher(part.call, memory, mover, part.scratch.stripe, {}),
-        storer(part.call, memory, mover, part.held, part.scratch.left.data(), {}),
+        storer(part.call, memory, mover, part.held),
         finish(part.call, memory) {}
 
   Part& part;

@@ -98,7 +98,6 @@ class Group {
         const uec::StripeScratch& scratch = prepared.scratch(worker);
         std::memset(scratch.open, 0xFF, case_.num_ranks);
         std::memset(scratch.groups(), 0xFF, capacity.pieces() * sizeof(uec::OwnGroups));
-        std::fill_n(prepared.left(worker), capacity.tasks(), -1);
       }
       check_equal(prepared.call.work, work.list, case_.num_ranks);
     }

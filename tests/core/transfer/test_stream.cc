@@ -37,7 +37,7 @@ struct FakeMemory {
     published[{rank, offset}] = value;
   }
   bool peer_gone(int32_t) const { return false; }
-  int32_t arrive(uec::Delivered, int32_t* counter) { return ++*counter; }
+  int32_t arrive(uec::Delivered, int32_t* counter, int32_t n) { return *counter += n; }
 };
 
 struct FakeMover : uec::DeliveryPolicy, uec::LocalRing<4> {
@@ -114,8 +114,7 @@ struct Sender {
 template <class Mover = FakeMover>
 struct LoneWith {
   LoneWith(const uec::Call& call, FakeMemory& memory, const uec::Stripe& stripe = {})
-      : scratch(2, 4, 2),
-        worker(call, memory, mover, scratch.stripe, scratch.left.data(), stripe) {}
+      : scratch(2, 4), worker(call, memory, mover, scratch.stripe, stripe) {}
 
   Mover mover;
   WorkerScratch scratch;

@@ -415,7 +415,7 @@ int32_t run_store_side(World& world, int32_t rank, Both& both) {
     Crowd::sync();
     both.barrier.wait();
     announce_open(part.call, memory, mover);
-    uec::Storer storer(part.call, memory, mover, part.held, part.scratch.left.data(), {});
+    uec::Storer storer(part.call, memory, mover, part.held);
     if (!drive(memory, part.call, storer, both)) drain(storer);
     both.barrier.wait();
     if (both.fault.load() != Fault::kNone) {
