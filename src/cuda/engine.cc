@@ -5,26 +5,10 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "core/base/digest.hpp"
 #include "cuda/device/config.hpp"
-#include "cuda/tables.hpp"
+#include "cuda/rank_state.hpp"
 
 namespace uec::cuda {
-namespace {
-
-uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
-
-template <class T>
-uint64_t address_of(Address base, const std::byte* begin, const T* at) {
-  return base + static_cast<uint64_t>(reinterpret_cast<const std::byte*>(at) - begin);
-}
-
-void copy_addresses(const uint64_t* from, int64_t count, const CallArrays& to) {
-  std::transform(from, from + count, to.mains,
-                 [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
-}
-
-}  // namespace
 
 int64_t Engine::staging_bytes(int32_t num_sms, int64_t tile_bytes) {
   return num_sms * int64_t{kNumFarStages} * tile_bytes;
@@ -39,8 +23,11 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
       topology_(config_.topology()),
       tables_(layout_.tables(config_)),
       capacity_(layout_.capacity(config_)) {
-  memory_.resize(ScheduleArrays::cut(nullptr, capacity_, &schedule_) / 8);
-  ScheduleArrays::cut(reinterpret_cast<std::byte*>(memory_.data()), capacity_, &schedule_);
+  const int64_t tables = Launcher::tables_bytes(capacity_);
+  memory_.resize((tables + arrays_.cut(nullptr, capacity_)) / 8);
+  auto* const begin = reinterpret_cast<std::byte*>(memory_.data());
+  Tables::cut(begin, capacity_, &own_tables_);
+  arrays_.cut(begin + tables, capacity_);
   write_state();
 }
 
@@ -53,63 +40,15 @@ Engine::~Engine() {
 
 // What stays the same for the group's life.
 void Engine::write_state() {
-  const int64_t bytes = Launcher::tables_bytes(capacity_);
-  std::vector<uint64_t> image((bytes + 7) / 8);
-  auto* const begin = reinterpret_cast<std::byte*>(image.data());
-  Tables tables;
-  Tables::cut(begin, capacity_, &tables);
-  const auto copy = [](const auto& from, auto* to) {
-    std::transform(from.begin(), from.end(), to, [](auto value) {
-      return std::bit_cast<std::remove_reference_t<decltype(*to)>>(value);
-    });
-  };
-  copy(config_.bases, tables.bases);
-  copy(config_.segment_bytes, tables.segment_bytes);
-  copy(layout_.slot_offset, tables.slot_offset);
-  copy(layout_.region_offset, tables.region_offset);
-  copy(config_.grad_bytes, tables.grad_bytes);
-  copy(layout_.grad_offset, tables.grad_offset);
-  copy(config_.grad_type, tables.grad_type);
-  copy(peers_.pes, tables.pes);
-  copy(peers_.far, tables.far);
-  copy(config_.home, tables.home);
-  copy(config_.domain, tables.domain);
-  copy(layout_.main_idx, tables.main_idx);
-
+  auto* const begin = reinterpret_cast<std::byte*>(memory_.data());
   const Address at = launcher_->tables(config_.rank);
-  RankState state;
-  state.rank = config_.rank;
-  state.num_ranks = topology_.num_ranks;
-  state.capacity = capacity_;
-  state.layout = layout_.symmetric;
-  state.memory = reinterpret_cast<uint64_t>(config_.bases[config_.rank]);
-  state.bases = address_of(at, begin, tables.bases);
-  state.far = peers_.far.empty() ? 0 : address_of(at, begin, tables.far);
-  state.pes = peers_.pes.empty() ? 0 : address_of(at, begin, tables.pes);
+  RankState state = make_rank_state(config_, layout_, peers_.far, peers_.pes, own_tables_,
+                                    at - reinterpret_cast<uint64_t>(begin));
   state.staging = peers_.staging;
-  state.segment_bytes = address_of(at, begin, tables.segment_bytes);
-  state.slot_offset = address_of(at, begin, tables.slot_offset);
-  state.region_offset = address_of(at, begin, tables.region_offset);
-  state.grad_bytes = address_of(at, begin, tables.grad_bytes);
-  state.grad_offset = address_of(at, begin, tables.grad_offset);
-  state.grad_type = address_of(at, begin, tables.grad_type);
-  state.home = address_of(at, begin, tables.home);
-  state.domain = address_of(at, begin, tables.domain);
-  state.main_idx = address_of(at, begin, tables.main_idx);
-  state.tile_bytes = config_.tile_bytes;
-  state.cost = config_.cost;
-  state.allow_cross_domain = config_.allow_cross_domain;
-  CallArrays::cut(reinterpret_cast<std::byte*>(kHeaderBytes), capacity_, &state.arrays);
-  state.spare.cut(reinterpret_cast<std::byte*>(kPrepareBytes), capacity_);
-  state.counts = address_of(at, begin, tables.counts);
   state.status = reinterpret_cast<uint64_t>(&status());
-  state.call_limit_ns = nanoseconds(config_.call_timeout);
-  state.wait_limit_ns = nanoseconds(config_.wait_timeout);
-  state.digest = config_.initial_digest();
-
   const ContextScope current = launcher_->scope();
   const Driver& driver = launcher_->config().driver;
-  copy_to_device(driver, at, image.data(), bytes);
+  copy_to_device(driver, at, begin, Launcher::tables_bytes(capacity_));
   copy_to_device(driver, launcher_->state(config_.rank), &state, sizeof(state));
 }
 
@@ -118,7 +57,7 @@ int32_t Engine::add_region(const std::vector<uint64_t>& bases, Address table) {
   const Driver& driver = launcher_->config().driver;
   copy_to_device(driver, table, bases.data(), bases.size() * sizeof(uint64_t));
   const std::lock_guard lock(submit_mutex_);
-  regions_.push_back(table);
+  regions_.push_back({bases, table});
   return static_cast<int32_t>(regions_.size()) - 1;
 }
 
@@ -206,18 +145,16 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
         "the stream is being captured into a CUDA graph, and the plan is on the CPU: a replay would"
         " repeat it; plan from a load on the device");
   const auto fill = [&](uint64_t epoch) {
-    std::byte* const block = launcher_->block(config_.rank, epoch);
-    CallArrays arrays;
-    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
     Call call;
-    arrays.lend_to(&call);
-    const uint64_t digest = prepare(arrays, &call);
-    call.reset_counters(Alone{});
-    copy_addresses(mains, num_mains, arrays);
-    *mode = schedule_.schedule.mode;
+    arrays_.arrays.lend_to(&call);
+    const uint64_t digest = prepare(&call);
+    std::transform(mains, mains + num_mains, arrays_.arrays.mains,
+                   [](uint64_t at) { return reinterpret_cast<const uint8_t*>(at); });
+    *mode = arrays_.schedule.schedule.mode;
     const bool reads_region = operation == Operation::kReplicate && *mode == Mode::kPull;
-    *reinterpret_cast<CallHeader*>(block) =
-        make_header(call, digest, reads_region ? regions_[region] : 0);
+    pack_call(call, capacity_, own_tables_, !peers_.far.empty(),
+              reads_region ? regions_[region].bases.data() : nullptr, digest,
+              launcher_->block(config_.rank, epoch));
     Request request;
     request.operation = operation;
     request.tag = tag;
@@ -228,8 +165,9 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
 
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
                            const Interrupted& interrupted, Mode* mode) {
-  const auto prepare = [&](const CallArrays& arrays, Call* call) {
-    return prepare_replicate(Alone{}, tables_, args, arrays, schedule_, &shape_, call);
+  const auto prepare = [&](Call* call) {
+    return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
+                             call);
   };
   return submit_from_host(Operation::kReplicate, args.tag, prepare, args.mains, num_addresses(),
                           args.region, background, stream, interrupted, mode);
@@ -237,8 +175,8 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
 
 uint64_t Engine::reduce(const ReduceArgs& args, bool background, Handle stream,
                         const Interrupted& interrupted, Mode* mode) {
-  const auto prepare = [&](const CallArrays& arrays, Call* call) {
-    return prepare_reduce(Alone{}, tables_, args, arrays, schedule_, &shape_, call);
+  const auto prepare = [&](Call* call) {
+    return prepare_reduce(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_, call);
   };
   return submit_from_host(Operation::kReduce, args.tag, prepare, args.mains, num_grad_addresses(),
                           -1, background, stream, interrupted, mode);
@@ -254,11 +192,8 @@ uint64_t Engine::submit_from_device(Request request, const char* missing, const 
   const auto fill = [&](uint64_t epoch) {
     if (mains == nullptr) return request;
     std::byte* const block = launcher_->block(config_.rank, epoch);
-    CallArrays arrays;
-    CallArrays::cut(block + kHeaderBytes, capacity_, &arrays);
-    copy_addresses(mains, num_mains, arrays);
-    request.device.mains =
-        address_of(launcher_->device_block(config_.rank, epoch), block, arrays.mains);
+    std::copy_n(mains, num_mains, reinterpret_cast<uint64_t*>(block + kHeaderBytes));
+    request.device.mains = launcher_->device_block(config_.rank, epoch) + kHeaderBytes;
     request.mains_bytes = num_mains * static_cast<int64_t>(sizeof(uint64_t));
     return request;
   };
@@ -276,7 +211,7 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .home_quota = args.home_quota,
                     .home = args.home,
                     .mains = args.table,
-                    .regions = args.region < 0 ? 0 : regions_[args.region],
+                    .regions = args.region < 0 ? 0 : regions_[args.region].table,
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};

@@ -13,6 +13,7 @@
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
 #include "cuda/launcher.hpp"
+#include "cuda/tables.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
 
@@ -119,8 +120,8 @@ class Engine {
   // Submits the next call, as `fill(number)` says, if there can be one. Under submit_mutex_.
   template <class Fill>
   uint64_t submit(Fill&& fill, bool background, Handle stream, const Interrupted& interrupted);
-  // For a plan on the host: `prepare(arrays, call)` fills the arrays of the call's block and
-  // returns what the call adds to the digest; `mains` are `num_mains` addresses.
+  // For a plan on the host: `prepare(call)` fills the call, and returns what it adds to the digest;
+  // `mains` are `num_mains` addresses.
   template <class Prepare>
   uint64_t submit_from_host(Operation operation, uint64_t tag, Prepare&& prepare,
                             const uint64_t* mains, int64_t num_mains, int32_t region,
@@ -153,10 +154,15 @@ class Engine {
   Topology topology_;
   GroupTables tables_;
   Capacity capacity_;
-  std::vector<uint64_t> memory_;  // of what making a schedule needs
-  ScheduleArrays schedule_;
+  std::vector<uint64_t> memory_;  // of what follows
+  Tables own_tables_;             // as on the device
+  PrepareArrays arrays_;
   PlanShape shape_;
-  std::vector<Address> regions_;
+  struct Region {
+    std::vector<uint64_t> bases;  // [G]
+    Address table;                // of these
+  };
+  std::vector<Region> regions_;
 
   std::mutex submit_mutex_;
   host::CallCounter calls_made_;

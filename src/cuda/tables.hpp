@@ -13,15 +13,15 @@ struct Tables {
   int64_t* grad_bytes;     // [grad segments]
   int64_t* grad_offset;    // [grad segments]
   GradType* grad_type;     // [grad segments]
-  int32_t* pes;            // [G]
+  uint8_t* far;            // [G]
+  int32_t* pes;            // [G]. From here on: not what calls point to
   int32_t* home;           // [E]
   int32_t* domain;         // [G]
   int32_t* main_idx;       // [E]
   int32_t* counts;         // [E] zero between launches
-  uint8_t* far;            // [G]
 
   // As CallArrays::cut().
-  static int64_t cut(std::byte* base, const Capacity& c, Tables* tables) {
+  UEC_HD static int64_t cut(std::byte* base, const Capacity& c, Tables* tables) {
     ScratchCutter cutter(base);
     tables->bases = cutter.take<uint64_t>(c.num_ranks);
     tables->segment_bytes = cutter.take<int64_t>(c.num_segments);
@@ -30,12 +30,12 @@ struct Tables {
     tables->grad_bytes = cutter.take<int64_t>(c.num_grad_segments);
     tables->grad_offset = cutter.take<int64_t>(c.num_grad_segments);
     tables->grad_type = cutter.take<GradType>(c.num_grad_segments);
+    tables->far = cutter.take<uint8_t>(c.num_ranks);
     tables->pes = cutter.take<int32_t>(c.num_ranks);
     tables->home = cutter.take<int32_t>(c.num_experts);
     tables->domain = cutter.take<int32_t>(c.num_ranks);
     tables->main_idx = cutter.take<int32_t>(c.num_experts);
     tables->counts = cutter.take<int32_t>(c.num_experts);
-    tables->far = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }
 };

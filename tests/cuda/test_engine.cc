@@ -32,15 +32,23 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   const auto& header = *reinterpret_cast<const CallHeader*>(block);
   const uec::Worklist& work = expected.call.work;
   CHECK(header.digest == digest);
-  CHECK_EQ(header.regions, 0);
-  CHECK_EQ(header.num_tasks, work.num_tasks);
-  CHECK_EQ(header.num_pieces, work.num_pieces);
-  CHECK_EQ(header.num_destinations, work.num_destinations);
-  CHECK_EQ(header.num_expected, work.num_expected);
-  CHECK_EQ(header.num_segments, 2);
-  CHECK_EQ(header.tile_bytes, config.tile_bytes);
-  uec::CallArrays found;
-  uec::CallArrays::cut(const_cast<std::byte*>(block) + uec::cuda::kHeaderBytes, capacity, &found);
+  uec::CallBody found = header.body;
+  uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block,
+                          const_cast<std::byte*>(block));
+  const uec::Addresses& to = found.addresses;
+  CHECK(to.regions == nullptr);
+  CHECK(to.far == nullptr);
+  CHECK_EQ(found.work.num_tasks, work.num_tasks);
+  CHECK_EQ(found.work.num_pieces, work.num_pieces);
+  CHECK_EQ(found.work.num_destinations, work.num_destinations);
+  CHECK_EQ(found.work.num_expected, work.num_expected);
+  CHECK_EQ(found.tiles.num_segments, 2);
+  CHECK_EQ(found.tiles.tile_bytes, config.tile_bytes);
+  CHECK_EQ(found.tiles.group_tiles, expected.call.tiles.group_tiles);
+  CHECK(std::equal(config.bases.begin(), config.bases.end(), to.bases));
+  CHECK(std::equal(config.segment_bytes.begin(), config.segment_bytes.end(), to.segment_bytes));
+  CHECK(std::equal(layout.slot_offset.begin(), layout.slot_offset.end(), to.slot_offset));
+  CHECK(std::equal(layout.region_offset.begin(), layout.region_offset.end(), to.region_offset));
   const auto same = [](const auto* a, const auto* b, int64_t count) {
     return std::memcmp(a, b, count * sizeof(*a)) == 0;
   };
@@ -55,11 +63,11 @@ void check_block(const Ranks& ranks, const PlanCase& plan, int32_t rank, const s
   CHECK(same(found.work.opens, work.opens, capacity.num_ranks));
   CHECK(same(found.work.involved, work.involved, capacity.num_ranks));
   CHECK(same(found.work.needs, work.needs, capacity.num_ranks));
-  CHECK(same(found.bytes, expected.arrays.bytes, 2));
-  CHECK(same(found.first_tile, expected.arrays.first_tile, 3));
-  CHECK(same(found.segment, expected.arrays.segment, 2));
+  CHECK(same(found.tiles.bytes, expected.arrays.bytes, 2));
+  CHECK(same(found.tiles.first_tile, expected.arrays.first_tile, 3));
+  CHECK(same(found.tiles.segment, expected.arrays.segment, 2));
   for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
-    CHECK(reinterpret_cast<uint64_t>(found.mains[i]) == ranks.mains[i]);
+    CHECK(reinterpret_cast<uint64_t>(to.mains[i]) == ranks.mains[i]);
   for (int32_t i = 0; i < work.num_tasks; ++i) CHECK_EQ(found.arrived[i], 0);
 }
 

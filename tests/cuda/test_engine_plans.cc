@@ -266,16 +266,18 @@ void check_reductions() {
     const auto& header = *reinterpret_cast<const CallHeader*>(block);
     const uec::Worklist& work = expected.call.work;
     CHECK(header.digest == digest);
-    CHECK_EQ(header.regions, 0);
-    CHECK_EQ(header.num_pieces, 0);
+    uec::CallBody found = header.body;
+    uec::cuda::place_arrays(uec::Alone{}, found, header.pointers, block, block);
+    CHECK(found.addresses.regions == nullptr);
+    CHECK_EQ(found.work.num_pieces, 0);
     CHECK(work.num_reductions > 0);
-    CHECK_EQ(header.num_reductions, work.num_reductions);
-    CHECK_EQ(header.num_expected, work.num_expected);
-    uec::CallArrays found;
-    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &found);
+    CHECK_EQ(found.work.num_reductions, work.num_reductions);
+    CHECK_EQ(found.work.num_expected, work.num_expected);
+    CHECK(std::equal(config.grad_bytes.begin(), config.grad_bytes.end(), found.grads.bytes));
+    CHECK(std::equal(config.grad_type.begin(), config.grad_type.end(), found.grads.type));
     CHECK(std::equal(types, types + 2, found.main_type));
     for (int32_t i = 0; i < 2 * capacity.num_mains; ++i)
-      CHECK(reinterpret_cast<uint64_t>(found.mains[i]) == ranks.mains[i]);
+      CHECK(reinterpret_cast<uint64_t>(found.addresses.mains[i]) == ranks.mains[i]);
     for (int32_t i = 0; i < work.num_reductions; ++i) {
       const uec::Reduction &a = found.work.reductions[i], &b = work.reductions[i];
       CHECK(a.kind == b.kind && a.begin == b.begin && a.end == b.end && a.first == b.first);

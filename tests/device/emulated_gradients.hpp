@@ -179,7 +179,9 @@ class EmulatedGradients : public EmulatedGroup {
     const auto prepare = [&](auto&&... out) {
       return uec::prepare_reduce(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
     };
-    std::copy(addresses_[r].begin(), addresses_[r].end() - 1, make_block(r, prepare, 0).mains);
+    make_block(r, prepare, nullptr, [&](const uint8_t** mains) {
+      std::copy(addresses_[r].begin(), addresses_[r].end() - 1, mains);
+    });
   }
 
   std::vector<GradType> main_type_;

@@ -11,6 +11,7 @@
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/notice.cuh"
 #include "cuda/device/replicate.cuh"
+#include "cuda/rank_state.hpp"
 #include "engine/config.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
@@ -74,7 +75,8 @@ class EmulatedGroup {
         device_(group.num_ranks),
         plans_(group.num_ranks),
         tables_(group.num_ranks),
-        counts_(group.num_ranks) {
+        rank_tables_(group.num_ranks),
+        table_memory_(group.num_ranks) {
     const int32_t ranks = group.num_ranks;
     const auto segments = static_cast<int32_t>(options.segment_bytes.size());
     for (int32_t r = 0; r < ranks; ++r) {
@@ -131,7 +133,9 @@ class EmulatedGroup {
   uec::cuda::DeviceCall& device_call(int32_t rank) { return device_[rank]; }
   const uint8_t*& main(int32_t rank, int32_t index) { return tables_[rank][index]; }
   const Options& options() const { return options_; }
-  const std::vector<int32_t>& counts(int32_t rank) const { return counts_[rank]; }
+  std::vector<int32_t> counts(int32_t rank) const {
+    return {rank_tables_[rank].counts, rank_tables_[rank].counts + group_.num_experts};
+  }
   // All ranks' slots and their gradients, when nothing runs.
   std::vector<uint8_t> results() const {
     const auto& layout = layouts_[0].symmetric;
@@ -297,35 +301,19 @@ class EmulatedGroup {
       far_[r * ranks + peer] = far;
       bases_[r * ranks + peer] = far ? nullptr : memory_[peer]->data();
     }
-    state.rank = r;
-    state.num_ranks = ranks;
-    state.capacity = layouts_[r].capacity(configs_[r]);
-    state.layout = layouts_[r].symmetric;
-    state.memory = reinterpret_cast<uint64_t>(memory_[r]->data());
-    state.bases = reinterpret_cast<uint64_t>(bases_.data() + r * ranks);
-    state.far = options_.far ? reinterpret_cast<uint64_t>(far_.data() + r * ranks) : 0;
-    state.pes = reinterpret_cast<uint64_t>(pes_.data());
+    uec::host::EngineConfig config = configs_[r];
+    config.bases.assign(bases_.begin() + r * ranks, bases_.begin() + (r + 1) * ranks);
+    config.call_timeout = options_.call_timeout;
+    config.wait_timeout = options_.wait_timeout;
+    const uec::Capacity capacity = layouts_[r].capacity(config);
+    table_memory_[r].resize(uec::cuda::Tables::cut(nullptr, capacity, &rank_tables_[r]) / 8);
+    uec::cuda::Tables::cut(reinterpret_cast<std::byte*>(table_memory_[r].data()), capacity,
+                           &rank_tables_[r]);
+    const std::vector<uint8_t> far(far_.begin() + r * ranks, far_.begin() + (r + 1) * ranks);
+    state = uec::cuda::make_rank_state(config, layouts_[r], options_.far ? far : decltype(far){},
+                                       pes_, rank_tables_[r], 0);
     state.staging = reinterpret_cast<uint64_t>(memory_[r]->data() + state.layout.total);
-    state.segment_bytes = reinterpret_cast<uint64_t>(configs_[r].segment_bytes.data());
-    state.slot_offset = reinterpret_cast<uint64_t>(layouts_[r].slot_offset.data());
-    state.region_offset = reinterpret_cast<uint64_t>(layouts_[r].region_offset.data());
-    state.grad_bytes = reinterpret_cast<uint64_t>(configs_[r].grad_bytes.data());
-    state.grad_type = reinterpret_cast<uint64_t>(configs_[r].grad_type.data());
-    state.grad_offset = reinterpret_cast<uint64_t>(layouts_[r].grad_offset.data());
-    state.home = reinterpret_cast<uint64_t>(configs_[r].home.data());
-    state.domain = reinterpret_cast<uint64_t>(configs_[r].domain.data());
-    state.main_idx = reinterpret_cast<uint64_t>(layouts_[r].main_idx.data());
-    state.tile_bytes = options_.tile_bytes;
-    uec::CallArrays::cut(reinterpret_cast<std::byte*>(uec::cuda::kHeaderBytes), state.capacity,
-                         &state.arrays);
-    state.spare.cut(reinterpret_cast<std::byte*>(uec::cuda::kPrepareBytes), state.capacity);
-    state.allow_cross_domain = configs_[r].allow_cross_domain;
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
-    counts_[r].assign(group_.num_experts, 0);
-    state.counts = reinterpret_cast<uint64_t>(counts_[r].data());
-    state.call_limit_ns = static_cast<uint64_t>(options_.call_timeout * 1e9);
-    state.wait_limit_ns = static_cast<uint64_t>(options_.wait_timeout * 1e9);
-    state.digest = configs_[r].initial_digest();
   }
 
   void prepare_rank(int32_t r, Mode mode, const std::vector<int32_t>& slot_expert) {
@@ -340,32 +328,31 @@ class EmulatedGroup {
     const auto prepare = [&](auto&&... out) {
       return uec::prepare_replicate(uec::Alone{}, layouts_[r].tables(configs_[r]), args, out...);
     };
-    const uint64_t regions =
-        mode == Mode::kPull ? reinterpret_cast<uint64_t>(region_table_.data()) : 0;
-    write_mains(r, mode, make_block(r, prepare, regions).mains);
+    make_block(
+        r, prepare,
+        mode == Mode::kPull ? reinterpret_cast<const uint64_t*>(region_table_.data()) : nullptr,
+        [&](const uint8_t** mains) { write_mains(r, mode, mains); });
   }
 
   bool plan_is_on_device(int32_t r) const {
     return options_.plans == Plans::kOnDevice || (options_.plans == Plans::kMixed && r % 2 == 1);
   }
 
-  // A rank's block, as the host's half makes it, but for the addresses of its mains.
-  template <class Prepare>
-  uec::CallArrays make_block(int32_t r, const Prepare& prepare, uint64_t regions) {
-    const uec::Capacity& capacity = states_[r].capacity;
-    auto* const block = reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_);
-    uec::CallArrays arrays;
-    uec::CallArrays::cut(block + uec::cuda::kHeaderBytes, capacity, &arrays);
-    uec::ScheduleArrays schedule;
-    std::vector<uint64_t> scratch(uec::ScheduleArrays::cut(nullptr, capacity, &schedule) / 8);
-    uec::ScheduleArrays::cut(reinterpret_cast<std::byte*>(scratch.data()), capacity, &schedule);
+  // A rank's block, as the host's half makes it.
+  template <class Prepare, class WriteMains>
+  void make_block(int32_t r, const Prepare& prepare, const uint64_t* regions,
+                  const WriteMains& write) {
+    const uec::cuda::RankState& state = states_[r];
+    uec::cuda::PrepareArrays arrays;
+    std::vector<uint64_t> memory(arrays.cut(nullptr, state.capacity) / 8);
+    arrays.cut(reinterpret_cast<std::byte*>(memory.data()), state.capacity);
     uec::Call call;
-    arrays.lend_to(&call);
+    arrays.arrays.lend_to(&call);
     uec::PlanShape shape;
-    const uint64_t digest = prepare(arrays, schedule, &shape, &call);
-    call.reset_counters(uec::Alone{});
-    new (block) uec::cuda::CallHeader(uec::cuda::make_header(call, digest, regions));
-    return arrays;
+    const uint64_t digest = prepare(arrays.arrays, arrays.schedule, &shape, &call);
+    write(arrays.arrays.mains);
+    uec::cuda::pack_call(call, state.capacity, rank_tables_[r], options_.far, regions, digest,
+                         reinterpret_cast<std::byte*>(blocks_->data() + r * call_bytes_));
   }
 
   // What the host's half leaves to the device: the plan, and where the main weights are.
@@ -416,7 +403,8 @@ class EmulatedGroup {
   std::vector<uec::cuda::DeviceCall> device_;        // [ranks]
   std::vector<std::vector<int32_t>> plans_;          // [ranks]
   std::vector<std::vector<const uint8_t*>> tables_;  // [ranks] of main weights
-  std::vector<std::vector<int32_t>> counts_;
+  std::vector<uec::cuda::Tables> rank_tables_;
+  std::vector<std::vector<uint64_t>> table_memory_;  // of these
   std::vector<uec::host::EngineConfig> configs_;
   std::vector<uec::host::EngineLayout> layouts_;
   std::vector<std::unique_ptr<Buffer>> memory_, regions_, mains_;

@@ -102,13 +102,13 @@ ultraep_add_device_mutant(device_counters_relaxed FILE device/emulation/cuda/dev
   REPLACE [[fetch_add(value, std::memory_order_relaxed)]])
 
 ultraep_add_device_mutant(device_tables_used_before_filled FILE cuda/device/call.cuh
-  FIND [[    fill_nearby(shared.nearby);
-    ptx::sync_block();]]
-  REPLACE [[    fill_nearby(shared.nearby);]])
+  FIND [[shared_memory + sizeof(shared));
+  ptx::sync_block();]]
+  REPLACE [[shared_memory + sizeof(shared));]])
 
-ultraep_add_device_mutant(device_tables_without_bound FILE cuda/device/nearby.cuh
-  FIND [[    if (used_ + bytes > kNearbyBytes) return;]]
-  REPLACE [[]])
+ultraep_add_device_mutant(device_tables_without_bound FILE cuda/device/call.cuh
+  FIND [[shared.header.bytes <= kNearbyBytes]]
+  REPLACE [[true]])
 
 ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/device/call.cuh
   FIND [[  state.entered = 0;
@@ -116,7 +116,7 @@ ultraep_add_device_mutant(device_tickets_not_reset FILE cuda/device/call.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_epoch_not_advanced FILE cuda/device/call.cuh
-  FIND [[        state.epoch = block.call.epoch.number;]]
+  FIND [[      state.epoch = block.call.epoch.number;]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/device/call.cuh
@@ -124,16 +124,16 @@ ultraep_add_device_mutant(device_every_block_ends_the_call FILE cuda/device/call
   REPLACE [[>= 0;]])
 
 ultraep_add_device_mutant(device_peers_unchecked FILE cuda/device/call.cuh
-  FIND [[  if (early.fault != Fault::kNone) {]]
-  REPLACE [[  if (false) {]])
+  FIND [[  if (early.fault != Fault::kNone)]]
+  REPLACE [[  if (false)]])
 
 ultraep_add_device_mutant(device_late_block_begins FILE cuda/device/replicate.cuh
-  FIND [[shared.first ? announced : may_begin(block, memory)]]
-  REPLACE [[announced]])
+  FIND [[may_begin(block, memory)]]
+  REPLACE [[true]])
 
 ultraep_add_device_mutant(reduce_late_block_begins PROGRAM test_reduce FILE cuda/device/reduce.cuh
-  FIND [[shared.first ? announced : may_begin(block, memory)]]
-  REPLACE [[announced]])
+  FIND [[may_begin(block, memory)]]
+  REPLACE [[true]])
 
 ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/stripe.hpp
   FIND [[    return team_.count(waits).all > 0;  // what one member has seen open is open for all]]
@@ -154,8 +154,8 @@ ultraep_add_device_mutant(device_cancel_ignored HANGS FILE cuda/device/wait.cuh
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_cancelled_before_unseen FILE cuda/device/call.cuh
-  FIND [[  if (begins && warp == last_warp && is_cancelled(known.status)) {]]
-  REPLACE [[  if (false) {]])
+  FIND [[    if (shared.asks && is_cancelled(known.status)) {]]
+  REPLACE [[    if (false) {]])
 
 ultraep_add_device_mutant(device_store_side_left_waiting HANGS FILE cuda/device/replicate.cuh
   FIND [[  while (fetcher.drain_step() != Step::kFinished) ptx::pause();]]
@@ -205,17 +205,14 @@ ultraep_add_device_mutant(device_refusal_not_told HANGS FILE cuda/device/prepare
   FIND [[    reject(shared.block, memory, refusal);]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/prepare.cuh
-  FIND [[  made.call.reset_counters(Warp{});]]
-  REPLACE [[]])
+ultraep_add_device_mutant(device_counters_not_reset HANGS FILE cuda/device/call_block.hpp
+  FIND [[arrived[i] = 0;]]
+  REPLACE [[continue;]])
 
-ultraep_add_device_mutant(device_image_copied_before_made FILE cuda/device/prepare.cuh
-  FIND [[    reject(shared.block, memory, refusal);
-  }
-  ptx::sync_block();]]
-  REPLACE [[    reject(shared.block, memory, refusal);
-  }
-  ptx::sync_warp();]])
+ultraep_add_device_mutant(device_block_packed_before_made FILE cuda/device/prepare.cuh
+  FIND [[  ptx::sync_block();
+  Wait missing;]]
+  REPLACE [[  Wait missing;]])
 
 ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device/prepare.cuh
   FIND [[  ptx::sync_block();
@@ -224,8 +221,8 @@ ultraep_add_device_mutant(device_arguments_used_before_gathered FILE cuda/device
   if (!prepared) return refusal;]])
 
 ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
-  FIND [[        state.last_call = shared.known.last_call + counted;]]
-  REPLACE [[        state.last_call = shared.known.last_call + 1;]])
+  FIND [[      state.last_call = shared.known.last_call + counted;]]
+  REPLACE [[      state.last_call = shared.known.last_call + 1;]])
 
 # ---- the reroute ---------------------------------------------------------------------------------
 
@@ -467,8 +464,8 @@ ultraep_add_device_mutant(load_table_without_its_end PROGRAM test_load
   REPLACE [[at = chunks_end + ptx::thread_idx(); at < count - 1;]])
 
 ultraep_add_device_mutant(load_peers_unchecked PROGRAM test_load FILE cuda/device/load.cuh
-  FIND [[  if (early.fault != Fault::kNone) {]]
-  REPLACE [[  if (false) {]])
+  FIND [[  if (early.fault != Fault::kNone)]]
+  REPLACE [[  if (false)]])
 
 ultraep_add_device_mutant(load_earlier_failure_unseen PROGRAM test_load FILE cuda/device/load.cuh
   FIND [[    if (has_failed(block)) return false;  //]]

@@ -26,7 +26,16 @@ def line_of(file: str, text: str) -> int:
 
 def holes() -> str:
     """Return where kernels copy memory that has holes: what lies there nobody reads."""
-    return f"prepare.cuh:{line_of('cuda/device/prepare.cuh', 'quad = image[i];')}"
+    places = {
+        "call_block.hpp": ["to[i] = from[i];", "header.body = call;"],
+        "call.cuh": ["own[k] = ptx::load_global("],
+        "prepare.cuh": ["put_header(shared, i, reinterpret_cast<"],
+    }
+    return ",".join(
+        f"{file}:{line_of(f'cuda/device/{file}', text)}"
+        for file, texts in places.items()
+        for text in texts
+    )
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,8 @@ struct Addresses {
   }
 };
 
-// One call on one rank, shared by its workers. Arrays live in the rank's private memory.
-struct Call {
-  int32_t rank = 0;
-  int32_t num_ranks = 0;
-  Epoch epoch;
-  SymmetricLayout layout;
+// What one call on one rank moves, and from where to where.
+struct CallBody {
   TileMap tiles;
   Addresses addresses;
   Worklist work;
@@ -54,6 +50,14 @@ struct Call {
   const GradType* main_type = nullptr;  // [grads.num_segments] of this rank's main gradients
   int32_t* arrived = nullptr;           // [num_tasks or num_reductions] groups, or workers, whose
                                         // bytes are delivered: see finish_share(), publish_group()
+};
+
+// One call on one rank, shared by its workers. Arrays live in the rank's private memory.
+struct Call : CallBody {
+  int32_t rank = 0;
+  int32_t num_ranks = 0;
+  Epoch epoch;
+  SymmetricLayout layout;
 
   // Before workers begin; the code that starts them orders that.
   template <class Team>

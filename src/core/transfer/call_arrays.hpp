@@ -56,10 +56,10 @@ struct CallArrays {
     arrays->work.reductions = reinterpret_cast<Reduction*>(pieces);
     arrays->work.destinations = cutter.take<Destination>(2 * c.replicas() + 1);
     arrays->work.expected = cutter.take<Expected>(2 * c.replicas() + 1);
+    arrays->work.opens = reinterpret_cast<uint8_t*>(cutter.take_bytes(3 * c.num_ranks));
+    arrays->work.involved = arrays->work.opens + c.num_ranks;
+    arrays->work.needs = arrays->work.involved + c.num_ranks;
     arrays->arrived = cutter.take<int32_t>(max64(tasks, c.reductions()));
-    arrays->work.opens = cutter.take<uint8_t>(c.num_ranks);
-    arrays->work.involved = cutter.take<uint8_t>(c.num_ranks);
-    arrays->work.needs = cutter.take<uint8_t>(c.num_ranks);
     return round_up(cutter.used_bytes(), 8);
   }
 

@@ -68,17 +68,16 @@ struct StripeScratch {
   };
 
   Asked* asked;
-  uint8_t* open;  // [num_ranks] this worker has seen it open, or does not need it
-
-  UEC_HD OwnGroups* groups() const { return reinterpret_cast<OwnGroups*>(asked + 1); }  // [pieces]
+  uint8_t* open;      // [num_ranks] this worker has seen it open, or does not need it
+  OwnGroups* groups;  // [pieces]
 
   // As CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, int64_t num_ranks, int64_t pieces,
                             StripeScratch* scratch) {
     ScratchCutter cutter(base);
     scratch->asked = cutter.take<Asked>(1);
-    cutter.take<OwnGroups>(pieces);
     scratch->open = cutter.take<uint8_t>(num_ranks);
+    scratch->groups = cutter.take<OwnGroups>(pieces);
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -97,7 +96,7 @@ class OwnStripe {
     for (int32_t r = team_.index(); r < call.num_ranks; r += team_.size())
       scratch_.open[r] = !call.work.needs[r];
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size())
-      scratch_.groups()[p] = {stripe.first(Pieces::list(call, p), Pieces::begin(call, p)), 0};
+      scratch_.groups[p] = {stripe.first(Pieces::list(call, p), Pieces::begin(call, p)), 0};
     team_.sync();
   }
 
@@ -108,12 +107,12 @@ class OwnStripe {
   // Whether the worker has taken all its groups of a piece; of one that it has taken, whether that
   // was the last. How many it has taken. Of piece p by the member that it is of.
   UEC_HD bool is_spent(int32_t p) const {
-    return scratch_.groups()[p].next >= Pieces::length(call_, p);
+    return scratch_.groups[p].next >= Pieces::length(call_, p);
   }
   UEC_HD bool is_spent(int32_t p, int32_t at) const {
     return at + num_workers_ >= Pieces::length(call_, p);
   }
-  UEC_HD int32_t num_taken(int32_t p) const { return scratch_.groups()[p].next / num_workers_; }
+  UEC_HD int32_t num_taken(int32_t p) const { return scratch_.groups[p].next / num_workers_; }
 
   // Takes the next of this worker's groups: of the movable ones the first in order, so that experts
   // and hubs progress together. kProgress: it is group `at` of piece `piece`. kFinished: all have
@@ -177,7 +176,7 @@ class OwnStripe {
 
   UEC_HD int32_t num_pieces() const { return Pieces::count(call_); }
   UEC_HD bool waits(int32_t p) const {
-    return !is_spent(p) && (scratch_.groups()[p].movable & 1) == 0;
+    return !is_spent(p) && (scratch_.groups[p].movable & 1) == 0;
   }
   UEC_HD bool touches(int32_t p, int32_t r) const { return Pieces::touches(call_, p, r); }
   // Among pieces that are equal in order, workers begin with different ones.
@@ -195,7 +194,7 @@ class OwnStripe {
     int32_t best_at = -1;
     bool any_left = false;
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
-      const OwnGroups own = scratch_.groups()[p];
+      const OwnGroups own = scratch_.groups[p];
       if (own.next >= Pieces::length(call_, p)) continue;
       any_left = true;
       if ((own.movable & 1) == 0) continue;
@@ -212,7 +211,7 @@ class OwnStripe {
     *piece = p;
     *at = team_.from(p % team_.size(), best_at);
     if (best == chosen) {
-      OwnGroups& own = scratch_.groups()[p];
+      OwnGroups& own = scratch_.groups[p];
       own.next += num_workers_;
       if (Pieces::is_flagged(call_, p))
         own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;
@@ -237,7 +236,7 @@ class OwnStripe {
       const int32_t each = min32(team_.size() / asking, OwnGroups::kWindow);
       const int32_t nth = team_.index() / each;
       const int32_t p = nth < asking ? scratch_.asked->piece[nth] : -1;
-      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups()[p];
+      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups[p];
       team_.sync();  // members note what they see of one piece together
       if (p >= 0) look_at(p, own, team_.index() - nth * each, &failed);
     }
@@ -279,7 +278,7 @@ class OwnStripe {
   UEC_HD int32_t ask(int32_t p) {
     bool asks = false;
     if (p < num_pieces() && !is_spent(p)) {
-      OwnGroups& own = scratch_.groups()[p];
+      OwnGroups& own = scratch_.groups[p];
       if (!own.is_open() && Pieces::find_closed(call_, p, scratch_.open) < 0)
         own.movable = OwnGroups::kOpen;
       asks = own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
@@ -298,13 +297,13 @@ class OwnStripe {
     Fault why = Fault::kNone;
     const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
     if (verdict == Verdict::kArrived)
-      team_.add(&scratch_.groups()[p].movable, flagged ? 1 << i : OwnGroups::kAll);
+      team_.add(&scratch_.groups[p].movable, flagged ? 1 << i : OwnGroups::kAll);
     if (verdict == Verdict::kFault && i == 0)
       *failed = min_u32(*failed, failure(call_.num_ranks + p, why));
   }
 
   UEC_HD Wait make_wait(int32_t p, int32_t closed) {
-    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups()[p].next);
+    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups[p].next);
     const uint64_t epoch = call_.epoch.number;
     const int32_t expert = Pieces::expert(call_, p);
     const CallRecord record{memory_.observe(call_.layout.call(closed))};

@@ -13,25 +13,12 @@
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
 #include "core/transfer/prepare.hpp"
+#include "cuda/device/call_block.hpp"
 #include "cuda/device/config.hpp"
 #include "cuda/device/load_args.hpp"
 #include "cuda/device/reroute_args.hpp"
 
 namespace uec::cuda {
-
-// Begins a call's block in device memory; its arrays (CallArrays) follow.
-struct alignas(16) CallHeader {
-  uint64_t digest = 0;   // what this call adds to the chain
-  uint64_t regions = 0;  // [G] addresses of main weights (pull), else 0
-  int32_t num_tasks = 0;
-  int32_t num_pieces = 0;
-  int32_t num_destinations = 0;
-  int32_t num_expected = 0;
-  int32_t num_segments = 0;
-  int32_t tile_bytes = 0;
-  int32_t group_tiles = 0;
-  int32_t num_reductions = 0;
-};
 
 // What a rank tells its host, and back: in host memory that the device can address.
 struct Status {
@@ -43,15 +30,19 @@ struct Status {
   Report report;
 };
 
-// What a call's block is made in: the schedule, and an image of the block. In shared memory.
+// What a call is made in, in shared memory.
 struct PrepareArrays {
   ScheduleArrays schedule{};
-  CallArrays arrays{};  // of the image
-  CallHeader* image = nullptr;
+  CallArrays arrays{};
 
-  // Cuts what begins at `memory`, aligned to 16 bytes as the image; null: only the size. Returns
-  // the bytes.
-  UEC_HD int64_t cut(std::byte* memory, const Capacity& c);
+  // Cuts what begins at `memory`, aligned to 8 bytes; null: only the size. Returns the bytes.
+  UEC_HD int64_t cut(std::byte* memory, const Capacity& c) {
+    ScratchCutter cutter(memory);
+    ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c,
+                        &schedule);
+    CallArrays::cut(cutter.take_bytes(CallArrays::cut(nullptr, c, &arrays)), c, &arrays);
+    return cutter.used_bytes();
+  }
 };
 
 // A rank in device memory, for the group's life.
@@ -82,8 +73,9 @@ struct alignas(16) RankState {
   uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
-  CallArrays arrays{};         // of a call whose block begins at address 0
+  uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
   PrepareArrays spare;         // as if PrepareShared lay there
+  int64_t tiles_at = 0;        // tiles_offset()
   // Changes with every call: read by each block as it enters, written by the last to leave.
   uint64_t epoch = 0;  // of the last call that has finished
   uint64_t digest = 0;
@@ -187,23 +179,6 @@ struct PlanArgs {
   int32_t allow_cross_domain = 0;
 };
 
-// The addresses of a call that prepare_replicate() or prepare_reduce() has filled. `regions`: of
-// main weights (pull), else 0.
-UEC_HD inline CallHeader make_header(const Call& call, uint64_t digest, uint64_t regions) {
-  CallHeader header;
-  header.digest = digest;
-  header.regions = regions;
-  header.num_tasks = call.work.num_tasks;
-  header.num_pieces = call.work.num_pieces;
-  header.num_destinations = call.work.num_destinations;
-  header.num_expected = call.work.num_expected;
-  header.num_segments = call.tiles.num_segments;
-  header.tile_bytes = static_cast<int32_t>(call.tiles.tile_bytes);
-  header.group_tiles = call.tiles.group_tiles;
-  header.num_reductions = call.work.num_reductions;
-  return header;
-}
-
 // A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
 struct PlanOutput {
   uint64_t slot_expert;  // [G, S] int32
@@ -273,28 +248,13 @@ struct SaveArgs {
 // What the notice kernel tells the peers.
 enum class Notice : int64_t { kRejected = 0, kAborted = 1, kClosed = 2 };
 
-inline constexpr int64_t kHeaderBytes = round_up(sizeof(CallHeader), 16);
 inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared
-
-UEC_HD inline int64_t call_block_bytes(const Capacity& capacity) {
-  CallArrays arrays;
-  return round_up(kHeaderBytes + CallArrays::cut(nullptr, capacity, &arrays), 128);
-}
-
-UEC_HD inline int64_t PrepareArrays::cut(std::byte* memory, const Capacity& c) {
-  ScratchCutter cutter(memory);
-  std::byte* const block = cutter.take_bytes(call_block_bytes(c));
-  ScheduleArrays::cut(cutter.take_bytes(ScheduleArrays::cut(nullptr, c, &schedule)), c, &schedule);
-  image = reinterpret_cast<CallHeader*>(block);
-  CallArrays::cut(block == nullptr ? nullptr : block + kHeaderBytes, c, &arrays);
-  return cutter.used_bytes();
-}
 
 inline constexpr int32_t kLayout[] = {
     sizeof(CallHeader),
-    offsetof(CallHeader, num_tasks),
-    offsetof(CallHeader, tile_bytes),
-    offsetof(CallHeader, group_tiles),
+    offsetof(CallHeader, body),
+    offsetof(CallBody, work),
+    offsetof(CallBody, arrived),
     sizeof(Status),
     offsetof(Status, report),
     sizeof(RankState),
@@ -333,7 +293,7 @@ inline constexpr int32_t kLayout[] = {
     offsetof(RerouteArgs, count),
     sizeof(StageFaults),
     offsetof(StageFaults, reroute),
-    offsetof(CallHeader, num_reductions),
+    offsetof(RankState, tiles_at),
     offsetof(DeviceCall, zero),
     sizeof(Reduction),
     offsetof(RankState, grad_bytes),

@@ -35,32 +35,26 @@ struct Ring {
   uint32_t far_stages, far_staged;  // tiles prepared for puts, and one more than the last one's
 };
 
-// What has a copy in shared memory: see nearby.cuh.
-struct Nearby {
-  struct Table {
-    const uint32_t* from;
-    uint32_t* to;
-    int32_t words;
-  };
-  Table tables[12];  // as many as NearbyTables keeps
-  int32_t num_tables, most_words;
-};
-// Enough for 64 ranks and a hundred replicas; tables that do not fit stay where they are.
+// For the copy of a call's block behind a CallShared: enough for 64 ranks and a hundred replicas.
+// What does not fit is read where it is.
 inline constexpr int64_t kNearbyBytes = 8 << 10;
 
 // A block's part in a call of any kind.
-struct CallShared {
-  RankState known;    // a copy of what stays the same during a call; the rest is not filled
-  CallHeader header;  // a copy
+struct alignas(16) CallShared {
+  RankState known;  // a copy of what stays the same during a call; the rest is not filled
   BlockCall block;
-  Nearby nearby;
+  struct {
+    uint64_t digest;
+    int32_t bytes;
+    uint32_t pointers;
+  } header;          // a copy; the body's is in the call
   int32_t first;     // this block began first: it announces the call
+  int32_t asks;      // it began last: it asks whether the host has cancelled the call
   int32_t enters;    // the rank has not failed before
   int32_t prepared;  // and the call's block is there
-  int32_t active;    // and has something to do
 };
 
-// For the replicate kernel. Behind it lie the fetch side's scratch, the copies and the tiles.
+// For the replicate kernel. Behind it lie the copy, the fetch side's scratch and the tiles.
 struct BlockShared : CallShared {
   Ring ring;
   HeldGroup held[kMaxHeld];
@@ -86,13 +80,12 @@ UEC_HD inline int64_t prepare_bytes(const Capacity& c) {
 
 inline constexpr int64_t kTileAlign = 128;
 
-UEC_HD inline int64_t nearby_offset(const Capacity& c) {
-  StripeScratch none;
-  return static_cast<int64_t>(sizeof(BlockShared)) +
-         StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &none);
-}
+inline constexpr int64_t kScratchAt = sizeof(BlockShared) + kNearbyBytes;
+
 UEC_HD inline int64_t tiles_offset(const Capacity& c) {
-  return round_up(nearby_offset(c) + kNearbyBytes, kTileAlign);
+  StripeScratch none;
+  return round_up(kScratchAt + StripeScratch::cut(nullptr, c.num_ranks, c.pieces(), &none),
+                  kTileAlign);
 }
 
 // Bytes of dynamic shared memory that a launch asks for.
@@ -119,7 +112,7 @@ struct AddRing {
   uint64_t bytes_stored;
 };
 
-// For the reduce kernel. Behind it lie the copies, and the scratch of the first warp.
+// For the reduce kernel. Behind it lie the copy, and the scratch of the first warp.
 struct ReduceShared : CallShared {
   AddRing ring;
   HeldGroup held[kMaxHeld];
@@ -139,8 +132,7 @@ struct ReduceScratch {
   }
 };
 
-inline constexpr int64_t kReduceNearby = round_up(sizeof(ReduceShared), 16);
-inline constexpr int64_t kReduceScratch = kReduceNearby + kNearbyBytes;
+inline constexpr int64_t kReduceScratch = sizeof(ReduceShared) + kNearbyBytes;
 
 UEC_HD inline int64_t reduce_shared_bytes(const Capacity& c) {
   ReduceScratch none;

@@ -13,16 +13,16 @@
 #include "core/transfer/failure.hpp"
 #include "cuda/device/block.hpp"
 #include "cuda/device/memory.cuh"
-#include "cuda/device/nearby.cuh"
 #include "cuda/device/prepare.cuh"
 #include "cuda/device/wait.cuh"
 
 namespace uec::cuda {
 
 inline constexpr int32_t kKnownQuads = offsetof(RankState, prepared) / sizeof(uint4);
+static_assert(kHeaderWords <= kKnownQuads);
 
 // By all threads of a block: draws a ticket and copies what it has to know of its rank and, unless
-// it is made here, of the call's block. All loads are under way at once: one trip to memory.
+// it is made here, the call's header. All loads are under way at once: one trip to memory.
 UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* call_block,
                       bool has_block) {
   int32_t failed = 0, ticket = 0;
@@ -32,24 +32,26 @@ UEC_DEVICE void enter(CallShared& shared, RankState& state, const std::byte* cal
     ticket = ptx::fetch_add_relaxed(&state.entered, 1);
   }
   const auto* const from = reinterpret_cast<const uint4*>(&state);
-  const auto* const of_header = reinterpret_cast<const uint4*>(call_block);
+  const auto* const of_header = reinterpret_cast<const uint64_t*>(call_block);
   for (int32_t i = ptx::thread_idx(); i < kKnownQuads; i += ptx::num_threads()) {
-    const bool has_both = has_block && i < kHeaderQuads;
+    const bool has_both = has_block && i < kHeaderWords;
     const uint4 known = ptx::load_global(from + i);
-    const uint4 header = has_both ? ptx::load_global(of_header + i) : uint4{};
+    const uint64_t header = has_both ? ptx::load_global(of_header + i) : 0;
     reinterpret_cast<uint4*>(&shared.known)[i] = known;
-    if (has_both) reinterpret_cast<uint4*>(&shared.header)[i] = header;
+    if (has_both) put_header(shared, i, header);
   }
   if (ptx::thread_idx() == 0) {
     shared.enters = shared.prepared = failed == 0;
     shared.first = ticket == 0 && failed == 0;
+    shared.asks = ticket + 1 == ptx::num_blocks_x() && failed == 0;
   }
   ptx::sync_block();
 }
 
 // By all threads: enough to tell the peers that there is no call. Field by field, because a
 // compiler copies a large struct byte by byte.
-UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState& state) {
+UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState& state,
+                            bool has_header) {
   const auto* const from = reinterpret_cast<const uint64_t*>(&known.layout);
   auto* const layout = reinterpret_cast<uint64_t*>(&block.call.layout);
   for (int32_t i = ptx::thread_idx(); i < static_cast<int32_t>(sizeof(SymmetricLayout) / 8);
@@ -59,52 +61,57 @@ UEC_DEVICE void begin_block(BlockCall& block, const RankState& known, RankState&
   block.call.rank = known.rank;
   block.call.num_ranks = known.num_ranks;
   block.call.epoch.number = known.epoch + 1;
-  block.call.addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
-  block.call.addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+  if (!has_header) {
+    block.call.addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
+    block.call.addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+  }
   block.state = &state;
   block.own = own_memory(known);
   block.stop = 0;
 }
 
-// By one thread: the call of the block that the host, or this kernel, has filled.
-UEC_DEVICE void take_call(CallShared& shared, std::byte* block) {
+// By all threads: copies the arrays of the block that the host, or this kernel, has filled, to
+// `copy`, if there is room.
+UEC_DEVICE void take_call(CallShared& shared, std::byte* block, std::byte* copy) {
+  constexpr int32_t kAtOnce = 4;
   const RankState& known = shared.known;
-  const CallHeader& header = shared.header;
   Call& call = shared.block.call;
-  call.epoch.record =
-      CallRecord::make(call.epoch.number, mix(known.digest, header.digest), RecordKind::kCall);
-  known.arrays.lend_to(&call, reinterpret_cast<intptr_t>(block));
-  call.work.num_tasks = header.num_tasks;
-  call.work.num_pieces = header.num_pieces;
-  call.work.num_destinations = header.num_destinations;
-  call.work.num_expected = header.num_expected;
-  call.work.num_reductions = header.num_reductions;
-  call.tiles.num_segments = header.num_segments;
-  call.tiles.tile_bytes = header.tile_bytes;
-  call.tiles.group_tiles = header.group_tiles;
-  call.addresses.segment_bytes = reinterpret_cast<const int64_t*>(known.segment_bytes);
-  call.addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
-  call.addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
-  call.addresses.regions = reinterpret_cast<const uint8_t* const*>(header.regions);
-  call.addresses.num_mains = known.capacity.num_mains;
-  call.grads = grads_of(known);
+  const bool has_room = shared.header.bytes <= kNearbyBytes;
+  // The counters behind them may be copied too: nobody looks there.
+  const int32_t quads = has_room ? (shared.header.bytes + 15) / 16 : 0;
+  const auto* const from = reinterpret_cast<const uint4*>(block + kHeaderBytes);
+  if (ptx::thread_idx() == ptx::kWarpSize)
+    call.epoch.record = CallRecord::make(call.epoch.number, mix(known.digest, shared.header.digest),
+                                         RecordKind::kCall);
+  if (ptx::thread_idx() < ptx::kWarpSize)
+    place_arrays(Warp{}, call, shared.header.pointers, has_room ? copy - kHeaderBytes : block,
+                 block);
+#pragma unroll 1
+  for (int32_t i = ptx::thread_idx(); i < quads; i += kAtOnce * ptx::num_threads()) {
+    uint4 own[kAtOnce];
+#pragma unroll
+    for (int32_t k = 0; k < kAtOnce; ++k)
+      if (i + k * ptx::num_threads() < quads)
+        own[k] = ptx::load_global(from + i + k * ptx::num_threads());
+#pragma unroll
+    for (int32_t k = 0; k < kAtOnce; ++k)
+      if (i + k * ptx::num_threads() < quads)
+        reinterpret_cast<uint4*>(copy)[i + k * ptx::num_threads()] = own[k];
+  }
 }
 
 // By one warp: publishes the call. Earlier work on the stream is done with the slots and their
 // gradients, and the main weights are final.
 template <class Memory>
-UEC_ROLE bool announce(CallShared& shared) {
+UEC_ROLE void announce(CallShared& shared) {
   BlockCall& block = shared.block;
   Memory memory(block);
   const Report early = check_peers(memory, block.call.layout, block.call.epoch,
                                    CallRecord{shared.known.last_record});
-  if (early.fault != Fault::kNone) {
-    fail(block, memory, early.fault, early.aborter, early.wait);
-    return false;
-  }
+  if (early.fault != Fault::kNone)
+    return fail(block, memory, early.fault, early.aborter, early.wait);
   DeviceHerald herald;
   announce_call_and_open(block.call, memory, herald);
-  return true;
 }
 
 // By a warp of the last block to leave: it is ordered after what all its rank's blocks have done.
@@ -113,21 +120,17 @@ UEC_ROLE void finish(CallShared& shared, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
-  if (!has_failed(block)) {
-    Finish<Memory> finish(block.call, memory);
-    if (drive(finish, block, block.clock, memory)) {
-      block.call.reset_counters(Warp{});
-      ptx::sync_warp();
-      if (Warp::leader()) {
-        state.digest = mix(shared.known.digest, shared.header.digest);
-        state.last_record = block.call.epoch.record.word;
-        state.epoch = block.call.epoch.number;
-        state.last_call = shared.known.last_call + counted;
-      }
+  Finish<Memory> finish(block.call, memory);
+  if (!has_failed(block) && drive(finish, block, block.clock, memory)) {
+    if (Warp::leader()) {
+      state.digest = mix(shared.known.digest, shared.header.digest);
+      state.last_record = block.call.epoch.record.word;
+      state.epoch = block.call.epoch.number;
+      state.last_call = shared.known.last_call + counted;
     }
+  } else if (!Warp::share(state.settled)) {
+    settle(block, memory);
   }
-  ptx::sync_warp();
-  if (has_failed(block) && !Warp::share(state.settled)) settle(block, memory);
   if (!Warp::leader()) return;
   state.entered = 0;
   state.left = 0;
@@ -136,13 +139,11 @@ UEC_ROLE void finish(CallShared& shared, bool counted) {
 // A kernel of calls, by all threads of its grid. `Kernel` has
 //   Shared, Memory, kOperation    a CallShared, a DeviceMemory, an Operation
 //   begin(shared)                 by one thread, before the others
-//   nearby(capacity)              where copies of tables lie in shared memory
-//   spare(capacity)               where the call's block can be made, before there is work
-//   take(tables, call, capacity)  puts copies in the place of what the call points to
+//   spare(known)                  where the call's block can be made, before there is work
 //   has_work(call)
-//   work(shared, announced)       all of a block's work, by all its threads. `announced`: in the
-//                                 first warp of a rank's first block, whether its call has not
-//                                 failed
+//   work(shared)                  all of a block's work, by all its threads
+//   kLeaver                       the warp that leaves: one that publishes nothing in work() does
+//                                 not wait for stores
 //   leave(device)                 by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>
@@ -156,47 +157,34 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   const bool on_host = device.slot_expert == 0;
   enter(shared, state, call_block, on_host);
   const RankState& known = shared.known;
-  begin_block(shared.block, known, state);
-  if (ptx::thread_idx() == 0) Kernel::begin(shared);
+  begin_block(shared.block, known, state, on_host);
+  if (ptx::thread_idx() == ptx::kWarpSize) Kernel::begin(shared);
   if (!on_host && shared.enters)
     prepare<Memory, Kernel::kOperation>(shared, device, args.tag,
-                                        shared_memory + Kernel::spare(known.capacity), call_block);
-  NearbyTables tables(shared.nearby, shared_memory + Kernel::nearby(known.capacity),
-                      known.num_ranks);
-  if (shared.prepared) tables.fill_peers(known, call_block);
-  if (ptx::thread_idx() == 0) {
-    Call& call = shared.block.call;
-    if (shared.prepared) {
-      take_call(shared, call_block);
-      tables.take_peers(call);
-    }
-    shared.active = shared.prepared && Kernel::has_work(call);
-    if (shared.active) Kernel::take(tables, call, known.capacity);
-  }
+                                        shared_memory + Kernel::spare(known), call_block);
+  else
+    ptx::sync_block();
+  if (shared.prepared) take_call(shared, call_block, shared_memory + sizeof(shared));
   ptx::sync_block();
 
-  // The first warp of the first block announces the call. The last one asks the host meanwhile: a
-  // call that never has to wait learns of its cancellation here, and host memory is far away.
+  // The last warp of the first block announces the call: it has nothing to store yet. That of
+  // another one, if there is one, asks the host: a call that never has to wait learns of its
+  // cancellation here, and host memory is far away.
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
-  const int32_t last_warp = ptx::num_threads() / ptx::kWarpSize - 1;
-  const bool begins = shared.first && shared.prepared;
-  const bool announced = warp != 0 || !begins || announce<Memory>(shared);
-  if (shared.active) {
-    fill_nearby(shared.nearby);
-    ptx::sync_block();
+  if (shared.prepared && warp == ptx::num_threads() / ptx::kWarpSize - 1) {
+    if (shared.first) announce<Memory>(shared);
+    if (shared.asks && is_cancelled(known.status)) {
+      Memory memory(shared.block);
+      fail(shared.block, memory, Fault::kCancelled, -1, Wait{});
+    }
   }
-  if (begins && warp == last_warp && is_cancelled(known.status)) {
-    Memory memory(shared.block);
-    fail(shared.block, memory, Fault::kCancelled, -1, Wait{});
-  }
-  if (shared.active) Kernel::work(shared, announced);
+  if (shared.prepared && Kernel::has_work(shared.block.call)) Kernel::work(shared);
   // The record of the next call is ordered after this call's flags: signals have no order of their
   // own, so that a far peer could otherwise see the record first.
   if constexpr (Memory::kFar) far::quiet();
 
   ptx::sync_block();
-  // The last warp again: it has not announced, so that it has no stores to wait for.
-  if (warp != last_warp) return;
+  if (warp != Kernel::kLeaver) return;
   bool last = false;
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   if (!Warp::share(last)) return;

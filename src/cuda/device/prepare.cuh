@@ -14,7 +14,12 @@
 
 namespace uec::cuda {
 
-inline constexpr int32_t kHeaderQuads = kHeaderBytes / sizeof(uint4);
+// The `i`-th word of a call's header.
+UEC_DEVICE void put_header(CallShared& shared, int32_t i, uint64_t word) {
+  constexpr int32_t kOwn = offsetof(CallHeader, body) / sizeof(uint64_t);
+  auto* const body = reinterpret_cast<uint64_t*>(static_cast<CallBody*>(&shared.block.call));
+  *(i < kOwn ? reinterpret_cast<uint64_t*>(&shared.header) + i : body + i - kOwn) = word;
+}
 
 UEC_DEVICE Topology topology_of(const RankState& known) {
   const Capacity& c = known.capacity;
@@ -40,6 +45,14 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   tables.cost = known.cost;
   tables.grads = grads_of(known);
   arrays.arrays.lend_to(&made.call);
+  made.call.grads = {};
+  Addresses& addresses = made.call.addresses;
+  addresses.bases = reinterpret_cast<uint8_t* const*>(known.bases);
+  addresses.far = reinterpret_cast<const uint8_t*>(known.far);
+  addresses.segment_bytes = tables.segment_bytes;
+  addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
+  addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
+  addresses.num_mains = c.num_mains;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
@@ -188,7 +201,6 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   if (warp == 0) {
     fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.schedule,
               &made.shape, &made.call);
-    made.call.reset_counters(Warp{});
   }
   ptx::sync_block();
   Wait missing;
@@ -196,9 +208,9 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
-    new (made.arrays.image) CallHeader(
-        make_header(made.call, with_mode(made.digest, arguments_of<kOperation>(made), mode),
-                    pull ? device.regions : 0));
+    made.call.addresses.regions =
+        reinterpret_cast<const uint8_t* const*>(pull ? device.regions : 0);
+    made.digest = with_mode(made.digest, arguments_of<kOperation>(made), mode);
   }
   missing = find_missing(made, known.capacity, known.rank);
   if (Warp::leader()) prepared = missing.seen == 0;
@@ -219,17 +231,13 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   }
   ptx::sync_block();
   if (!shared.prepared) return;
-  const auto* const image = reinterpret_cast<const uint4*>(made.arrays.image);
-  auto* const to = reinterpret_cast<uint4*>(call_block);
-  // The schedule lies behind the image.
-  const auto quads = static_cast<int32_t>(
-      reinterpret_cast<const uint4*>(made.arrays.schedule.schedule.egress) - image);
-  for (int32_t i = ptx::thread_idx(); i < quads; i += ptx::num_threads()) {
-    const uint4 quad = image[i];
-    to[i] = quad;
-    if (i < kHeaderQuads) reinterpret_cast<uint4*>(&shared.header)[i] = quad;
-  }
-  // Bulk loads, in the async proxy, may put tiles where the image was.
+  const Capacity& capacity = shared.known.capacity;
+  const auto* const tables_end = reinterpret_cast<const void*>(shared.known.tables_end);
+  if (ptx::thread_idx() == ptx::kWarpSize)
+    pack_header(made.call, capacity, tables_end, made.digest, call_block);
+  if (ptx::thread_idx() < ptx::kWarpSize)
+    pack_arrays(Warp{}, made.call, capacity, tables_end, call_block);
+  // Bulk loads, in the async proxy, may put tiles where this was made.
   ptx::fence_proxy_async_shared();
   ptx::sync_block();
   // Release: pairs with await_block() of the rank's other blocks, which read the call's block then.
@@ -252,13 +260,14 @@ template <class Memory, Operation kOperation>
 UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t tag,
                         std::byte* spare, std::byte* call_block) {
   ptx::sync_block();
-  if (shared.first) return make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
-  if (ptx::thread_idx() == 0)
+  if (shared.first)
+    make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
+  else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();
   if (!shared.prepared) return;
-  for (int32_t i = ptx::thread_idx(); i < kHeaderQuads; i += ptx::num_threads())
-    reinterpret_cast<uint4*>(&shared.header)[i] = reinterpret_cast<const uint4*>(call_block)[i];
+  for (int32_t i = ptx::thread_idx(); i < kHeaderWords; i += ptx::num_threads())
+    put_header(shared, i, reinterpret_cast<const uint64_t*>(call_block)[i]);
   ptx::sync_block();
 }
 

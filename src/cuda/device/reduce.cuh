@@ -18,7 +18,7 @@ class ReduceWorker {
  public:
   UEC_DEVICE explicit ReduceWorker(ReduceShared& shared)
       : memory_(shared.block),
-        adder_(shared.ring, scratch(shared).sources, shared.block.state->capacity.num_ranks),
+        adder_(shared.ring, scratch(shared).sources, shared.known.capacity.num_ranks),
         reducer_(shared.block.call, memory_, adder_, scratch(shared).stripe, shared.held,
                  {ptx::block_x(), ptx::num_blocks_x()}) {}
 
@@ -35,8 +35,7 @@ class ReduceWorker {
  private:
   UEC_DEVICE static ReduceScratch scratch(ReduceShared& shared) {
     ReduceScratch scratch;
-    scratch.cut(reinterpret_cast<std::byte*>(&shared) + kReduceScratch,
-                shared.block.state->capacity);
+    scratch.cut(reinterpret_cast<std::byte*>(&shared) + kReduceScratch, shared.known.capacity);
     return scratch;
   }
 
@@ -49,13 +48,10 @@ struct Reduce {
   using Shared = ReduceShared;
   using Memory = DeviceMemory<false>;
   static constexpr Operation kOperation = Operation::kReduce;
+  static constexpr int32_t kLeaver = 1;
 
   UEC_DEVICE static void begin(ReduceShared& shared) { init_additions(shared.ring); }
-  UEC_DEVICE static int64_t nearby(const Capacity&) { return kReduceNearby; }
-  UEC_DEVICE static int64_t spare(const Capacity&) { return kReduceScratch; }
-  UEC_DEVICE static void take(NearbyTables& tables, Call& call, const Capacity& capacity) {
-    tables.replace_reduction(call, capacity);
-  }
+  UEC_DEVICE static int64_t spare(const RankState&) { return kReduceScratch; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_reductions > 0; }
 
   // Clears the mark of its saved plan, which the rank's blocks have read by now.
@@ -63,13 +59,12 @@ struct Reduce {
     if (device.in_use != 0) *reinterpret_cast<uint64_t*>(device.in_use) = 0;
   }
 
-  UEC_APART static void work(ReduceShared& shared, bool announced) {
+  UEC_APART static void work(ReduceShared& shared) {
     BlockCall& block = shared.block;
     if (ptx::thread_idx() >= ptx::kWarpSize) return add_all(shared.ring);
     Memory memory(block);
     ReduceWorker worker(shared);
-    if (shared.first ? announced : may_begin(block, memory))
-      drive(worker, block, block.clock, memory);
+    if (may_begin(block, memory)) drive(worker, block, block.clock, memory);
     worker.end();
     if (Warp::leader()) ptx::add_relaxed(&block.state->bytes_stored, shared.ring.bytes_stored);
   }

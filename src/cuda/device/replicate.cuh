@@ -15,24 +15,22 @@ namespace uec::cuda {
 
 template <class Mover>
 UEC_DEVICE Mover make_mover(BlockShared& shared) {
-  auto* const tiles =
-      reinterpret_cast<uint8_t*>(&shared) + tiles_offset(shared.block.state->capacity);
-  return Mover(shared.ring, tiles, shared.block);
+  return Mover(shared.ring, reinterpret_cast<uint8_t*>(&shared) + shared.known.tiles_at,
+               shared.block);
 }
 
 template <class Memory, class Mover>
-UEC_ROLE void fetch_all(BlockShared& shared, bool announced) {
+UEC_ROLE void fetch_all(BlockShared& shared) {
   BlockCall& block = shared.block;
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
-  const Capacity& capacity = block.state->capacity;
+  const Capacity& capacity = shared.known.capacity;
   StripeScratch scratch;
-  StripeScratch::cut(reinterpret_cast<std::byte*>(&shared + 1), capacity.num_ranks,
+  StripeScratch::cut(reinterpret_cast<std::byte*>(&shared) + kScratchAt, capacity.num_ranks,
                      capacity.pieces(), &scratch);
   Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
                                  {ptx::block_x(), ptx::num_blocks_x()});
-  const bool begins = shared.first ? announced : may_begin(block, memory);
-  if (begins && drive(fetcher, block, block.clock, memory)) return;
+  if (may_begin(block, memory) && drive(fetcher, block, block.clock, memory)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
 }
 
@@ -63,19 +61,16 @@ struct Replicate {
   using Memory = DeviceMemory<kFar>;
   using Mover = DeviceMover<kTileBytes, kFar>;
   static constexpr Operation kOperation = Operation::kReplicate;
+  static constexpr int32_t kLeaver = 0;
 
   UEC_DEVICE static void begin(BlockShared& shared) { init_ring(shared.ring); }
-  UEC_DEVICE static int64_t nearby(const Capacity& capacity) { return nearby_offset(capacity); }
-  UEC_DEVICE static int64_t spare(const Capacity& capacity) { return tiles_offset(capacity); }
-  UEC_DEVICE static void take(NearbyTables& tables, Call& call, const Capacity& capacity) {
-    tables.replace(call, capacity);
-  }
+  UEC_DEVICE static int64_t spare(const RankState& known) { return known.tiles_at; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
   UEC_DEVICE static void leave(const DeviceCall&) {}
 
-  UEC_DEVICE static void work(BlockShared& shared, bool announced) {
-    if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared, announced);
+  UEC_DEVICE static void work(BlockShared& shared) {
+    if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared);
     store_all<Memory, Mover>(shared);
     if (Warp::leader())
       ptx::add_relaxed(&shared.block.state->bytes_stored, shared.ring.bytes_stored);

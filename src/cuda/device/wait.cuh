@@ -65,7 +65,7 @@ UEC_DEVICE void reject(BlockCall& block, Memory& memory, const Wait& wait) {
   fail(block, memory, Fault::kRejected, -1, wait);
 }
 
-// Before a worker's first step, unless it has announced the call: whether no peer has given it up.
+// Before a worker's first step: whether no peer has given the call up.
 // A rank that comes late would otherwise work on memory whose owners take it for their own again.
 template <class Memory>
 UEC_DEVICE bool may_begin(BlockCall& block, Memory& memory) {
