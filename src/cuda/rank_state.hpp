@@ -72,7 +72,7 @@ inline void pack_call(Call& call, const Capacity& capacity, const Tables& tables
   if (call.grads.num_segments > 0)
     call.grads = {call.grads.num_segments, tables.grad_bytes, tables.grad_type, tables.grad_offset};
   pack_arrays(Alone{}, call, capacity, tables.pes, block);
-  pack_header(call, capacity, tables.pes, digest, block);
+  pack_header(Alone{}, call, capacity, tables.pes, digest, block);
 }
 
 }  // namespace uec::cuda

@@ -6,7 +6,6 @@
 
 #include <cstddef>
 #include <cstring>
-#include <type_traits>
 
 #include "core/base/team.hpp"
 #include "core/transfer/call_arrays.hpp"
@@ -24,28 +23,53 @@ struct alignas(16) CallHeader {
 inline constexpr int64_t kHeaderBytes = sizeof(CallHeader);
 inline constexpr int32_t kBodyWords = sizeof(CallBody) / sizeof(uint64_t);
 inline constexpr int32_t kHeaderWords = offsetof(CallHeader, body) / sizeof(uint64_t) + kBodyWords;
+inline constexpr int32_t kArrived = offsetof(CallBody, arrived) / sizeof(uint64_t);
 static_assert(kBodyWords <= 32);
 
 namespace detail {
 
-// Calls f(begin, end, arrays...) for each run of memory that holds arrays of a call. `tables_end`:
-// of the rank's tables that a call points to.
+template <class... Offset>
+constexpr uint32_t body_words(Offset... offsets) {
+  return ((1u << offsets / sizeof(uint64_t)) | ...);
+}
+
+// Calls f(begin, end, words) for each run of memory that holds arrays of a call. Bit i of `words`:
+// word i of the body points there, or is null. `tables_end`: of the rank's tables that a call
+// points to.
 template <class F>
-UEC_HD void for_each_run(CallBody& call, const Capacity& c, const void* tables_end, F&& f) {
-  Addresses& a = call.addresses;
-  Gradients& g = call.grads;
-  TileMap& t = call.tiles;
-  Worklist& w = call.work;
-  f(a.bases, tables_end, a.bases, a.segment_bytes, a.slot_offset, a.region_offset, g.bytes,
-    g.offset, g.type, a.far);
-  f(a.regions, a.regions == nullptr ? nullptr : a.regions + c.num_ranks, a.regions);
-  f(t.bytes, call.main_type + c.num_grad_segments, t.bytes, t.first_tile, a.mains, t.segment,
-    call.main_type);
+UEC_HD void for_each_run(const CallBody& call, const Capacity& c, const void* tables_end, F&& f) {
+  const Worklist& w = call.work;
+#define UEC_AT(field) offsetof(CallBody, field)
+  f(call.addresses.bases, tables_end,
+    body_words(UEC_AT(addresses.bases), UEC_AT(addresses.segment_bytes),
+               UEC_AT(addresses.slot_offset), UEC_AT(addresses.region_offset),
+               UEC_AT(addresses.far), UEC_AT(grads.bytes), UEC_AT(grads.offset),
+               UEC_AT(grads.type)));
+  const auto* const regions = call.addresses.regions;
+  f(regions, regions == nullptr ? nullptr : regions + c.num_ranks,
+    body_words(UEC_AT(addresses.regions)));
+  f(call.tiles.bytes, call.main_type + c.num_grad_segments,
+    body_words(UEC_AT(tiles.bytes), UEC_AT(tiles.first_tile), UEC_AT(tiles.segment),
+               UEC_AT(addresses.mains), UEC_AT(main_type)));
   const void* const ends[] = {w.pieces + w.num_pieces, w.reductions + w.num_reductions};
-  f(w.tasks, ends[w.num_reductions > 0], w.tasks, w.pieces, w.reductions);
-  f(w.destinations, w.destinations + w.num_destinations, w.destinations);
-  f(w.expected, w.expected + w.num_expected, w.expected);
-  f(w.opens, w.needs + c.num_ranks, w.opens, w.involved, w.needs);
+  f(w.tasks, ends[w.num_reductions > 0],
+    body_words(UEC_AT(work.tasks), UEC_AT(work.pieces), UEC_AT(work.reductions)));
+  f(w.destinations, w.destinations + w.num_destinations, body_words(UEC_AT(work.destinations)));
+  f(w.expected, w.expected + w.num_expected, body_words(UEC_AT(work.expected)));
+  f(w.opens, w.needs + c.num_ranks,
+    body_words(UEC_AT(work.opens), UEC_AT(work.involved), UEC_AT(work.needs)));
+#undef UEC_AT
+}
+
+UEC_HD inline uint64_t load_word(const CallBody& call, int32_t i) {
+  const auto* const at = reinterpret_cast<const std::byte*>(&call) + i * sizeof(uint64_t);
+  uint64_t word;
+  std::memcpy(&word, __builtin_assume_aligned(at, 8), sizeof(word));
+  return word;
+}
+UEC_HD inline void store_word(CallBody& call, int32_t i, uint64_t word) {
+  auto* const at = reinterpret_cast<std::byte*>(&call) + i * sizeof(uint64_t);
+  std::memcpy(__builtin_assume_aligned(at, 8), &word, sizeof(word));
 }
 
 UEC_HD inline int32_t padded_bytes(const void* begin, const void* end) {
@@ -66,12 +90,12 @@ UEC_HD inline int64_t call_block_bytes(const Capacity& c) {
                   128);
 }
 
-// By a team: writes the arrays of a call's block. The call stays as it is.
+// By a team: writes the arrays of a call's block.
 template <class Team>
-UEC_HD void pack_arrays(Team team, CallBody& call, const Capacity& c, const void* tables_end,
+UEC_HD void pack_arrays(Team team, const CallBody& call, const Capacity& c, const void* tables_end,
                         std::byte* block) {
   auto* to = reinterpret_cast<uint64_t*>(block + kHeaderBytes);
-  detail::for_each_run(call, c, tables_end, [&](const void* begin, const void* end, auto&...) {
+  detail::for_each_run(call, c, tables_end, [&](const void* begin, const void* end, uint32_t) {
     const int32_t words = detail::padded_bytes(begin, end) / 8;
     const auto* const from = static_cast<const uint64_t*>(begin);
     for (int32_t i = team.index(); i < words; i += team.size()) to[i] = from[i];
@@ -82,30 +106,29 @@ UEC_HD void pack_arrays(Team team, CallBody& call, const Capacity& c, const void
   for (int32_t i = team.index(); i < counters; i += team.size()) arrived[i] = 0;
 }
 
-// By one thread: its header.
-UEC_HD inline void pack_header(CallBody& call, const Capacity& c, const void* tables_end,
-                               uint64_t digest, std::byte* block) {
+// By a team: its header.
+template <class Team>
+UEC_HD void pack_header(Team team, const CallBody& call, const Capacity& c, const void* tables_end,
+                        uint64_t digest, std::byte* block) {
   auto& header = *reinterpret_cast<CallHeader*>(block);
-  header.body = call;
   uint32_t pointers = 0;
-  auto at = static_cast<int32_t>(kHeaderBytes);
-  const auto put = [&](auto*& array, int64_t offset) {
-    const int64_t where =
-        reinterpret_cast<std::byte*>(&array) - reinterpret_cast<std::byte*>(&call);
-    using Array = std::remove_reference_t<decltype(array)>;
-    auto& to = *reinterpret_cast<Array*>(reinterpret_cast<std::byte*>(&header.body) + where);
-    to = array == nullptr ? nullptr : reinterpret_cast<Array>(offset);
-    pointers |= array == nullptr ? 0u : 1u << where / 8;
-  };
-  detail::for_each_run(
-      call, c, tables_end, [&](const void* begin, const void* end, auto&... arrays) {
-        (put(arrays, at + (reinterpret_cast<intptr_t>(arrays) - reinterpret_cast<intptr_t>(begin))),
-         ...);
-        at += detail::padded_bytes(begin, end);
-      });
-  header.body.arrived = reinterpret_cast<int32_t*>(intptr_t{at});
+  int64_t at = 0;
+  for (int32_t i = team.index(); i < kBodyWords; i += team.size()) {
+    uint64_t word = detail::load_word(call, i);
+    at = kHeaderBytes;
+    const auto move = [&](const void* begin, const void* end, uint32_t words) {
+      const bool points = (words >> i & 1) != 0 && word != 0;
+      if (points) word += static_cast<uint64_t>(at) - reinterpret_cast<uint64_t>(begin);
+      pointers |= points ? 1u << i : 0;
+      at += detail::padded_bytes(begin, end);
+    };
+    detail::for_each_run(call, c, tables_end, move);
+    detail::store_word(header.body, i, i == kArrived ? static_cast<uint64_t>(at) : word);
+  }
+  pointers = team.sum(pointers);
+  if (!team.leader()) return;
   header.digest = digest;
-  header.bytes = at - static_cast<int32_t>(kHeaderBytes);
+  header.bytes = static_cast<int32_t>(at - kHeaderBytes);
   header.pointers = pointers;
 }
 
@@ -113,15 +136,11 @@ UEC_HD inline void pack_header(CallBody& call, const Capacity& c, const void* ta
 template <class Team>
 UEC_HD void place_arrays(Team team, CallBody& call, uint32_t pointers, const std::byte* from,
                          std::byte* block) {
-  constexpr int32_t kArrived = offsetof(CallBody, arrived) / sizeof(uint64_t);
   for (int32_t i = team.index(); i < kBodyWords; i += team.size()) {
-    void* const at =
-        __builtin_assume_aligned(reinterpret_cast<std::byte*>(&call) + i * sizeof(uint64_t), 8);
-    uint64_t word;
-    std::memcpy(&word, at, sizeof(word));
+    uint64_t word = detail::load_word(call, i);
     if (i == kArrived) word += reinterpret_cast<uint64_t>(block);
     if ((pointers >> i & 1) != 0) word += reinterpret_cast<uint64_t>(from);
-    std::memcpy(at, &word, sizeof(word));
+    detail::store_word(call, i, word);
   }
 }
 

@@ -233,8 +233,8 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   if (!shared.prepared) return;
   const Capacity& capacity = shared.known.capacity;
   const auto* const tables_end = reinterpret_cast<const void*>(shared.known.tables_end);
-  if (ptx::thread_idx() == ptx::kWarpSize)
-    pack_header(made.call, capacity, tables_end, made.digest, call_block);
+  if (ptx::thread_idx() / ptx::kWarpSize == 1)
+    pack_header(Warp{}, made.call, capacity, tables_end, made.digest, call_block);
   if (ptx::thread_idx() < ptx::kWarpSize)
     pack_arrays(Warp{}, made.call, capacity, tables_end, call_block);
   // Bulk loads, in the async proxy, may put tiles where this was made.
