@@ -20,7 +20,7 @@ endfunction()
 
 ultraep_add_core_mutant(openings_of_each PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp
-  FIND [[    return team_.count(waits).all > 0;  // what one member has seen open is open for all]]
+  FIND [[    return (both & 0xFFFF) != 0;]]
   REPLACE [[    return waits;]])
 
 ultraep_add_core_mutant(chosen_by_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
@@ -41,8 +41,8 @@ ultraep_add_core_mutant(wait_of_each PROGRAM transfer/test_team FILE core/transf
   REPLACE [[    return wait;]])
 
 ultraep_add_core_mutant(fault_of_each PROGRAM transfer/test_team FILE core/transfer/stripe.hpp
-  FIND [[    return team_.lowest(failed);]]
-  REPLACE [[    return failed;]])
+  FIND [[    *why = team_.lowest(failed);]]
+  REPLACE [[    *why = failed;]])
 
 ultraep_add_core_mutant(first_member_blames PROGRAM transfer/test_team
   FILE core/transfer/stripe.hpp

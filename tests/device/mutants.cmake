@@ -136,7 +136,7 @@ ultraep_add_device_mutant(reduce_late_block_begins PROGRAM test_reduce FILE cuda
   REPLACE [[true]])
 
 ultraep_add_device_mutant(device_members_out_of_step FILE core/transfer/stripe.hpp
-  FIND [[    return team_.count(waits).all > 0;  // what one member has seen open is open for all]]
+  FIND [[    return (both & 0xFFFF) != 0;]]
   REPLACE [[    return waits;]])
 
 # ---- failing -------------------------------------------------------------------------------------
@@ -362,8 +362,10 @@ ultraep_add_device_mutant(reduce_loaded_before_summed PROGRAM test_reduce
 
 ultraep_add_device_mutant(reduce_cleared_before_read PROGRAM test_reduce
   FILE core/transfer/reducer.hpp
-  FIND [[i = 0; r.kind == Reduction::kZero && i < r.count; ++i)]]
-  REPLACE [[i = 0; false && i < r.count; ++i)]])
+  FIND [[i = 0; i < r.count; ++i) {
+      const Expected& reader]]
+  REPLACE [[i = 0; false && i < r.count; ++i) {
+      const Expected& reader]])
 
 ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
   FILE core/transfer/announce.hpp

@@ -158,7 +158,7 @@ void check_flags() {
   while (uec::CallRecord{word(1, layout.call(0)).load()}.epoch_low() != 2) sleep_us(100);
   for (const int32_t hub : {1, 2}) {
     word(0, layout.call(hub)).store(word(hub, layout.call(0)).load());
-    word(0, layout.open(hub)).store(2);
+    word(0, layout.open(hub)).store(word(hub, layout.call(0)).load());
   }
   CHECK(!g.ranks.engine(0).wait(epoch));
   const uec::Report report = g.ranks.engine(0).report();

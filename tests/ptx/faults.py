@@ -41,7 +41,6 @@ EXPLAINED = {
         "fills in what a failed wait reports"
     ),
     r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
-    r"layout\.open\(": "the same thread has released its call's record before, which is looked at",
     r"protocol\.hpp: const CallRecord record": "a record tells of another call, and is all it says",
     r"no fence .*fence\.sc\.sys": "how far stores are, which no load can tell; tests/litmus has it",
     r"reads a stale cache .*(adder|load_count|vector_copy)\.cuh": (

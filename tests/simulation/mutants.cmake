@@ -126,14 +126,16 @@ mutant(opening_shared_by_workers simulation/ranks.cc
 # ---- gates -------------------------------------------------------------------------------------
 
 mutant(missing_open core/transfer/stripe.hpp
-  FIND [[    uint64_t seen = 0;
-    return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
-                      &seen);]]
-  REPLACE [[    return Verdict::kArrived;]])
+  FIND [[    if (memory_.observe(open) == record) return Verdict::kArrived;
+    const Verdict called =]]
+  REPLACE [[    if (memory_.observe(call_.layout.call(r)) == record) return Verdict::kArrived;
+    const Verdict called =]])
 
 mutant(call_unseen core/transfer/stripe.hpp
-  FIND [[    if (called != Verdict::kArrived) return called;]]
-  REPLACE [[]])
+  FIND [[    if (memory_.observe(open) == record) return Verdict::kArrived;
+    const Verdict called =]]
+  REPLACE [[    if (memory_.observe(open) >> 32 == record >> 32) return Verdict::kArrived;
+    const Verdict called =]])
 
 mutant(openings_not_looked_for core/transfer/stripe.hpp
   FIND [[      scratch_.open[r] = !call.work.needs[r];]]
@@ -156,8 +158,9 @@ mutant(destination_not_open core/transfer/fetcher.hpp
   REPLACE [[]])
 
 mutant(ready_ignored core/transfer/fetcher.hpp
-  FIND [[    if (piece.source != Source::kSlot) return Verdict::kArrived;]]
-  REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;]])
+  FIND [[    return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),]]
+  REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;
+    return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),]])
 
 mutant(digest_unchecked core/transfer/protocol.hpp
   FIND [[  if (seen.word == epoch.record.word) return Verdict::kArrived;
@@ -196,16 +199,16 @@ mutant(epoch_reused simulation/ranks.cc
 
 mutant(older_epoch_accepted core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
-  const CallRecord]]
+  if constexpr]]
   REPLACE [[  if (*seen != 0) return Verdict::kArrived;
-  const CallRecord]])
+  if constexpr]])
 
 mutant(epoch_of_32_bits core/transfer/protocol.hpp
   FIND [[  if (*seen == epoch.number) return Verdict::kArrived;
-  const CallRecord]]
+  if constexpr]]
   REPLACE [[  if (static_cast<uint32_t>(*seen) == static_cast<uint32_t>(epoch.number))
     return Verdict::kArrived;
-  const CallRecord]])
+  if constexpr]])
 
 # ---- progress ----------------------------------------------------------------------------------
 
@@ -419,8 +422,10 @@ mutant(zero_left_out_of_the_digest core/transfer/prepare.hpp
 # ---- a reduction: who has read ------------------------------------------------------------------
 
 mutant(cleared_early core/transfer/reducer.hpp
-  FIND [[    for (int32_t i = 0; r.kind == Reduction::kZero && i < r.count; ++i) {]]
-  REPLACE [[    for (int32_t i = 0; false && i < r.count; ++i) {]])
+  FIND [[    for (int32_t i = 0; i < r.count; ++i) {
+      const Expected& reader]]
+  REPLACE [[    for (int32_t i = 0; false && i < r.count; ++i) {
+      const Expected& reader]])
 
 mutant(cleared_before_the_home_has_read core/schedule/reduce_worklist.hpp
   FIND [[ first_reader,

@@ -126,7 +126,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
     ranks_[r].last = last;
     for (int32_t peer = 0; peer < g.num_ranks; ++peer) {
       if (peer != r) world_->leave_behind(r, layout.call(peer), last.word);
-      world_->leave_behind(r, layout.open(peer), left);
+      world_->leave_behind(r, layout.open(peer), last.word);
       world_->leave_behind(r, layout.gathered(peer), left);
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.done(s, peer), left);

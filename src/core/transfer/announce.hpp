@@ -20,7 +20,7 @@ UEC_HD void publish_open(Token token, const Call& call, Memory& memory) {
   typename Memory::Team team;
   for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
     if (call.work.opens[r])
-      memory.publish(token, r, call.layout.open(call.rank), call.epoch.number);
+      memory.publish(token, r, call.layout.open(call.rank), call.epoch.record.word);
 }
 
 // Publishes this rank's `call` record. Pairs with judge_call(). It is stored after this rank's
@@ -35,13 +35,14 @@ UEC_HD void announce_call(const Call& call, Memory& memory, Mover& mover) {
 // Publishes `open` to the ranks that will write to this one's slots or read them or its main
 // weights, once its own earlier work is done: the caller has finished with the slots, their
 // gradients and the main weights are final, and this rank's reads of its slots in the previous call
-// are complete. Pairs with Claimer::judge_open().
+// are complete. The word is the record, so that who sees it need not look at both. Pairs with
+// OwnStripe::judge_open().
 template <class Memory, class Mover>
 UEC_HD void announce_open(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](auto token) { publish_open(token, call, memory); });
 }
 
-// Both at once. A peer may see them in either order: judge_open() looks at both.
+// Both at once. A peer may see them in either order.
 template <class Memory, class Mover>
 UEC_HD void announce_call_and_open(const Call& call, Memory& memory, Mover& mover) {
   mover.when_delivered(0, true, [&](auto token) {

@@ -24,6 +24,7 @@ struct TransferPieces {
   UEC_HD static bool is_flagged(const Call& call, int32_t p) {
     return call.work.pieces[p].source == Source::kSlot;
   }
+  UEC_HD static bool waits(const Call& call, int32_t p) { return is_flagged(call, p); }
   UEC_HD static uint32_t order(const Call& call, int32_t p, int32_t at) {
     return progress(at, length(call, p));
   }
@@ -51,7 +52,6 @@ struct TransferPieces {
   UEC_HD static Verdict ready(const Call& call, Memory& memory, int32_t p, int32_t at,
                               Fault* fault) {
     const Piece& piece = call.work.pieces[p];
-    if (piece.source != Source::kSlot) return Verdict::kArrived;
     uint64_t seen = 0;
     return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),
                       call.layout.call(piece.source_rank), piece.source_rank, call.epoch, fault,
@@ -92,6 +92,7 @@ class Fetcher {
       if (taken != Step::kProgress) return taken;
     }
     stage_.ends_group = tile_ + 1 == end_tile_;
+    if (stage_.ends_group) stage_.share = share();
     mover_.fetch(fetched_++, stage_, source_);
     advance();
     return Step::kProgress;
@@ -120,15 +121,19 @@ class Fetcher {
     const int32_t tiles = call_.tiles.group_tiles;
     stage_.piece = p;
     stage_.group = piece.begin + at;
-    stage_.share = own_.is_spent(p, at) ? share_of(piece.task) : 0;
+    stage_.share = 0;
     tile_ = stage_.group * tiles;
     end_tile_ = static_cast<int32_t>(min64(tile_ + tiles, call_.tiles.num_tiles()));
     locate();
     return step;
   }
 
-  // How many groups of a task this worker has, if it has taken them all; else 0.
-  UEC_HD int32_t share_of(int32_t task) const {
+  // How many groups this worker has of the task of the group in hand, if it has taken them all;
+  // else 0.
+  UEC_HD int32_t share() const {
+    const Piece& piece = call_.work.pieces[stage_.piece];
+    if (!own_.is_spent(stage_.piece, stage_.group - piece.begin)) return 0;
+    const int32_t task = piece.task;
     uint32_t groups = 0;
     bool left = false;
     for (int32_t p = team_.index(); p < call_.work.num_pieces; p += team_.size()) {

@@ -147,6 +147,9 @@ class DeliveryPolicy {
 //   bool flags_delivered()                  whether all that this thread has published is in the
 //                                           memory it went to
 //   bool peer_gone(int32_t rank)            its process ended (false where that cannot be known)
+//   bool asks_why()                         optional: whether to look, this time, for a reason why
+//   a
+//                                           flag has not come
 // and for counters in this rank's private memory, shared by its workers:
 //   int32_t arrive(Delivered, int32_t*, n)  adds n, acquire-release; returns what there is then
 //
@@ -222,6 +225,8 @@ UEC_HD Verdict judge_flag(Memory& memory, int64_t offset, int64_t call_offset, i
                           const Epoch& epoch, Fault* fault, uint64_t* seen) {
   *seen = memory.observe(offset);
   if (*seen == epoch.number) return Verdict::kArrived;
+  if constexpr (requires { memory.asks_why(); })
+    if (!memory.asks_why()) return Verdict::kWaiting;
   const CallRecord record{memory.observe(call_offset)};
   Fault suspicion = record.word == epoch.record.word ? Fault::kNone : blame(record, epoch);
   if (suspicion == Fault::kNone && memory.peer_gone(rank)) suspicion = Fault::kGone;

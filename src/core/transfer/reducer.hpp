@@ -44,6 +44,9 @@ struct ReductionPieces {
   }
   UEC_HD static int32_t expert(const Call& call, int32_t p) { return piece(call, p).expert; }
   UEC_HD static bool is_flagged(const Call& call, int32_t p) { return piece(call, p).of_hub; }
+  UEC_HD static bool waits(const Call& call, int32_t p) {
+    return is_flagged(call, p) || piece(call, p).kind == Reduction::kZero;
+  }
   // Hubs first: others wait for their sums.
   UEC_HD static uint32_t order(const Call& call, int32_t p, int32_t at) {
     return static_cast<uint32_t>(piece(call, p).kind) << 8 | progress(at, length(call, p)) >> 2;
@@ -82,7 +85,7 @@ struct ReductionPieces {
                         hub, call.epoch, fault, &seen);
     }
     // Rule: nothing of a slot is cleared before all its readers have said that they are done.
-    for (int32_t i = 0; r.kind == Reduction::kZero && i < r.count; ++i) {
+    for (int32_t i = 0; i < r.count; ++i) {
       const Expected& reader = call.work.expected[r.first + i];
       const Verdict verdict =
           judge_flag(memory, call.layout.consumed(r.idx, reader.peer),

@@ -12,6 +12,9 @@
 //                                             not set; -1: none
 //   bool touches(call, p, r)                  whether the piece stores to rank r, or loads from it
 //   Verdict ready(call, memory, p, at, fault) whether the piece's group `at` may be moved
+//   bool waits(call, p)                       whether ready() has to be asked: else all may be
+//   moved
+//                                             once the piece is open
 //   bool is_flagged(call, p)                  each group is waited for by itself
 //   uint32_t order(call, p, at)               below 1024: pieces with less go first
 //   int32_t expert(call, p)
@@ -126,11 +129,11 @@ class OwnStripe {
   // two ranks could each hold the other's input behind their own wait.
   UEC_HD Step take(bool ahead, int32_t* piece, int32_t* at) {
     uint32_t failed = kNone;
-    bool looks = taken_ >= (ahead ? 1 : kGroupsPerLook);
+    bool looks = !knows_any_ || taken_ >= (ahead ? 1 : kGroupsPerLook);
     for (;; looks = true) {
-      if (looks) failed = look();
+      const bool sees_news = looks && look(&failed);
       if (ahead) return Step::kAwaitDelivered;
-      if (take_first(piece, at)) return Step::kProgress;
+      if ((sees_news || knows_any_) && take_first(piece, at)) return Step::kProgress;
       if (!any_left_) return Step::kFinished;
       if (looks) break;
     }
@@ -205,8 +208,9 @@ class OwnStripe {
       best_at = own.next;
     }
     const uint32_t chosen = team_.lowest(best);
-    if (chosen == kNone) any_left_ = team_.count(any_left).all > 0;
-    if (chosen == kNone) return false;
+    knows_any_ = chosen != kNone;
+    if (!knows_any_) any_left_ = team_.count(any_left).all > 0;
+    if (!knows_any_) return false;
     const int32_t p = unshifted(static_cast<int32_t>(chosen & ((1u << kIdBits) - 1)));
     *piece = p;
     *at = team_.from(p % team_.size(), best_at);
@@ -222,32 +226,38 @@ class OwnStripe {
 
   // Looks at all that this worker's groups wait for, as far as it is not known to have come: at
   // openings, and at the flags of as many groups in a row as there are members for. What a member
-  // has acquired is all members' after the barriers.
-  UEC_HD uint32_t look() {
+  // has acquired is all members' after the barriers. Returns whether more may be movable now.
+  UEC_HD bool look(uint32_t* why) {
     uint32_t failed = kNone;
     taken_ = 0;
-    waits_ = closed_ranks_ && look_for_openings(&failed);
+    bool sees_news = first_look_;
+    waits_ = closed_ranks_ && look_for_openings(&failed, &sees_news);
     closed_ranks_ = waits_;
-    for (int32_t first = 0; first < num_pieces(); first += team_.size()) {
+    first_look_ = false;
+    const bool asks = sees_news || awaits_groups_;
+    awaits_groups_ = false;
+    for (int32_t first = 0; asks && first < num_pieces(); first += team_.size()) {
       const int32_t asking = ask(first + team_.index());
       if (asking == 0) continue;
-      waits_ = 1;
+      waits_ = awaits_groups_ = true;
       team_.sync();
       const int32_t each = min32(team_.size() / asking, OwnGroups::kWindow);
       const int32_t nth = team_.index() / each;
       const int32_t p = nth < asking ? scratch_.asked->piece[nth] : -1;
       const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups[p];
       team_.sync();  // members note what they see of one piece together
-      if (p >= 0) look_at(p, own, team_.index() - nth * each, &failed);
+      const bool arrived = p >= 0 && look_at(p, own, team_.index() - nth * each, &failed);
+      sees_news |= team_.count(arrived).all > 0;
     }
-    return team_.lowest(failed);
+    *why = team_.lowest(failed);
+    return sees_news;
   }
 
   // Notes the ranks that have opened; returns whether some have not. Each worker looks for itself:
   // an acquire by one thread orders nothing for another. All ranks are looked at, so that the death
   // of any ends the call.
-  UEC_HD bool look_for_openings(uint32_t* failed) {
-    bool waits = false;
+  UEC_HD bool look_for_openings(uint32_t* failed, bool* sees_news) {
+    bool waits = false, opens = false;
     for (int32_t r = team_.index(); r < call_.num_ranks; r += team_.size()) {
       if (scratch_.open[r]) continue;
       Fault why = Fault::kNone;
@@ -258,19 +268,28 @@ class OwnStripe {
       while (p < num_pieces() && (is_spent(p) || !touches(p, r))) ++p;
       if (p < num_pieces()) *failed = min_u32(*failed, failure(r, why));
       waits |= verdict == Verdict::kWaiting || p < num_pieces();
-      if (verdict != Verdict::kWaiting && p == num_pieces()) scratch_.open[r] = 1;
+      if (verdict == Verdict::kWaiting || p < num_pieces()) continue;
+      scratch_.open[r] = 1;
+      opens = true;
     }
-    return team_.count(waits).all > 0;  // what one member has seen open is open for all
+    // What one member has seen open is open for all.
+    const uint32_t both = team_.sum(static_cast<uint32_t>(waits) | uint32_t{opens} << 16);
+    *sees_news |= both >> 16 != 0;
+    return (both & 0xFFFF) != 0;
   }
 
   // Rule: nobody touches a rank's memory before having seen its record for this epoch with the same
-  // digest, nor its slots or main weights before it has opened.
+  // digest, nor its slots or main weights before it has opened: which says the same once more.
   UEC_HD Verdict judge_open(int32_t r, Fault* fault) {
+    const int64_t open = call_.layout.open(r);
+    const uint64_t record = call_.epoch.record.word;
+    if (memory_.observe(open) == record) return Verdict::kArrived;
     const Verdict called = judge_call(memory_, call_.layout.call(r), r, call_.epoch, fault);
     if (called != Verdict::kArrived) return called;
-    uint64_t seen = 0;
-    return judge_flag(memory_, call_.layout.open(r), call_.layout.call(r), r, call_.epoch, fault,
-                      &seen);
+    if (!memory_.peer_gone(r)) return Verdict::kWaiting;
+    if (memory_.observe(open) == record) return Verdict::kArrived;
+    *fault = Fault::kGone;
+    return Verdict::kFault;
   }
 
   // Notes whether piece p, this member's, is open, and then whether its groups have to be looked
@@ -279,27 +298,29 @@ class OwnStripe {
     bool asks = false;
     if (p < num_pieces() && !is_spent(p)) {
       OwnGroups& own = scratch_.groups[p];
+      const bool waits = Pieces::waits(call_, p);
       if (!own.is_open() && Pieces::find_closed(call_, p, scratch_.open) < 0)
-        own.movable = OwnGroups::kOpen;
-      asks = own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
+        own.movable = OwnGroups::kOpen | (waits ? 0 : OwnGroups::kAll);
+      asks = waits && own.is_open() && (Pieces::is_flagged(call_, p) || (own.movable & 1) == 0);
     }
     const Counted counted = team_.count(asks);
     if (asks) scratch_.asked->piece[counted.before] = p;
     return counted.all;
   }
 
-  // At the i-th of this worker's groups of a piece.
-  UEC_HD void look_at(int32_t p, const OwnGroups& own, int32_t i, uint32_t* failed) {
+  // At the i-th of this worker's groups of a piece; returns whether it is new that it may be moved.
+  UEC_HD bool look_at(int32_t p, const OwnGroups& own, int32_t i, uint32_t* failed) {
     const bool flagged = Pieces::is_flagged(call_, p);
     const int32_t at = own.next + i * num_workers_;
     if ((own.movable >> i & 1) != 0 || at >= Pieces::length(call_, p) || (i > 0 && !flagged))
-      return;
+      return false;
     Fault why = Fault::kNone;
     const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
     if (verdict == Verdict::kArrived)
       team_.add(&scratch_.groups[p].movable, flagged ? 1 << i : OwnGroups::kAll);
     if (verdict == Verdict::kFault && i == 0)
       *failed = min_u32(*failed, failure(call_.num_ranks + p, why));
+    return verdict == Verdict::kArrived;
   }
 
   UEC_HD Wait make_wait(int32_t p, int32_t closed) {
@@ -309,8 +330,8 @@ class OwnStripe {
     const CallRecord record{memory_.observe(call_.layout.call(closed))};
     if (record.word != call_.epoch.record.word)
       return {FlagKind::kCall, closed, expert, p, record.epoch_low(), epoch};
-    const uint64_t open = memory_.observe(call_.layout.open(closed));
-    return {FlagKind::kOpen, closed, expert, p, open, epoch};
+    const CallRecord open{memory_.observe(call_.layout.open(closed))};
+    return {FlagKind::kOpen, closed, expert, p, open.epoch_low(), epoch};
   }
 
   const Call& call_;
@@ -322,8 +343,11 @@ class OwnStripe {
   int32_t taken_ = 0;  // groups since the last look, if that left something to look for
   bool waits_ = true;  // the last look did
   bool closed_ranks_ = true;
-  bool any_left_ = true;     // groups that are not yet taken
-  uint32_t failed_ = kNone;  // a failure()
+  bool first_look_ = true;
+  bool awaits_groups_ = false;  // of open pieces, as of the last look
+  bool any_left_ = true;        // groups that are not yet taken
+  bool knows_any_ = false;      // that may be moved, as of the last take
+  uint32_t failed_ = kNone;     // a failure()
 };
 
 }  // namespace uec

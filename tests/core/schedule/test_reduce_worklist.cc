@@ -97,7 +97,6 @@ void add_rank(const ReduceCase& c, int32_t rank, const Given& given, Sums& sums)
   CHECK_EQ(w.num_pieces, 0);
   for (int32_t i = 0; i < w.num_reductions; ++i) {
     const Reduction& r = w.reductions[i];
-    const auto n = static_cast<int32_t>(replicas_of(c.plan, r.expert).size());
     CHECK(r.begin < r.end);
     if (r.kind == Reduction::kZero)
       add_clearing(c.plan, rank, w, r, given.call.tiles.num_groups(), sums);

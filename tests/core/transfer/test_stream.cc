@@ -87,8 +87,8 @@ struct Sender {
   }
 
   void peer_is_at(uint64_t epoch) {
-    words[call.layout.call(1)] = CallRecord::make(epoch, kDigest, RecordKind::kCall).word;
-    words[call.layout.open(1)] = epoch;
+    const CallRecord record = CallRecord::make(epoch, kDigest, RecordKind::kCall);
+    words[call.layout.call(1)] = words[call.layout.open(1)] = record.word;
   }
 
   Tiles tiles;
@@ -227,7 +227,8 @@ void check_gate() {
   CHECK(run(worker) == Step::kBlocked);
   CHECK(worker.wait().flag == uec::FlagKind::kCall);
   sender.peer_is_at(kEpoch);
-  sender.words[sender.call.layout.open(1)] = kEpoch - 1;
+  sender.words[sender.call.layout.open(1)] =
+      CallRecord::make(kEpoch - 1, kDigest, RecordKind::kCall).word;
   CHECK(run(worker) == Step::kBlocked);
   CHECK(worker.wait().flag == uec::FlagKind::kOpen);
   CHECK_EQ(worker.wait().seen, kEpoch - 1);

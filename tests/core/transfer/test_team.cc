@@ -216,7 +216,7 @@ void show_all(World& world, int32_t rank) {
   const uec::SymmetricLayout& layout = world.layout;
   for (int32_t r = 0; r < world.num_ranks(); ++r) {
     if (r != rank) world.word(rank, layout.call(r)) = record_of(kFirstEpoch);
-    world.word(rank, layout.open(r)) = kFirstEpoch;
+    world.word(rank, layout.open(r)) = record_of(kFirstEpoch);
     for (int32_t s = 0; s < world.base_case.slots_per_rank; ++s)
       world.word(rank, layout.done(s, r)) = kFirstEpoch;
     for (int32_t m = 0; m < world.num_mains[rank]; ++m)
@@ -233,7 +233,9 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
   const auto set = [&](int64_t offset, uint64_t value) { world.word(rank, offset) = value; };
   const int32_t slots = world.base_case.slots_per_rank;
   const auto record = [&](uint64_t epoch, RecordKind kind, uint64_t digest = kDigest) {
-    if (peer != rank) set(layout.call(peer), record_of(epoch, kind, digest));
+    if (peer == rank) return;
+    set(layout.call(peer), record_of(epoch, kind, digest));
+    if (epoch <= kFirstEpoch) set(layout.open(peer), record_of(kFirstEpoch - 1));
   };
   const auto owe = [&] {
     for (int32_t s = 0; s < slots; ++s) set(layout.done(s, peer), kFirstEpoch - 1);
@@ -255,7 +257,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
     case 3:
       return record(kFirstEpoch, RecordKind::kRejected);
     case 4:
-      return set(layout.open(peer), kFirstEpoch - 1);
+      return set(layout.open(peer), record_of(kFirstEpoch - 1));
     case 5:
       return lack(draw(random, 0, 1));
     case 6:
@@ -269,7 +271,7 @@ void spoil(World& world, int32_t rank, int32_t peer, int32_t trouble, Random& ra
       return;
     case 9:
       world.gone[peer] = true;
-      return set(layout.open(peer), kFirstEpoch - 1);
+      return set(layout.open(peer), record_of(kFirstEpoch - 1));
     case 10:
       lack(0);
       world.gone[peer] = true;
