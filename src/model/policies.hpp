@@ -126,7 +126,7 @@ class ModelMover : public DeliveryPolicy {
       at(k).read = true;
       copy.extra = Rate::time(m.read, copy.bytes);
       const bool handed_on = call_.work.pieces[copy.piece].source == Source::kSlot;
-      if (handed_on && at(k).stage.ends_group) copy.extra += m.group_ps;
+      if (handed_on && at(k).stage.ends_group()) copy.extra += m.group_ps;
     }
     ++world_.arrivals_of(worker_, k).pending;
     world_.store(copy);

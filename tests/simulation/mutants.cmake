@@ -230,12 +230,12 @@ mutant(blocked_hub_item_first core/transfer/fetcher.hpp
   Fault blocked_ = Fault::kNone;
 };]])
 mutant(blocked_hub_item_first core/transfer/fetcher.hpp
-  FIND [[    stage_.ends_group = tile_ + 1 == end_tile_;]]
+  FIND [[    stage_.share = tile_ + 1 == end_tile_ ? share() : -1;]]
   REPLACE [[    if (TransferPieces::ready(call_, memory_, stage_.piece,
                               stage_.group - call_.work.pieces[stage_.piece].begin,
                               &blocked_) != Verdict::kArrived)
       return Step::kBlocked;
-    stage_.ends_group = tile_ + 1 == end_tile_;]])
+    stage_.share = tile_ + 1 == end_tile_ ? share() : -1;]])
 
 mutant(withheld_before_an_empty_ring core/transfer/storer.hpp
   FIND [[      if (mover_.when_delivered(held.ticket, !can_store,]]

@@ -91,8 +91,7 @@ class Fetcher {
       if (taken == Step::kFinished) return end();
       if (taken != Step::kProgress) return taken;
     }
-    stage_.ends_group = tile_ + 1 == end_tile_;
-    if (stage_.ends_group) stage_.share = share();
+    stage_.share = tile_ + 1 == end_tile_ ? share() : -1;
     mover_.fetch(fetched_++, stage_, source_);
     advance();
     return Step::kProgress;
@@ -121,7 +120,6 @@ class Fetcher {
     const int32_t tiles = call_.tiles.group_tiles;
     stage_.piece = p;
     stage_.group = piece.begin + at;
-    stage_.share = 0;
     tile_ = stage_.group * tiles;
     end_tile_ = static_cast<int32_t>(min64(tile_ + tiles, call_.tiles.num_tiles()));
     locate();

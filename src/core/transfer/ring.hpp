@@ -15,10 +15,11 @@ struct Stage {
   TileSpan span;
   int32_t piece;
   int32_t group;
-  int32_t share;  // behind a worker's last group of a task: how many it had. Else 0
-  bool ends_group;
+  int32_t share;  // of a worker's last tile of a task: how many groups it had; of other groups'
+                  // last tiles 0; else -1
 
   UEC_HD bool ends_stream() const { return piece < 0; }
+  UEC_HD bool ends_group() const { return share >= 0; }
 };
 
 // A group whose stores are committed, but which is not yet published.

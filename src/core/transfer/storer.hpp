@@ -74,7 +74,6 @@ class Storer {
 
   UEC_HD void store() {
     const Stage& stage = mover_.stage(stored_);
-    const bool ends_group = stage.ends_group;
     HeldGroup held = {stage.piece, stage.group, stage.share, 0};
     const Piece& piece = call_.work.pieces[stage.piece];
     for (int32_t first = 0; first < piece.dst_count; first += team_.size())
@@ -82,7 +81,7 @@ class Storer {
                    stage.span.bytes);
     if constexpr (Mover::kFar) store_far(piece, stage);
     last_ticket_ = mover_.commit(stored_++);
-    if (!ends_group) return;
+    if (held.share < 0) return;
     held.ticket = last_ticket_;
     if (team_.leader()) held_[num_held_ % kMaxHeld] = held;
     team_.sync();
@@ -103,7 +102,7 @@ class Storer {
   }
 
   UEC_HD void store_far(const Piece& piece, const Stage& stage) {
-    const bool flags = piece.sets_ready && stage.ends_group;
+    const bool flags = piece.sets_ready && stage.ends_group();
     for (int32_t i = 0; i < piece.dst_count; ++i) {
       const Destination& to = call_.work.destinations[piece.dst_first + i];
       if (!is_far(to.rank)) continue;

@@ -71,16 +71,17 @@ struct StripeScratch {
   };
 
   Asked* asked;
-  uint8_t* open;      // [num_ranks] this worker has seen it open, or does not need it
-  OwnGroups* groups;  // [pieces]
+  uint8_t* open;  // [num_ranks] this worker has seen it open, or does not need it
+
+  UEC_HD OwnGroups* groups() const { return reinterpret_cast<OwnGroups*>(asked + 1); }  // [pieces]
 
   // As CallArrays::cut().
   UEC_HD static int64_t cut(std::byte* base, int64_t num_ranks, int64_t pieces,
                             StripeScratch* scratch) {
     ScratchCutter cutter(base);
     scratch->asked = cutter.take<Asked>(1);
+    cutter.take<OwnGroups>(pieces);
     scratch->open = cutter.take<uint8_t>(num_ranks);
-    scratch->groups = cutter.take<OwnGroups>(pieces);
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -99,7 +100,7 @@ class OwnStripe {
     for (int32_t r = team_.index(); r < call.num_ranks; r += team_.size())
       scratch_.open[r] = !call.work.needs[r];
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size())
-      scratch_.groups[p] = {stripe.first(Pieces::list(call, p), Pieces::begin(call, p)), 0};
+      scratch_.groups()[p] = {stripe.first(Pieces::list(call, p), Pieces::begin(call, p)), 0};
     team_.sync();
   }
 
@@ -110,12 +111,12 @@ class OwnStripe {
   // Whether the worker has taken all its groups of a piece; of one that it has taken, whether that
   // was the last. How many it has taken. Of piece p by the member that it is of.
   UEC_HD bool is_spent(int32_t p) const {
-    return scratch_.groups[p].next >= Pieces::length(call_, p);
+    return scratch_.groups()[p].next >= Pieces::length(call_, p);
   }
   UEC_HD bool is_spent(int32_t p, int32_t at) const {
     return at + num_workers_ >= Pieces::length(call_, p);
   }
-  UEC_HD int32_t num_taken(int32_t p) const { return scratch_.groups[p].next / num_workers_; }
+  UEC_HD int32_t num_taken(int32_t p) const { return scratch_.groups()[p].next / num_workers_; }
 
   // Takes the next of this worker's groups: of the movable ones the first in order, so that experts
   // and hubs progress together. kProgress: it is group `at` of piece `piece`. kFinished: all have
@@ -133,8 +134,8 @@ class OwnStripe {
     for (;; looks = true) {
       const bool sees_news = looks && look(&failed);
       if (ahead) return Step::kAwaitDelivered;
-      if ((sees_news || knows_any_) && take_first(piece, at)) return Step::kProgress;
-      if (!any_left_) return Step::kFinished;
+      const Step taken = sees_news || knows_any_ ? take_first(piece, at) : Step::kBlocked;
+      if (taken != Step::kBlocked) return taken;
       if (looks) break;
     }
     if (failed == kNone) return Step::kBlocked;
@@ -179,7 +180,7 @@ class OwnStripe {
 
   UEC_HD int32_t num_pieces() const { return Pieces::count(call_); }
   UEC_HD bool waits(int32_t p) const {
-    return !is_spent(p) && (scratch_.groups[p].movable & 1) == 0;
+    return !is_spent(p) && (scratch_.groups()[p].movable & 1) == 0;
   }
   UEC_HD bool touches(int32_t p, int32_t r) const { return Pieces::touches(call_, p, r); }
   // Among pieces that are equal in order, workers begin with different ones.
@@ -192,12 +193,12 @@ class OwnStripe {
   }
 
   // Among the groups that are known to be movable. Each member has pieces of its own.
-  UEC_HD bool take_first(int32_t* piece, int32_t* at) {
+  UEC_HD Step take_first(int32_t* piece, int32_t* at) {
     uint32_t best = kNone;
     int32_t best_at = -1;
     bool any_left = false;
     for (int32_t p = team_.index(); p < num_pieces(); p += team_.size()) {
-      const OwnGroups own = scratch_.groups[p];
+      const OwnGroups own = scratch_.groups()[p];
       if (own.next >= Pieces::length(call_, p)) continue;
       any_left = true;
       if ((own.movable & 1) == 0) continue;
@@ -208,20 +209,22 @@ class OwnStripe {
       best_at = own.next;
     }
     const uint32_t chosen = team_.lowest(best);
-    knows_any_ = chosen != kNone;
-    if (!knows_any_) any_left_ = team_.count(any_left).all > 0;
-    if (!knows_any_) return false;
+    const Step taken = chosen != kNone                 ? Step::kProgress
+                       : team_.count(any_left).all > 0 ? Step::kBlocked
+                                                       : Step::kFinished;
+    knows_any_ = taken != Step::kBlocked;
+    if (taken != Step::kProgress) return taken;
     const int32_t p = unshifted(static_cast<int32_t>(chosen & ((1u << kIdBits) - 1)));
     *piece = p;
     *at = team_.from(p % team_.size(), best_at);
     if (best == chosen) {
-      OwnGroups& own = scratch_.groups[p];
+      OwnGroups& own = scratch_.groups()[p];
       own.next += num_workers_;
       if (Pieces::is_flagged(call_, p))
         own.movable = (own.movable & OwnGroups::kAll) >> 1 | OwnGroups::kOpen;
     }
-    taken_ += waits_;
-    return true;
+    taken_ += closed_ranks_ || awaits_groups_;
+    return taken;
   }
 
   // Looks at all that this worker's groups wait for, as far as it is not known to have come: at
@@ -230,21 +233,19 @@ class OwnStripe {
   UEC_HD bool look(uint32_t* why) {
     uint32_t failed = kNone;
     taken_ = 0;
-    bool sees_news = first_look_;
-    waits_ = closed_ranks_ && look_for_openings(&failed, &sees_news);
-    closed_ranks_ = waits_;
-    first_look_ = false;
+    bool sees_news = false;
+    closed_ranks_ = closed_ranks_ && look_for_openings(&failed, &sees_news);
     const bool asks = sees_news || awaits_groups_;
     awaits_groups_ = false;
     for (int32_t first = 0; asks && first < num_pieces(); first += team_.size()) {
       const int32_t asking = ask(first + team_.index());
       if (asking == 0) continue;
-      waits_ = awaits_groups_ = true;
+      awaits_groups_ = true;
       team_.sync();
       const int32_t each = min32(team_.size() / asking, OwnGroups::kWindow);
       const int32_t nth = team_.index() / each;
       const int32_t p = nth < asking ? scratch_.asked->piece[nth] : -1;
-      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups[p];
+      const OwnGroups own = p < 0 ? OwnGroups{} : scratch_.groups()[p];
       team_.sync();  // members note what they see of one piece together
       const bool arrived = p >= 0 && look_at(p, own, team_.index() - nth * each, &failed);
       sees_news |= team_.count(arrived).all > 0;
@@ -297,7 +298,7 @@ class OwnStripe {
   UEC_HD int32_t ask(int32_t p) {
     bool asks = false;
     if (p < num_pieces() && !is_spent(p)) {
-      OwnGroups& own = scratch_.groups[p];
+      OwnGroups& own = scratch_.groups()[p];
       const bool waits = Pieces::waits(call_, p);
       if (!own.is_open() && Pieces::find_closed(call_, p, scratch_.open) < 0)
         own.movable = OwnGroups::kOpen | (waits ? 0 : OwnGroups::kAll);
@@ -317,14 +318,14 @@ class OwnStripe {
     Fault why = Fault::kNone;
     const Verdict verdict = Pieces::ready(call_, memory_, p, at, &why);
     if (verdict == Verdict::kArrived)
-      team_.add(&scratch_.groups[p].movable, flagged ? 1 << i : OwnGroups::kAll);
+      team_.add(&scratch_.groups()[p].movable, flagged ? 1 << i : OwnGroups::kAll);
     if (verdict == Verdict::kFault && i == 0)
       *failed = min_u32(*failed, failure(call_.num_ranks + p, why));
     return verdict == Verdict::kArrived;
   }
 
   UEC_HD Wait make_wait(int32_t p, int32_t closed) {
-    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups[p].next);
+    if (closed < 0) return Pieces::wait(call_, memory_, p, scratch_.groups()[p].next);
     const uint64_t epoch = call_.epoch.number;
     const int32_t expert = Pieces::expert(call_, p);
     const CallRecord record{memory_.observe(call_.layout.call(closed))};
@@ -340,14 +341,11 @@ class OwnStripe {
   typename Memory::Team team_;
   int32_t num_workers_;
   int32_t shift_;
-  int32_t taken_ = 0;  // groups since the last look, if that left something to look for
-  bool waits_ = true;  // the last look did
+  int32_t taken_ = kGroupsPerLook;  // since the last look, if that left something to look for
   bool closed_ranks_ = true;
-  bool first_look_ = true;
-  bool awaits_groups_ = false;  // of open pieces, as of the last look
-  bool any_left_ = true;        // groups that are not yet taken
-  bool knows_any_ = false;      // that may be moved, as of the last take
-  uint32_t failed_ = kNone;     // a failure()
+  bool awaits_groups_ = true;  // of open pieces, as of the last look
+  bool knows_any_ = true;      // groups that may be moved, or that none is left
+  uint32_t failed_ = kNone;    // a failure()
 };
 
 }  // namespace uec

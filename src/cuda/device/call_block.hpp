@@ -51,8 +51,9 @@ UEC_HD void for_each_run(const CallBody& call, const Capacity& c, const void* ta
   f(call.tiles.bytes, call.main_type + c.num_grad_segments,
     body_words(UEC_AT(tiles.bytes), UEC_AT(tiles.first_tile), UEC_AT(tiles.segment),
                UEC_AT(addresses.mains), UEC_AT(main_type)));
-  const void* const ends[] = {w.pieces + w.num_pieces, w.reductions + w.num_reductions};
-  f(w.tasks, ends[w.num_reductions > 0],
+  const void* const pieces_end = w.pieces + w.num_pieces;
+  const void* const reductions_end = w.reductions + w.num_reductions;
+  f(w.tasks, w.num_reductions > 0 ? reductions_end : pieces_end,
     body_words(UEC_AT(work.tasks), UEC_AT(work.pieces), UEC_AT(work.reductions)));
   f(w.destinations, w.destinations + w.num_destinations, body_words(UEC_AT(work.destinations)));
   f(w.expected, w.expected + w.num_expected, body_words(UEC_AT(work.expected)));
