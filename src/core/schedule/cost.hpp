@@ -59,16 +59,12 @@ UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tile
   return max64(alone, together) + hops * cost.hop;
 }
 
-// Builds the schedule in the mode asked for, or (`mode` < 0) in the cheapest allowed one. The
-// leader writes the shape, as it does the schedule's scalars.
+// Assigns hubs to collected replicas in the mode asked for, or (`mode` < 0) in the cheapest allowed
+// one.
 template <class Team>
-UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
-                          const int32_t* slot_expert, int32_t mode, bool may_pull,
-                          const CostModel& cost, const ScheduleScratch& scratch, PlanShape* shape,
-                          Schedule& s) {
-  PlanShape own;
-  own = collect_replicas(team, t, slot_expert, scratch, s);
-  if (team.leader()) *shape = own;
+UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, const PlanShape& own,
+                        int32_t mode, bool may_pull, const CostModel& cost,
+                        const ScheduleScratch& scratch, Schedule& s) {
   const int32_t num_groups = tiles.num_groups();
   const bool has_choice = mode < 0 && own.max_fanout > 1;
   const Mode relay = may_pull ? Mode::kPull : Mode::kPush;
@@ -84,6 +80,17 @@ UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
     direct = time;
     next = round == 0 ? relay : Mode::kDirect;
   }
+}
+
+// All of it. The leader writes the shape, as it does the schedule's scalars.
+template <class Team>
+UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
+                          const int32_t* slot_expert, int32_t mode, bool may_pull,
+                          const CostModel& cost, const ScheduleScratch& scratch, PlanShape* shape,
+                          Schedule& s) {
+  const PlanShape own = collect_replicas(team, t, slot_expert, scratch, s);
+  if (team.leader()) *shape = own;
+  choose_hubs(team, t, tiles, own, mode, may_pull, cost, scratch, s);
 }
 
 }  // namespace uec

@@ -71,14 +71,10 @@ UEC_STEP int64_t modelled_reduction(Team team, const Topology& t, const TileMap&
   return max64(alone, together) + (sums > 0 ? 3 : 2) * cost.hop;
 }
 
-// Builds the schedule in the mode asked for (kPull or kDirect), or (`mode` < 0) in the cheaper one.
+// Chooses who sums in the mode asked for (kPull or kDirect), or (`mode` < 0) in the cheaper one.
 template <class Team>
-UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
-                           const int32_t* slot_expert, int32_t mode, const CostModel& cost,
-                           const ScheduleScratch& scratch, PlanShape* shape, Schedule& s) {
-  PlanShape own;
-  own = collect_replicas(team, t, slot_expert, scratch, s);
-  if (team.leader()) *shape = own;
+UEC_HD void choose_sums(Team team, const Topology& t, const TileMap& tiles, const PlanShape& own,
+                        int32_t mode, const CostModel& cost, Schedule& s) {
   const int32_t num_groups = tiles.num_groups();
   const bool has_choice = mode < 0 && own.max_fanout > 1;
   Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
@@ -92,6 +88,16 @@ UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
     direct = time;
     next = round == 0 ? Mode::kPull : Mode::kDirect;
   }
+}
+
+// All of it, as make_schedule().
+template <class Team>
+UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
+                           const int32_t* slot_expert, int32_t mode, const CostModel& cost,
+                           const ScheduleScratch& scratch, PlanShape* shape, Schedule& s) {
+  const PlanShape own = collect_replicas(team, t, slot_expert, scratch, s);
+  if (team.leader()) *shape = own;
+  choose_sums(team, t, tiles, own, mode, cost, s);
 }
 
 }  // namespace uec

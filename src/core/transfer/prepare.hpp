@@ -84,16 +84,16 @@ UEC_HD inline void fill_segments(const GroupTables& group, const ReplicateArgs& 
   fill_tiles(group, args.segments, args.num_segments, group.segment_bytes, arrays, &call->tiles);
 }
 
-// Fills the call's worklist.
+// Fills the call's worklist, once the plan's replicas have been collected.
 //
-// Run by a team as the functions of schedule.hpp are: `work`, `shape` and `call` are shared by the
-// members, and the leader writes their scalars.
+// Run by a team as the functions of schedule.hpp are: `work` and `call` are shared by the members,
+// and the leader writes their scalars.
 template <class Team>
 UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& args,
-                      ScheduleArrays& work, PlanShape* shape, Call* call) {
+                      const PlanShape& shape, ScheduleArrays& work, Call* call) {
   const Topology& t = group.topology;
-  make_schedule(team, t, call->tiles, args.slot_expert, args.mode, args.region >= 0, group.cost,
-                work.scratch, shape, work.schedule);
+  choose_hubs(team, t, call->tiles, shape, args.mode, args.region >= 0, group.cost, work.scratch,
+              work.schedule);
   build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
 }
 
@@ -131,10 +131,9 @@ UEC_HD inline void fill_segments(const GroupTables& group, const ReduceArgs& arg
 }
 template <class Team>
 UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& args,
-                      ScheduleArrays& work, PlanShape* shape, Call* call) {
+                      const PlanShape& shape, ScheduleArrays& work, Call* call) {
   const Topology& t = group.topology;
-  make_reduction(team, t, call->tiles, args.slot_expert, args.mode, group.cost, work.scratch, shape,
-                 work.schedule);
+  choose_sums(team, t, call->tiles, shape, args.mode, group.cost, work.schedule);
   build_reductions(team, t, call->tiles, work.schedule, group.main_idx, group.rank, args.zero,
                    call->work);
 }
@@ -158,7 +157,10 @@ UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
-  fill_call(team, group, args, work, shape, call);
+  const PlanShape own =
+      collect_replicas(team, group.topology, args.slot_expert, work.scratch, work.schedule);
+  if (team.leader()) *shape = own;
+  fill_call(team, group, args, own, work, call);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,
                    work.schedule.mode);
 }

@@ -65,7 +65,6 @@ struct PrepareShared {
   GroupTables tables;
   Call call;
   PrepareArrays arrays;
-  PlanShape shape;
   ReplicateArgs args;
   ReduceArgs reduce;
   uint64_t digest;  // up to the mode

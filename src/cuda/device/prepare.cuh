@@ -72,11 +72,12 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   reduce.zero = device.zero != 0;
 }
 
-// By a warp: where the arrays lie. Null pointers and zeros stay.
-UEC_DEVICE void place_arrays(const RankState& known, PrepareShared& made) {
-  const auto* const from = reinterpret_cast<const uint64_t*>(&known.spare);
-  auto* const to = reinterpret_cast<uint64_t*>(&made.arrays);
-  for (uint32_t i = Warp::index(); i < sizeof(PrepareArrays) / sizeof(uint64_t); i += Warp::size())
+// By a warp: where arrays lie. Null pointers and zeros stay.
+template <class Arrays>
+UEC_DEVICE void place_spare(const Arrays& spare, PrepareShared& made, Arrays* arrays) {
+  const auto* const from = reinterpret_cast<const uint64_t*>(&spare);
+  auto* const to = reinterpret_cast<uint64_t*>(arrays);
+  for (uint32_t i = Warp::index(); i < sizeof(Arrays) / sizeof(uint64_t); i += Warp::size())
     to[i] = from[i] == 0 ? 0 : from[i] + reinterpret_cast<uint64_t>(&made);
   Warp::sync();
 }
@@ -155,11 +156,12 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// By a warp, while another one checks the plan: the arguments, and the call's tiles.
+// By a warp, while another one checks the plan and collects its replicas: the arguments, and the
+// call's tiles.
 template <Operation kOperation>
 UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
                          PrepareShared& made) {
-  place_arrays(known, made);
+  place_spare(known.spare.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
     gather_arguments(known, device, tag, made);
     fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
@@ -191,17 +193,23 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
   if (is_last) take_plan<kOperation>(known, device, tag, made);
   Wait refusal;
+  PlanShape shape;
   if (warp == 0) {
+    ScheduleArrays& work = made.arrays.schedule;
+    place_spare(known.spare.schedule, made, &work);
     refusal = find_refusal(known, device);
     if (Warp::leader()) prepared = refusal.seen == 0;
+    if (refusal.seen == 0)
+      shape = collect_replicas(Warp{}, topology_of(known),
+                               reinterpret_cast<const int32_t*>(device.slot_expert), work.scratch,
+                               work.schedule);
   }
   ptx::sync_block();
   if (!prepared) return refusal;
   if (is_last) digest_plan<kOperation>(known, device, made);
-  if (warp == 0) {
-    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.arrays.schedule,
-              &made.shape, &made.call);
-  }
+  if (warp == 0)
+    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), shape, made.arrays.schedule,
+              &made.call);
   ptx::sync_block();
   Wait missing;
   if (warp != 0) return missing;
