@@ -295,7 +295,7 @@ ultraep_add_prepare_mutant(counts_not_zero_yet schedule/schedule
   for (int32_t at = 0; at < ranks.begin * slots; ++at) placed += slot_expert[at] >= 0;]])
 
 ultraep_add_prepare_mutant(empty_slots_listed schedule/schedule
-  FIND [[      if (alone || e >= 0) {]]
+  FIND [[      if (alone || is_expert(e)) {]]
   REPLACE [[      {]])
 
 ultraep_add_prepare_mutant(absent_experts_listed schedule/schedule

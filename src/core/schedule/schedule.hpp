@@ -61,14 +61,17 @@ struct ScheduleScratch {
   uint64_t* shares = nullptr;  // [2 (R + X)]
 };
 
-// Collects the replicas of each expert. The plan has been validated. A team of one counts without
-// branching on the values: no branch predictor knows the next plan.
+// Collects the replicas of each expert. For a team of one the plan has been validated, and it
+// counts without branching on the values: no branch predictor knows the next plan. Of what is no
+// expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team>
 UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t* slot_expert,
                                     const ScheduleScratch& scratch, Schedule& s) {
   PlanShape shape;
   const int32_t slots = t.slots_per_rank;
   const bool alone = team.size() == 1;
+  const uint32_t num_legal = alone ? 1u << 31 : static_cast<uint32_t>(t.num_experts);
+  const auto is_expert = [&](int32_t e) { return static_cast<uint32_t>(e) < num_legal; };
   int32_t* const count = scratch.count + 1;  // of empty slots too, at -1
   int32_t* const filled = s.boundary;        // [R] slots; free until hubs are assigned
   UEC_ROLLED
@@ -77,7 +80,8 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) scratch.exports[r] = 0;
   const Run ranks = Run::of(team, t.num_ranks);
   uint32_t own = 0;
-  for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at) own += slot_expert[at] >= 0;
+  for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at)
+    own += is_expert(slot_expert[at]);
   auto placed = static_cast<int32_t>(team.sum_before(own));  // all counts are zero from here on
   int32_t max_imports = 0;
   UEC_ROLLED
@@ -86,11 +90,11 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
     UEC_ROLLED
     for (int32_t i = 0; i < slots; ++i, ++at) {
       const int32_t e = slot_expert[at];
-      if (alone || e >= 0) {
+      if (alone || is_expert(e)) {
         filled[placed] = at;
         team.add(&count[e], 1);
       }
-      placed += e >= 0;
+      placed += is_expert(e);
     }
     max_imports = max32(max_imports, placed - before);
   }

@@ -65,6 +65,7 @@ struct PrepareShared {
   GroupTables tables;
   Call call;
   PrepareArrays arrays;
+  PlanShape shape;
   ReplicateArgs args;
   ReduceArgs reduce;
   uint64_t digest;  // up to the mode

@@ -156,8 +156,7 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// By a warp, while another one checks the plan and collects its replicas: the arguments, and the
-// call's tiles.
+// By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
 template <Operation kOperation>
 UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
                          PrepareShared& made) {
@@ -184,31 +183,32 @@ UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, Pre
   if (Warp::leader()) made.digest = digest;
 }
 
-// By all threads: makes the block's image in shared memory, where `made` is. A refusal has its
-// reason in `seen`, in all threads of the first warp, and `prepared` is false.
+// By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
+// `seen`, in all threads of the warp that has found it, and `prepared` is false.
 template <Operation kOperation>
 UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
                             PrepareShared& made, int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
-  if (is_last) take_plan<kOperation>(known, device, tag, made);
   Wait refusal;
-  PlanShape shape;
+  if (is_last) {
+    take_plan<kOperation>(known, device, tag, made);
+    refusal = find_refusal(known, device);
+    if (Warp::leader()) prepared = refusal.seen == 0;
+  }
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
     place_spare(known.spare.schedule, made, &work);
-    refusal = find_refusal(known, device);
-    if (Warp::leader()) prepared = refusal.seen == 0;
-    if (refusal.seen == 0)
-      shape = collect_replicas(Warp{}, topology_of(known),
-                               reinterpret_cast<const int32_t*>(device.slot_expert), work.scratch,
-                               work.schedule);
+    const PlanShape shape = collect_replicas(Warp{}, topology_of(known),
+                                             reinterpret_cast<const int32_t*>(device.slot_expert),
+                                             work.scratch, work.schedule);
+    if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();
   if (!prepared) return refusal;
   if (is_last) digest_plan<kOperation>(known, device, made);
   if (warp == 0)
-    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), shape, made.arrays.schedule,
+    fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.shape, made.arrays.schedule,
               &made.call);
   ptx::sync_block();
   Wait missing;
@@ -233,7 +233,7 @@ UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(spare);
   const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made, shared.prepared);
-  if (refusal.seen != 0 && ptx::thread_idx() < ptx::kWarpSize) {
+  if (refusal.seen != 0) {
     Memory memory(shared.block);
     reject(shared.block, memory, refusal);
   }
