@@ -48,10 +48,10 @@ class Machine:
         fetch_us: what a worker's loads spend on a tile besides the time for its bytes.
         store_us: what its stores do.
         publish_us: of a flag to a peer.
-        gather_us: what a block of a reduction takes to load a tile of gradients from a peer,
-            besides ``load_us`` and the time for its bytes.
-        add_us: what it spends on a tile of one replica behind its load.
-        clear_us: what it spends on clearing a tile.
+        gather_us: what a block of a reduction spends on directing one addition, which is of
+            several tiles if experts are large.
+        add_us: what its adding warps spend on a tile of one replica behind its load.
+        clear_us: what they do on clearing a tile.
         unloaded_gbps: rate of a link while no other rank's link out is busy, at least both rates;
             between that and all links the time of a byte is taken to be linear. None: one rate.
         parallel: None: ranks have links. Else ranks are processes whose cores copy in one memory,
@@ -202,9 +202,9 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "fetch_us": 1.3,
     "store_us": 1.3,
     "publish_us": 0.7,
-    "gather_us": 4.0,
-    "add_us": 0.9,
-    "clear_us": 0.5,
+    "gather_us": 3.0,
+    "add_us": 0.5,
+    "clear_us": 0.3,
 }
 _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "call_us": 3.3,
@@ -218,9 +218,9 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "fetch_us": 1.35,
     "store_us": 1.5,
     "publish_us": 0.6,
-    "gather_us": 4.0,
-    "add_us": 0.9,
-    "clear_us": 0.5,
+    "gather_us": 2.5,
+    "add_us": 0.1,
+    "clear_us": 0.2,
 }
 _LAUNCH_US = 3.0  # published: 2 to 4
 
