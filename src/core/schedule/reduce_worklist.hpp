@@ -10,7 +10,7 @@ namespace detail {
 // Groups of an expert, or of each hub of it: for 64 blocks two each, so that who reads a hub's sums
 // is behind it by half of them at most.
 inline constexpr int32_t kGroups = 128;
-inline constexpr int32_t kMostUnits = 8;  // flag groups of a transfer in one of a hub
+inline constexpr int32_t kMostUnits = 2;  // flag groups in one of a hub: more delay the home
 
 // As WorklistBuilder: the counts are the same in every member; what it writes is shared.
 template <class Team>
