@@ -37,7 +37,7 @@ struct Machine {
   int64_t fetch_ps = 0;          // of a tile
   int64_t store_ps_of_tile = 0;  // likewise
   int64_t publish_ps = 0;        // of a flag
-  int64_t gather_ps = 0;         // until a worker that adds has issued and got a tile of an addend
+  int64_t gather_ps = 0;         // of handing an addition to who adds
   int64_t add_ps = 0;            // of adding a tile of a replica's gradients, behind its load
   int64_t clear_ps = 0;          // of clearing one
 

@@ -215,26 +215,27 @@ class ModelHerald : public DeliveryPolicy {
   }
 };
 
-// The adding warps of a block take one tile after another: loads of its addends take links, and
-// adding them takes time. Sums and main gradients are in its own memory.
+// A block's adding warps add one tile after another. They do not wait for each other, so that the
+// loads of two tiles are under way; these take links. Sums and main gradients are in its own
+// memory.
 class ModelAdder : public DeliveryPolicy {
  public:
-  ModelAdder(World& world, const Call& call, int32_t worker)
-      : world_(world), call_(call), worker_(worker) {}
+  ModelAdder(World& world, const Call& call, int32_t worker, Spent& spent)
+      : world_(world), call_(call), worker_(worker), spent_(spent) {}
 
-  bool vacant() const { return ticket() - done_ < kAhead; }
+  bool vacant() const { return taken_ - done_ < kAdditions; }
   template <class Source>
   void sum(uint8_t*, int32_t n, Source&& source, int64_t elements, GradType type) {
-    take(n, source, elements * bytes_of(type));
+    take(n, source, elements * bytes_of(type), world_.machine().add_ps * n);
   }
   template <class Source>
   void add(uint8_t*, GradType, int32_t n, Source&& source, int64_t elements, GradType type) {
-    take(n, source, elements * bytes_of(type));
+    take(n, source, elements * bytes_of(type), world_.machine().add_ps * n);
   }
-  void zero(uint8_t*, int64_t) {
-    take(0, [](int32_t) { return nullptr; }, 0);
+  void zero(uint8_t*, int64_t bytes) {
+    take(0, [](int32_t) { return nullptr; }, bytes, world_.machine().clear_ps);
   }
-  uint32_t ticket() const { return done_ + static_cast<uint32_t>(tiles_.size()); }
+  uint32_t ticket() const { return taken_; }
   template <class F>
   bool when_delivered(uint32_t ticket, F&& then) const {
     if (ticket > done_) return false;
@@ -245,54 +246,76 @@ class ModelAdder : public DeliveryPolicy {
 
   // ---- called by the agent
 
-  void note_loaded() {
-    if (--pending_ == 0) add_up();
+  void note_loaded(uint32_t tile) {
+    --tiles_[tile - first_].pending;
+    add_up();
   }
   void note_added() {
-    ++done_;
+    adding_ = false;
+    done_ += tiles_.front().ends;
     tiles_.pop_front();
-    if (!tiles_.empty()) begin();
+    ++first_;
+    begin();
   }
 
  private:
-  static constexpr uint32_t kAhead = 4;  // tiles
+  static constexpr uint32_t kAdditions = 4, kTiles = 2;  // taken ahead, and under way
 
   struct Tile {
     std::vector<Copy> loads;
-    int64_t takes;  // behind them
+    int64_t takes;         // behind them
+    bool ends;             // its addition
+    int64_t after;         // what its worker does first
+    int32_t pending = -1;  // loads; -1: they have not begun
   };
 
   template <class Source>
-  void take(int32_t n, Source&& source, int64_t bytes) {
-    const Machine& m = world_.machine();
-    Tile tile = {{}, n == 0 ? m.clear_ps : m.add_ps * n};
-    for (int32_t i = 0; i < n; ++i) {
-      Copy copy;
-      copy.from = rank_at(source(i));
-      copy.to = call_.rank;
-      copy.worker = worker_;
-      copy.bytes = bytes;
-      copy.is_load = true;
-      if (copy.from != copy.to) tile.loads.push_back(copy);
+  void take(int32_t n, Source&& source, int64_t bytes, int64_t takes) {
+    spent_.ps += world_.machine().gather_ps;
+    ++taken_;
+    for (int64_t left = bytes; left > 0; left -= call_.tiles.tile_bytes) {
+      const int64_t size = std::min(left, call_.tiles.tile_bytes);
+      Tile tile = {{}, takes, size == left, world_.now() + spent_.ps};
+      for (int32_t i = 0; i < n; ++i) {
+        Copy copy;
+        copy.from = rank_at(source(i));
+        copy.to = call_.rank;
+        copy.worker = worker_;
+        copy.bytes = size;
+        copy.is_load = true;
+        if (copy.from != copy.to) tile.loads.push_back(copy);
+      }
+      tiles_.push_back(std::move(tile));
     }
-    tiles_.push_back(std::move(tile));
-    if (tiles_.size() == 1) begin();
+    begin();
   }
   void begin() {
-    pending_ = static_cast<int32_t>(tiles_.front().loads.size());
-    for (const Copy& copy : tiles_.front().loads) world_.load(copy, world_.machine().gather_ps);
-    if (pending_ == 0) add_up();
+    for (uint32_t i = 0; i < kTiles && i < tiles_.size(); ++i) {
+      Tile& tile = tiles_[i];
+      if (tile.pending >= 0) continue;
+      tile.pending = static_cast<int32_t>(tile.loads.size());
+      for (Copy& copy : tile.loads) {
+        copy.stage = first_ + i;
+        world_.load(copy, std::max(tile.after - world_.now(), int64_t{0}));
+      }
+    }
+    add_up();
   }
   void add_up() {
-    world_.schedule(world_.now() + tiles_.front().takes, EventKind::kDelivered, worker_, 0, 0);
+    if (adding_ || tiles_.empty() || tiles_.front().pending != 0) return;
+    adding_ = true;
+    const int64_t begins = std::max(world_.now(), tiles_.front().after);
+    world_.schedule(begins + tiles_.front().takes, EventKind::kDelivered, worker_, 0, 0);
   }
 
   World& world_;
   const Call& call_;
   int32_t worker_;
-  std::deque<Tile> tiles_;  // the first is being added
-  int32_t pending_ = 0;     // loads of it
-  uint32_t done_ = 0;
+  Spent& spent_;
+  std::deque<Tile> tiles_;         // the first is being added
+  uint32_t first_ = 0;             // its number
+  uint32_t taken_ = 0, done_ = 0;  // additions
+  bool adding_ = false;
 };
 
 }  // namespace uec::model

@@ -271,7 +271,7 @@ class TransferAgent {
 class ReductionAgent {
  public:
   explicit ReductionAgent(const Context& c)
-      : adder_(c.world, c.call, c.id),
+      : adder_(c.world, c.call, c.id, c.spent),
         reducer_(c.call, c.memory, adder_, c.scratch, held_, c.stripe()) {}
 
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
@@ -291,7 +291,7 @@ class ReductionAgent {
     ended_ |= step == Step::kFinished;
     return step;
   }
-  void note_loaded(uint32_t) { adder_.note_loaded(); }
+  void note_loaded(uint32_t tile) { adder_.note_loaded(tile); }
   void note_delivered(uint32_t) { adder_.note_added(); }
 
  private:

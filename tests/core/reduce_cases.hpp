@@ -23,8 +23,8 @@ struct ReduceCase {
 
   ReduceCase(PlanCase drawn, Random& random) : ReduceCase(std::move(drawn)) {
     const std::vector<std::vector<int64_t>> payloads{
-        {100}, {3 << 20, 4}, {8, 200'000, (64 << 10) + 4}, {(32 << 10) + 4}};
-    for (const int64_t bytes : payloads[draw(random, 0, 3)])
+        {100}, {3 << 20, 4}, {8, 200'000, (64 << 10) + 4}, {(32 << 10) + 4}, {20 << 20, 100}};
+    for (const int64_t bytes : payloads[draw(random, 0, 4)])
       add_segment(bytes, static_cast<uec::GradType>(draw(random, 0, 1)),
                   static_cast<uec::GradType>(draw(random, 0, 1)));
     // A slow store, hop or group makes one mode or the other cheaper.

@@ -325,7 +325,7 @@ ultraep_add_device_mutant(reduce_published_before_all_lanes_have_stored PROGRAM 
     // Its release]]
   REPLACE [[    // Its release]])
 
-ultraep_add_device_mutant(reduce_published_before_all_warps_have_stored PROGRAM test_reduce
+ultraep_add_device_mutant(reduce_published_before_all_warps_have_stored HANGS PROGRAM test_reduce
   FILE cuda/device/adder.cuh
   FIND [[static_cast<uint32_t>(detail::Adders::warps())]]
   REPLACE [[1]])
@@ -372,7 +372,7 @@ ultraep_add_device_mutant(reduce_readers_not_awaited PROGRAM test_reduce
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kConsumed) return kAll;]])
 
-ultraep_add_device_mutant(reduce_addition_replaced_under_lanes PROGRAM test_reduce
+ultraep_add_device_mutant(reduce_addition_replaced_under_lanes HANGS PROGRAM test_reduce
   FILE cuda/device/adder.cuh
   FIND [[    return taken_ - done_ < kAdditions ||]]
   REPLACE [[    return true ||]])

@@ -298,8 +298,8 @@ mutant(pulled_ignored core/transfer/announce.hpp
   REPLACE [[    if (verdict == Verdict::kArrived || e.kind == Expected::kPulled) return kAll;]])
 
 mutant(skipped_tail core/schedule/tiles.hpp
-  FIND [[min64(tile_bytes, bytes[i] - offset)]]
-  REPLACE [[min64(tile_bytes, bytes[i] - offset) & ~int64_t{15}]])
+  FIND [[min64((end - tile) * tile_bytes, bytes[i] - offset)]]
+  REPLACE [[min64((end - tile) * tile_bytes, bytes[i] - offset) & ~int64_t{15}]])
 
 mutant(flag_not_read_again core/transfer/protocol.hpp
   FIND [[  *seen = memory.observe(offset);
@@ -404,12 +404,14 @@ mutant(sums_of_slots_in_one_place core/transfer/layout.hpp
   REPLACE [[{ return sums_base; }]])
 
 mutant(sums_beyond_their_range core/transfer/reducer.hpp
-  FIND [[    const int64_t nth = tile - r.begin * call_.tiles.group_tiles;]]
+  FIND [[    const int64_t nth = tile - r.tile;]]
   REPLACE [[    const int64_t nth = tile;]])
 
 mutant(ranges_overlap core/schedule/reduce_worklist.hpp
-  FIND [[      add({Reduction::kSum, expert, begin, end,]]
-  REPLACE [[      add({Reduction::kSum, expert, begin - (begin > 0), end,]])
+  FIND [[      cut(x, own, &sum);]]
+  REPLACE [[      cut(x, own, &sum);
+      sum.tile -= sum.begin > 0 ? sum.group_tiles : 0;
+      sum.begin -= sum.begin > 0;]])
 
 mutant(mode_left_out_of_the_digest core/transfer/prepare.hpp
   FIND [[static_cast<uint64_t>(mode) << 1 | args.zero]]
@@ -428,15 +430,12 @@ mutant(cleared_early core/transfer/reducer.hpp
       const Expected& reader]])
 
 mutant(cleared_before_the_home_has_read core/schedule/reduce_worklist.hpp
-  FIND [[ first_reader,
-           num_expected - first_reader});]]
-  REPLACE [[ first_reader + 1,
-           num_expected - first_reader - 1});]])
+  FIND [[false,  first_reader, num_expected - first_reader};]]
+  REPLACE [[false,  first_reader + 1, num_expected - first_reader - 1};]])
 
 mutant(cleared_before_the_hubs_have_read core/schedule/reduce_worklist.hpp
-  FIND [[ first_reader,
-           num_expected - first_reader});]]
-  REPLACE [[ first_reader, 1});]])
+  FIND [[false,  first_reader, num_expected - first_reader};]]
+  REPLACE [[false,  first_reader, 1};]])
 
 mutant(consumed_not_awaited core/transfer/announce.hpp
   FIND [[    if (verdict == Verdict::kArrived) return kAll;]]
@@ -496,12 +495,12 @@ mutant(blocked_home_item_first core/transfer/stripe.hpp
                 : own.movable & 1))
         continue;]])
 mutant(blocked_home_item_first core/transfer/reducer.hpp
-  FIND [=[    do_tile(call_.work.reductions[piece_], tile_++);]=]
+  FIND [=[    do_tiles(call_.work.reductions[piece_]);]=]
   REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,
                                group_ - call_.work.reductions[piece_].begin, &fault_) !=
         Verdict::kArrived)
       return Step::kBlocked;
-    do_tile(call_.work.reductions[piece_], tile_++);]=])
+    do_tiles(call_.work.reductions[piece_]);]=])
 
 mutant(aborts_unread_by_the_home core/transfer/reducer.hpp
   FIND [[      if (aborter_ >= 0) {]]

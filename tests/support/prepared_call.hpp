@@ -162,6 +162,9 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
     CHECK_EQ(left.expert, right.expert);
     CHECK_EQ(left.begin, right.begin);
     CHECK_EQ(left.end, right.end);
+    CHECK_EQ(left.tile, right.tile);
+    CHECK_EQ(left.end_tile, right.end_tile);
+    CHECK_EQ(left.group_tiles, right.group_tiles);
     CHECK_EQ(left.idx, right.idx);
     CHECK_EQ(left.home, right.home);
     CHECK_EQ(left.main_idx, right.main_idx);

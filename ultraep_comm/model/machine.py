@@ -48,10 +48,10 @@ class Machine:
         fetch_us: what a worker's loads spend on a tile besides the time for its bytes.
         store_us: what its stores do.
         publish_us: of a flag to a peer.
-        gather_us: what a block of a reduction takes to load a tile of gradients from a peer,
-            besides ``load_us`` and the time for its bytes.
-        add_us: what it spends on a tile of one replica behind its load.
-        clear_us: what it spends on clearing a tile.
+        gather_us: what a block of a reduction spends on directing one addition, which is of
+            several tiles if experts are large.
+        add_us: what its adding warps spend on a tile of one replica behind its load.
+        clear_us: what they do on clearing a tile.
         unloaded_gbps: rate of a link while no other rank's link out is busy, at least both rates;
             between that and all links the time of a byte is taken to be linear. None: one rate.
         parallel: None: ranks have links. Else ranks are processes whose cores copy in one memory,
@@ -191,36 +191,36 @@ class Machine:
 # of 1 to 4 MiB among 2 to 8 ranks, and held to them by tests/ptx/test_charged_model.py. That hubs
 # read memory twice is in `fetch_us`; what memory carries, several times a link, is not charged.
 _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in near caches
-    "call_us": 4.5,
-    "leave_us": 2.5,
-    "deliver_us": 1.5,
+    "call_us": 1.4,
+    "leave_us": 1.4,
+    "deliver_us": 2.1,
     "flag_us": 1.25,
-    "load_us": 1.95,
+    "load_us": 2.1,
     "schedule_us": 5.1,
     "schedule_replica_us": 0.25,
-    "look_us": 0.7,
+    "look_us": 0.65,
     "fetch_us": 1.3,
-    "store_us": 1.3,
-    "publish_us": 0.7,
-    "gather_us": 4.0,
-    "add_us": 0.9,
-    "clear_us": 0.5,
+    "store_us": 1.35,
+    "publish_us": 0.5,
+    "gather_us": 3.0,
+    "add_us": 0.5,
+    "clear_us": 0.3,
 }
 _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
-    "call_us": 3.3,
-    "leave_us": 4.6,
-    "deliver_us": 2.4,
-    "flag_us": 1.95,
-    "load_us": 3.7,
+    "call_us": 2.3,
+    "leave_us": 1.2,
+    "deliver_us": 2.2,
+    "flag_us": 1.75,
+    "load_us": 3.95,
     "schedule_us": 6.1,
     "schedule_replica_us": 0.26,
-    "look_us": 1.1,
-    "fetch_us": 1.35,
+    "look_us": 0.9,
+    "fetch_us": 1.8,
     "store_us": 1.5,
-    "publish_us": 0.6,
-    "gather_us": 4.0,
-    "add_us": 0.9,
-    "clear_us": 0.5,
+    "publish_us": 0.5,
+    "gather_us": 2.5,
+    "add_us": 0.1,
+    "clear_us": 0.2,
 }
 _LAUNCH_US = 3.0  # published: 2 to 4
 

@@ -7,6 +7,11 @@ namespace uec {
 
 namespace detail {
 
+// Groups of an expert, or of each hub of it: for 64 blocks two each, so that who reads a hub's sums
+// is behind it by half of them at most.
+inline constexpr int32_t kGroups = 128;
+inline constexpr int32_t kMostUnits = 2;  // flag groups in one of a hub: more delay the home
+
 // As WorklistBuilder: the counts are the same in every member; what it writes is shared.
 template <class Team>
 struct ReductionBuilder {
@@ -38,12 +43,37 @@ struct ReductionBuilder {
     ++num_reductions;
   }
 
+  // Into groups: range `range`, of that hub, or (0) the whole expert, of which nobody flags groups.
+  // A group costs who directs the same whatever its size, so large experts have larger ones.
+  UEC_HD void cut(int32_t x, int32_t range, Reduction* r) const {
+    const int32_t n = s.num_replicas(x);
+    const int32_t* const bounds = s.boundaries(x);
+    const int32_t unit = tiles.group_tiles;
+    const auto all = static_cast<int32_t>(tiles.num_tiles());
+    if (range == 0) {
+      r->group_tiles = max32(unit, quotient(all + kGroups - 1, kGroups));
+      r->begin = r->tile = 0;
+      r->end_tile = all;
+    } else {
+      const int32_t units = max32(1, min32(kMostUnits, quotient(bounds[n + 1], n * kGroups)));
+      r->group_tiles = units * unit;
+      // Hubs' groups have flags of their own: a range has at most one more than its share.
+      r->begin = units == 1 ? bounds[range] : quotient(bounds[range], units) + range - 1;
+      r->tile = bounds[range] * unit;
+      r->end_tile = min32(bounds[range + 1] * unit, all);
+    }
+    r->end = r->begin + quotient(r->end_tile - r->tile + r->group_tiles - 1, r->group_tiles);
+  }
+  UEC_HD static int32_t quotient(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+  }
+
   UEC_STEP void add_home(int32_t x, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
     const int32_t n = s.num_replicas(x);
-    const Reduction all = {Reduction::kAdd, s.expert[x], bounds[0],   bounds[1], main_idx, rank,
-                           main_idx,        false,       num_sources, n};
+    Reduction all = {Reduction::kAdd, s.expert[x], main_idx, rank, main_idx, false, num_sources, n};
     if (bounds[1] > bounds[0]) {
+      cut(x, 0, &all);
       add(all);
       add_sources(x);
     }
@@ -57,8 +87,7 @@ struct ReductionBuilder {
         put_source(to, i);
         team.set(&w.opens[s.replica_rank[i]]);  // it flags its sums here
         Reduction one = all;
-        one.begin = bounds[hub];
-        one.end = bounds[hub + 1];
+        cut(x, hub, &one);
         one.of_hub = true;
         one.first = to;
         one.count = 1;
@@ -82,7 +111,9 @@ struct ReductionBuilder {
     const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
     if (end > begin) {
       if (team.leader()) team.set(&w.needs[home]);
-      add({Reduction::kSum, expert, begin, end, slot, home, main_idx, false, num_sources, n});
+      Reduction sum = {Reduction::kSum, expert, slot, home, main_idx, false, num_sources, n};
+      cut(x, own, &sum);
+      add(sum);
       add_sources(x);
     }
     // All readers of this slot: the home, for its own range or for ours, and the other hubs.
@@ -100,9 +131,11 @@ struct ReductionBuilder {
                      slot);
       num_expected += counted.all;
     }
-    if (zero)
-      add({Reduction::kZero, expert, 0, bounds[n + 1], slot, home, main_idx, false, first_reader,
-           num_expected - first_reader});
+    if (!zero) return;
+    Reduction clear = {Reduction::kZero, expert, slot,         home,
+                       main_idx,         false,  first_reader, num_expected - first_reader};
+    cut(x, 0, &clear);
+    add(clear);
   }
 };
 

@@ -43,11 +43,14 @@ struct TileMap {
     return static_cast<int32_t>(divide(num_tiles() + group_tiles - 1, group_tiles));
   }
 
-  UEC_HD TileSpan span(int64_t tile) const {
+  UEC_HD TileSpan span(int64_t tile) const { return span(tile, tile + 1); }
+  // Of tiles up to `end`, as far as they are of one segment.
+  UEC_HD TileSpan span(int64_t tile, int64_t end) const {
     int32_t i = 0;
     while (tile >= first_tile[i + 1]) ++i;  // few segments, and the first is usually the largest
     const int64_t offset = (tile - first_tile[i]) * tile_bytes;
-    return {segment[i], offset, static_cast<int32_t>(min64(tile_bytes, bytes[i] - offset))};
+    return {segment[i], offset,
+            static_cast<int32_t>(min64((end - tile) * tile_bytes, bytes[i] - offset))};
   }
 };
 

@@ -58,13 +58,15 @@ struct Reduction {
     kZero,  // the owner of a slot: clears it, after its readers are done
   } kind;
   int32_t expert;
-  int32_t begin, end;      // groups
   int32_t idx;             // this rank's slot; kAdd: main index
   int32_t home, main_idx;  // kSum: the rank to tell of each sum, and the expert's index there
   bool of_hub;             // kAdd: of one hub's sums; else of the replicas themselves
   // kSum, kAdd: the slots that are read, by ascending rank: indices into destinations. kZero: the
   // flags that have to arrive before: indices into expected.
   int32_t first, count;
+  int32_t begin = 0, end = 0;      // groups, numbered as their flags are
+  int32_t tile = 0, end_tile = 0;  // what they consist of,
+  int32_t group_tiles = 0;         // but for the last one so many each
 };
 
 // Capacities, with R replicas in the plan and M mains on this rank: tasks M + S, pieces M + R + S,

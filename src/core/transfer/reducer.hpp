@@ -156,7 +156,7 @@ class Reducer {
                                                                      : taken;
       begin_group(at);
     }
-    do_tile(call_.work.reductions[piece_], tile_++);
+    do_tiles(call_.work.reductions[piece_]);
     if (tile_ == end_tile_) hold_group();
     return Step::kProgress;
   }
@@ -171,9 +171,8 @@ class Reducer {
   UEC_HD void begin_group(int32_t at) {
     const Reduction& r = call_.work.reductions[piece_];
     group_ = r.begin + at;
-    tile_ = group_ * call_.tiles.group_tiles;
-    end_tile_ =
-        static_cast<int32_t>(min64(tile_ + call_.tiles.group_tiles, call_.tiles.num_tiles()));
+    tile_ = r.tile + at * r.group_tiles;
+    end_tile_ = min32(tile_ + r.group_tiles, r.end_tile);
   }
 
   UEC_HD void hold_group() {
@@ -183,8 +182,12 @@ class Reducer {
     piece_ = -1;
   }
 
-  UEC_STEP void do_tile(const Reduction& r, int32_t tile) {
-    const TileSpan span = call_.tiles.span(tile);
+  // The group's next tiles, up to the end of their segment: one addition.
+  UEC_STEP void do_tiles(const Reduction& r) {
+    const int32_t tile = tile_;
+    const TileSpan span = call_.tiles.span(tile, end_tile_);
+    tile_ += static_cast<int32_t>(
+        divide(span.bytes + call_.tiles.tile_bytes - 1, call_.tiles.tile_bytes));
     const GradType type = call_.grads.type[span.segment];
     const int64_t elements = elements_of(span.bytes, type);
     const Destination* const from = call_.work.destinations + r.first;
@@ -222,7 +225,7 @@ class Reducer {
   UEC_HD uint8_t* in_sums(const Reduction& r, const Destination& hub, const TileSpan& span,
                           int32_t tile) const {
     if (call_.grads.type[span.segment] == GradType::kFloat32) return in_slot(hub, span);
-    const int64_t nth = tile - r.begin * call_.tiles.group_tiles;
+    const int64_t nth = tile - r.tile;
     return call_.addresses.bases[hub.rank] + call_.layout.sums(hub.slot) +
            nth * call_.tiles.tile_bytes *
                (bytes_of(GradType::kFloat32) / bytes_of(GradType::kBFloat16));

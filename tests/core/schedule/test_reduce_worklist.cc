@@ -21,8 +21,8 @@ using Consumed = std::tuple<int32_t, int32_t, int32_t>;         // owner, slot, 
 using Summed = std::tuple<int32_t, int32_t, int32_t, int32_t>;  // home, main, group, hub
 
 struct Sums {
-  std::map<Slot, std::vector<int32_t>> reads;     // per group of a filled slot
-  std::map<int32_t, std::vector<int32_t>> added;  // per group of a replicated expert
+  std::map<Slot, std::vector<int32_t>> reads;     // per tile of a filled slot
+  std::map<int32_t, std::vector<int32_t>> added;  // per tile of a replicated expert
   std::set<Consumed> published, expected;
   std::set<Summed> flagged, awaited;
   std::set<std::pair<int32_t, int32_t>> touches;  // (owner of memory, who reads it or flags there)
@@ -47,10 +47,10 @@ std::vector<Slot> sources_of(const uec::Worklist& w, const Reduction& r) {
 }
 
 void add_clearing(const PlanCase& c, int32_t rank, const uec::Worklist& w, const Reduction& r,
-                  int64_t groups, Sums& sums) {
+                  int64_t tiles, Sums& sums) {
   CHECK_EQ(c.slot_expert[rank * c.slots_per_rank + r.idx], r.expert);
-  CHECK_EQ(r.begin, 0);
-  CHECK_EQ(r.end, groups);
+  CHECK_EQ(r.tile, 0);
+  CHECK_EQ(r.end_tile, tiles);
   ++sums.cleared;
   // Waits for all readers of the slot, and for no other rank.
   for (int32_t i = 0; i < w.num_expected; ++i)
@@ -73,7 +73,7 @@ void add_reading(const PlanCase& c, int32_t rank, const uec::Worklist& w, const 
     CHECK_EQ(rank, home);
     CHECK_EQ(r.idx, c.main_idx()[r.expert]);
     CHECK_EQ(r.main_idx, r.idx);
-    for (int32_t g = r.begin; g < r.end; ++g) ++sums.added[r.expert][g];
+    for (int32_t i = r.tile; i < r.end_tile; ++i) ++sums.added[r.expert][i];
     if (r.of_hub) {
       CHECK_EQ(r.count, 1);
       CHECK(std::find(replicas.begin(), replicas.end(), sources[0]) != replicas.end());
@@ -84,7 +84,7 @@ void add_reading(const PlanCase& c, int32_t rank, const uec::Worklist& w, const 
     }
   }
   for (const auto& [owner, slot] : sources) {
-    for (int32_t g = r.begin; g < r.end && !r.of_hub; ++g) ++sums.reads[{owner, slot}][g];
+    for (int32_t i = r.tile; i < r.end_tile && !r.of_hub; ++i) ++sums.reads[{owner, slot}][i];
     if (owner == rank) continue;
     sums.touches.insert({owner, rank});
     CHECK(sums.published.insert({owner, slot, rank}).second);
@@ -97,9 +97,11 @@ void add_rank(const ReduceCase& c, int32_t rank, const Given& given, Sums& sums)
   CHECK_EQ(w.num_pieces, 0);
   for (int32_t i = 0; i < w.num_reductions; ++i) {
     const Reduction& r = w.reductions[i];
-    CHECK(r.begin < r.end);
+    CHECK(r.group_tiles >= given.call.tiles.group_tiles);
+    CHECK(0 <= r.begin && r.begin < r.end && r.end <= given.call.tiles.num_groups());
+    CHECK_EQ(r.end - r.begin, uec::ceil_div(r.end_tile - r.tile, r.group_tiles));
     if (r.kind == Reduction::kZero)
-      add_clearing(c.plan, rank, w, r, given.call.tiles.num_groups(), sums);
+      add_clearing(c.plan, rank, w, r, given.call.tiles.num_tiles(), sums);
     else
       add_reading(c.plan, rank, w, r, sums);
   }
@@ -120,11 +122,11 @@ void check_case(const ReduceCase& c) {
   for (int32_t e = 0; e < plan.num_experts; ++e) {
     const std::vector<Slot> replicas = replicas_of(plan, e);
     if (replicas.empty()) continue;
-    const int64_t groups = first.call.tiles.num_groups();
-    sums.added[e].resize(groups);
+    const int64_t tiles = first.call.tiles.num_tiles();
+    sums.added[e].resize(tiles);
     sums.involved.insert(plan.home[e]);
     for (const Slot& slot : replicas) {
-      sums.reads[slot].resize(groups);
+      sums.reads[slot].resize(tiles);
       sums.involved.insert(slot.first);
     }
   }

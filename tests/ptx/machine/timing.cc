@@ -170,16 +170,18 @@ Wait Machine::place_of(const Block& block, uint64_t address) const {
 }
 
 // Bytes to or from a peer pass one rank's link on their way out, and the other's on their way in:
-// the switch between them holds up nobody. Returns when the last has.
+// the switch between them holds up nobody. Returns when the last has. A link's clock counts bytes,
+// of which a cycle has `link_bytes`: a lane's load takes less than a cycle, a warp's does not.
 uint64_t Machine::over_link(const Block& block, uint64_t address, uint32_t bytes, bool inwards,
                             uint64_t at) {
   const int32_t peer = owner_of(address);
+  const auto of_cycle = static_cast<uint64_t>(costs_.link_bytes);
   uint64_t& out = link_free_[{inwards ? peer : block.rank, true}];
   uint64_t& in = link_free_[{inwards ? block.rank : peer, false}];
-  const uint64_t begin = std::max(at, out), takes = bytes / costs_.link_bytes;
-  out = begin + takes;
-  in = std::max(begin, in) + takes;
-  return in;
+  const uint64_t begin = std::max(at * of_cycle, out);
+  out = begin + bytes;
+  in = std::max(begin, in) + bytes;
+  return in / of_cycle;
 }
 
 void Machine::apply_events() {
