@@ -12,8 +12,8 @@
 
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
+#include "cuda/device/tables.hpp"
 #include "cuda/launcher.hpp"
-#include "cuda/tables.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
 

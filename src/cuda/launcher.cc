@@ -7,7 +7,7 @@
 
 #include "cuda/device/block.hpp"
 #include "cuda/device/load_block.hpp"
-#include "cuda/tables.hpp"
+#include "cuda/device/tables.hpp"
 
 namespace uec::cuda {
 namespace {

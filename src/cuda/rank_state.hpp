@@ -8,7 +8,7 @@
 
 #include "core/base/digest.hpp"
 #include "cuda/device/block.hpp"
-#include "cuda/tables.hpp"
+#include "cuda/device/tables.hpp"
 #include "engine/config.hpp"
 
 namespace uec::cuda {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cuda/device/block.hpp"
+#include "cuda/device/tables.hpp"
 #include "cuda/engine.hpp"
-#include "cuda/tables.hpp"
 #include "engine_ranks.hpp"
 #include "host/prepared.hpp"
 

@@ -253,7 +253,6 @@ inline constexpr int64_t kPrepareBytes = 1536;  // of PrepareShared
 inline constexpr int32_t kLayout[] = {
     sizeof(CallHeader),
     offsetof(CallHeader, body),
-    offsetof(CallBody, work),
     offsetof(CallBody, arrived),
     sizeof(Status),
     offsetof(Status, report),

@@ -9,7 +9,7 @@
 
 #include "core/base/team.hpp"
 #include "core/transfer/call_arrays.hpp"
-#include "cuda/tables.hpp"
+#include "cuda/device/tables.hpp"
 
 namespace uec::cuda {
 

@@ -26,7 +26,7 @@ struct LoadShared {
 // Behind it; a plan may lie over it once the table has been copied.
 struct LoadBlock {
   int32_t* row;       // [E] counts: of this block, then of this rank. The tile that is stored
-  uint64_t* bases;    // [G] copies: see nearby.cuh
+  uint64_t* bases;    // [G] copies
   uint8_t* sent;      // [G] of Gather
   uint8_t* involved;  // [G] all ranks
 
