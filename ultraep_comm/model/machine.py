@@ -203,8 +203,8 @@ _FAST_WORKERS: dict[str, Any] = {  # tests/ptx/clock_a.env: flags and tables in 
     "store_us": 1.35,
     "publish_us": 0.5,
     "gather_us": 3.0,
-    "add_us": 0.5,
-    "clear_us": 0.3,
+    "add_us": 0.8,
+    "clear_us": 0.2,
 }
 _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "call_us": 2.3,
@@ -218,8 +218,8 @@ _SLOW_WORKERS: dict[str, Any] = {  # clock_b.env: in far ones, or in memory
     "fetch_us": 1.8,
     "store_us": 1.5,
     "publish_us": 0.5,
-    "gather_us": 2.5,
-    "add_us": 0.1,
+    "gather_us": 3.1,
+    "add_us": 0.8,
     "clear_us": 0.2,
 }
 _LAUNCH_US = 3.0  # published: 2 to 4

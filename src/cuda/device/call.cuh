@@ -77,8 +77,7 @@ UEC_DEVICE void take_call(CallShared& shared, std::byte* block, std::byte* copy)
   const RankState& known = shared.known;
   Call& call = shared.block.call;
   const bool has_room = shared.header.bytes <= kNearbyBytes;
-  // The counters behind them may be copied too: nobody looks there.
-  const int32_t quads = has_room ? (shared.header.bytes + 15) / 16 : 0;
+  const int32_t quads = has_room ? shared.header.bytes / 16 : 0;
   const auto* const from = reinterpret_cast<const uint4*>(block + kHeaderBytes);
   if (ptx::thread_idx() == ptx::kWarpSize)
     call.epoch.record = CallRecord::make(call.epoch.number, mix(known.digest, shared.header.digest),

@@ -95,14 +95,15 @@ UEC_HD inline int64_t call_block_bytes(const Capacity& c) {
 template <class Team>
 UEC_HD void pack_arrays(Team team, const CallBody& call, const Capacity& c, const void* tables_end,
                         std::byte* block) {
-  auto* to = reinterpret_cast<uint64_t*>(block + kHeaderBytes);
+  int64_t at = kHeaderBytes;
   detail::for_each_run(call, c, tables_end, [&](const void* begin, const void* end, uint32_t) {
     const int32_t words = detail::padded_bytes(begin, end) / 8;
     const auto* const from = static_cast<const uint64_t*>(begin);
+    auto* const to = reinterpret_cast<uint64_t*>(block + at);
     for (int32_t i = team.index(); i < words; i += team.size()) to[i] = from[i];
-    to += words;
+    at += words * static_cast<int64_t>(sizeof(uint64_t));
   });
-  auto* const arrived = reinterpret_cast<int32_t*>(to);
+  auto* const arrived = reinterpret_cast<int32_t*>(block + round_up(at, 16));
   const int32_t counters = max32(call.work.num_tasks, call.work.num_reductions);
   for (int32_t i = team.index(); i < counters; i += team.size()) arrived[i] = 0;
 }
@@ -124,6 +125,7 @@ UEC_HD void pack_header(Team team, const CallBody& call, const Capacity& c, cons
       at += detail::padded_bytes(begin, end);
     };
     detail::for_each_run(call, c, tables_end, move);
+    at = round_up(at, 16);  // is copied in quads, and without the counters
     detail::store_word(header.body, i, i == kArrived ? static_cast<uint64_t>(at) : word);
   }
   pointers = team.sum(pointers);

@@ -30,7 +30,7 @@ UEC_ROLE void fetch_all(BlockShared& shared) {
                      capacity.pieces(), &scratch);
   Fetcher<Memory, Mover> fetcher(block.call, memory, mover, scratch,
                                  {ptx::block_x(), ptx::num_blocks_x()});
-  if (drive(fetcher, block, block.clock, memory)) return;
+  if (may_begin(block, memory) && drive(fetcher, block, block.clock, memory)) return;
   while (fetcher.drain_step() != Step::kFinished) ptx::pause();
 }
 
@@ -41,9 +41,9 @@ UEC_ROLE void store_all(BlockShared& shared) {
   Memory memory(block);
   Mover mover = make_mover<Mover>(shared);
   Storer<Memory, Mover> storer(block.call, memory, mover, shared.held);
-  // While the fetch side begins: it only reads.
-  const bool begins = !has_failed(block) && may_begin(block, memory);
-  for (uint32_t idle = 0; begins;) {
+  const auto stops = [&] { return Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0; };
+  bool goes_on = !stops();
+  for (uint32_t idle = 0; goes_on;) {
     const Step step = storer.step();
     if (step == Step::kFinished) return;
     if (step == Step::kFailed) {
@@ -52,7 +52,7 @@ UEC_ROLE void store_all(BlockShared& shared) {
       break;
     }
     if (step != Step::kProgress && ++idle % 8 != 0) continue;  // what comes next is rarely far
-    if (Warp::share(ptx::load_shared_relaxed(&block.stop)) != 0) break;
+    goes_on = !stops();
     if (step != Step::kProgress) ptx::pause();
   }
   while (storer.drain_step() != Step::kFinished) ptx::pause();
