@@ -41,7 +41,7 @@ def cost_constants(num_ranks: int) -> tuple[int, int, int, int, int]:
     A link of 710 GB/s and memory of 3.3 TB/s: published values of a 72-GPU NVLink rack. A flag
     group and a hop: as `ultraep_comm.model` has them for "nvl72". Not measured on a device.
     """
-    return (1_440, 310, 22_000, 6_800_000, 100 * num_ranks)
+    return (1_440, 310, 18_000, 7_200_000, 100 * num_ranks)
 
 
 def find_nvshmem_device() -> tuple[Device, Runtime, Kernels]:
