@@ -38,7 +38,11 @@ TRANSFERS = [
 # Replicas, KiB of fp32 gradients, blocks, adding warps, mode.
 REDUCTIONS = [
     *(f"reduce:{replicas},512,8,16,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)),
-    *(f"reduce:{of},16,{mode}" for of in ("1,8192,16", "2,8192,16", "2,8192,64") for mode in (1, 2)),
+    *(
+        f"reduce:{of},16,{mode}"
+        for of in ("1,8192,16", "2,8192,16", "2,8192,64")
+        for mode in (1, 2)
+    ),
 ]
 CLOCKS = (("a", "nvl72"), ("b", "gb200"))
 QUICK = TRANSFERS[::17]
