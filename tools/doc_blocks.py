@@ -146,6 +146,19 @@ def charged(document: Document) -> str:
     return _markdown(["expert", *names], rows)
 
 
+def critical_path(document: Document) -> str:
+    """What each step from counts to filled slots takes, and all together."""
+    parts = list(document["records"][0]["us"])
+    rows = [
+        [
+            *(str(row[key]) for key in ("busiest", "machine", "mode")),
+            *(f"{us:.1f}" for us in (*row["us"].values(), row["total_us"])),
+        ]
+        for row in document["records"]
+    ]
+    return _markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
+
+
 def charged_reductions(document: Document) -> str:
     """The same of reductions."""
     records = document["records"]
@@ -172,6 +185,7 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         over_bound,
         charged,
         charged_reductions,
+        critical_path,
         planner,
         sensitivity,
     )
