@@ -106,7 +106,8 @@ int main() {
       boundary(3 * replicas + 2), count(num_experts + 1), exports(num_ranks), order(replicas + 1);
   std::vector<int64_t> egress(num_ranks), extra(2 * replicas + 2);
   Work work{.topology = topology,
-            .tiles = {2, kSegments.data(), kSegmentBytes.data(), first_tile.data(), kTileBytes},
+            .tiles = {2, kSegments.data(), kSegmentBytes.data(), first_tile.data(), kTileBytes,
+                      TileMap::tiles_per_group(kTileBytes)},
             .planner_scratch = &planner_scratch,
             .reroute_scratch = &reroute_scratch,
             .schedule_scratch = {count.data(), exports.data(), order.data(), extra.data()},
