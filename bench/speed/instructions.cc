@@ -107,7 +107,7 @@ int main() {
   std::vector<int64_t> egress(num_ranks), extra(2 * replicas + 2);
   Work work{.topology = topology,
             .tiles = {2, kSegments.data(), kSegmentBytes.data(), first_tile.data(), kTileBytes,
-                      TileMap::tiles_per_group(kTileBytes)},
+                      uec::TileMap::tiles_per_group(kTileBytes)},
             .planner_scratch = &planner_scratch,
             .reroute_scratch = &reroute_scratch,
             .schedule_scratch = {count.data(), exports.data(), order.data(), extra.data()},
