@@ -246,14 +246,10 @@ class EmulatedGroup {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
     };
     using namespace uec::cuda;
-    if (options_.tile_bytes == kTile && !options_.far)
-      launch("ultraep_replicate_16384", replicate<kTile, false>);
-    else if (options_.tile_bytes == kTile)
-      launch("ultraep_replicate_16384_far", replicate<kTile, true>);
-    else if (!options_.far)
-      launch("ultraep_replicate_32768", replicate<2 * kTile, false>);
+    if (options_.far)
+      launch("ultraep_replicate_far", replicate<true>);
     else
-      launch("ultraep_replicate_32768_far", replicate<2 * kTile, true>);
+      launch("ultraep_replicate", replicate<false>);
   }
 
   static constexpr uint8_t kPoison = 0xEE;

@@ -23,20 +23,14 @@ extern __shared__ __align__(128) std::byte shared_memory[];
 
 }  // namespace
 
-UEC_KERNEL(64) void ultraep_replicate_16384(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<16384, false>(args, shared_memory);
-}
-UEC_KERNEL(64) void ultraep_replicate_32768(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<32768, false>(args, shared_memory);
+UEC_KERNEL(64) void ultraep_replicate(UEC_ARGS(LaunchArgs) args) {
+  uec::cuda::replicate<false>(args, shared_memory);
 }
 
 // With peers that only NVSHMEM's puts and signals reach. Its functions are called, not inlined,
 // which costs registers.
-UEC_KERNEL(104) void ultraep_replicate_16384_far(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<16384, true>(args, shared_memory);
-}
-UEC_KERNEL(104) void ultraep_replicate_32768_far(UEC_ARGS(LaunchArgs) args) {
-  uec::cuda::replicate<32768, true>(args, shared_memory);
+UEC_KERNEL(104) void ultraep_replicate_far(UEC_ARGS(LaunchArgs) args) {
+  uec::cuda::replicate<true>(args, shared_memory);
 }
 
 // Blocks of kReduceWarps warps.

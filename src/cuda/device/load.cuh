@@ -19,10 +19,6 @@
 
 namespace uec::cuda {
 
-// The row is stored from one buffer of any size.
-template <bool kFar>
-using LoadMover = DeviceMover<0, kFar>;
-
 // The warps that exchange rows, a block's last. Each has ranks of its own: loops over ranks share
 // them out among all, and what members tell each other stays in their warp.
 struct Squad : Warp {
@@ -79,6 +75,7 @@ UEC_DEVICE void begin_load(LoadShared& shared, const LoadBlock& part, RankState&
   call.addresses.bases = reinterpret_cast<uint8_t* const*>(part.bases);
   call.addresses.far = reinterpret_cast<const uint8_t*>(state.far);
   call.work.involved = part.involved;
+  call.tiles.tile_bytes = 0;  // all stages are the row, of any size
   shared.block.state = &state;
   shared.block.own = reinterpret_cast<uint8_t*>(own);
   shared.block.stop = 0;
@@ -159,7 +156,7 @@ UEC_ROLE bool exchange_rows(LoadShared& shared, const LoadBlock& part, int32_t n
     return false;
   }
   RowMemory<kFar> memory(block);
-  LoadMover<kFar> mover(shared.teams[team].ring, reinterpret_cast<uint8_t*>(part.row), block);
+  DeviceMover<kFar> mover(shared.teams[team].ring, reinterpret_cast<uint8_t*>(part.row), block);
   Gather gather(block.call, memory, mover, nullptr, num_experts, part.sent);
   if (drive(gather, block, shared.teams[team].clock, all)) return true;
   while (gather.drain_step() != Step::kFinished) ptx::pause();

@@ -28,7 +28,7 @@ UEC_DEVICE void init_ring(Ring& ring) {
 }
 
 // One of a block's two sides. Each has its own.
-template <int64_t kTileBytes, bool kFarPeers>
+template <bool kFarPeers>
 class DeviceMover : public DeliveryPolicy {
  public:
   static constexpr uint32_t kStages = kNumStages;
@@ -193,10 +193,16 @@ class DeviceMover : public DeliveryPolicy {
   UEC_DEVICE void count(int64_t bytes) {
     if (Warp::leader()) ring_.bytes_stored += bytes;
   }
-  UEC_DEVICE uint8_t* tile(uint32_t k) const { return tiles_ + k % kStages * kTileBytes; }
+  // Looked up where it is needed: a warp has few registers.
+  UEC_DEVICE int32_t tile_bytes() const {
+    return static_cast<int32_t>(block_.call.tiles.tile_bytes);
+  }
+  UEC_DEVICE uint8_t* tile(uint32_t k) const {
+    return tiles_ + int32_t(k % kStages) * tile_bytes();
+  }
   UEC_DEVICE uint8_t* far_tile(uint32_t n) const {
     return reinterpret_cast<uint8_t*>(block_.state->staging) +
-           (int64_t{ptx::block_x()} * kNumFarStages + n % kNumFarStages) * kTileBytes;
+           (int64_t{ptx::block_x()} * kNumFarStages + n % kNumFarStages) * tile_bytes();
   }
 
   Ring& ring_;

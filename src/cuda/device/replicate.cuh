@@ -58,11 +58,11 @@ UEC_ROLE void store_all(BlockShared& shared) {
   while (storer.drain_step() != Step::kFinished) ptx::pause();
 }
 
-template <int64_t kTileBytes, bool kFar>
+template <bool kFar>
 struct Replicate {
   using Shared = BlockShared;
   using Memory = DeviceMemory<kFar>;
-  using Mover = DeviceMover<kTileBytes, kFar>;
+  using Mover = DeviceMover<kFar>;
   static constexpr Operation kOperation = Operation::kReplicate;
   static constexpr int32_t kLeaver = 0;
 
@@ -80,9 +80,9 @@ struct Replicate {
   }
 };
 
-template <int64_t kTileBytes, bool kFar>
+template <bool kFar>
 UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
-  run_call<Replicate<kTileBytes, kFar>>(args, shared_memory);
+  run_call<Replicate<kFar>>(args, shared_memory);
 }
 
 }  // namespace uec::cuda

@@ -60,10 +60,7 @@ struct Kernel {
   bool together = false;  // blocks of a launch wait for each other
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate_16384", run<uec::cuda::LaunchArgs, uec::cuda::replicate<16384, false>>, 2,
-     true},
-    {"ultraep_replicate_32768", run<uec::cuda::LaunchArgs, uec::cuda::replicate<32768, false>>, 2,
-     true},
+    {"ultraep_replicate", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false>>, 2, true},
     {"ultraep_replicate_notice", notify, 1},
     {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>, 0, true},
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},

@@ -75,7 +75,7 @@ def _nvshmem_groups(rank: int, process_group: Any) -> Any:
 def test_nvshmem_is_shared_by_all_groups_and_never_finalised(ranks: RankPool) -> None:
     for result in ranks.run(2, _nvshmem_groups):
         assert result["uids"] == [True]
-        assert result["launches"] == "ultraep_replicate_32768"
+        assert result["launches"] == "ultraep_replicate"
         assert result["domain"] == [0, 0]
         # Nothing is freed by close(); the next group frees what every rank has closed.
         assert result["freed"] == (0, 4)
@@ -125,7 +125,7 @@ def _far_groups(rank: int, process_group: Any) -> Any:
 
 def test_plans_across_domains_use_puts(ranks: RankPool) -> None:
     for launch, domain, uids, _ in ranks.run(4, _far_groups):
-        assert launch == "ultraep_replicate_32768_far"
+        assert launch == "ultraep_replicate_far"
         assert domain == [0, 0, 1, 1]
         assert uids == []  # other code had initialised it
 
@@ -205,7 +205,7 @@ def _limits(rank: int, process_group: Any) -> None:
     small = FakeDevice(num_sms=8 if rank == 1 else 132)
     text = "num_sms is 16 for each of 1 ranks on this device, which has 8 multiproc.*at most 8"
     assert not refused(small, text, num_sms=16).made
-    for kernel in ("ultraep_replicate_32768", "ultraep_reduce"):
+    for kernel in ("ultraep_replicate", "ultraep_reduce"):
         full = FakeDevice(num_sms=40)
         full.blocks_per_sm = {kernel: 0} if rank == 1 else {}
         text = "num_sms is 40 .* holds 0 blocks of these kernels"

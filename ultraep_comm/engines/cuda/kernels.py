@@ -249,9 +249,8 @@ class GroupKernels:
 
         plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
-        name = f"ultraep_replicate_{config.tile_bytes}{suffix}"
         return cls(
-            replicate=kernels.handle(name, _core.cuda_shared_bytes(config)),
+            replicate=kernels.handle(f"ultraep_replicate{suffix}", _core.cuda_shared_bytes(config)),
             notice=kernels.handle(NOTICE, 0),
             load=kernels.handle(
                 f"ultraep_load{suffix}",
@@ -292,14 +291,12 @@ def choose_tile_bytes(given: int | None, config: _core.EngineConfig, device: Dev
     """Return the tile size: ``given``, else the largest that fits.
 
     Raises:
-        InvalidArgumentError: the kernels are not compiled for ``given``.
+        InvalidArgumentError: the kernels do not take ``given``.
         UnsupportedError: the group's tables leave too little shared memory for tiles.
     """
     sizes = sorted(_core.cuda_tile_sizes(), reverse=True)
     if given is not None and given not in sizes:
-        raise InvalidArgumentError(
-            f"tile_bytes is {given}; the CUDA engine's kernels are compiled for {sorted(sizes)}"
-        )
+        raise InvalidArgumentError(f"tile_bytes is {given}; the CUDA engine takes {sorted(sizes)}")
     needed = 0
     for size in sizes if given is None else [given]:
         config.tile_bytes = size
