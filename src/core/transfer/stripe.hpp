@@ -132,9 +132,9 @@ class OwnStripe {
     uint32_t failed = kNone;
     bool looks = !knows_any_ || taken_ >= (ahead ? 1 : kGroupsPerLook);
     for (;; looks = true) {
-      const bool sees_news = looks && look(&failed);
+      if (looks && look(&failed)) knows_any_ = true;
       if (ahead) return Step::kAwaitDelivered;
-      const Step taken = sees_news || knows_any_ ? take_first(piece, at) : Step::kBlocked;
+      const Step taken = knows_any_ ? take_first(piece, at) : Step::kBlocked;
       if (taken != Step::kBlocked) return taken;
       if (looks) break;
     }
@@ -344,7 +344,7 @@ class OwnStripe {
   int32_t taken_ = kGroupsPerLook;  // since the last look, if that left something to look for
   bool closed_ranks_ = true;
   bool awaits_groups_ = true;  // of open pieces, as of the last look
-  bool knows_any_ = true;      // groups that may be moved, or that none is left
+  bool knows_any_ = true;      // of groups that may be moved, perhaps; or that none is left
   uint32_t failed_ = kNone;    // a failure()
 };
 
