@@ -496,9 +496,10 @@ mutant(blocked_home_item_first core/transfer/stripe.hpp
         continue;]])
 mutant(blocked_home_item_first core/transfer/reducer.hpp
   FIND [=[    do_tiles(call_.work.reductions[piece_]);]=]
-  REPLACE [=[    if (ReductionPieces::ready(call_, memory_, piece_,
+  REPLACE [=[    if (ReductionPieces::waits(call_, piece_) &&
+        ReductionPieces::ready(call_, memory_, piece_,
                                group_ - call_.work.reductions[piece_].begin, &fault_) !=
-        Verdict::kArrived)
+            Verdict::kArrived)
       return Step::kBlocked;
     do_tiles(call_.work.reductions[piece_]);]=])
 
