@@ -121,7 +121,7 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
       build_reductions(Alone{}, t, tiles, work.schedule, main_idx.data(), r, transfer.zero,
                        call.work);
     else if (transfer.parent.empty())
-      build_worklist(Alone{}, t, tiles, work.schedule, main_idx.data(), r, call.work);
+      build_worklist(Alone{}, t, work.schedule, main_idx.data(), r, call.work);
     else
       build_relays(t, work.schedule, transfer.parent, tiles.num_groups(), main_idx.data(), r,
                    call.work);

@@ -388,15 +388,21 @@ ultraep_add_prepare_mutant(levels_not_known_yet schedule/schedule
   REPLACE [[]])
 
 ultraep_add_prepare_mutant(one_level_for_all schedule/schedule
-  FIND [[      if (scratch.count[item.x] == level) f(]]
-  REPLACE [[      if (level == 1) f(]])
+  FIND [[    if (scratch.count[x] == level && ]]
+  REPLACE [[    if (level == 1 && s.num_replicas(x) > 1 && ]])
 
-ultraep_add_prepare_mutant(bounds_not_known_yet schedule/schedule
-  FIND [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
-    }
-    team.sync();]]
-  REPLACE [[      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
-    }]])
+ultraep_add_prepare_mutant(level_not_complete schedule/schedule
+  FIND [[  team.sync();  // the next level may have the same hubs]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(wide_not_known_yet schedule/schedule
+  FIND [[  team.sync();  // the wide ones are known]]
+  REPLACE [[]])
+
+ultraep_add_prepare_mutant(meeting_of_each schedule/schedule
+  FIND [[  return team.count(meets).all > 0;]]
+  REPLACE [[  team.sync();
+  return meets;]])
 
 ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
   FIND [[  if (order.num_levels == 1) passes = 1;]]

@@ -211,7 +211,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   worklist_checks::check_all(c, tiles.map(), arrays.schedule);
   std::vector<WorklistArrays> ranks;
   ranks.reserve(c.num_ranks);
-  for (int32_t r = 0; r < c.num_ranks; ++r) ranks.emplace_back(c, tiles.map(), arrays.schedule, r);
+  for (int32_t r = 0; r < c.num_ranks; ++r) ranks.emplace_back(c, arrays.schedule, r);
   check_progress(ranks, tiles.map(), c);
   return 0;
 }

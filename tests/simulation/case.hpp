@@ -111,7 +111,7 @@ struct RankCall {
     planned.slot_expert = spec.plan;
     if (spec.gather) planned.clear();
     schedule = std::make_unique<ScheduleArrays>(planned, tiles, spec.mode);
-    worklist = std::make_unique<WorklistArrays>(planned, tiles, schedule->schedule, rank);
+    worklist = std::make_unique<WorklistArrays>(planned, schedule->schedule, rank);
     if (spec.gather) worklist->involved.assign(c.group.num_ranks, 1);
     work = worklist->list;
     return digest_of(spec);

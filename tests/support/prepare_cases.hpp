@@ -116,8 +116,7 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
                      args.region >= 0, tables.cost, given.schedule.scratch, &given.shape, s);
   answer.schedule = sight_of(s, given.shape, c.plan.num_ranks);
   team.sync();
-  uec::build_worklist(team, tables.topology, given.call.tiles, s, tables.main_idx, tables.rank,
-                      given.call.work);
+  uec::build_worklist(team, tables.topology, s, tables.main_idx, tables.rank, given.call.work);
   answer.worklist = sight_of(given.call.work, c.plan.num_ranks);
   return answer;
 }

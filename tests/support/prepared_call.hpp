@@ -91,8 +91,6 @@ struct Given {
     schedule_block.add(schedule.scratch.exports, c.num_ranks);
     schedule_block.add(schedule.scratch.order, experts);
     schedule_block.add(schedule.scratch.extra, replicas + experts);
-    schedule_block.add(schedule.scratch.items, replicas + experts);
-    schedule_block.add(schedule.scratch.shares, 2 * (replicas + experts));
     arrays.lend_to(&call);
   }
 

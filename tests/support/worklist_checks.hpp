@@ -113,7 +113,7 @@ inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::S
   }
   std::vector<std::vector<uint8_t>> opens, needs;
   for (int32_t r = 0; r < c.num_ranks; ++r) {
-    const WorklistArrays w(c, tiles, s, r);
+    const WorklistArrays w(c, s, r);
     add_rank(c, mode, r, w.list, sums);
     opens.push_back(w.opens);
     needs.push_back(w.needs);

@@ -9,10 +9,12 @@
 #define UEC_STEP __host__ __device__ __noinline__
 // Before a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
 #define UEC_ROLLED _Pragma("unroll 1")
+#define UEC_UNROLLED _Pragma("unroll")
 #else
 #define UEC_HD
 #define UEC_STEP
 #define UEC_ROLLED
+#define UEC_UNROLLED
 #endif
 
 namespace uec {
@@ -57,8 +59,10 @@ class Divider {
  public:
   UEC_HD explicit constexpr Divider(uint32_t by) : by_(by), inverse_(~uint32_t{0} / by) {}
   UEC_HD constexpr uint64_t operator()(uint64_t a) const {
-    if (a >> 32 != 0) return a / by_;
-    const uint64_t low = a * inverse_ >> 32;
+    return a >> 32 != 0 ? a / by_ : near(static_cast<uint32_t>(a));
+  }
+  UEC_HD constexpr uint32_t near(uint32_t a) const {
+    const auto low = static_cast<uint32_t>(uint64_t{a} * inverse_ >> 32);
     return low + (a - low * by_ >= by_);
   }
 

@@ -1,6 +1,7 @@
 // The schedule of a gradient reduction -> what one rank does.
 #pragma once
 
+#include "core/schedule/tiles.hpp"
 #include "core/schedule/worklist.hpp"
 
 namespace uec {

@@ -56,17 +56,15 @@ struct ScheduleScratch {
   int32_t* exports = nullptr;  // [G] distinct replicated experts at home there
   int32_t* order = nullptr;    // [X] experts by descending replicas, then id
   int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
-  // Of a team with several members:
-  int32_t* items = nullptr;    // [R + X] hubs of narrow experts
-  uint64_t* shares = nullptr;  // [2 (R + X)]
 };
 
 // Collects the replicas of each expert. For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team>
-UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t* slot_expert,
-                                    const ScheduleScratch& scratch, Schedule& s) {
+UEC_STEP PlanShape collect_replicas(Team team, Topology t, const int32_t* slot_expert,
+                                    ScheduleScratch scratch, Schedule& schedule) {
+  const Schedule s = schedule;
   PlanShape shape;
   const int32_t slots = t.slots_per_rank;
   const bool alone = team.size() == 1;
@@ -101,7 +99,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
   shape.num_replicas = team.from(team.size() - 1, placed);
   shape.max_imports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_imports)));
   if (shape.num_replicas == 0) {
-    if (team.leader()) s.num_experts = s.first[0] = 0;
+    if (team.leader()) schedule.num_experts = s.first[0] = 0;
     team.sync();
     return shape;
   }
@@ -131,7 +129,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
   }
   const int32_t num_experts = team.from(team.size() - 1, x);
   if (team.leader()) {
-    s.num_experts = num_experts;
+    schedule.num_experts = num_experts;
     s.first[num_experts] = shape.num_replicas;
   }
   shape.max_fanout = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_fanout)));
@@ -166,14 +164,14 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& t, const int32_t*
 namespace detail {
 
 // Hub i of expert x: the home, then the replicas.
-UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, int32_t hub) {
+UEC_HD inline int32_t hub_rank(Topology t, Schedule s, int32_t x, int32_t hub) {
   return hub == 0 ? t.home[s.expert[x]] : s.replica_rank[s.first[x] + hub - 1];
 }
 
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
 // replicas; they come first.
 template <class Team>
-UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order, Schedule& s) {
+UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order, Schedule s) {
   const int32_t num_experts = s.num_experts, most = shape.max_fanout;
   int32_t* const place = s.boundary;  // [most] by descending fan-out; free until hubs are assigned
   UEC_ROLLED
@@ -222,8 +220,7 @@ struct Filling {
 };
 
 template <class Team>
-UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32_t x,
-                          int64_t* extra) {
+UEC_HD Filling filling_of(Team team, Topology t, Schedule s, int32_t x, int64_t* extra) {
   const int32_t n = s.num_replicas(x);
   const int32_t rank = team.index() <= n ? hub_rank(t, s, x, team.index()) : -1;
   return {n, rank, x, extra + s.first[x] + x};
@@ -238,8 +235,8 @@ UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32
 //
 // `Units` holds the egress of all ranks together.
 template <class Units, class Team>
-UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bool first_time,
-                        Schedule& s) {
+UEC_HD void fill_expert(Team team, Topology t, const Filling& filling, bool first_time,
+                        Schedule s) {
   constexpr Units kNoHub = ~Units{0};  // above all levels
   const int32_t n = filling.num_replicas;
   const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
@@ -297,28 +294,20 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
 }
 
 // How a team goes through the experts with several replicas: through the widest one after another,
-// and then through all others level by level. A level's experts share no rank with each other, and
-// come after those before them in the order that do: so they can be filled side by side.
+// and then through all others level by level, a member for each. A level's experts share no rank
+// with each other, and come after those before them in the order that do: so they can be filled
+// side by side.
 struct FillOrder {
-  int32_t num_wide, num_items, num_levels;
+  int32_t num_wide, num_levels;
 };
-inline constexpr int32_t kHubBits = 3;
-inline constexpr int32_t kNarrowFanout = (1 << kHubBits) - 1;
+inline constexpr int32_t kNarrowHubs = 8;
 
-// A narrow expert's hub.
-struct Item {
-  int32_t x, hub, first;  // `first`: of the expert's hubs, in arrays by expert and hub
-
-  UEC_HD static Item of(const Schedule& s, int32_t item) {
-    const int32_t x = item >> kHubBits;
-    return {x, item & kNarrowFanout, s.first[x] + x};
-  }
-};
+UEC_HD inline bool is_wide(int32_t num_replicas) { return num_replicas >= kNarrowHubs; }
 
 // The levels of experts that share ranks, one after another. Returns how many levels there are.
 template <class Team>
-UEC_STEP int32_t find_levels(Team team, const Topology& t, int32_t num_shared, int32_t* last,
-                             const ScheduleScratch& scratch, const Schedule& s) {
+UEC_STEP int32_t find_levels(Team team, Topology t, int32_t num_shared, int32_t* last,
+                             ScheduleScratch scratch, Schedule s) {
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
   team.sync();
@@ -341,105 +330,127 @@ UEC_STEP int32_t find_levels(Team team, const Topology& t, int32_t num_shared, i
   return num_levels;
 }
 
+// The ranks of a narrow expert's hubs, looked up side by side; the last one's stands for those that
+// it does not have.
+UEC_HD inline void find_ranks(const Topology& t, const Schedule& s, int32_t x, int32_t n,
+                              int32_t (&rank)[kNarrowHubs]) {
+  const int32_t* const replica = s.replica_rank + s.first[x] - 1;
+  rank[0] = t.home[s.expert[x]];
+  UEC_UNROLLED
+  for (int32_t hub = 1; hub < kNarrowHubs; ++hub) rank[hub] = replica[min32(hub, n)];
+}
+
+// Whether any two experts with several replicas share a rank. Rarely, and only then their order
+// matters. Notes the wide ones, and that all others are of one level.
 template <class Team>
-UEC_STEP void order_experts(Team team, const Topology& t, int32_t num_shared,
-                            const ScheduleScratch& scratch, const Schedule& s, FillOrder* found) {
-  FillOrder& order = *found;
-  order.num_wide = num_shared;
-  order.num_items = order.num_levels = 0;
-  if (team.size() == 1 || num_shared == 0) return;
-  auto* const last = reinterpret_cast<int32_t*>(scratch.shares);  // [G]
+UEC_STEP bool find_meeting(Team team, Topology t, int32_t* met, ScheduleScratch scratch, Schedule s,
+                           int32_t* num_wide) {
   UEC_ROLLED
-  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
-  order.num_wide = 0;
-  UEC_ROLLED
-  for (int32_t begin = 0; begin < num_shared; begin += team.size()) {
-    const int32_t i = begin + team.index(), x = i < num_shared ? scratch.order[i] : 0;
-    const int32_t n = i < num_shared ? s.num_replicas(x) : 0;
-    const int32_t hubs = 0 < n && n <= kNarrowFanout ? n + 1 : 0;
-    order.num_wide += team.count(n > kNarrowFanout).all;
-    const auto before = static_cast<int32_t>(team.sum_before(static_cast<uint32_t>(hubs)));
-    UEC_ROLLED
-    for (int32_t hub = 0; hub < hubs; ++hub)
-      scratch.items[order.num_items + before + hub] = x << kHubBits | hub;
-    if (hubs > 0) scratch.count[x] = 1;
-    order.num_items += team.from(team.size() - 1, before + hubs);
-  }
-  // Whether any two share a rank. Rarely, and then their levels have to be found.
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) met[r] = 0;
   team.sync();
+  int32_t wide = 0;
   bool meets = false;
   UEC_ROLLED
-  for (int32_t i = team.index(); i < order.num_items; i += team.size()) {
-    const Item item = Item::of(s, scratch.items[i]);
-    meets |= team.add(&last[hub_rank(t, s, item.x, item.hub)], 1) > 0;
+  for (int32_t begin = 0; begin < s.num_experts; begin += team.size()) {
+    const int32_t x = begin + team.index();
+    const int32_t n = x < s.num_experts ? s.num_replicas(x) : 0;
+    const Counted counted = team.count(is_wide(n));
+    if (is_wide(n)) scratch.order[wide + counted.before] = x;
+    wide += counted.all;
+    if (n > 0) scratch.count[x] = n > 1 && !is_wide(n);
+    if (n <= 1 || is_wide(n)) continue;
+    int32_t rank[kNarrowHubs], before[kNarrowHubs] = {};
+    find_ranks(t, s, x, n, rank);
+    UEC_UNROLLED
+    for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
+      if (hub <= n) before[hub] = team.add(&met[rank[hub]], 1);
+    UEC_UNROLLED
+    for (int32_t hub = 0; hub < kNarrowHubs; ++hub) meets |= before[hub] > 0;
   }
+  team.sync();  // the wide ones are known
   UEC_ROLLED
-  for (int32_t i = 0; i < order.num_wide; ++i) {
+  for (int32_t i = 0; i < wide; ++i) {
     const int32_t x = scratch.order[i], n = s.num_replicas(x);
     UEC_ROLLED
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
-      meets |= team.add(&last[hub_rank(t, s, x, hub)], 1) > 0;
+      meets |= team.add(&met[hub_rank(t, s, x, hub)], 1) > 0;
   }
-  order.num_levels = 1;
-  if (team.count(meets).all > 0)
-    order.num_levels = find_levels(team, t, num_shared, last, scratch, s);
+  *num_wide = wide;
+  return team.count(meets).all > 0;
 }
 
-// Fills the narrow experts of a level: a member for each hub. Of the bounds that the lowest hubs
-// set, for any number of them, the level is the least. A hub's own bound is that of those up to it.
+// Sets the order. A team of one takes all experts for wide.
+template <class Team>
+UEC_HD FillOrder order_experts(Team team, Topology t, const PlanShape& shape,
+                               ScheduleScratch scratch, Schedule s) {
+  if (shape.max_fanout == 1) return {0, 0};
+  if (team.size() == 1) return {sort_experts(team, shape, scratch.order, s), 0};
+  FillOrder order{0, 1};
+  auto* const of_rank = reinterpret_cast<int32_t*>(scratch.extra);  // [G], free until the filling
+  if (find_meeting(team, t, of_rank, scratch, s, &order.num_wide)) {
+    const int32_t num_shared = sort_experts(team, shape, scratch.order, s);
+    order.num_levels = find_levels(team, t, num_shared, of_rank, scratch, s);
+  }
+  return order;
+}
+
+// As fill_expert(), by one member, which keeps what it knows of the hubs in registers.
+template <class Units>
+UEC_HD void fill_narrow(Topology t, int32_t x, bool first_time, int64_t* extra, Schedule s) {
+  constexpr Units kNoHub = ~Units{0};
+  const int32_t n = s.num_replicas(x);
+  const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
+  int32_t rank[kNarrowHubs];
+  Units others[kNarrowHubs], below = 0, level;
+  find_ranks(t, s, x, n, rank);
+  UEC_UNROLLED
+  for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
+    const int64_t before = extra[min32(hub, n)];
+    others[hub] = static_cast<Units>(s.egress[rank[hub]] - (first_time ? 0 : before));
+  }
+  UEC_UNROLLED
+  for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
+    below += hub <= n ? others[hub] : 0;
+    others[hub] = hub <= n ? others[hub] : kNoHub;
+  }
+  uint64_t filled;
+  for (uint32_t num_below = static_cast<uint32_t>(n) + 1;;) {
+    level = (total + below) / num_below;
+    below = num_below = 0;
+    UEC_UNROLLED
+    for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
+      below += others[hub] < level ? others[hub] : 0;
+      num_below += others[hub] < level;
+    }
+    filled = uint64_t{num_below} * level - below;
+    if (filled <= total) break;
+  }
+  auto left = static_cast<int32_t>(total - filled);
+  UEC_UNROLLED
+  for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
+    const bool fits = others[hub] <= level;
+    const Units added = (fits ? level - others[hub] : 0) + (fits && left > 0);
+    left -= fits;
+    if (hub > n) continue;
+    extra[hub] = static_cast<int64_t>(added);
+    s.egress[rank[hub]] = static_cast<int64_t>(others[hub] + added);
+  }
+}
+
 template <class Units, class Team>
-UEC_STEP void fill_level(Team team, const Topology& t, int32_t num_items, int32_t level,
-                         bool first_time, const ScheduleScratch& scratch, Schedule& s) {
-  auto* const egress = reinterpret_cast<Units*>(scratch.shares);  // by expert and hub, of others
-  Units* const bound = egress + s.first[s.num_experts] + s.num_experts;
-  const auto for_hubs = [&](auto&& f) {
-    UEC_ROLLED
-    for (int32_t i = team.index(); i < num_items; i += team.size()) {
-      const Item item = Item::of(s, scratch.items[i]);
-      if (scratch.count[item.x] == level) f(item, s.num_replicas(item.x));
-    }
-    team.sync();
-  };
-  for_hubs([&](const Item& item, int32_t) {
-    const int32_t at = item.first + item.hub;
-    egress[at] = static_cast<Units>(s.egress[hub_rank(t, s, item.x, item.hub)] -
-                                    (first_time ? 0 : scratch.extra[at]));
-  });
-  for_hubs([&](const Item& item, int32_t n) {
-    const Units own = egress[item.first + item.hub];
-    Units sum = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit), count = 0;
-    for (int32_t hub = 0; hub <= n; ++hub) {
-      const Units other = egress[item.first + hub];
-      sum += other <= own ? other : 0;
-      count += other <= own;
-    }
-    bound[item.first + item.hub] = sum / count;
-  });
-  for_hubs([&](const Item& item, int32_t n) {
-    Units lowest = ~Units{0};
-    for (int32_t hub = 0; hub <= n; ++hub) {
-      const Units one = bound[item.first + hub];
-      lowest = one < lowest ? one : lowest;
-    }
-    Units left = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit), before = 0;
-    for (int32_t hub = 0; hub <= n; ++hub) {
-      const Units other = egress[item.first + hub];
-      left -= other <= lowest ? lowest - other : 0;
-      before += hub < item.hub && other <= lowest;
-    }
-    const int32_t at = item.first + item.hub;
-    const Units own = egress[at];
-    const Units added = own <= lowest ? lowest - own + (before < left) : 0;
-    scratch.extra[at] = static_cast<int64_t>(added);
-    s.egress[hub_rank(t, s, item.x, item.hub)] = static_cast<int64_t>(own + added);
-  });
+UEC_STEP void fill_level(Team team, Topology t, int32_t level, bool first_time,
+                         ScheduleScratch scratch, Schedule s) {
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < s.num_experts; x += team.size())
+    if (scratch.count[x] == level && !is_wide(s.num_replicas(x)))
+      fill_narrow<Units>(t, x, first_time, scratch.extra + s.first[x] + x, s);
+  team.sync();  // the next level may have the same hubs
 }
 
 // In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& t, int32_t num_wide,
-                                          bool first_time, const ScheduleScratch& scratch,
-                                          Schedule& s) {
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, Topology t, int32_t num_wide, bool first_time,
+                                          ScheduleScratch scratch, Schedule s) {
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
     const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
@@ -448,26 +459,29 @@ template <class Units, class Team>
 }
 
 template <class Units, class Team>
-UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, const FillOrder& order,
-                         const ScheduleScratch& scratch, Schedule& s) {
+UEC_HD void fill_experts(Team team, Topology t, int32_t passes, const FillOrder& order,
+                         ScheduleScratch scratch, Schedule s) {
   UEC_ROLLED
   for (int32_t pass = 0; pass < passes; ++pass) {
     if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
     UEC_ROLLED
     for (int32_t level = 1; team.size() > 1 && level <= order.num_levels; ++level)
-      fill_level<Units>(team, t, order.num_items, level, pass == 0, scratch, s);
+      fill_level<Units>(team, t, level, pass == 0, scratch, s);
   }
 }
+
+// With fewer, a narrow expert's divisions take 32 bits.
+inline constexpr int32_t kNearGroups = 1 << 28;
 
 // The hubs' ranges, from what each adds to its rank: up to the group nearest to
 // sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
-UEC_STEP void set_boundaries(Team team, int32_t num_groups, const FillOrder& order,
-                             const ScheduleScratch& scratch, Schedule& s) {
-  const auto dividend = [&](uint64_t sum, int32_t n) {
-    return (2 * sum * static_cast<uint64_t>(num_groups) / kEgressUnit +
-            static_cast<uint64_t>(n - 1)) /
-           2;
+UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
+                             ScheduleScratch scratch, Schedule s) {
+  const auto dividend = [&](auto sum, int32_t n) {
+    const uint64_t halves = static_cast<uint64_t>(sum) * static_cast<uint32_t>(num_groups);
+    const auto whole = static_cast<decltype(sum)>(halves / (kEgressUnit / 2));
+    return (whole + static_cast<uint32_t>(n - 1)) / 2;
   };
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size()) {
@@ -475,22 +489,28 @@ UEC_STEP void set_boundaries(Team team, int32_t num_groups, const FillOrder& ord
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
     if (n == 1) bounds[1] = bounds[2] = num_groups;  // everything is left to the home
-    if (n == 1 || team.size() > 1) continue;
+    if (n == 1 || (team.size() > 1 && is_wide(n))) continue;
     const int64_t* const extra = scratch.extra + s.first[x] + x;
-    uint64_t sum = 0;
-    for (int32_t hub = 0; hub <= n; ++hub) {
-      sum += static_cast<uint64_t>(extra[hub]);
-      bounds[hub + 1] = static_cast<int32_t>(dividend(sum, n) / static_cast<uint64_t>(n - 1));
+    const Divider by_others(static_cast<uint32_t>(n - 1));
+    if (team.size() == 1 || num_groups >= kNearGroups) {
+      uint64_t sum = 0;
+      for (int32_t hub = 0; hub <= n; ++hub) {
+        sum += static_cast<uint64_t>(extra[hub]);
+        bounds[hub + 1] = static_cast<int32_t>(by_others(dividend(sum, n)));
+      }
+      continue;
+    }
+    uint32_t sum = 0;
+    UEC_UNROLLED
+    for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
+      if (hub > n) continue;
+      sum += static_cast<uint32_t>(extra[hub]);
+      bounds[hub + 1] =
+          static_cast<int32_t>(by_others.near(static_cast<uint32_t>(dividend(sum, n))));
     }
   }
-  if (team.size() == 1) return;
-  // A member for each hub, and cheaper divisions.
-  const auto set = [&](int32_t x, int32_t n, int32_t hub, uint64_t sum, const Divider& by_others) {
-    const uint64_t end = by_others(dividend(sum, n));
-    s.boundaries(x)[hub + 1] = static_cast<int32_t>(end);
-  };
   UEC_ROLLED
-  for (int32_t i = 0; i < order.num_wide; ++i) {
+  for (int32_t i = 0; team.size() > 1 && i < num_wide; ++i) {  // a member for each hub
     const int32_t x = scratch.order[i], n = s.num_replicas(x);
     const int64_t* const extra = scratch.extra + s.first[x] + x;
     const Divider by_others(static_cast<uint32_t>(n - 1));
@@ -500,18 +520,9 @@ UEC_STEP void set_boundaries(Team team, int32_t num_groups, const FillOrder& ord
       const int32_t hub = begin + team.index();
       const uint64_t own = hub <= n ? static_cast<uint64_t>(extra[hub]) : 0;
       const uint64_t sum = before + team.sum_before(own) + own;
-      if (hub <= n) set(x, n, hub, sum, by_others);
+      if (hub <= n) s.boundaries(x)[hub + 1] = static_cast<int32_t>(by_others(dividend(sum, n)));
       before = team.from(team.size() - 1, sum);
     }
-  }
-  UEC_ROLLED
-  for (int32_t i = team.index(); i < order.num_items; i += team.size()) {
-    const Item item = Item::of(s, scratch.items[i]);
-    const int32_t n = s.num_replicas(item.x);
-    uint64_t sum = 0;
-    for (int32_t hub = 0; hub <= item.hub; ++hub)
-      sum += static_cast<uint64_t>(scratch.extra[item.first + hub]);
-    set(item.x, n, item.hub, sum, Divider(static_cast<uint32_t>(n - 1)));
   }
   team.sync();  // all boundaries are there
 }
@@ -546,10 +557,7 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, cons
   if (shape.num_replicas == 0) return team.sync();
   // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
   // bytes to place.
-  int32_t num_shared = 0;
-  if (shape.max_fanout > 1) num_shared = detail::sort_experts(team, shape, scratch.order, s);
-  detail::FillOrder order;
-  detail::order_experts(team, t, num_shared, scratch, s, &order);
+  const detail::FillOrder order = detail::order_experts(team, t, shape, scratch, s);
   // Where none of them share a rank, a second pass would change nothing.
   int32_t passes = shape.chained ? 4 : 2;
   if (order.num_levels == 1) passes = 1;
@@ -558,7 +566,7 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, cons
     detail::fill_experts<uint32_t>(team, t, passes, order, scratch, s);
   else
     detail::fill_experts<uint64_t>(team, t, passes, order, scratch, s);
-  detail::set_boundaries(team, num_groups, order, scratch, s);
+  detail::set_boundaries(team, num_groups, order.num_wide, scratch, s);
 }
 
 }  // namespace uec

@@ -36,8 +36,6 @@ struct ScheduleArrays {
     scratch.count = cutter.take<int32_t>(c.num_experts + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
-    scratch.items = cutter.take<int32_t>(replicas + experts);
-    scratch.shares = cutter.take<uint64_t>(2 * (replicas + experts));
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -94,7 +92,7 @@ UEC_HD void fill_call(Team team, const GroupTables& group, const ReplicateArgs& 
   const Topology& t = group.topology;
   choose_hubs(team, t, call->tiles, shape, args.mode, args.region >= 0, group.cost, work.scratch,
               work.schedule);
-  build_worklist(team, t, call->tiles, work.schedule, group.main_idx, group.rank, call->work);
+  build_worklist(team, t, work.schedule, group.main_idx, group.rank, call->work);
 }
 
 // What this call adds to the digest that ranks must agree on, up to its mode.

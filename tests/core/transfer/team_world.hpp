@@ -49,7 +49,7 @@ struct Ring {
 struct Part {
   Part(const PlanCase& c, const Tiles& tiles, Mode mode, int32_t rank)
       : schedule(c, tiles.map(), mode),
-        worklist(c, tiles.map(), schedule.schedule, rank),
+        worklist(c, schedule.schedule, rank),
         arrived(worklist.tasks.size() + 1),
         scratch(c.num_ranks, worklist.list.num_pieces) {}
 

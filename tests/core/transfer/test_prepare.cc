@@ -80,7 +80,7 @@ class Group {
       const ::ScheduleArrays expected(case_, tiles.map(), schedule.mode);
       check_equal(schedule, expected.schedule, case_.num_ranks);
       CHECK_EQ(given.shape.num_replicas, expected.shape.num_replicas);
-      const WorklistArrays work(case_, tiles.map(), expected.schedule, config_.rank);
+      const WorklistArrays work(case_, expected.schedule, config_.rank);
       check_equal(given.call.work, work.list, case_.num_ranks);
       // At full capacity: nothing beyond an array is written.
       given.call.reset_counters(uec::Alone{});

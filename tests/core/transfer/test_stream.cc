@@ -80,8 +80,7 @@ struct Sender {
     call.addresses = {bases, &bytes, &slot_offset, mains, 1, nullptr, nullptr};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.arrived = arrived;
-    uec::build_worklist(uec::Alone{}, group.topology(), tiles.map(), schedule->schedule, main_idx,
-                        0, call.work);
+    uec::build_worklist(uec::Alone{}, group.topology(), schedule->schedule, main_idx, 0, call.work);
     call.reset_counters(uec::Alone{});
     peer_is_at(kEpoch);
   }
