@@ -344,9 +344,8 @@ ultraep_add_prepare_mutant(place_taken_before_read schedule/schedule
   REPLACE [[    const int32_t to = place[i] + nth;]])
 
 ultraep_add_prepare_mutant(order_not_complete schedule/schedule
-  FIND [[  team.sync();
-  return num_shared;]]
-  REPLACE [[  return num_shared;]])
+  FIND [[  team.sync();  // the order is there, too]]
+  REPLACE [[]])
 
 ultraep_add_prepare_mutant(filled_by_each schedule/schedule
   FIND [[    num_below = team.sum(num_below);
@@ -405,8 +404,8 @@ ultraep_add_prepare_mutant(meeting_of_each schedule/schedule
   return meets;]])
 
 ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
-  FIND [[  if (order.num_levels == 1) passes = 1;]]
-  REPLACE [[  if (order.num_levels >= 1) passes = 1;]])
+  FIND [[  if (num_levels == 1) passes = 1;]]
+  REPLACE [[  if (num_levels >= 1) passes = 1;]])
 
 ultraep_add_prepare_mutant(busiest_of_each schedule/cost
   FIND [[static_cast<int64_t>(highest(team, most));]]

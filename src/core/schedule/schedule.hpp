@@ -9,7 +9,7 @@
 // A team (team.hpp) of any size computes it, with the same result. The members share what is
 // written: the arrays, and the Schedule itself, whose scalars the leader writes. The members have
 // synchronised before each of these functions, and synchronise at its end. All members get the same
-// return value.
+// return value. Where arrays lie is copied first: a device would load it again after each store.
 #pragma once
 
 #include "core/base/common.hpp"
@@ -62,8 +62,10 @@ struct ScheduleScratch {
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team>
-UEC_STEP PlanShape collect_replicas(Team team, Topology t, const int32_t* slot_expert,
-                                    ScheduleScratch scratch, Schedule& schedule) {
+UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const int32_t* slot_expert,
+                                    const ScheduleScratch& arrays, Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
   PlanShape shape;
   const int32_t slots = t.slots_per_rank;
@@ -164,14 +166,16 @@ UEC_STEP PlanShape collect_replicas(Team team, Topology t, const int32_t* slot_e
 namespace detail {
 
 // Hub i of expert x: the home, then the replicas.
-UEC_HD inline int32_t hub_rank(Topology t, Schedule s, int32_t x, int32_t hub) {
+UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, int32_t hub) {
   return hub == 0 ? t.home[s.expert[x]] : s.replica_rank[s.first[x] + hub - 1];
 }
 
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
-// replicas; they come first.
+// replicas; they come first. Members synchronise before they look at it.
 template <class Team>
-UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order, Schedule s) {
+UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
+                              const Schedule& schedule) {
+  const Schedule s = schedule;
   const int32_t num_experts = s.num_experts, most = shape.max_fanout;
   int32_t* const place = s.boundary;  // [most] by descending fan-out; free until hubs are assigned
   UEC_ROLLED
@@ -206,7 +210,6 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
       order[to] = x;
     }
   }
-  team.sync();
   return num_shared;
 }
 
@@ -220,7 +223,8 @@ struct Filling {
 };
 
 template <class Team>
-UEC_HD Filling filling_of(Team team, Topology t, Schedule s, int32_t x, int64_t* extra) {
+UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32_t x,
+                          int64_t* extra) {
   const int32_t n = s.num_replicas(x);
   const int32_t rank = team.index() <= n ? hub_rank(t, s, x, team.index()) : -1;
   return {n, rank, x, extra + s.first[x] + x};
@@ -235,8 +239,8 @@ UEC_HD Filling filling_of(Team team, Topology t, Schedule s, int32_t x, int64_t*
 //
 // `Units` holds the egress of all ranks together.
 template <class Units, class Team>
-UEC_HD void fill_expert(Team team, Topology t, const Filling& filling, bool first_time,
-                        Schedule s) {
+UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bool first_time,
+                        const Schedule& s) {
   constexpr Units kNoHub = ~Units{0};  // above all levels
   const int32_t n = filling.num_replicas;
   const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
@@ -293,24 +297,24 @@ UEC_HD void fill_expert(Team team, Topology t, const Filling& filling, bool firs
   team.sync();  // the next expert may have the same hubs
 }
 
-// How a team goes through the experts with several replicas: through the widest one after another,
-// and then through all others level by level, a member for each. A level's experts share no rank
-// with each other, and come after those before them in the order that do: so they can be filled
-// side by side.
-struct FillOrder {
-  int32_t num_wide, num_levels;
-};
+// A team goes through the experts with several replicas in this way: through the widest one after
+// another, and then through all others level by level, a member for each. A level's experts share
+// no rank with each other, and come after those before them in the order that do: so they can be
+// filled side by side.
 inline constexpr int32_t kNarrowHubs = 8;
 
 UEC_HD inline bool is_wide(int32_t num_replicas) { return num_replicas >= kNarrowHubs; }
 
 // The levels of experts that share ranks, one after another. Returns how many levels there are.
 template <class Team>
-UEC_STEP int32_t find_levels(Team team, Topology t, int32_t num_shared, int32_t* last,
-                             ScheduleScratch scratch, Schedule s) {
+UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_shared, int32_t* last,
+                             const ScheduleScratch& arrays, const Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
-  team.sync();
+  team.sync();  // the order is there, too
   int32_t num_levels = 0;
   UEC_ROLLED
   for (int32_t i = 0; i < num_shared; ++i) {
@@ -343,8 +347,12 @@ UEC_HD inline void find_ranks(const Topology& t, const Schedule& s, int32_t x, i
 // Whether any two experts with several replicas share a rank. Rarely, and only then their order
 // matters. Notes the wide ones, and that all others are of one level.
 template <class Team>
-UEC_STEP bool find_meeting(Team team, Topology t, int32_t* met, ScheduleScratch scratch, Schedule s,
+UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
+                           const ScheduleScratch& arrays, const Schedule& schedule,
                            int32_t* num_wide) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) met[r] = 0;
   team.sync();
@@ -359,11 +367,11 @@ UEC_STEP bool find_meeting(Team team, Topology t, int32_t* met, ScheduleScratch 
     wide += counted.all;
     if (n > 0) scratch.count[x] = n > 1 && !is_wide(n);
     if (n <= 1 || is_wide(n)) continue;
-    int32_t rank[kNarrowHubs], before[kNarrowHubs] = {};
+    int32_t rank[kNarrowHubs], before[kNarrowHubs];
     find_ranks(t, s, x, n, rank);
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
-      if (hub <= n) before[hub] = team.add(&met[rank[hub]], 1);
+      before[hub] = hub <= n ? team.add(&met[rank[hub]], 1) : 0;
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub) meets |= before[hub] > 0;
   }
@@ -379,34 +387,44 @@ UEC_STEP bool find_meeting(Team team, Topology t, int32_t* met, ScheduleScratch 
   return team.count(meets).all > 0;
 }
 
-// Sets the order. A team of one takes all experts for wide.
+// Sets the order. Returns the number of levels; 0: all experts are wide, as a team of one has it,
+// or none is to be filled.
 template <class Team>
-UEC_HD FillOrder order_experts(Team team, Topology t, const PlanShape& shape,
-                               ScheduleScratch scratch, Schedule s) {
-  if (shape.max_fanout == 1) return {0, 0};
-  if (team.size() == 1) return {sort_experts(team, shape, scratch.order, s), 0};
-  FillOrder order{0, 1};
-  auto* const of_rank = reinterpret_cast<int32_t*>(scratch.extra);  // [G], free until the filling
-  if (find_meeting(team, t, of_rank, scratch, s, &order.num_wide)) {
-    const int32_t num_shared = sort_experts(team, shape, scratch.order, s);
-    order.num_levels = find_levels(team, t, num_shared, of_rank, scratch, s);
+UEC_HD int32_t order_experts(Team team, const Topology& t, const PlanShape& shape,
+                             const ScheduleScratch& scratch, const Schedule& s, int32_t* num_wide) {
+  *num_wide = 0;
+  if (shape.max_fanout == 1) return 0;
+  if (team.size() == 1) {
+    *num_wide = sort_experts(team, shape, scratch.order, s);
+    return 0;
   }
-  return order;
+  auto* const of_rank = reinterpret_cast<int32_t*>(scratch.extra);  // [G], free until the filling
+  // Assigned: for initial values nvcc tries calls at compile time, and puts `team` into memory.
+  bool meets;
+  meets = find_meeting(team, t, of_rank, scratch, s, num_wide);
+  if (!meets) return 1;
+  int32_t num_shared;
+  num_shared = sort_experts(team, shape, scratch.order, s);
+  return find_levels(team, t, num_shared, of_rank, scratch, s);
 }
 
 // As fill_expert(), by one member, which keeps what it knows of the hubs in registers.
-template <class Units>
-UEC_HD void fill_narrow(Topology t, int32_t x, bool first_time, int64_t* extra, Schedule s) {
-  constexpr Units kNoHub = ~Units{0};
+UEC_HD inline void fill_narrow(const Topology& t, int32_t x, bool first_time, int64_t* extra,
+                               const Schedule& s) {
+  constexpr uint32_t kNoHub = ~0u;
   const int32_t n = s.num_replicas(x);
-  const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
+  const uint32_t total = static_cast<uint32_t>(n - 1) * static_cast<uint32_t>(kEgressUnit);
   int32_t rank[kNarrowHubs];
-  Units others[kNarrowHubs], below = 0, level;
+  int64_t* const egress = s.egress;
+  uint32_t others[kNarrowHubs], below = 0, level;
   find_ranks(t, s, x, n, rank);
   UEC_UNROLLED
-  for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
-    const int64_t before = extra[min32(hub, n)];
-    others[hub] = static_cast<Units>(s.egress[rank[hub]] - (first_time ? 0 : before));
+  for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
+    others[hub] = static_cast<uint32_t>(egress[rank[hub]]);
+  if (!first_time) {
+    UEC_UNROLLED
+    for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
+      others[hub] -= static_cast<uint32_t>(extra[min32(hub, n)]);
   }
   UEC_UNROLLED
   for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
@@ -429,28 +447,32 @@ UEC_HD void fill_narrow(Topology t, int32_t x, bool first_time, int64_t* extra, 
   UEC_UNROLLED
   for (int32_t hub = 0; hub < kNarrowHubs; ++hub) {
     const bool fits = others[hub] <= level;
-    const Units added = (fits ? level - others[hub] : 0) + (fits && left > 0);
+    const uint32_t added = (fits ? level - others[hub] : 0) + (fits && left > 0);
     left -= fits;
     if (hub > n) continue;
     extra[hub] = static_cast<int64_t>(added);
-    s.egress[rank[hub]] = static_cast<int64_t>(others[hub] + added);
+    egress[rank[hub]] = static_cast<int64_t>(others[hub] + added);
   }
 }
 
-template <class Units, class Team>
-UEC_STEP void fill_level(Team team, Topology t, int32_t level, bool first_time,
-                         ScheduleScratch scratch, Schedule s) {
+template <class Team>
+UEC_STEP void fill_level(Team team, const Topology& t, int32_t level, bool first_time,
+                         const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
     if (scratch.count[x] == level && !is_wide(s.num_replicas(x)))
-      fill_narrow<Units>(t, x, first_time, scratch.extra + s.first[x] + x, s);
+      fill_narrow(t, x, first_time, scratch.extra + s.first[x] + x, s);
   team.sync();  // the next level may have the same hubs
 }
 
 // In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-[[gnu::noinline]] UEC_STEP void fill_wide(Team team, Topology t, int32_t num_wide, bool first_time,
-                                          ScheduleScratch scratch, Schedule s) {
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& topology, int32_t num_wide,
+                                          bool first_time, const ScheduleScratch& arrays,
+                                          const Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
     const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
@@ -459,14 +481,14 @@ template <class Units, class Team>
 }
 
 template <class Units, class Team>
-UEC_HD void fill_experts(Team team, Topology t, int32_t passes, const FillOrder& order,
-                         ScheduleScratch scratch, Schedule s) {
+UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, int32_t num_wide,
+                         int32_t num_levels, const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t pass = 0; pass < passes; ++pass) {
-    if (order.num_wide > 0) fill_wide<Units>(team, t, order.num_wide, pass == 0, scratch, s);
+    if (num_wide > 0) fill_wide<Units>(team, t, num_wide, pass == 0, scratch, s);
     UEC_ROLLED
-    for (int32_t level = 1; team.size() > 1 && level <= order.num_levels; ++level)
-      fill_level<Units>(team, t, level, pass == 0, scratch, s);
+    for (int32_t level = 1; team.size() > 1 && level <= num_levels; ++level)
+      fill_level(team, t, level, pass == 0, scratch, s);
   }
 }
 
@@ -477,7 +499,9 @@ inline constexpr int32_t kNearGroups = 1 << 28;
 // sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
 UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
-                             ScheduleScratch scratch, Schedule s) {
+                             const ScheduleScratch& arrays, const Schedule& schedule) {
+  const ScheduleScratch scratch = arrays;
+  Schedule s = schedule;
   const auto dividend = [&](auto sum, int32_t n) {
     const uint64_t halves = static_cast<uint64_t>(sum) * static_cast<uint32_t>(num_groups);
     const auto whole = static_cast<decltype(sum)>(halves / (kEgressUnit / 2));
@@ -548,25 +572,28 @@ UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Sched
 // Fills `boundary` and `egress` of a schedule whose replicas have been collected with this scratch.
 template <class Team>
 UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, const PlanShape& shape,
-                          Mode mode, const ScheduleScratch& scratch, Schedule& s) {
-  if (team.leader()) s.mode = mode;
-  if (mode == Mode::kDirect) return detail::assign_homes(team, t, num_groups, s);
+                          Mode mode, const ScheduleScratch& scratch, Schedule& schedule) {
+  if (team.leader()) schedule.mode = mode;
+  if (mode == Mode::kDirect) return detail::assign_homes(team, t, num_groups, schedule);
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
-    s.egress[r] = scratch.exports[r] * kEgressUnit;
-  if (shape.num_replicas == 0) return team.sync();
+    schedule.egress[r] = scratch.exports[r] * kEgressUnit;
+  team.sync();
+  if (shape.num_replicas == 0) return;
   // Descending fan-out, then id: widely replicated experts have the most freedom, and the most
   // bytes to place.
-  const detail::FillOrder order = detail::order_experts(team, t, shape, scratch, s);
+  int32_t num_wide, num_levels;
+  num_levels = detail::order_experts(team, t, shape, scratch, schedule, &num_wide);
   // Where none of them share a rank, a second pass would change nothing.
   int32_t passes = shape.chained ? 4 : 2;
-  if (order.num_levels == 1) passes = 1;
-  // Together, all ranks send kEgressUnit for every replica.
-  if (shape.num_replicas < 1 << 16)
-    detail::fill_experts<uint32_t>(team, t, passes, order, scratch, s);
+  if (num_levels == 1) passes = 1;
+  // Together, all ranks send kEgressUnit for every replica. Of 2^16, no block's memory holds a
+  // plan.
+  if (team.size() > 1 || shape.num_replicas < 1 << 16)
+    detail::fill_experts<uint32_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
   else
-    detail::fill_experts<uint64_t>(team, t, passes, order, scratch, s);
-  detail::set_boundaries(team, num_groups, order.num_wide, scratch, s);
+    detail::fill_experts<uint64_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
+  detail::set_boundaries(team, num_groups, num_wide, scratch, schedule);
 }
 
 }  // namespace uec

@@ -91,10 +91,10 @@ namespace detail {
 template <class Team>
 struct WorklistBuilder {
   Team team;
-  Topology t;
-  Schedule s;
+  const Topology& t;
+  const Schedule& s;
   int32_t rank;
-  Worklist w;
+  const Worklist& w;
   int32_t num_tasks = 0, num_pieces = 0, num_destinations = 0, num_expected = 0;
 
   UEC_HD void put_destination(int32_t at, int32_t i) const {
@@ -214,8 +214,8 @@ struct WorklistBuilder {
 // Calls of_home(x) for each replicated expert of the schedule at home on `rank`, and of_replica(x,
 // i) for its replica at index i there: by ascending expert.
 template <class Team, class OfHome, class OfReplica>
-UEC_HD void visit_experts(Team team, Topology t, Schedule s, int32_t rank, OfHome&& of_home,
-                          OfReplica&& of_replica) {
+UEC_HD void visit_experts(Team team, const Topology& t, const Schedule& s, int32_t rank,
+                          OfHome&& of_home, OfReplica&& of_replica) {
   const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
   const auto next_home = [&](int32_t from) {
     return first_that(team, from, num_experts,
@@ -240,7 +240,7 @@ UEC_HD void visit_experts(Team team, Topology t, Schedule s, int32_t rank, OfHom
 
 // Notes which ranks send or receive something under the plan, and that none is needed yet.
 template <class Team>
-UEC_HD void note_involved(Team team, Topology t, Schedule s, Worklist w) {
+UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const Worklist& w) {
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
     w.opens[r] = w.involved[r] = w.needs[r] = 0;
@@ -259,8 +259,9 @@ UEC_HD void note_involved(Team team, Topology t, Schedule s, Worklist w) {
 //
 // Run by a team as the functions of schedule.hpp are: the leader writes the counts.
 template <class Team>
-UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& s,
+UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& schedule,
                              const int32_t* main_idx, int32_t rank, Worklist& w) {
+  const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, t, s, rank, w};
   detail::visit_experts(
