@@ -344,8 +344,9 @@ ultraep_add_prepare_mutant(place_taken_before_read schedule/schedule
   REPLACE [[    const int32_t to = place[i] + nth;]])
 
 ultraep_add_prepare_mutant(order_not_complete schedule/schedule
-  FIND [[  team.sync();  // the order is there, too]]
-  REPLACE [[]])
+  FIND [[  team.sync();
+  return num_shared;]]
+  REPLACE [[  return num_shared;]])
 
 ultraep_add_prepare_mutant(filled_by_each schedule/schedule
   FIND [[    num_below = team.sum(num_below);

@@ -171,7 +171,7 @@ UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, 
 }
 
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
-// replicas; they come first. Members synchronise before they look at it.
+// replicas; they come first.
 template <class Team>
 UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
                               const Schedule& schedule) {
@@ -210,6 +210,7 @@ UEC_STEP int32_t sort_experts(Team team, const PlanShape& shape, int32_t* order,
       order[to] = x;
     }
   }
+  team.sync();
   return num_shared;
 }
 
@@ -303,6 +304,9 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
 // filled side by side.
 inline constexpr int32_t kNarrowHubs = 8;
 
+// Together, all ranks send kEgressUnit for every replica: with fewer, that fits 32 bits.
+inline constexpr int32_t kNearReplicas = 1 << 16;
+
 UEC_HD inline bool is_wide(int32_t num_replicas) { return num_replicas >= kNarrowHubs; }
 
 // The levels of experts that share ranks, one after another. Returns how many levels there are.
@@ -314,7 +318,7 @@ UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_sh
   const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) last[r] = 0;
-  team.sync();  // the order is there, too
+  team.sync();
   int32_t num_levels = 0;
   UEC_ROLLED
   for (int32_t i = 0; i < num_shared; ++i) {
@@ -387,14 +391,14 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
   return team.count(meets).all > 0;
 }
 
-// Sets the order. Returns the number of levels; 0: all experts are wide, as a team of one has it,
-// or none is to be filled.
+// Sets the order. Returns the number of levels; 0: all experts are taken for wide, as by a team of
+// one, or none is to be filled.
 template <class Team>
 UEC_HD int32_t order_experts(Team team, const Topology& t, const PlanShape& shape,
                              const ScheduleScratch& scratch, const Schedule& s, int32_t* num_wide) {
   *num_wide = 0;
   if (shape.max_fanout == 1) return 0;
-  if (team.size() == 1) {
+  if (team.size() == 1 || shape.num_replicas >= kNearReplicas) {
     *num_wide = sort_experts(team, shape, scratch.order, s);
     return 0;
   }
@@ -498,7 +502,7 @@ inline constexpr int32_t kNearGroups = 1 << 28;
 // The hubs' ranges, from what each adds to its rank: up to the group nearest to
 // sum * groups / ((n - 1) * kEgressUnit), where `sum` is of the hubs up to one; a half goes up.
 template <class Team>
-UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
+UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide, bool all_wide,
                              const ScheduleScratch& arrays, const Schedule& schedule) {
   const ScheduleScratch scratch = arrays;
   Schedule s = schedule;
@@ -513,7 +517,7 @@ UEC_STEP void set_boundaries(Team team, int32_t num_groups, int32_t num_wide,
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
     if (n == 1) bounds[1] = bounds[2] = num_groups;  // everything is left to the home
-    if (n == 1 || (team.size() > 1 && is_wide(n))) continue;
+    if (n == 1 || (team.size() > 1 && (all_wide || is_wide(n)))) continue;
     const int64_t* const extra = scratch.extra + s.first[x] + x;
     const Divider by_others(static_cast<uint32_t>(n - 1));
     if (team.size() == 1 || num_groups >= kNearGroups) {
@@ -587,13 +591,11 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, cons
   // Where none of them share a rank, a second pass would change nothing.
   int32_t passes = shape.chained ? 4 : 2;
   if (num_levels == 1) passes = 1;
-  // Together, all ranks send kEgressUnit for every replica. Of 2^16, no block's memory holds a
-  // plan.
-  if (team.size() > 1 || shape.num_replicas < 1 << 16)
+  if (shape.num_replicas < detail::kNearReplicas)
     detail::fill_experts<uint32_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
   else
     detail::fill_experts<uint64_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
-  detail::set_boundaries(team, num_groups, num_wide, scratch, schedule);
+  detail::set_boundaries(team, num_groups, num_wide, num_levels == 0, scratch, schedule);
 }
 
 }  // namespace uec
