@@ -28,6 +28,7 @@ from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import load_recordings
 from ultraep_comm.viz import cli as viz_cli
 from ultraep_comm.viz.bound import load_results
+from ultraep_comm.viz.charts import chart_paths
 
 MAX_RANKS = 64  # of loads that are made of traces: any number works, and takes its time
 
@@ -231,18 +232,19 @@ def calibration(data: bytes) -> None:
 
 
 def results(data: bytes) -> None:
-    """Records of times over bounds, and a picture of them now and then."""
+    """Records of times over bounds or of critical paths, and a picture of them now and then."""
     b = Bytes(data)
     draws = b.draw(0, 63) == 63
     content = b.rest() if b.draw(0, 7) == 7 else inputs.json_file(_document(b), b)
     with _file(content, "results.json") as path:
-        try:
-            load_results(path)
-        except InvalidArgumentError as error:
-            _check_text(error)
-            return
-        if draws:
-            run(viz_cli.main, ["bound", str(path), "--out", str(folder() / "bound.png")])
+        for command, read in {"bound": load_results, "timeline": chart_paths}.items():
+            try:
+                read(path)
+            except InvalidArgumentError as error:
+                _check_text(error)
+                continue
+            if draws:
+                run(viz_cli.main, [command, str(path), "--out", str(folder() / "drawn.png")])
 
 
 def shown(data: bytes) -> None:

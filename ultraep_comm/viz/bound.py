@@ -11,7 +11,6 @@ import numpy as np
 
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.errors import InvalidArgumentError
-from ultraep_comm.system import read_json
 from ultraep_comm.viz.style import (
     BLUE,
     FAINT,
@@ -26,6 +25,7 @@ from ultraep_comm.viz.style import (
     add_legend,
     clean,
     count,
+    load_records,
     new_figure,
     plain_settings,
     set_titles,
@@ -78,16 +78,9 @@ def load_results(path: Path) -> list[Result]:
         InvalidArgumentError: the file has no such records; the text names the file and the record.
         OSError: the file cannot be read.
     """
-    try:
-        document = read_json(path)
-    except ValueError as error:
-        raise InvalidArgumentError(f"{path} is not a JSON file: {error}") from None
-    records = document.get("records") if isinstance(document, dict) else document
-    if not isinstance(records, list) or not records:
-        raise InvalidArgumentError(
-            f"{path} has no records; expected a list of them, or an object with 'records'"
-        )
-    results = [r for i, d in enumerate(records) for r in _check(d, f"{path}: record {i}")]
+    results = [
+        r for i, d in enumerate(load_records(path)) for r in _check(d, f"{path}: record {i}")
+    ]
     if len({type(result.case) for result in results}) > 1:
         raise InvalidArgumentError(
             f"{path} has records with a fan_out and others with a load; expected one kind"

@@ -1,7 +1,8 @@
 """Pictures of transfers and loads.
 
 load      tokens of every rank before and after replication (PNG, HTML page)
-timeline  what every rank did when: recorded calls, or a predicted transfer (PNG, Perfetto JSON)
+timeline  what every rank did when: recorded calls, or a predicted transfer; or the parts of
+          critical paths (PNG, Perfetto JSON)
 bound     time over the least possible time, by mode (PNG)
 
 "COMMAND --help" has an example of each. PNG pictures need matplotlib:
@@ -27,7 +28,7 @@ from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.file import Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
-from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, predict_charts
+from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
 from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
@@ -57,7 +58,8 @@ TIMELINE_EXAMPLES = """examples:
   python -m ultraep_comm.viz timeline run --calls 100:120 --out calls.png calls.json
   python -m ultraep_comm.viz timeline run --predict 17 --machine nvl72 --out transfer.png
   python -m ultraep_comm.viz timeline --imbalance 3 --mode push --width 8 --out transfer.png
-The JSON file opens in https://ui.perfetto.dev or chrome://tracing.
+  python -m ultraep_comm.viz timeline bench/results/critical_path.json --out critical_path.png
+A JSON file that it writes opens in https://ui.perfetto.dev or chrome://tracing.
 """
 BOUND_EXAMPLES = """example:
   python -m ultraep_comm.viz bound results.json --out bound.png
@@ -129,6 +131,12 @@ def _timeline(options: argparse.Namespace) -> None:
         raise InvalidArgumentError(f"{' and '.join(given)} are given; expected at most one of them")
     if options.imbalance is not None:
         _write(_generated(options), options.out, TIMELINE_WRITERS)
+        return
+    if [path.suffix.lower() for path in options.files] == [".json"]:
+        if given:
+            raise InvalidArgumentError(f"{given[0]} is for recordings; a JSON file is drawn whole")
+        chart = replace(chart_paths(options.files[0]), width=options.width)
+        _write((chart, chart), options.out, TIMELINE_WRITERS)
         return
     recordings = load_recordings(options.files, loads=False)
     source = _name(options.files)
@@ -271,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=LOAD_EXAMPLES,
         formatter_class=plain,
     )
-    _add_files(load, "*")
+    _add_files(load)
     load.add_argument("--trace", type=Path, metavar="FILE.npz", help="recorded routing instead")
     load.add_argument("--ranks", type=_positive, help="with --trace; default: the file's")
     load.add_argument("--slots", type=_not_negative, default=2, help="with --trace: per rank (2)")
@@ -294,11 +302,11 @@ def _parser() -> argparse.ArgumentParser:
         "timeline",
         help="what every rank did when",
         description="Draw the recorded calls of all ranks; or one predicted transfer, piece by"
-        " piece.",
+        " piece; or critical paths, part by part.",
         epilog=TIMELINE_EXAMPLES,
         formatter_class=plain,
     )
-    _add_files(timeline, "*")
+    _add_files(timeline, more="; or a JSON file of bench/recipes/critical_path.py")
     timeline.add_argument("--calls", metavar="FIRST:LAST", help="epochs of the calls to draw (all)")
     timeline.add_argument("--predict", type=int, metavar="EPOCH", help="draw this transfer instead")
     timeline.add_argument("--machine", default="nvl72", help="of the prediction (nvl72)")
@@ -337,13 +345,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_files(parser: argparse.ArgumentParser, nargs: str) -> None:
+def _add_files(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument(
         "files",
         type=Path,
-        nargs=nargs,
+        nargs="*",
         metavar="RECORDING",
-        help="one run's files, written by recorder.dump(), or their folder",
+        help=f"one run's files, written by recorder.dump(), or their folder{more}",
     )
 
 

@@ -37,7 +37,13 @@ LOOKS = {
     "replicate_experts": (SKY, "replicate_experts"),
     "reduce_expert_grads": (VERMILION, "reduce_expert_grads"),
     "failed": (INK, "failed call"),
+    "gather": (PURPLE, "count and gather"),
+    "plan": (ORANGE, "plan"),
+    "schedule": (GREEN, "schedule"),
+    "transfer": (BLUE, "transfer"),
 }
+# Kinds too light for white labels.
+DARK = ("gather_load", "gather_and_plan", "replicate_experts", "gather", "plan")
 _ROW, _GAP = 1.0, 0.16  # heights in axis units: a row, and the space between two
 _MARGINS = 1.2  # inches beside the plot
 _NARROW = 0.04  # inches
@@ -46,7 +52,7 @@ _MAX_HEIGHT = 17.0
 
 @plain_settings()
 def draw_timeline(chart: Chart) -> Figure:
-    """Return the picture: a row of bars for each rank.
+    """Return the picture: a row of bars for each rank, or for each name of the chart's rows.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -64,17 +70,18 @@ def draw_timeline(chart: Chart) -> Figure:
     for kind in LOOKS:
         bars = [bar for bar in chart.bars if bar.kind == kind]
         if bars:
-            _draw_bars(axis, bars, lanes, scale, end, kind, chart.width - _MARGINS)
+            _draw_bars(axis, bars, lanes, scale, end, kind, _plot_inches(chart))
     _write_labels(axis, chart, lanes, scale, end, row_inches)
     for text, time in chart.marks.items():
         axis.axvline(time / scale, color=INK, lw=1.2, ls=(0, (5, 3)), label=text)
     every = max(1, -(-chart.num_ranks // 40)) if row_inches < 0.2 else 1
     at = range(0, chart.num_ranks, every)
-    axis.set_yticks([rank + (_ROW - _GAP) / 2 for rank in at], [str(rank) for rank in at])
-    axis.set_ylabel("rank")
+    names = [chart.rows[row] if chart.rows else str(row) for row in at]
+    axis.set_yticks([row + (_ROW - _GAP) / 2 for row in at], names)
+    axis.set_ylabel("" if chart.rows else "rank")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     start = "the call's start" if any(b.kind == "call" for b in chart.bars) else "the first begin"
-    axis.set_xlabel(f"{unit} since {start}")
+    axis.set_xlabel(unit if chart.rows else f"{unit} since {start}")
     axis.grid(axis="x", color=FAINT, lw=0.6, zorder=0)
     axis.set_axisbelow(True)
     clean(axis)
@@ -84,6 +91,11 @@ def draw_timeline(chart: Chart) -> Figure:
         add_legend(axis, ncols=5, handlelength=1.4)
     set_titles(figure, chart.title, chart.subtitle)
     return figure
+
+
+def _plot_inches(chart: Chart) -> float:
+    """Return about how wide the plot is, beside the names of its rows."""
+    return chart.width - max(_MARGINS, 0.07 * max(map(len, chart.rows), default=0) + 0.1)
 
 
 def _box(bar: Bar, lanes: list[int]) -> tuple[float, float]:
@@ -143,7 +155,7 @@ def _write_labels(
     axis: Axes, chart: Chart, lanes: list[int], scale: float, end: float, row_inches: float
 ) -> None:
     """Write the labels into the bars that have room for them."""
-    inches = (chart.width - _MARGINS) / (end * 1.01)
+    inches = _plot_inches(chart) / (end * 1.01)
     for bar in chart.bars:
         if bar.lane == CALL_LANE or not bar.label or bar.kind == "wait":
             continue
@@ -152,7 +164,7 @@ def _write_labels(
         width = (bar.end_us - bar.begin_us) / scale * inches
         if size < 5 or width < len(bar.label) * size / 72 * 0.66 + 0.04:
             continue
-        dark = bar.kind in ("replicate_experts", "gather_and_plan", "gather_load")
+        dark = bar.kind in DARK
         axis.text(
             (bar.begin_us + bar.end_us) / 2 / scale,
             top + height / 2,
@@ -178,7 +190,8 @@ def trace_events(chart: Chart) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for rank in range(chart.num_ranks):
-        events.append(_meta("process_name", rank, CALL_LANE, name=f"rank {rank}"))
+        name = chart.rows[rank] if chart.rows else f"rank {rank}"
+        events.append(_meta("process_name", rank, CALL_LANE, name=name))
         events.append(_meta("process_sort_index", rank, CALL_LANE, sort_index=rank))
         for lane in sorted({bar.lane for bar in chart.bars if bar.rank == rank}):
             name = "call" if lane == CALL_LANE else f"lane {lane}"

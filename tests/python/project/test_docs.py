@@ -67,19 +67,21 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_pictures_are_made_by_the_commands_shown(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    made = set()
-    for line in re.findall(r"^python -m ultraep_comm\.viz (.*)$", README, re.MULTILINE):
-        *arguments, out, name = line.split()
-        assert out == "--out"
-        made.add(name)
+    command = r"^(?:\.venv/bin/)?python -m ultraep_comm\.viz (.*) --out (docs/pictures/.*)$"
+    picture = r"!\[[^]]*\]\(((?:docs/)?pictures/[^)]+)\)"
+    commands, shown = set(), set()
+    for page in PAGES:
+        commands |= set(re.findall(command, page.read_text(), re.MULTILINE))
+        shown |= {page.parent / name for name in re.findall(picture, page.read_text())}
+    for arguments, name in commands:
         again = tmp_path / Path(name).name
-        shown = [str(ROOT / a) if a.startswith("bench/") else a for a in arguments]
-        assert draw([*shown, "--out", str(again)]) == 0
+        given = [str(ROOT / a) if a.startswith("bench/") else a for a in arguments.split()]
+        assert draw([*given, "--out", str(again)]) == 0
         committed = (ROOT / name).read_bytes()
         assert len(committed) < 200_000
         assert committed[:24] == again.read_bytes()[:24]  # a PNG of as many pixels
-    assert made == set(re.findall(r"!\[[^]]*\]\((docs/pictures/[^)]+)\)", README))
-    assert {ROOT / name for name in made} == set((ROOT / "docs" / "pictures").iterdir())
+    made = {ROOT / name for _, name in commands}
+    assert made == shown == set((ROOT / "docs" / "pictures").iterdir())
 
 
 def test_environment_variables_are_documented() -> None:

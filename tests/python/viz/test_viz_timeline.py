@@ -22,7 +22,7 @@ from ultraep_comm import errors
 from ultraep_comm.model.timeline import SPAN, Span, Timeline
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.recording.file import Recording, save_recording
-from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_timeline
+from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_paths, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
 from ultraep_comm.viz.timeline import LOOKS, draw_timeline, format_trace, trace_events
@@ -499,3 +499,91 @@ def test_files_of_two_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["timeline", str(run), "--out", str(run / "o.json")]) == 2
     assert "both of rank 0" in capsys.readouterr().err
     assert issubclass(errors.RecordingError, ValueError)
+
+
+# ---- critical paths -------------------------------------------------------------------------
+
+PATHS = Path(__file__).resolve().parents[3] / "bench" / "results" / "critical_path.json"
+STEPS = {"gather": "count and gather", "plan": "plan"}
+STEPS |= {"schedule": "schedule", "transfer": "transfer"}
+
+
+def path_record(**changes: Any) -> dict[str, Any]:
+    us = {"gather": 1.0, "plan": 2.0, "schedule": 3.0, "transfer": 4.0}
+    record = {"op": "critical_path", "busiest": 1, "machine": "m", "mode": "push"}
+    return record | {"us": us, "total_us": 10.0} | changes
+
+
+def test_the_picture_of_critical_paths_has_every_part() -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw_timeline(chart_paths(PATHS))
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    records = json.loads(PATHS.read_text())["records"]
+    drawn = {c.get_gid(): [path.vertices for path in c.get_paths()] for c in axis.collections}
+    assert list(drawn) == list(STEPS)
+    for row, record in enumerate(records):
+        begin = 0.0
+        for step in STEPS:
+            left, top = drawn[step][row].min(axis=0)
+            right, bottom = drawn[step][row].max(axis=0)
+            assert row <= top < bottom < row + 1
+            assert (left, right - left) == pytest.approx((begin, record["us"][step]))
+            begin = right
+        assert begin == pytest.approx(record["total_us"], abs=0.3)  # of rounded figures
+    names = [
+        f"{r['machine']}, {r['mode']}, max(k, in) {r['busiest']}: {r['total_us']} us"
+        for r in records
+    ]
+    assert [text.get_text() for text in axis.get_yticklabels()] == names
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [*STEPS.values()]
+    assert axis.get_xlabel() == "microseconds"
+    labels = sorted(f"{us:.1f}" for r in records for us in r["us"].values())
+    assert sorted(text.get_text() for text in axis.texts) == labels
+
+
+def test_the_command_draws_critical_paths(tmp_path: Path) -> None:
+    path, out = tmp_path / "paths.JSON", tmp_path / "out.json"
+    path.write_text(json.dumps([path_record(), path_record(mode="pull")]))
+    assert main(["timeline", str(path), "--out", str(out)]) == 0
+    document = json.loads(out.read_text())
+    events = [(e["pid"], e["cat"], e["ts"], e["dur"]) for e in check_trace(document)]
+    parts = [("gather", 0, 1), ("plan", 1, 2), ("schedule", 3, 3), ("transfer", 6, 4)]
+    assert events == [(pid, *part) for pid in (1, 2) for part in parts]
+    names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    assert names == [f"m, {mode}, max(k, in) 1: 10.0 us" for mode in ("push", "pull")]
+
+
+BAD_PATHS = {
+    "{": "is not a JSON file",
+    "[]": "has no records",
+    "[3]": "record 0 has op 3; expected 'critical_path'",
+    '[{"op": "model"}]': "record 0 has op 'model'; expected 'critical_path'",
+    json.dumps([path_record(), path_record(us={"gather": 1.0})]): "record 1 is not a critical path",
+    json.dumps([path_record(us=[])]): "is not a critical path",
+    json.dumps([path_record(total_us="x")]): "is not a critical path",
+    json.dumps([path_record(total_us=9.0)]): "that add up to the total",
+    json.dumps([path_record(total_us=float("nan"))]): "that add up to the total",
+    json.dumps([path_record(us=path_record()["us"] | {"plan": -1.0}, total_us=7.0)]): "from 0 to",
+}
+
+
+@pytest.mark.parametrize("content", BAD_PATHS)
+def test_bad_critical_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    path, out = tmp_path / "paths.json", tmp_path / "o.png"
+    path.write_text(content)
+    with pytest.raises(errors.InvalidArgumentError, match=r"paths\.json"):
+        chart_paths(path)
+    assert main(["timeline", str(path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert BAD_PATHS[content] in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("option", ["--calls", "--predict"])
+def test_critical_paths_have_no_calls(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["timeline", str(PATHS), option, "1", "--out", "o.json"]) == 2
+    assert f"{option} is for recordings" in capsys.readouterr().err
