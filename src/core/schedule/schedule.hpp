@@ -302,7 +302,7 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
 // another, and then through all others level by level, a member for each. A level's experts share
 // no rank with each other, and come after those before them in the order that do: so they can be
 // filled side by side.
-inline constexpr int32_t kNarrowHubs = 8;
+inline constexpr int32_t kNarrowHubs = 8;  // of one, at most, with its home
 
 // Together, all ranks send kEgressUnit for every replica: with fewer, that fits 32 bits.
 inline constexpr int32_t kNearReplicas = 1 << 16;
