@@ -396,8 +396,8 @@ ultraep_add_prepare_mutant(level_not_complete schedule/schedule
   REPLACE [[]])
 
 ultraep_add_prepare_mutant(wide_not_known_yet schedule/schedule
-  FIND [[  team.sync();  // the wide ones are known]]
-  REPLACE [[]])
+  FIND [[  if (team.count(meets).all > 0) return true;  // after]]
+  REPLACE [[  // after]])
 
 ultraep_add_prepare_mutant(meeting_of_each schedule/schedule
   FIND [[  return team.count(meets).all > 0;]]

@@ -379,7 +379,8 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub) meets |= before[hub] > 0;
   }
-  team.sync();  // the wide ones are known
+  *num_wide = wide;
+  if (team.count(meets).all > 0) return true;  // after this, the wide ones are known
   UEC_ROLLED
   for (int32_t i = 0; i < wide; ++i) {
     const int32_t x = scratch.order[i], n = s.num_replicas(x);
@@ -387,7 +388,6 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
       meets |= team.add(&met[hub_rank(t, s, x, hub)], 1) > 0;
   }
-  *num_wide = wide;
   return team.count(meets).all > 0;
 }
 
