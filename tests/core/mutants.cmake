@@ -321,90 +321,90 @@ ultraep_add_prepare_mutant(chained_for_each schedule/schedule
   REPLACE [[  shape.chained = chained;
   team.sync();]])
 
-ultraep_add_prepare_mutant(places_not_zero_yet schedule/schedule
+ultraep_add_prepare_mutant(places_not_zero_yet schedule/hubs
   FIND [[place[i] = 0;
   team.sync();]]
   REPLACE [[place[i] = 0;]])
 
-ultraep_add_prepare_mutant(places_not_counted_yet schedule/schedule
+ultraep_add_prepare_mutant(places_not_counted_yet schedule/hubs
   FIND [[    team.add(&place[most - s.num_replicas(x)], 1);
   team.sync();]]
   REPLACE [[    team.add(&place[most - s.num_replicas(x)], 1);]])
 
-ultraep_add_prepare_mutant(places_not_known_yet schedule/schedule
+ultraep_add_prepare_mutant(places_not_known_yet schedule/hubs
   FIND [[    at += n;
   }
   team.sync();]]
   REPLACE [[    at += n;
   }]])
 
-ultraep_add_prepare_mutant(place_taken_before_read schedule/schedule
+ultraep_add_prepare_mutant(place_taken_before_read schedule/hubs
   FIND [[    const int32_t to = place[i] + nth;
     team.sync();]]
   REPLACE [[    const int32_t to = place[i] + nth;]])
 
-ultraep_add_prepare_mutant(order_not_complete schedule/schedule
+ultraep_add_prepare_mutant(order_not_complete schedule/hubs
   FIND [[  team.sync();
   return num_shared;]]
   REPLACE [[  return num_shared;]])
 
-ultraep_add_prepare_mutant(filled_by_each schedule/schedule
+ultraep_add_prepare_mutant(filled_by_each schedule/hubs
   FIND [[    num_below = team.sum(num_below);
     filled =]]
   REPLACE [[    team.sync();
     filled =]])
 
-ultraep_add_prepare_mutant(units_to_each schedule/schedule
+ultraep_add_prepare_mutant(units_to_each schedule/hubs
   FIND [[counted.before < left;]]
   REPLACE [[0 < left;]])
 
-ultraep_add_prepare_mutant(filled_before_stored schedule/schedule
+ultraep_add_prepare_mutant(filled_before_stored schedule/hubs
   FIND [[  team.sync();  // the next expert may have the same hubs]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(egress_not_zero_yet schedule/schedule
+ultraep_add_prepare_mutant(egress_not_zero_yet schedule/hubs
   FIND [[s.egress[r] = 0;
   team.sync();]]
   REPLACE [[s.egress[r] = 0;]])
 
-ultraep_add_prepare_mutant(homes_not_assigned_yet schedule/schedule
+ultraep_add_prepare_mutant(homes_not_assigned_yet schedule/hubs
   FIND [[n * kEgressUnit);
   }
   team.sync();]]
   REPLACE [[n * kEgressUnit);
   }]])
 
-ultraep_add_prepare_mutant(boundaries_not_complete schedule/schedule
+ultraep_add_prepare_mutant(boundaries_not_complete schedule/hubs
   FIND [[  team.sync();  // all boundaries are there]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(level_of_each schedule/schedule
+ultraep_add_prepare_mutant(level_of_each schedule/hubs
   FIND [[    level = 1 + static_cast<int32_t>(highest(team, static_cast<uint32_t>(level)));]]
   REPLACE [[    ++level;
     team.sync();]])
 
-ultraep_add_prepare_mutant(levels_not_known_yet schedule/schedule
+ultraep_add_prepare_mutant(levels_not_known_yet schedule/hubs
   FIND [[    team.sync();  // the next expert may have the same ranks]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(one_level_for_all schedule/schedule
+ultraep_add_prepare_mutant(one_level_for_all schedule/hubs
   FIND [[    if (scratch.count[x] == level && ]]
   REPLACE [[    if (level == 1 && s.num_replicas(x) > 1 && ]])
 
-ultraep_add_prepare_mutant(level_not_complete schedule/schedule
+ultraep_add_prepare_mutant(level_not_complete schedule/hubs
   FIND [[  team.sync();  // the next level may have the same hubs]]
   REPLACE [[]])
 
-ultraep_add_prepare_mutant(wide_not_known_yet schedule/schedule
+ultraep_add_prepare_mutant(wide_not_known_yet schedule/hubs
   FIND [[  if (team.count(meets).all > 0) return true;  // after]]
   REPLACE [[  // after]])
 
-ultraep_add_prepare_mutant(meeting_of_each schedule/schedule
+ultraep_add_prepare_mutant(meeting_of_each schedule/hubs
   FIND [[  return team.count(meets).all > 0;]]
   REPLACE [[  team.sync();
   return meets;]])
 
-ultraep_add_prepare_mutant(second_pass_left_out schedule/schedule
+ultraep_add_prepare_mutant(second_pass_left_out schedule/hubs
   FIND [[  if (num_levels == 1) passes = 1;]]
   REPLACE [[  if (num_levels >= 1) passes = 1;]])
 

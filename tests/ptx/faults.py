@@ -55,7 +55,8 @@ EXPLAINED = {
         "experts of many replicas, of which these programs have no two; tests/core has them"
     ),
     r"no barrier .*(reduce_worklist\.hpp|all boundaries are there|announce\.hpp: mover\.when"
-    r"|stripe\.hpp: team_\.sync\(\);$|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
+    r"|stripe\.hpp: team_\.sync\(\);$|schedule/schedule\.hpp: team\.sync\(\);$"
+    r"|storer\.hpp: team_\.sync|call\.cuh: ptx::sync_warp"
     r"|load\.cuh: ptx::sync_warp|notice\.cuh|have read the stage|return team\.sync\(\))": (
         "a barrier that is there for its callers: on every path of today another one follows"
     ),

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/base/common.hpp"
+#include "core/schedule/hubs.hpp"
 #include "core/schedule/schedule.hpp"
 #include "core/schedule/tiles.hpp"
 

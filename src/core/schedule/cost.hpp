@@ -1,7 +1,9 @@
 // mode="auto": which transfer mode a schedule should take, by an integer cost model.
 #pragma once
 
+#include "core/schedule/hubs.hpp"
 #include "core/schedule/schedule.hpp"
+#include "core/schedule/tiles.hpp"
 
 namespace uec {
 
