@@ -20,17 +20,6 @@ constexpr int64_t kStatusBytes = round_up(sizeof(Status), 128);
 constexpr unsigned kWarpThreads = 32;
 constexpr unsigned kEventDisableTiming = 2;
 
-struct DeviceLayout {
-  int64_t tables, blocks, total;
-
-  explicit DeviceLayout(const LauncherConfig& c)
-      : tables(round_up(c.num_ranks * kStateBytes, 128)),
-        blocks(tables + c.num_ranks * Launcher::tables_bytes(c.capacity)),
-        // One more, for captured calls.
-        total(blocks + static_cast<int64_t>(Launcher::kDepth + 1) * c.num_ranks *
-                           call_block_bytes(c.capacity)) {}
-};
-
 double seconds_since(Steady::time_point start) {
   return std::chrono::duration<double>(Steady::now() - start).count();
 }
@@ -69,6 +58,14 @@ int64_t Launcher::tables_bytes(const Capacity& c) {
   Tables tables;
   return round_up(Tables::cut(nullptr, c, &tables), 128);
 }
+Launcher::DeviceLayout::DeviceLayout(const LauncherConfig& c)
+    : rank_tables(tables_bytes(c.capacity)),
+      call_block(call_block_bytes(c.capacity)),
+      tables(round_up(c.num_ranks * kStateBytes, 128)),
+      blocks(tables + c.num_ranks * rank_tables),
+      // One more, for captured calls.
+      total(blocks + static_cast<int64_t>(kDepth + 1) * c.num_ranks * call_block) {}
+
 int64_t Launcher::device_bytes(const LauncherConfig& c) { return DeviceLayout(c).total; }
 int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
   return c.num_ranks * (kStatusBytes + static_cast<int64_t>(kDepth) * call_block_bytes(c.capacity));
@@ -96,7 +93,10 @@ int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
 }
 
 Launcher::Launcher(const LauncherConfig& config)
-    : config_(config), call_bytes_(call_block_bytes(config.capacity)) {
+    : config_(config),
+      layout_(config),
+      replicate_(replicate_blocks(config)),
+      reduce_(reduce_blocks(config)) {
   const ContextScope current = scope();
   noticed_ = make_event();
   line_ = make_line();
@@ -148,8 +148,7 @@ Address Launcher::state(int32_t rank) const {
   return config_.device + (rank - config_.first_rank) * kStateBytes;
 }
 Address Launcher::tables(int32_t rank) const {
-  return config_.device + DeviceLayout(config_).tables +
-         (rank - config_.first_rank) * tables_bytes(config_.capacity);
+  return config_.device + layout_.tables + (rank - config_.first_rank) * layout_.rank_tables;
 }
 Status& Launcher::status(int32_t rank) const {
   return *reinterpret_cast<Status*>(config_.pinned + (rank - config_.first_rank) * kStatusBytes);
@@ -158,14 +157,14 @@ std::byte* Launcher::block(int32_t rank, uint64_t call) const {
   const int64_t index =
       static_cast<int64_t>(call % kDepth) * config_.num_ranks + rank - config_.first_rank;
   uint8_t* const blocks = config_.pinned + config_.num_ranks * kStatusBytes;
-  return reinterpret_cast<std::byte*>(blocks + index * call_bytes_);
+  return reinterpret_cast<std::byte*>(blocks + index * layout_.call_block);
 }
 
 Address Launcher::device_block(int32_t rank, uint64_t call) const {
   const uint64_t index = is_captured(call) ? kDepth : call % kDepth;
-  return config_.device + DeviceLayout(config_).blocks +
+  return config_.device + layout_.blocks +
          (static_cast<int64_t>(index) * config_.num_ranks + rank - config_.first_rank) *
-             call_bytes_;
+             layout_.call_block;
 }
 
 // ---- submitting ---------------------------------------------------------------------------------
@@ -281,12 +280,12 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   LaunchArgs args;
   args.states = c.device;
   args.calls = device_block(c.first_rank, call);
-  args.call_bytes = call_bytes_;
+  args.call_bytes = layout_.call_block;
   args.counted = !is_captured(call);
   args.tag = e.requests.front().tag;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
   const bool reduces = e.requests.front().operation == Operation::kReduce;
-  launch_together(reduces ? reduce_blocks(c) : replicate_blocks(c), &args, stream);
+  launch_together(reduces ? reduce_ : replicate_, &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {
@@ -342,7 +341,7 @@ void Launcher::copy_blocks(const Entry& e, uint64_t call, Handle stream) {
   };
   const auto on_device = [](const Request& r) { return r.device.slot_expert != 0; };
   if (!std::all_of(e.requests.begin(), e.requests.end(), on_device))
-    return copy(config_.first_rank, 0, config_.num_ranks * call_bytes_);
+    return copy(config_.first_rank, 0, config_.num_ranks * layout_.call_block);
   for (int32_t i = 0; i < config_.num_ranks; ++i) {
     if (e.requests[i].mains_bytes == 0) continue;
     const int32_t rank = config_.first_rank + i;

@@ -153,6 +153,12 @@ class Launcher {
     Entry& entry(uint64_t number) { return entries[number % kDepth]; }
     const Entry& entry(uint64_t number) const { return entries[number % kDepth]; }
   };
+  // Where a launcher's device memory holds what, in bytes; its start is the ranks' states.
+  struct DeviceLayout {
+    explicit DeviceLayout(const LauncherConfig& config);
+    int64_t rank_tables, call_block;  // sizes
+    int64_t tables, blocks, total;    // offsets
+  };
   // A kernel whose blocks all have to be resident at the same time.
   struct BlockShape {
     Handle kernel;
@@ -192,7 +198,8 @@ class Launcher {
   void look_for_failures();
 
   LauncherConfig config_;
-  int64_t call_bytes_;
+  const DeviceLayout layout_;
+  const BlockShape replicate_, reduce_;
   Handle noticed_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;
