@@ -38,7 +38,7 @@ ROWS = {
     "planned:64,256,12,1,16,1,0": "replicas of 12 KiB, 64/256/2, call's block made by the device",
     "fan_out:1,4096,64,16,0": "4 MiB to one replica, push, 64 blocks",
     "fan_out:2,4096,64,16,0": "4 MiB to two, push",
-    "fan_out:2,8192,64,16,0": "8 MiB to two, push",
+    "fan_out:2,24576,64,16,0": "24 MiB to two, push",
     "fan_out:2,4096,64,16,1": "4 MiB to two, pull",
     "fan_out:2,4096,64,16,2": "4 MiB to two, direct",
     "fan_out:3,4096,64,16,0": "4 MiB to three, push",
@@ -65,9 +65,9 @@ def measure(machine: PtxMachine, clock: str, rows: Sequence[str] = tuple(ROWS)) 
 
 
 def forwards(found: dict[str, Any], clock: str) -> float:
-    """Return what hubs forward of what their links carry: 4 MiB more take so much longer."""
-    less, more = (found[f"fan_out:2,{kib},64,16,0"]["us"] for kib in (4096, 8192))
-    return round((4 << 20) / (link_gbps(clock) * 1e3) / (more - less), 3)
+    """Return what hubs forward of what their links carry: 20 MiB more take so much longer."""
+    less, more = (found[f"fan_out:2,{kib},64,16,0"]["us"] for kib in (4096, 24576))
+    return round((20 << 20) / (link_gbps(clock) * 1e3) / (more - less), 3)
 
 
 def link_gbps(clock: str) -> float:
@@ -107,7 +107,7 @@ def measure_all(machine: PtxMachine, clocks: tuple[str, ...] = CLOCKS) -> dict[s
             for clock, of in zip(clocks, reports, strict=True)
         }
     for clock, of in found.items():
-        of["fan_out:2,8192,64,16,0"]["of_the_link"] = forwards(of, clock)
+        of["fan_out:2,24576,64,16,0"]["of_the_link"] = forwards(of, clock)
     return found
 
 
@@ -123,7 +123,7 @@ def table(found: dict[str, Any]) -> str:
             lines.append(f"{times}          of it the call's block (prepare_call)")
         if "of_the_link" in a:
             shares = f"{a['of_the_link']:8.0%}{b['of_the_link']:8.0%}"
-            lines.append(f"{shares}          of a link's rate, for the second 4 MiB")
+            lines.append(f"{shares}          of a link's rate, for all but the first 4 MiB")
     return "\n".join(lines)
 
 
