@@ -23,6 +23,7 @@ _HOMES = {
     "group.saved_plans": ("PlanHandle",),
     "group.work": ("Work",),
     "plan.plan": ("Plan", "PlanCost"),
+    "plan.topology": ("slots_for_exact",),
     "recording.recorder": ("Recorder",),
     "weights.segments": ("BoundWeights", "Segment"),
 }

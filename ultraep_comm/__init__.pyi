@@ -10,6 +10,7 @@ from ultraep_comm.group.health import GroupHealth
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.plan.topology import slots_for_exact
 from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.weights.segments import BoundWeights, Segment
 
@@ -35,4 +36,5 @@ __all__ = [
     "replicate_experts",
     "reroute",
     "reroute_map",
+    "slots_for_exact",
 ]

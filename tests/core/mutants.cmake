@@ -196,11 +196,30 @@ ultraep_add_core_mutant(taken_by_each PROGRAM plan/test_probe FILE core/plan/pro
   FIND [[    if (main % team.size() == team.index()) have[main] -= quota;]]
   REPLACE [[    have[main] -= quota;]])
 
+ultraep_add_core_mutant(level_highest_of_each PROGRAM plan/test_probe FILE core/plan/probe.hpp
+  FIND [[  return static_cast<int32_t>(team.lowest(most == all ? first : count));]]
+  REPLACE [[  return most == all ? first : 0;]])
+
+ultraep_add_core_mutant(level_taken_before_read PROGRAM plan/test_probe FILE core/plan/probe.hpp
+  FIND [[      team.sync();  // all have read]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(level_filled_before_taken PROGRAM plan/test_probe FILE core/plan/probe.hpp
+  FIND [[      slack(to) = 0;
+    }
+    team.sync();]]
+  REPLACE [[      slack(to) = 0;
+    }]])
+
 # ---- a packed probe ------------------------------------------------------------------------------
 
 ultraep_add_core_mutant(packed_without_turns PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[static_cast<uint32_t>((turn + 1) << slot)]]
   REPLACE [[static_cast<uint32_t>(1 << slot)]])
+
+ultraep_add_core_mutant(packed_level PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
+  FIND [[ && ask.variant / kNumOrders != kLevel &&]]
+  REPLACE [[ &&]])
 
 ultraep_add_core_mutant(packed_latest_last PROGRAM plan/test_probe FILE core/plan/packed_probe.hpp
   FIND [[          --turn;

@@ -535,6 +535,10 @@ ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
   FIND [[ && ptx::load_acquire_system(word) == 0)]]
   REPLACE [[)]])
 
+ultraep_add_device_mutant(device_pads_nobody PROGRAM test_plan FILE cuda/device/plan_sort.cuh
+  FIND [[    s.rank_load[r] += i >= over ? 1 : 0;]]
+  REPLACE [[]])
+
 ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan
   FILE core/plan/pool_search.hpp
   FIND [[best = v - first_;]]

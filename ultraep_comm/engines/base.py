@@ -143,6 +143,15 @@ class LocalStages(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
 
+    def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
+        """Return int32 ``[M + S]``: the ends of the rows of this rank's instances.
+
+        Ends on the device are at most ``pad_to``, and :meth:`raise_fault` raises what went beyond.
+
+        Raises:
+            InvalidPlanError: the last end is above ``pad_to``.
+        """
+
     def raise_fault(self) -> None:
         """Raise, once, the error of an earlier launch that found its input invalid."""
 

@@ -13,7 +13,12 @@ from ultraep_comm import _core
 from ultraep_comm.engines.base import LocalStages, Parts, ProcessGroupLoads, make_parts
 from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import bad_id_error, raise_fault
-from ultraep_comm.errors import BootstrapError, InvalidLoadError, UnsupportedError
+from ultraep_comm.errors import (
+    BootstrapError,
+    InvalidLoadError,
+    InvalidPlanError,
+    UnsupportedError,
+)
 from ultraep_comm.fabrics import Fabric
 from ultraep_comm.fabrics.loopback import LoopbackFabric, LoopbackMemory
 from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
@@ -179,6 +184,15 @@ class HostStages:
         raise_fault(status, "routing_map", self._rank, self._topology.num_experts)
         return torch.from_numpy(moves).to(routing_map.device)
 
+    def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
+        """Return the ends of the rows of this rank's instances."""
+        mains = torch.from_numpy(self._topology.mains(self._rank))
+        ends = find_ends(home_quota, mains, slot_quota[self._rank])
+        num_rows = int(ends[-1]) if len(ends) else 0
+        if num_rows > pad_to:
+            raise too_many_rows(self._rank, num_rows, f"; pad_to is {pad_to}")
+        return ends.int()
+
     # ---- saved plans ----------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -198,6 +212,19 @@ class HostStages:
 
     def finish_replays(self) -> None:
         """Do nothing: there are no replays."""
+
+
+def find_ends(home_quota: Tensor, mains: Tensor, slot_quota: Tensor) -> Tensor:
+    """Return int64 ``[M + S]``, running sums of the quotas of mains, then slots."""
+    return torch.cat([home_quota.index_select(0, mains), slot_quota]).cumsum(0)
+
+
+def too_many_rows(rank: int, num_rows: int, limit: str) -> InvalidPlanError:
+    """Return the error of a plan that exceeds the buffer of `Group.instance_offsets`."""
+    return InvalidPlanError(
+        f"rank {rank}: the plan gives this rank {num_rows} tokens{limit}. Make plans with"
+        " target=1.0 and as many slots as slots_for_exact() says, or pass a larger pad_to"
+    )
 
 
 def _arrays(plan: Plan) -> PlanArrays:

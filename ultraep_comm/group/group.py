@@ -8,13 +8,14 @@ from typing import NoReturn
 
 import torch
 
-from ultraep_comm.errors import UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
 from ultraep_comm.group.health import GroupHealth, health_of
 from ultraep_comm.group.names import register_group
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import IntsLike, as_int
 from ultraep_comm.recording.recorder import CAPACITY, Recorder
 from ultraep_comm.weights.binding import BoundGrads
 from ultraep_comm.weights.segments import BoundWeights, Segment, Weights, with_own_storage
@@ -179,6 +180,64 @@ class Group:
             own = bound.addresses[i * mains : (i + 1) * mains]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
+
+    # ---- static shapes --------------------------------------------------------------------
+
+    def token_capacity(self, num_tokens: int | IntsLike, topk: int) -> int:
+        """Return the rows of a buffer for all tokens that a rank has under an exact plan.
+
+        That is ceil(sum over ranks of tokens * topk / G). Plans with ``target=1.0`` keep to it:
+        with `slots_for_exact` slots for every load, with fewer for nearly every one, and what goes
+        beyond is an error of :meth:`instance_offsets`.
+
+        Args:
+            num_tokens: tokens of every rank, or integers ``[G]`` by rank.
+            topk: experts of a token.
+
+        Raises:
+            InvalidArgumentError: an argument is negative or misshapen; or the group has several
+                domains or no slots, so that its plans cannot be exact.
+        """
+        return self.topology.token_capacity(num_tokens, topk)
+
+    def instance_offsets(self, plan: Plan, *, pad_to: int) -> torch.Tensor:
+        """Return where each instance's rows end in a buffer of fixed length, as grouped GEMMs ask.
+
+        Instances follow each other in the order of :meth:`expert_pointers`: mains, then slots, each
+        with as many rows as its quota. Rows past the last end are padding, of no instance. A plan
+        on the device is read there: the host does not wait, and the call can be captured into a
+        CUDA graph. If its quotas exceed the buffer, its ends stay inside, and a later call on the
+        group, or ``group.close()``, raises the error.
+
+        Args:
+            plan: of this group, with quotas.
+            pad_to: rows of the buffer, below 2**31; see :meth:`token_capacity`.
+
+        Returns:
+            int32 ``[M + S]`` on the plan's device, ascending, none above ``pad_to``.
+
+        Raises:
+            InvalidPlanError: the plan is for another group, has no quotas, or, on the CPU, gives
+                this rank more than ``pad_to`` tokens.
+            InvalidArgumentError: ``pad_to`` is out of range.
+            GroupClosedError: the group is closed or failed earlier.
+        """
+        session = self.session
+        session.require_open("instance_offsets")
+        session.local.raise_fault()
+        if session.local.holds(plan):
+            check_device_plan(plan, session)
+        else:
+            check_plan_fits(plan, session)
+        if plan.slot_quota is None or plan.home_quota is None:
+            raise InvalidPlanError(
+                f"rank {self.rank}: the plan has no quotas, so its instances' rows are unknown; make"
+                " it with plan_replicas, or pass slot_quota= and home_quota= to Plan.from_slots"
+            )
+        rows = as_int(pad_to, "pad_to")
+        if not 0 <= rows < 2**31:
+            raise InvalidArgumentError(f"pad_to is {rows}; expected 0 to 2**31 - 1")
+        return session.local.instance_offsets(plan.home_quota, plan.slot_quota, rows)
 
     # ---- saved plans ----------------------------------------------------------------------
 

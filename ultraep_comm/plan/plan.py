@@ -10,7 +10,13 @@ import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError
 from ultraep_comm.plan.planner import Costs
-from ultraep_comm.plan.topology import MAX_COUNT, IntsLike, as_int, contiguous_home
+from ultraep_comm.plan.topology import (
+    MAX_COUNT,
+    IntsLike,
+    as_int,
+    contiguous_home,
+    slots_for_exact,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,12 +243,51 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """Return the largest rank quota over the mean; 1.0 without load; nan without quotas."""
-        if self.slot_quota is None or self.home_quota is None:
+        ranks = self._rank_tokens()
+        if ranks is None:
             return float("nan")
-        ranks = self.slot_quota.sum(dim=1, dtype=torch.int64)
-        ranks = ranks.index_add(0, self.home.long(), self.home_quota.long())
         total = int(ranks.sum())
         return int(ranks.max()) * self.num_ranks / total if total else 1.0
+
+    def _rank_tokens(self) -> torch.Tensor | None:
+        """Return int64 ``[G]``, the quotas of each rank's instances; None without quotas."""
+        if self.slot_quota is None or self.home_quota is None:
+            return None
+        ranks = self.slot_quota.sum(dim=1, dtype=torch.int64)
+        return ranks.index_add(0, self.home.long(), self.home_quota.long())
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether every rank has the mean, rounded down or up; False without quotas.
+
+        Plans with a target of 1.0 are, with `slots_for_exact` slots for every load, and nearly
+        always with a single one.
+        """
+        ranks = self._rank_tokens()
+        return ranks is not None and int(ranks.max() - ranks.min()) <= 1
+
+    @property
+    def limited_by(self) -> str | None:
+        """Return why the plan is not exact; None: it is, or has no quotas.
+
+        "domains": their loads differ too much. "slots": there are fewer than make it certain. Else
+        "target": an exact plan exists, and a target of 1.0 gives it. (One instance a rank is no
+        limit of its own: an exact plan with these slots never needs two.)
+        """
+        ranks = self._rank_tokens()
+        if ranks is None or self.is_exact:
+            return None
+        domains = self.home.new_zeros(self.num_ranks) if self.domains is None else self.domains
+        home, floor, over = self.home.cpu(), *divmod(int(ranks.sum()), self.num_ranks)
+        for domain in domains.unique():
+            inside = domains == domain
+            low, size = floor * int(inside.sum()), int(inside.sum())
+            if not low <= int(ranks[inside].sum()) <= low + min(over, size):
+                return "domains"
+        certain = slots_for_exact(
+            num_ranks=self.num_ranks, num_experts=self.num_experts, home=home
+        )
+        return "slots" if self.slots_per_rank < certain else "target"
 
     @property
     def local_share(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +34,14 @@ class Costs(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """How a probe chooses ranks; see `_probe`."""
+    """How a probe chooses ranks; see `_probe`, and `_level` for the last one."""
 
     style: str
     order: int
 
 
 VARIANTS = [[Variant(style, order) for order in range(3)] for style in ("tight", "early", "wide")]
+VARIANTS.append([Variant("level", 0)])
 
 
 def target_to_ppm(target: float) -> int:
@@ -58,7 +59,7 @@ class _Pool:
     """Ranks that may hold each other's experts. Constant during all probes."""
 
     ranks: list[int]  # by descending load, then id
-    rank_load: list[int]  # [G] without replicas
+    rank_load: list[int]  # [G] without replicas; see `_pad`
     mains: list[list[int]]  # [G] experts at home on a rank, by descending load, then id
     load: list[int]  # [E]
     largest: int  # tokens of the largest expert
@@ -113,7 +114,8 @@ def plan_slots(
 
     By target: minimise the imbalance, though not below `target`, then the transfer (the most
     experts that a rank exports or imports), then the replicas. By cost: the cheapest of a set of
-    plans.
+    plans. A target of 1 is exact in a single pool wherever a probe finds a way, and always with the
+    slots of `slots_for_exact`: every rank has the floor or the ceiling of the mean.
 
     Args:
         load: `[E]` integers, tokens of each expert over all source ranks, each below 2**31 and
@@ -136,7 +138,8 @@ def plan_slots(
     target_ppm = target_to_ppm(target)
     load_, home_ = _checked(load, home, domain, num_ranks, slots_per_rank)
     pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
-    pools = _pools(load_, home_, pool_of, num_ranks, slots_per_rank)
+    is_exact = target_ppm == PPM and costs is None
+    pools = _pools(load_, home_, pool_of, num_ranks, slots_per_rank, is_exact)
     mean, fullest = max(pool.mean for pool in pools), pools[0].fullest
     wanted = mean
     if costs is None:
@@ -145,13 +148,17 @@ def plan_slots(
     if slots_per_rank > 0 and fullest > wanted:
         if costs is None:
             for pool in pools:
-                replicas += _plan_by_target(pool, wanted, mean)
+                replicas += _plan_by_target(pool, wanted, mean, is_exact)
         else:
             replicas = _plan_by_cost(pools, mean, fullest, costs)
     return _fill_slots(load_, num_ranks, slots_per_rank, replicas)
 
 
-def _plan_by_target(pool: _Pool, wanted: int, mean: int) -> Replicas:
+def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Replicas:
+    if is_exact and pool.slots > 1:  # nearly always reached with one import a rank
+        single = replace(pool, slots=1)
+        if _reaches(single, mean):
+            pool = single
     threshold = _lowest_threshold(pool, wanted, mean)
     for cap in pool.caps(pool.least_cap(threshold)):
         found = _fewest(pool, threshold, cap)
@@ -191,29 +198,29 @@ def _plan_by_cost(pools: list[_Pool], mean: int, fullest: int, costs: Costs) -> 
     return best
 
 
+def _reaches(pool: _Pool, threshold: int) -> bool:
+    variants = (v for style in VARIANTS for v in style)
+    return any(_probe(pool, threshold, pool.last_cap, v) is not None for v in variants)
+
+
 def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
     """Return the lowest threshold from `wanted` up that a probe reaches: gallop, then bisect.
 
     More room does not always help a greedy search: the mean may be reached where `wanted` is not.
     """
-
-    def reaches(threshold: int) -> bool:
-        variants = (v for style in VARIANTS for v in style)
-        return any(_probe(pool, threshold, pool.last_cap, v) is not None for v in variants)
-
     unit = max(wanted // 4096, 1)
     low, high, step = wanted - unit, wanted, unit
-    if reaches(high):
+    if _reaches(pool, high):
         return high
-    if mean < wanted and reaches(mean):
+    if mean < wanted and _reaches(pool, mean):
         return mean
     while True:
         low, high, step = high, min(high + step, pool.fullest), 2 * step
-        if high == pool.fullest or reaches(high):  # the fullest rank's load needs no replica
+        if high == pool.fullest or _reaches(pool, high):  # the fullest rank's load needs no replica
             break
     while high - low > unit:
         middle = low + (high - low) // 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
+        low, high = (low, middle) if _reaches(pool, middle) else (middle, high)
     return high
 
 
@@ -267,6 +274,8 @@ def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas 
     room from a rank without imports left to one that has some. "tight" chains only if no slack is
     below the need, "early" and "wide" as soon as they can.
     """
+    if variant.style == "level":
+        return _level(pool, threshold, cap)
     imports = min(cap, pool.slots)
     hot = [r for r in pool.ranks if pool.rank_load[r] > threshold]
     slacks = [(threshold - pool.rank_load[r], r) for r in pool.ranks]
@@ -311,6 +320,41 @@ def _probe(pool: _Pool, threshold: int, cap: int, variant: Variant) -> Replicas 
     return replicas
 
 
+def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
+    """Bring every rank of the pool down to the threshold; None if that takes too many slots.
+
+    The emptiest rank is filled to the brim by the fullest one, from the main that has most left,
+    until nobody is above the threshold. So a rank is filled once, by one rank, which may end up
+    below the threshold and is filled later.
+
+    At the mean, exactly, it takes at most ceil(M (G - 1) / G) slots, where M is the most mains of a
+    rank. A rank with load L and M mains gives s tokens from its largest ceil(s M / L). Here L
+    exceeds the mean by s / (G - 1) at least, because at most G - 1 ranks have all that the emptiest
+    one lacks; and s is at most the mean, so that s / L is at most (G - 1) / G.
+    """
+    slack = [threshold - pool.rank_load[r] for r in pool.ranks]
+    have = [[pool.load[e] for e in pool.mains[r][:cap]] for r in pool.ranks]
+    if sum(slack) < 0:
+        return None
+    replicas: Replicas = []
+    while min(slack) < 0:
+        fullest, emptiest = slack.index(min(slack)), slack.index(max(slack))
+        giver, taker = pool.ranks[fullest], pool.ranks[emptiest]
+        for _ in range(min(cap, pool.slots)):
+            left = have[fullest]
+            main = left.index(max(left))
+            quota = min(left[main], slack[emptiest])
+            if quota == 0:
+                break
+            replicas.append((pool.mains[giver][main], taker, quota))
+            left[main] -= quota
+            slack[fullest] += quota
+            slack[emptiest] -= quota
+        if slack[emptiest] > 0:
+            return None
+    return replicas
+
+
 def _checked(
     load: ArrayLike, home: ArrayLike, domain: ArrayLike, num_ranks: int, slots_per_rank: int
 ) -> tuple[Int64Array, Int64Array]:
@@ -335,12 +379,28 @@ def _checked(
     return load_, home_
 
 
+def _pad(rank_load: Int64Array) -> None:
+    """Make the mean a whole number: the emptiest ranks count a token more.
+
+    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling.
+    """
+    missing = -int(rank_load.sum()) % len(rank_load)
+    rank_load[np.argsort(-rank_load, kind="stable")[len(rank_load) - missing :]] += 1
+
+
 def _pools(
-    load: Int64Array, home: Int64Array, pool_of: Int64Array, num_ranks: int, slots: int
+    load: Int64Array,
+    home: Int64Array,
+    pool_of: Int64Array,
+    num_ranks: int,
+    slots: int,
+    is_exact: bool,
 ) -> list[_Pool]:
     """Return the pools, in the order of their fullest ranks."""
     rank_load = np.zeros(num_ranks, np.int64)
     np.add.at(rank_load, home, load)
+    if is_exact and (pool_of == pool_of[0]).all():
+        _pad(rank_load)
     by_load = np.argsort(-rank_load, kind="stable")
     experts = np.argsort(-load, kind="stable")
     mains = [experts[home[experts] == r].tolist() for r in range(num_ranks)]

@@ -134,6 +134,36 @@ class Topology:
         """Return the experts at home on ``rank``, ascending: the order of its main weights."""
         return np.flatnonzero(self.home == rank).astype(np.int32)
 
+    def token_capacity(self, num_tokens: int | IntsLike, topk: int) -> int:
+        """Return the most tokens that a rank has under an exact plan: the mean, rounded up.
+
+        Args:
+            num_tokens: of every rank, or integers ``[G]``.
+            topk: experts of a token.
+
+        Raises:
+            InvalidArgumentError: an argument is negative or misshapen; or no plan is exact, since
+                replicas cannot leave their domain, or there are no slots.
+        """
+        one_domain = self.allow_cross_domain or (self.domain == self.domain[0]).all()
+        if self.num_ranks > 1 and not (one_domain and self.slots_per_rank):
+            found = "no slots" if one_domain else "several domains"
+            raise InvalidArgumentError(
+                f"the group has {found}, so that plans cannot be exact and no capacity holds for"
+                " them; expected a slot on each rank, and a single domain or"
+                " allow_cross_domain=True. See slots_for_exact()"
+            )
+        topk = as_int(topk, "topk")
+        if isinstance(num_tokens, Sequence | torch.Tensor | np.ndarray):
+            tokens = _as_ints(num_tokens, "num_tokens", self.num_ranks)
+        else:
+            tokens = np.array([as_int(num_tokens, "num_tokens")] * self.num_ranks)
+        if topk < 0 or tokens.min() < 0:
+            raise InvalidArgumentError(
+                f"num_tokens is {num_tokens} and topk {topk}; expected 0 or more"
+            )
+        return -(-int(tokens.sum(dtype=np.int64)) * topk // self.num_ranks)
+
     @property
     def max_mains(self) -> int:
         """Return the largest number of mains on a rank."""
@@ -143,6 +173,43 @@ class Topology:
     def instances_per_rank(self) -> int:
         """Return P: physical instance ids of rank r are ``r * P`` to ``r * P + P - 1``."""
         return self.max_mains + self.slots_per_rank
+
+
+def slots_for_exact(
+    *,
+    num_ranks: int,
+    num_experts: int,
+    home: IntsLike | None = None,
+    domains: IntsLike | None = None,
+) -> int:
+    """Return the slots of a rank with which a target of 1.0 is exact for every load.
+
+    That is ceil(M * (G - 1) / G), where M is the largest number of mains on a rank; the proof is
+    at ``level_probe()`` in ``core/plan/probe.hpp``. Fewer are not enough if G - 1 ranks have M mains
+    with as many tokens each, since the last rank has to take the mean, M * (G - 1) / G mains' worth,
+    and each of its slots takes one main's at most. Most loads need a single slot.
+
+    Args:
+        num_ranks: G.
+        num_experts: E.
+        home: integers ``[E]``; None: contiguous, as even as possible.
+        domains: integers ``[G]``; None: a single domain.
+
+    Raises:
+        InvalidArgumentError: there are several domains, whose loads differ, so that no number of
+            slots is enough; or as :meth:`Topology.make`.
+    """
+    topology = Topology.make(
+        num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=0, home=home, domains=domains
+    )
+    values = np.unique(topology.domain)
+    if len(values) > 1:
+        raise InvalidArgumentError(
+            f"domains has {len(values)} values, {values.tolist()[:8]}; expected a single domain, since"
+            " no replica can level domains with different loads. Leave out domains= if replicas may"
+            " cross them (allow_cross_domain=True)"
+        )
+    return -(-topology.max_mains * (topology.num_ranks - 1) // topology.num_ranks)
 
 
 def find_domains(reaches: Sequence[Sequence[int]]) -> IntArray:

@@ -70,7 +70,8 @@ template <class Team>
 UEC_HD bool can_pack(Team team, const Pool& pool, const Question& ask) {
   constexpr int64_t kLimit = (int64_t{1} << 30) - 1;
   const int32_t low = min32(detail::KeyBits(pool.num_ranks, ask.max_imports).low, 31);
-  return pool.rank_tokens != nullptr && pool.num_ranks <= kMaxPlaces * team.size() &&
+  return pool.rank_tokens != nullptr && ask.variant / kNumOrders != kLevel &&
+         pool.num_ranks <= kMaxPlaces * team.size() &&
          (pool.max_mains <= team.size() || ask.max_exports <= team.size()) &&
          pool.fullest() <= kLimit && ask.threshold * pool.num_ranks <= kLimit &&
          int64_t{pool.largest} * max32(ask.max_imports, team.size()) <= kLimit &&

@@ -130,6 +130,15 @@ UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch&
   return num_pools;
 }
 
+// Makes the mean of a single pool a whole number: the emptiest ranks count a token more, so that a
+// plan that brings all ranks down to this mean leaves each of them its floor or its ceiling.
+// Returns whether there are any; then the ranks must be sorted again.
+UEC_HD inline bool pad_ranks(int32_t num_ranks, const PlannerScratch& s) {
+  const auto over = static_cast<int32_t>(s.tokens_before[num_ranks] % num_ranks);
+  for (int32_t i = over; i < num_ranks && over > 0; ++i) ++s.rank_load[s.order[i]];
+  return over > 0;
+}
+
 UEC_HD inline SortedLoad sort_load(const Topology& topology, const int64_t* load,
                                    const PlannerScratch& s) {
   int64_t largest = 0;
@@ -175,6 +184,9 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
   for (int32_t e = 0; e < topology.num_experts; ++e) home_quota[e] = static_cast<int32_t>(load[e]);
   if (slots == 0) return;
   SortedLoad sorted = detail::sort_load(topology, load, scratch);
+  if (objective.is_exact() && sorted.num_pools == 1 &&
+      detail::pad_ranks(topology.num_ranks, scratch))
+    detail::sort_ranks(topology, scratch);
   const Goal goal = find_goal(Alone{}, sorted, objective);
   if (goal.is_met) return;
   detail::sort_mains(topology, goal.mean, scratch, &sorted);

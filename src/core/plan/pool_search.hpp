@@ -33,6 +33,7 @@ class PoolSearch {
         sorted_(sorted),
         goal_(goal),
         p_(p),
+        all_slots_(slots),
         slots_(slots),
         last_cap_(sorted.last_cap) {
     forget();
@@ -41,9 +42,11 @@ class PoolSearch {
   UEC_HD Pool pool() const { return sorted_.pool(p_); }
 
   // By target: the lowest threshold, from the goal's up, that some probe reaches; at the lowest cap
-  // that reaches it, the fewest replicas; at that number of replicas, less imbalance.
+  // that reaches it, the fewest replicas; at that number of replicas, less imbalance. Exact
+  // plans nearly always exist with one import a rank: that is tried first.
   UEC_HD void begin_by_target() {
     improves_ = true;
+    if (goal_.is_exact) slots_ = 1;
     if (crew_.size() > kNumOrders) {
       aim_ = Aim::kOpening;
       high_ = wanted();
@@ -172,6 +175,9 @@ class PoolSearch {
     } else if (is_reached) {
       high_ = asked_;
       begin_cap(least_cap(high_));
+    } else if (slots_ < all_slots_) {
+      slots_ = all_slots_;
+      ask(wanted(), last_cap_);
     } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
       stage_ = Stage::kMean;
       ask(goal_.mean, last_cap_);
@@ -214,9 +220,10 @@ class PoolSearch {
       if (prefer_fewer(counts[v - first_], v)) best = v - first_;
     }
     first_ = v;
-    if (found_.variant >= 0 && v % kNumOrders == 0) {
+    const bool was_last = v == kNumVariants;
+    if (found_.variant >= 0 && (v % kNumOrders == 0 || was_last)) {
       begin_improvement();
-    } else if (v == kNumVariants) {
+    } else if (was_last) {
       const int32_t next = next_cap(cap_, slots_);
       if (improves_ && next < 2 * last_cap_)
         begin_cap(next);
@@ -279,7 +286,9 @@ class PoolSearch {
   const SortedLoad& sorted_;
   const Goal& goal_;
   const int32_t p_;
-  const int32_t slots_, last_cap_;
+  const int32_t all_slots_;
+  int32_t slots_;  // that are used
+  const int32_t last_cap_;
   Aim aim_ = Aim::kDone;
   Stage stage_ = Stage::kWanted;
   bool improves_ = false;

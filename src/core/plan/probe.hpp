@@ -48,10 +48,11 @@ struct Pool {
 
 // Probes differ in the order in which they visit the ranks that are too full ("hot"), variant %
 // kNumOrders: by descending load, by ascending load, or from both ends in turn; and in the style,
-// variant / kNumOrders, in which they fill gaps: see probe().
+// variant / kNumOrders, in which they fill gaps: see probe(). kLevel, the last one, has one order
+// of its own: see level_probe().
 inline constexpr int32_t kNumOrders = 3;
-inline constexpr int32_t kTight = 0, kEarly = 1, kWide = 2;
-inline constexpr int32_t kNumVariants = 3 * kNumOrders;
+inline constexpr int32_t kTight = 0, kEarly = 1, kWide = 2, kLevel = 3;
+inline constexpr int32_t kNumVariants = kLevel * kNumOrders + 1;
 
 struct Question {
   int64_t threshold;    // tokens that no rank may pass
@@ -61,16 +62,17 @@ struct Question {
   int32_t max_replicas;
 };
 
-// A rank below the threshold.
+// A rank below the threshold; for kLevel any rank.
 struct CoolRank {
-  int64_t slack;  // tokens it may still take, never 0
+  int64_t slack;  // tokens it may still take, never 0; for kLevel also 0, or below
   int32_t place;  // among the pool's ranks
   int32_t left;   // replicas it may still take, never 0
 };
 
 // Shared by a team's members.
 struct ProbeScratch {
-  int32_t* have;   // [mains of a rank] tokens left on the mains of the rank that is exporting
+  int32_t* have;   // [E] tokens left on the mains of the rank that is exporting, from 0; for kLevel
+                   // on all ranks', by their index in the pool's
   CoolRank* cool;  // [ranks of the pool]
 };
 
@@ -301,11 +303,82 @@ struct Prober {
   }
 };
 
+// The first of `count` with the highest value, none of which is negative.
+template <class Team, class Value>
+UEC_HD int32_t first_highest(Team team, int32_t count, const Value& value) {
+  uint64_t most = 0;
+  int32_t first = count;
+  for (int32_t i = team.index(); i < count; i += team.size()) {
+    const auto own = static_cast<uint64_t>(value(i)) + 1;
+    if (own <= most) continue;
+    most = own;
+    first = i;
+  }
+  const uint64_t all = highest(team, most);
+  return static_cast<int32_t>(team.lowest(most == all ? first : count));
+}
+
+// probe() for kLevel. The fullest rank fills the emptiest one up, from the main that has most left,
+// until no rank is above the threshold. So a rank is filled once, by one rank, which may drop below
+// the threshold and is then filled later.
+//
+// If all ranks are to come down to the mean, exactly, it takes at most ceil(M (G - 1) / G) slots,
+// where M is the most mains of a rank. Say the fullest has load L and M mains, and is to give s.
+// The largest ceil(s M / L) mains have that much. L is at least the mean + s / (G - 1), since at
+// most G - 1 ranks have all that the emptiest lacks, and s is at most the mean: s / L is at most
+// (G - 1) / G. (Afterwards it has fewer mains to give from, but only tokens of its own.)
+template <class Team>
+UEC_HD int32_t level_probe(Team team, const Pool& pool, const Question& ask,
+                           const ProbeScratch& scratch, Replica* trial) {
+  constexpr int64_t kAboveAll = int64_t{1} << 62;
+  const int32_t n = pool.num_ranks;
+  const auto slack = [&](int32_t i) -> int64_t& { return scratch.cool[i].slack; };
+  if (ask.threshold * n < pool.tokens_before[n] - pool.tokens_before[0]) return -1;
+  for (int32_t i = team.index(); i < n; i += team.size())
+    slack(i) = ask.threshold - pool.rank_load(i);
+  for (int32_t i = 0; i < n && pool.rank_load(i) > ask.threshold; ++i)
+    for (int32_t m = pool.mains_begin[pool.ranks[i]] + team.index();
+         m < pool.mains_begin[pool.ranks[i] + 1]; m += team.size())
+      scratch.have[m] = static_cast<int32_t>(pool.load[pool.mains[m]]);
+  team.sync();
+  for (int32_t count = 0;;) {
+    const int32_t from = first_highest(team, n, [&](int32_t i) { return kAboveAll - slack(i); });
+    if (slack(from) >= 0) return count;
+    const int32_t to = first_highest(team, n, [&](int32_t i) { return kAboveAll + slack(i); });
+    const int64_t given = slack(to), after = slack(from) + given;
+    const int32_t begin = pool.mains_begin[pool.ranks[from]];
+    const int32_t open = min32(pool.mains_begin[pool.ranks[from] + 1] - begin, ask.max_exports);
+    int64_t need = given;
+    for (int32_t slot = 0; need > 0; ++slot) {
+      const int32_t main =
+          begin + first_highest(team, open, [&](int32_t m) { return scratch.have[begin + m]; });
+      const int32_t have = scratch.have[main];
+      if (slot == ask.max_imports || have == 0 || count == ask.max_replicas) return -1;
+      const auto quota = static_cast<int32_t>(min64(have, need));
+      need -= quota;
+      team.sync();  // all have read
+      if (team.leader()) {
+        scratch.have[main] = have - quota;
+        trial[count] = {main, to, slot, quota};
+      }
+      team.sync();
+      ++count;
+    }
+    if (team.leader()) {
+      slack(from) = after;
+      slack(to) = 0;
+    }
+    team.sync();
+  }
+}
+
 }  // namespace detail
 
 template <class Team>
 UEC_HD int32_t probe(Team team, const Pool& pool, const Question& ask, const ProbeScratch& scratch,
                      Replica* trial) {
+  if (ask.variant / kNumOrders == kLevel)
+    return detail::level_probe(team, pool, ask, scratch, trial);
   detail::Prober<Team> prober{
       team, ask, pool.largest, ask.variant / kNumOrders, {team, scratch.cool}};
   const int32_t order = ask.variant % kNumOrders;

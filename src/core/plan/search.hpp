@@ -37,6 +37,9 @@ struct Objective {
   int64_t per_transfer = 0;        // below 2^40
   int64_t per_replica = 0;         // below 2^40
 
+  // To the token: with one pool every rank has the mean, rounded down or up; see pad_ranks().
+  UEC_HD bool is_exact() const { return !by_cost && target_ppm == kPpm; }
+
   bool operator==(const Objective&) const = default;
 };
 
@@ -75,8 +78,8 @@ struct PlanOut {
 // that is not met yet; it does not order one thread's writes before another thread's reads.
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
-// takes at most 9 (2 n + 2 + c) + 6 probes by target, and 9 (14 c + 1) by cost. By target it nearly
-// always takes ten, which a crew of seven or more asks in three rounds.
+// takes at most 10 (2 n + 3 + c) + 6 probes by target, and 10 (14 c + 1) by cost. By target it
+// nearly always takes ten, which a crew of seven or more asks in three rounds.
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
@@ -186,6 +189,7 @@ UEC_HD Goal find_goal(Team team, const SortedLoad& sorted, const Objective& obje
         max64(goal.mean, detail::target_threshold(total, num_ranks, objective.target_ppm));
   }
   goal.is_met = goal.fullest <= goal.threshold;
+  goal.is_exact = objective.is_exact();
   return goal;
 }
 

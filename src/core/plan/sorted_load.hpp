@@ -59,6 +59,7 @@ struct Goal {
   int64_t fullest;    // tokens of the fullest rank without replicas
   int64_t threshold;  // by target: tokens of a rank that are few enough
   bool is_met;        // without replicas
+  bool is_exact;      // a plan's every rank is to have the mean
 };
 
 }  // namespace uec

@@ -132,6 +132,20 @@ UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool o
   }
 }
 
+// As detail::pad_ranks() of planner.hpp; the ranks can be compared again.
+UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
+  const PlannerScratch& s = block.planner;
+  const auto over = static_cast<int32_t>(s.tokens_before[args.num_ranks] % args.num_ranks);
+#pragma unroll 1
+  for (int32_t i = ptx::thread_idx(); i < args.num_ranks && over > 0; i += ptx::num_threads()) {
+    const int32_t r = s.order[i];
+    s.rank_load[r] += i >= over ? 1 : 0;
+    block.before[r] = 0;
+    block.tokens_before[r] = 0;
+  }
+  return over > 0;
+}
+
 // What does not depend on the load; and zero, where something is added up.
 UEC_DEVICE void copy_constants(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
@@ -188,16 +202,20 @@ UEC_DEVICE PlanStatus sort_load(const PlanArgs& args, BlockCrew& crew, const Pla
   }
   const bool is_split = *block.is_split != 0;
   sort_mains(args, block);
-  compare_ranks(args, block);
-  ptx::sync_block();
-  if (is_split) {
-    find_leaders(args, block);
+  for (bool is_padded = false;; is_padded = true) {
+    compare_ranks(args, block);
+    ptx::sync_block();
+    if (is_split) {
+      find_leaders(args, block);
+      ptx::sync_block();
+    }
+    place_ranks(args, block, !is_split);
+    ptx::sync_block();
+    if (is_padded) return status;
+    if (s.tokens_before[args.num_ranks] > kMaxTotalLoad) status.fault = LoadFault::kTooManyInAll;
+    if (is_split || !args.objective.is_exact() || !pad_ranks(args, block)) return status;
     ptx::sync_block();
   }
-  place_ranks(args, block, !is_split);
-  ptx::sync_block();
-  if (s.tokens_before[args.num_ranks] > kMaxTotalLoad) status.fault = LoadFault::kTooManyInAll;
-  return status;
 }
 
 }  // namespace uec::cuda

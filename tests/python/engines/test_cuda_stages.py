@@ -14,6 +14,7 @@ import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
 from ultraep_comm.engines.cuda.device import CudaDevice
+from ultraep_comm.plan.topology import Topology
 
 
 def test_what_launches_read_is_kept_for_their_streams(device: EmulatedDevice) -> None:
@@ -223,6 +224,12 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
     load = device.put(torch.ones(2, 4, dtype=torch.int32))
     with pytest.raises(errors.UnsupportedError, match=r"plan on the CPU: plan_replicas\(load\.cpu"):
         stages.plan(load, 1_010_000, None)
+    eight = Topology.make(num_ranks=8, num_experts=16, slots_per_rank=1)
+    device.max_shared_bytes = stages_module._shape_of(
+        Topology.make(num_ranks=5, num_experts=10, slots_per_rank=1), 0, device
+    ).plan_shared_bytes(1)
+    with pytest.raises(errors.UnsupportedError, match="16 experts and 8 ranks .* for 5 ranks"):
+        stages_module.CudaStages(device, device.kernels, eight, 0).plan(load, 1_010_000, None)
     plan = uec.plan_replicas(load.clone(), slots_per_rank=1)
     plan = replace(plan, slot_expert=device.put(plan.slot_expert))  # counts as one on the device
     with pytest.raises(errors.UnsupportedError, match="reroute on the CPU"):
@@ -456,4 +463,29 @@ def test_plans_of_the_device_are_replicated(device: EmulatedDevice) -> None:
         assert work is not None
         work.synchronize()
     assert case.groups[1].slots["w"].tolist() == [[7] * 4]
+    case.close()
+
+
+# ---- static shapes ------------------------------------------------------------------------------
+
+
+def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
+    """Ends on the device are the host's, and stay inside; a later call says what went beyond."""
+    case = Case(0, num_ranks=3, num_experts=7, slots=2)
+    load = case.load(50)
+    plan = uec.plan_replicas(device.put(load), group=case.group, target=1.0)
+    device.settle()
+    rows = case.group.token_capacity(load.sum(dim=1).tolist(), 1)
+    ends = case.group.instance_offsets(plan, pad_to=rows)
+    assert device.holds(plan.slot_expert)
+    assert ends.equal(case.group.instance_offsets(plan.cpu(), pad_to=rows))
+    case.group.assert_idle()
+    tokens = int(ends[-1])
+    for _ in range(2):  # once each
+        cut = case.group.instance_offsets(plan, pad_to=tokens - 3)
+        assert cut.equal(ends.clamp(max=tokens - 3))
+        message = rf"rank {case.rank}: the plan gives this rank {tokens} tokens, more than the pad_to"
+        with pytest.raises(errors.InvalidPlanError, match=message):
+            case.group.instance_offsets(plan, pad_to=rows)
+        case.group.assert_idle()
     case.close()

@@ -156,9 +156,9 @@ def test_the_search_ends_within_the_stated_number_of_probes(
     steps = math.ceil(math.log2(4096 * num_ranks))
     pools = 1 if problem.allow_cross_domain else len(set(problem.domain))
     if costs is None:
-        assert probes <= pools * (9 * (2 * steps + 2 + caps) + 6)
+        assert probes <= pools * (10 * (2 * steps + 3 + caps) + 6)
     else:
-        assert probes <= pools * 9 * (14 * caps + 1)
+        assert probes <= pools * 10 * (14 * caps + 1)
 
 
 def adversarial(name: str, num_experts: int, num_ranks: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps
 from ultraep_comm.engines.cuda.tables import WeightTables
-from ultraep_comm.engines.host import HostStages
+from ultraep_comm.engines.host import HostStages, find_ends, too_many_rows
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -53,15 +54,7 @@ class CudaStages(HostStages):
         super().__init__(topology, rank)
         self._device = device
         self._num_segments = num_segments
-        shape = _core.CudaStageShape(
-            rank=rank,
-            slots_per_rank=topology.slots_per_rank,
-            home=topology.home.tolist(),
-            domain=topology.domain.tolist(),
-            allow_cross_domain=topology.allow_cross_domain,
-            warp_size=device.warp_size,
-        )
-        self._shape = shape
+        self._shape = shape = _shape_of(topology, rank, device)
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
@@ -91,6 +84,14 @@ class CudaStages(HostStages):
             )
         maps, end = constants.view(torch.int32), topology.num_experts + topology.num_ranks
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
+        before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
+        self._own_mains = maps[before : before + len(topology.mains(rank))]
+        # Plans beyond a buffer: how many so far, times 2**40, plus the tokens of the last. The
+        # device counts, and copies the word to where the host looks.
+        self._overruns = device.allocate(8).view(torch.int64)
+        self._overruns_copy = device.pinned(8).view(torch.int64)
+        self._overruns_seen = self._overruns_copy.numpy()
+        self._overruns_raised = 0
         self._reserve(MIN_RUNS, "")
 
     @property
@@ -213,8 +214,9 @@ class CudaStages(HostStages):
             raise UnsupportedError(
                 f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
                 f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
-                f" device has {self._device.max_shared_bytes}; plan on the CPU:"
-                " plan_replicas(load.cpu(), group=group)"
+                f" device has {self._device.max_shared_bytes}, enough for"
+                f" {self._most_ranks_planned()} ranks with as many experts and slots each; plan on"
+                " the CPU: plan_replicas(load.cpu(), group=group)"
             )
         t = self._topology
         given = self._as_counts(load)
@@ -364,6 +366,17 @@ class CudaStages(HostStages):
         assert instances is not None
         return gather_gradient(grad, instances)
 
+    def instance_offsets(self, home_quota: Tensor, slot_quota: Tensor, pad_to: int) -> Tensor:
+        """Return the ends of the rows of this rank's instances, on the device if the plan is."""
+        if not self.holds(slot_quota):
+            return super().instance_offsets(home_quota, slot_quota, pad_to)
+        ends = find_ends(home_quota, self._own_mains, slot_quota[self._rank])
+        last = ends[-1:]
+        counted = ((self._overruns >> 40) + 1 << 40) + last
+        self._overruns.copy_(torch.where(last > pad_to, counted, self._overruns))
+        self._overruns_copy.copy_(self._overruns, non_blocking=True)
+        return ends.clamp(max=pad_to).int()
+
     # ---- saved plans ----------------------------------------------------------------------
 
     def save(
@@ -409,6 +422,7 @@ class CudaStages(HostStages):
         """
         found = self._stages.take_faults()
         if found is None:
+            self._raise_overrun()
             return
         kinds, expert = _core.LoadFault, found.expert
         texts = {
@@ -437,6 +451,28 @@ class CudaStages(HostStages):
             )
         routing = "routing_map" if found.of_map else "topk_ids"
         raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)
+
+    def _most_ranks_planned(self) -> int:
+        """Return the largest number of ranks, with as many mains and slots each, that fits."""
+        t = self._topology
+
+        def is_too_large(num_ranks: int) -> bool:
+            size = Topology.make(
+                num_ranks=num_ranks,
+                num_experts=max(t.num_experts * num_ranks // t.num_ranks, t.slots_per_rank, 1),
+                slots_per_rank=t.slots_per_rank,
+            )
+            needed = _shape_of(size, 0, self._device).plan_shared_bytes(1)
+            return bool(needed > self._device.max_shared_bytes)
+
+        return bisect_left(range(1, t.num_ranks), True, key=is_too_large)
+
+    def _raise_overrun(self) -> None:
+        word = self._overruns_seen.item(0)
+        if word != self._overruns_raised:
+            self._overruns_raised = word
+            limit = ", more than the pad_to of an earlier instance_offsets: its ends stop there"
+            raise too_many_rows(self._rank, word & (1 << 40) - 1, limit)
 
     def finish(self) -> None:
         """Wait for the launches outside captures."""
@@ -554,6 +590,17 @@ def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
     """Return ``[T, E]``: ``grad [T, G * P]`` at each routed entry's column, 0 elsewhere."""
     columns = instances.clamp(min=0).long()
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
+
+
+def _shape_of(topology: Topology, rank: int, device: Device) -> _core.CudaStageShape:
+    return _core.CudaStageShape(
+        rank=rank,
+        slots_per_rank=topology.slots_per_rank,
+        home=topology.home.tolist(),
+        domain=topology.domain.tolist(),
+        allow_cross_domain=topology.allow_cross_domain,
+        warp_size=device.warp_size,
+    )
 
 
 @contextmanager
