@@ -115,42 +115,61 @@ def home_from_eplb(
     """
     num_ranks, num_experts = _count(num_ranks, "num_ranks"), _count(num_experts, "num_experts")
     rows, _ = _rows(physical_to_logical, num_ranks, num_experts)
-    per_rank, most = len(rows) // num_ranks, -(-num_experts // num_ranks)
+    per_rank = len(rows) // num_ranks
     ranks_of = [
         list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
     ]
     home = [-1] * num_experts
     mains: list[set[int]] = [set() for _ in range(num_ranks)]
-    for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
-        if rank in ranks_of[expert]:
-            home[expert] = rank
-            mains[rank].add(expert)
-    # A bipartite matching by augmenting paths: experts on the way move one rank on.
-    for expert in [e for e in range(num_experts) if home[e] < 0]:
-        mover_to: dict[int, int] = {}  # of each rank reached, the expert that would move there
-        queue, free = [expert], -1
-        for mover in queue:
-            for rank in [r for r in ranks_of[mover] if r not in mover_to]:
-                mover_to[rank] = mover
-                queue.extend(sorted(mains[rank]))
-                free = rank if len(mains[rank]) < most else free
-            if free >= 0:
-                break
-        if free < 0:  # Hall's condition fails for the experts in the queue
-            ranks = sorted(mover_to)
-            raise InvalidPlanError(
-                f"no home map with at most {most} experts on a rank: the {len(queue)} experts"
-                f" {sorted(queue)} have all their rows on ranks {ranks}, which are homes of at most"
-                f" {most * len(ranks)}. Have EPLB place more redundant experts, or pass from_eplb a"
-                " home map that is less even"
-            )
-        while free >= 0:
-            mover = mover_to[free]
-            mains[free].add(mover)
-            free, home[mover] = home[mover], free
-            if free >= 0:
-                mains[free].remove(mover)
+    few, many = num_experts // num_ranks, -(-num_experts // num_ranks)
+    # Once a rank has E / G rounded down it keeps as many: paths only pass through it.
+    for most in (few, many) if few != many else (few,):
+        for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
+            if home[expert] < 0 and rank in ranks_of[expert] and len(mains[rank]) < most:
+                home[expert] = rank
+                mains[rank].add(expert)
+        for expert in range(num_experts):
+            stuck = home[expert] < 0 and _find_home(expert, ranks_of, home, mains, most)
+            if stuck and most == many:
+                ranks = sorted({rank for e in stuck for rank in ranks_of[e]})
+                raise InvalidPlanError(
+                    f"no home map with at most {most} experts on a rank: the {len(stuck)} experts"
+                    f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
+                    f" {most * len(ranks)}. Have EPLB place more redundant experts, or pass"
+                    " from_eplb a home map that is less even"
+                )
     return torch.tensor(home, dtype=torch.int32)
+
+
+def _find_home(
+    expert: int,
+    ranks_of: Sequence[Sequence[int]],
+    home: list[int],
+    mains: Sequence[set[int]],
+    most: int,
+) -> list[int]:
+    """Give an expert a home by an augmenting path, on which other experts move one rank on.
+
+    Returns nothing, or else the experts for which Hall's condition fails: all their rows are on
+    ranks with room for one expert less.
+    """
+    mover_to: dict[int, int] = {}  # of each rank reached, the expert that would move there
+    queue = [expert]
+    for mover in queue:
+        for rank in [r for r in ranks_of[mover] if r not in mover_to]:
+            mover_to[rank] = mover
+            if len(mains[rank]) == most:
+                queue.extend(sorted(mains[rank]))
+                continue
+            free = rank
+            while free >= 0:
+                moved = mover_to[free]
+                mains[free].add(moved)
+                free, home[moved] = home[moved], free
+                if free >= 0:
+                    mains[free].remove(moved)
+            return []
+    return queue
 
 
 def from_llep(
@@ -193,10 +212,12 @@ def from_llep(
             raise InvalidPlanError(
                 f"lpt_plan has expert {expert}; expected an expert in [0, {num_experts})"
             )
+        if not isinstance(chunks, Sequence):
+            raise InvalidPlanError(f"lpt_plan[{expert}] is {chunks!r}; expected a list of chunks")
         for index, chunk in enumerate(chunks):
             name = f"lpt_plan[{expert}][{index}]"
-            if len(chunk) != 3:
-                raise InvalidPlanError(f"{name} is {chunk}; expected (rank, start, end)")
+            if not isinstance(chunk, Sequence) or len(chunk) != 3:
+                raise InvalidPlanError(f"{name} is {chunk!r}; expected (rank, start, end)")
             rank, start, end = (as_int(value, name) for value in chunk)
             if not 0 <= rank < num_ranks:
                 raise InvalidPlanError(
@@ -508,6 +529,12 @@ def _by_instance(
                     " expected one instance of an expert on a rank"
                 )
             tokens[row // per_rank, expert] = count
+    for row, expert in enumerate(rows):
+        if expert >= 0 and (row // per_rank, expert) not in tokens:
+            raise InvalidPlanError(
+                f"physical_to_logical[{row}] on rank {row // per_rank} is expert {expert}, but"
+                f" logical_to_physical[{expert}] is {places[expert]}; expected all of its rows"
+            )
     return tokens
 
 
