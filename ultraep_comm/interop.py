@@ -100,9 +100,9 @@ def home_from_eplb(
 ) -> torch.Tensor:
     """Return int32 ``[E]``: homes on which EPLB's placement has a row of every expert.
 
-    A rank is the home of at most ceil(E / G) experts, of exactly E / G if that is whole. Experts
-    stay at their contiguous home as far as it has a row of them. Homes differ between layers, and
-    a group has one home map.
+    A rank is the home of at most ceil(E / G) experts, and of at least floor(E / G) where the
+    placement allows it; contiguous homes are tried first. Homes may differ between layers, while a
+    group has one home map.
 
     Args:
         physical_to_logical: as in :func:`from_eplb`.

@@ -95,9 +95,10 @@ def placements(draw: st.DrawFn) -> tuple[list[int], int, int]:
     """Rows, ranks and experts; most experts have a row."""
     num_ranks = draw(st.integers(1, 4))
     num_experts = draw(st.integers(1, 7))
-    size = draw(st.integers(-(-num_experts // num_ranks), 5)) * num_ranks
+    least = -(-num_experts // num_ranks)
+    size = draw(st.integers(least, least + 2)) * num_ranks
     spare = draw(st.lists(st.integers(-1, num_experts - 1), min_size=size, max_size=size))
-    rows = [*range(num_experts), *spare][:size]
+    rows = [*range(draw(st.sampled_from([0, num_experts]))), *spare][:size]
     return draw(st.permutations(rows)), num_ranks, num_experts
 
 
