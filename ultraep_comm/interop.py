@@ -96,49 +96,56 @@ def from_eplb(
 
 
 def home_from_eplb(
-    physical_to_logical: IntsLike, *, num_ranks: int, num_experts: int
+    physical_to_logical: IntsLike,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    max_mains: int | None = None,
 ) -> torch.Tensor:
     """Return int32 ``[E]``: homes on which EPLB's placement has a row of every expert.
 
-    A rank is the home of at most ceil(E / G) experts, and of at least floor(E / G) where the
-    placement allows it; contiguous homes are tried first. Homes may differ between layers, while a
-    group has one home map.
+    The rank with most mains has as few as the placement allows. That may be more than E / G: EPLB
+    puts many cold experts on one rank, and hot ones twice. If no rank needs more than E / G rounded
+    up, none has fewer than E / G rounded down where that is possible. Contiguous homes are tried
+    first. Homes may differ between layers, while a group has one home map.
 
     Args:
         physical_to_logical: as in :func:`from_eplb`.
         num_ranks: G.
         num_experts: E.
+        max_mains: the most experts that may be at home on a rank; None: any number.
 
     Raises:
-        InvalidPlanError: as in :func:`from_eplb`, or there is no such map: more experts than fit
-            have all their rows on the same few ranks. The message names them.
+        InvalidPlanError: as in :func:`from_eplb`, or more than ``max_mains`` experts for each of
+            some ranks have all their rows on these. The message names them.
     """
     num_ranks, num_experts = _count(num_ranks, "num_ranks"), _count(num_experts, "num_experts")
     rows, _ = _rows(physical_to_logical, num_ranks, num_experts)
-    per_rank = len(rows) // num_ranks
+    per_rank = len(rows) // num_ranks  # that many mains always suffice: every expert has a row
+    limit = per_rank if max_mains is None else min(per_rank, _count(max_mains, "max_mains"))
     ranks_of = [
         list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
     ]
     home = [-1] * num_experts
     mains: list[set[int]] = [set() for _ in range(num_ranks)]
-    few, many = num_experts // num_ranks, -(-num_experts // num_ranks)
-    # Once a rank has E / G rounded down it keeps as many: paths only pass through it.
-    for most in (few, many) if few != many else (few,):
+    stuck: list[int] = []
+    # What a rank has it keeps: paths pass through it, or end there.
+    for most in range(min(num_experts // num_ranks, limit), limit + 1):
         for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
             if home[expert] < 0 and rank in ranks_of[expert] and len(mains[rank]) < most:
                 home[expert] = rank
                 mains[rank].add(expert)
-        for expert in range(num_experts):
-            stuck = home[expert] < 0 and _find_home(expert, ranks_of, home, mains, most)
-            if stuck and most == many:
-                ranks = sorted({rank for e in stuck for rank in ranks_of[e]})
-                raise InvalidPlanError(
-                    f"no home map with at most {most} experts on a rank: the {len(stuck)} experts"
-                    f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
-                    f" {most * len(ranks)}. Have EPLB place more redundant experts, or pass"
-                    " from_eplb a home map that is less even"
-                )
-    return torch.tensor(home, dtype=torch.int32)
+        homeless = [expert for expert in range(num_experts) if home[expert] < 0]
+        found = [_find_home(expert, ranks_of, home, mains, most) for expert in homeless]
+        stuck = next(filter(None, found), [])
+        if not stuck:
+            return torch.tensor(home, dtype=torch.int32)
+    ranks = sorted({rank for expert in stuck for rank in ranks_of[expert]})
+    raise InvalidPlanError(
+        f"no home map with at most {limit} experts on a rank: the {len(stuck)} experts"
+        f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
+        f" {limit * len(ranks)}. Raise max_mains, or have EPLB place more redundant experts"
+    )
 
 
 def _find_home(
