@@ -60,8 +60,9 @@ def from_eplb(
     """
     num_ranks, num_experts = _count(num_ranks, "num_ranks"), _count(num_experts, "num_experts")
     rows, device = _rows(physical_to_logical, num_ranks, num_experts)
-    per_rank, homes = len(rows) // num_ranks, _homes(home, num_ranks, num_experts)
-    for expert, own in enumerate(_rows_of(rows, num_experts)):
+    per_rank, rows_of = len(rows) // num_ranks, _rows_of(rows, num_experts)
+    homes = _homes(home, num_ranks, num_experts)
+    for expert, own in enumerate(rows_of):
         ranks = [row // per_rank for row in own]
         if homes[expert] not in ranks:
             raise InvalidPlanError(
@@ -205,7 +206,8 @@ def from_llep(
             needs more than ``slots_per_rank``; or as in :meth:`Plan.from_slots`.
     """
     num_ranks, num_experts = _count(num_ranks, "num_ranks"), _count(num_experts, "num_experts")
-    homes = _even_homes(num_ranks, num_experts, "LLEP")
+    mains = _mains(num_ranks, num_experts, "LLEP")
+    homes = [expert // mains for expert in range(num_experts)]
     if not isinstance(lpt_plan, Mapping):
         raise InvalidPlanError(
             f"lpt_plan is a {type(lpt_plan).__name__}; expected a mapping from experts to chunks:"
@@ -283,7 +285,8 @@ def from_moonep(
     slots: list[list[int]] = copies.tolist()
     for rank, row in enumerate(slots):
         _check_experts(row, f"experts_to_copy[{rank}]", num_experts)
-    homes = _even_homes(num_ranks, num_experts, "MoonEP")
+    mains = _mains(num_ranks, num_experts, "MoonEP")
+    homes = [expert // mains for expert in range(num_experts)]
     tokens = None
     if alloc is not None:
         given = as_int_tensor(alloc, "alloc").cpu()
@@ -341,8 +344,12 @@ def from_ultraep(
     """
     num_ranks, num_experts = _count(num_ranks, "num_ranks"), _count(num_experts, "num_experts")
     rows, device = _rows(physical_to_logical, num_ranks, num_experts)
-    _even_homes(num_ranks, num_experts, "UltraEP")
-    per_rank, masters = len(rows) // num_ranks, num_experts // num_ranks
+    per_rank, masters = len(rows) // num_ranks, _mains(num_ranks, num_experts, "UltraEP")
+    if per_rank < masters:
+        raise InvalidPlanError(
+            f"a rank has {per_rank} of {len(rows)} rows; expected its {masters} masters, then its"
+            " slots. Are num_ranks and num_experts those of the layer?"
+        )
     homes = [-1] * num_experts
     for row, expert in enumerate(rows):
         if row % per_rank >= masters:
@@ -354,11 +361,6 @@ def from_ultraep(
                 f" expected each expert once in the first {masters} rows of a rank"
             )
         homes[expert] = row // per_rank
-    if -1 in homes:  # all rows of masters hold different experts: there are fewer than experts
-        raise InvalidPlanError(
-            f"expert {homes.index(-1)} is no rank's master: a rank has {per_rank} rows; expected"
-            f" its {masters} masters, then its slots"
-        )
     if (quota is None) != (logical_to_physical is None):
         given = "quota" if logical_to_physical is None else "logical_to_physical"
         raise InvalidPlanError(
@@ -419,15 +421,17 @@ def _check_experts(row: Sequence[int], name: str, num_experts: int) -> None:
 
 def _rows_of(rows: Sequence[int], num_experts: int) -> list[list[int]]:
     """Return the rows of each expert; every expert has one."""
+    held = set(rows)
+    missing = next((expert for expert in range(num_experts) if expert not in held), None)
+    if missing is not None:
+        raise InvalidPlanError(
+            f"expert {missing} has no row; expected each of {num_experts} experts in at least one"
+            f" of the {len(rows)} rows. Is num_experts that of the placement?"
+        )
     found: list[list[int]] = [[] for _ in range(num_experts)]
     for row, expert in enumerate(rows):
         if expert >= 0:
             found[expert].append(row)
-    if [] in found:
-        raise InvalidPlanError(
-            f"expert {found.index([])} has no row; expected each of {num_experts} experts in at"
-            f" least one of the {len(rows)} rows. Is num_experts that of the placement?"
-        )
     return found
 
 
@@ -444,13 +448,14 @@ def _homes(home: IntsLike | None, num_ranks: int, num_experts: int) -> list[int]
     return ranks
 
 
-def _even_homes(num_ranks: int, num_experts: int, system: str) -> list[int]:
+def _mains(num_ranks: int, num_experts: int, system: str) -> int:
+    """Return E / G, of systems that have as many experts at home on each rank."""
     if num_experts % num_ranks:
         raise InvalidPlanError(
-            f"num_experts is {num_experts} for {num_ranks} ranks; expected a multiple of the ranks,"
-            f" which {system} has as many experts on each of"
+            f"num_experts is {num_experts} for {num_ranks} ranks; expected a multiple: {system} has"
+            " as many experts at home on each rank"
         )
-    return _homes(None, num_ranks, num_experts)
+    return num_experts // num_ranks
 
 
 def _fitted(slots: Iterable[list[int]], slots_per_rank: int | None, advice: str) -> torch.Tensor:
@@ -554,6 +559,12 @@ def _plan(
 ) -> Plan:
     slot_quota = home_quota = None
     if tokens is not None:
+        for (rank, expert), count in tokens.items():
+            if count >= 2**31:
+                raise InvalidPlanError(
+                    f"rank {rank} computes {count} tokens of expert {expert}; expected a 32-bit"
+                    " quota"
+                )
         counts = [
             [tokens.get((rank, expert), 0) if expert >= 0 else 0 for expert in row]
             for rank, row in enumerate(slots.tolist())

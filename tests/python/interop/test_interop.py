@@ -433,7 +433,12 @@ TABLE = [0, 1, 2, 2, 3, 0]
             r"load has shape \(2,\); expected \[4\]",
         ),
         (EPLB, TABLE, {**SIZES, "load": torch.tensor([1, 2, -3, 4])}, r"load\[2\] is -3"),
-        (EPLB, TABLE, {**SIZES, "load": torch.full((2, 4), 2**31 - 1)}, "home_quota has the value"),
+        (
+            EPLB,
+            TABLE,
+            {**SIZES, "load": torch.full((2, 4), 2**31 - 1)},
+            f"rank 0 computes {2**32 - 2} tokens of expert 1",
+        ),
         (
             EPLB,
             TABLE,
@@ -465,6 +470,7 @@ TABLE = [0, 1, 2, 2, 3, 0]
         (LLEP, {0: [(0, 1, 2)]}, SIZES, "on rank 0 has tokens 1 to 2; expected some from 0"),
         (LLEP, {0: [(0, 0, 2), (1, 1, 3)]}, SIZES, r"\[0\]\[1\] on rank 1 .* 1 to 3; .* from 2 on"),
         (LLEP, {0: [(0, 0, 0)]}, SIZES, "has tokens 0 to 0"),
+        (LLEP, {0: [(0, 0, 2**70)]}, SIZES, rf"computes {2**70} tokens of expert 0; .* 32-bit"),
         (LLEP, {0: [(0, 0, 1.5)]}, SIZES, r"lpt_plan\[0\]\[0\] is 1.5; expected an integer"),
         (LLEP, {"a": []}, SIZES, "an expert is 'a'; expected an integer"),
         (LLEP, {0: 7}, SIZES, r"lpt_plan\[0\] is 7; expected a list"),
@@ -527,7 +533,7 @@ TABLE = [0, 1, 2, 2, 3, 0]
             ULTRAEP,
             r"\[1\], a master of rank 0, is unused; .* first 2 rows",
         ),
-        (READ, [2, 0], ULTRAEP, "expert 1 is no rank's master: a rank has 1 rows; expected its 2"),
+        (READ, [2, 0], ULTRAEP, "a rank has 1 of 2 rows; expected its 2 masters"),
         (
             READ,
             ROWS,
