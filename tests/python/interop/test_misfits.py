@@ -81,7 +81,7 @@ TABLE = [0, 1, 2, 2, 3, 0]
             {**SIZES, "slots_per_rank": 0},
             r"rank 0 needs 1 slots, for experts \[2\], but",
         ),
-        (EPLB, TABLE, {**SIZES, "slots_per_rank": -1}, "slots_per_rank is -1"),
+        (EPLB, TABLE, {**SIZES, "slots_per_rank": -1}, "slots_per_rank is -1; expected 0 to"),
         (EPLB, TABLE, {**SIZES, "num_ranks": 0}, "num_ranks is 0; expected 1 to"),
         (EPLB, TABLE, {**SIZES, "num_experts": 2**24 + 1}, "num_experts is 16777217"),
         (
