@@ -103,7 +103,7 @@ class Plan:
         num_experts = as_int(num_experts, "num_experts")
         if not 1 <= num_experts <= MAX_COUNT:
             raise InvalidPlanError(f"num_experts is {num_experts}; expected 1 to {MAX_COUNT}")
-        slots = _ints(slot_expert, "slot_expert")
+        slots = as_int_tensor(slot_expert, "slot_expert")
         if slots.ndim != 2 or slots.shape[0] == 0:
             raise InvalidPlanError(
                 f"slot_expert has shape {tuple(slots.shape)}; expected [num_ranks, slots_per_rank]"
@@ -112,7 +112,7 @@ class Plan:
         home_map = (
             torch.from_numpy(contiguous_home(num_experts, num_ranks))
             if home is None
-            else _ints(home, "home")
+            else as_int_tensor(home, "home")
         )
         plan = cls(
             slot_expert=slots,
@@ -331,7 +331,12 @@ class Plan:
         return least * self.num_ranks / total
 
 
-def _ints(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
+def as_int_tensor(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
+    """Return integers as a new contiguous int32 tensor, on the device of a given tensor.
+
+    Raises:
+        InvalidPlanError: it is not a dense tensor of integers, or has values beyond 32 bits.
+    """
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -362,7 +367,7 @@ def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Te
 def _optional(
     value: torch.Tensor | IntsLike | None, name: str, shape: tuple[int, ...], device: torch.device
 ) -> torch.Tensor | None:
-    return None if value is None else _shaped(_ints(value, name), name, shape).to(device)
+    return None if value is None else _shaped(as_int_tensor(value, name), name, shape).to(device)
 
 
 def _reject_first(

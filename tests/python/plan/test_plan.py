@@ -202,7 +202,7 @@ def test_a_plan_from_a_load_is_legal_and_balanced() -> None:
 def test_all_tensors_of_a_plan_lie_where_its_slots_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are given a plan on a device read all of it there."""
     # The only other device of a CPU build has no values to look at.
-    monkeypatch.setattr(plan_module, "_ints", lambda value, name: torch.as_tensor(value).int())
+    monkeypatch.setattr(plan_module, "as_int_tensor", lambda value, _: torch.as_tensor(value).int())
     monkeypatch.setattr(uec.Plan, "validate", lambda plan, **_: None)
     plan = uec.Plan.from_slots(
         torch.zeros(2, 1, dtype=torch.int32, device="meta"),

@@ -34,7 +34,7 @@ import pytest
 import torch
 
 import ultraep_comm as uec
-from ultraep_comm import _core, errors, model, nn
+from ultraep_comm import _core, errors, interop, model, nn
 from ultraep_comm.doctor import facts
 from ultraep_comm.doctor.diagnose import Finding
 from ultraep_comm.recording import Known
@@ -166,7 +166,7 @@ def python_names() -> Section:
         instances = {type(x).__name__: x for x in small_run(groups, Path(folder))[0]}
         for name in ("home", "instances_per_rank"):  # what pages use of the topology
             assert hasattr(groups[0].topology, name)
-    lists = {module.__name__: module.__all__ for module in (uec, nn, model)}
+    lists = {module.__name__: module.__all__ for module in (uec, nn, model, interop)}
     for module, names in {**lists, **READERS}.items():
         if module in lists:
             found[f"{module}.__all__"] = " ".join(sorted(names))

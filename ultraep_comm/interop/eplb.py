@@ -1,0 +1,228 @@
+"""EPLB: rows of experts by rank, which move homes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from ultraep_comm.errors import InvalidPlanError
+from ultraep_comm.interop.tables import Tokens, as_count, fit_slots, make_plan, read_rows
+from ultraep_comm.plan.plan import Plan, as_int_tensor
+from ultraep_comm.plan.topology import IntsLike, contiguous_home
+
+
+def from_eplb(
+    physical_to_logical: IntsLike,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    home: IntsLike | None = None,
+    load: torch.Tensor | None = None,
+    merge: bool = False,
+    slots_per_rank: int | None = None,
+) -> Plan:
+    """Make a plan of EPLB's placement (github.com/deepseek-ai/EPLB; vLLM and SGLang use the same).
+
+    Every expert needs a row on its home: the first one is the main instance, all other rows of a
+    rank are its slots, in their order. EPLB moves homes, so a contiguous ``home`` seldom does:
+    :func:`home_from_eplb` finds one for ``new_group`` and for this call.
+
+    Args:
+        physical_to_logical: integers ``[P]``, one layer of ``physical_to_logical_map``. Rank r has
+            rows ``r * P / G`` to ``(r + 1) * P / G - 1``; -1: unused.
+        num_ranks: G.
+        num_experts: E.
+        home: integers ``[E]``; None: contiguous, as even as possible.
+        load: integers ``[E]``, or ``[G, E]`` by source rank to have a plan that can be rerouted.
+            EPLB deals an expert's tokens out to its rows in turn: each gets an even share, and the
+            first ones what is left over. None: no quotas.
+        merge: an expert with several rows on a rank gets one instance there, with the tokens of
+            all of them; the other rows become empty slots. False: such a plan raises.
+        slots_per_rank: the group's S; None: as many as the placement has.
+
+    Raises:
+        InvalidPlanError: an expert is out of range, has no row, none on its home, or two on a rank
+            without ``merge``; rows do not divide by ranks, or do not fit into the slots; or as in
+            :meth:`Plan.from_slots`.
+    """
+    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
+    rows, device = read_rows(physical_to_logical, num_ranks, num_experts)
+    per_rank, rows_of = len(rows) // num_ranks, _rows_of(rows, num_experts)
+    homes = _homes(home, num_ranks, num_experts)
+    for expert, own in enumerate(rows_of):
+        ranks = [row // per_rank for row in own]
+        if homes[expert] not in ranks:
+            raise InvalidPlanError(
+                f"expert {expert} has no row on its home, rank {homes[expert]}: its rows are {own},"
+                f" on ranks {ranks}. The placement moves it: pass home=home_from_eplb(...), here"
+                " and to new_group"
+            )
+    slots: list[list[int]] = [[] for _ in range(num_ranks)]
+    first: dict[tuple[int, int], int] = {}
+    for row, expert in enumerate(rows):
+        rank = row // per_rank
+        again = expert >= 0 and first.setdefault((rank, expert), row) != row
+        if again and not merge:
+            raise InvalidPlanError(
+                f"expert {expert} is twice on rank {rank}, in rows {first[rank, expert]} and {row};"
+                " expected one instance of an expert on a rank. Pass merge=True to have one, with"
+                " the tokens of both"
+            )
+        if again or expert < 0 or homes[expert] != rank:
+            slots[rank].append(-1 if again else expert)
+    by_source, tokens = None, None
+    if load is not None:
+        totals, by_source = _totals(load, num_ranks, num_experts)
+        tokens = _even_shares(rows, per_rank, totals)
+    return make_plan(
+        fit_slots(slots, slots_per_rank, "have EPLB place fewer redundant experts"),
+        homes,
+        tokens,
+        device,
+        by_source,
+    )
+
+
+def home_from_eplb(
+    physical_to_logical: IntsLike,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    max_mains: int | None = None,
+) -> torch.Tensor:
+    """Return int32 ``[E]``: homes on which EPLB's placement has a row of every expert.
+
+    The rank with most mains has as few as the placement allows. That may be more than E / G: EPLB
+    puts many cold experts on one rank, and hot ones twice. If no rank needs more than E / G rounded
+    up, none has fewer than E / G rounded down where that is possible. Contiguous homes are tried
+    first. Homes may differ between layers, while a group has one home map.
+
+    Args:
+        physical_to_logical: as in :func:`from_eplb`.
+        num_ranks: G.
+        num_experts: E.
+        max_mains: the most experts that may be at home on a rank; None: any number.
+
+    Raises:
+        InvalidPlanError: as in :func:`from_eplb`, or more than ``max_mains`` experts for each of
+            some ranks have all their rows on these. The message names them.
+    """
+    num_ranks, num_experts = as_count(num_ranks, "num_ranks"), as_count(num_experts, "num_experts")
+    rows, _ = read_rows(physical_to_logical, num_ranks, num_experts)
+    per_rank = len(rows) // num_ranks  # that many mains always suffice: every expert has a row
+    limit = per_rank if max_mains is None else min(per_rank, as_count(max_mains, "max_mains"))
+    ranks_of = [
+        list(dict.fromkeys(row // per_rank for row in own)) for own in _rows_of(rows, num_experts)
+    ]
+    home = [-1] * num_experts
+    mains: list[set[int]] = [set() for _ in range(num_ranks)]
+    stuck: list[int] = []
+    # What a rank has it keeps: paths pass through it, or end there.
+    for most in range(min(num_experts // num_ranks, limit), limit + 1):
+        for expert, rank in enumerate(_homes(None, num_ranks, num_experts)):
+            if home[expert] < 0 and rank in ranks_of[expert] and len(mains[rank]) < most:
+                home[expert] = rank
+                mains[rank].add(expert)
+        homeless = [expert for expert in range(num_experts) if home[expert] < 0]
+        found = [_find_home(expert, ranks_of, home, mains, most) for expert in homeless]
+        stuck = next(filter(None, found), [])
+        if not stuck:
+            return torch.tensor(home, dtype=torch.int32)
+    ranks = sorted({rank for expert in stuck for rank in ranks_of[expert]})
+    raise InvalidPlanError(
+        f"no home map with at most {limit} experts on a rank: the {len(stuck)} experts"
+        f" {sorted(stuck)} have all their rows on ranks {ranks}, which can be homes of"
+        f" {limit * len(ranks)}. Raise max_mains, or have EPLB place more redundant experts"
+    )
+
+
+def _find_home(
+    expert: int,
+    ranks_of: Sequence[Sequence[int]],
+    home: list[int],
+    mains: Sequence[set[int]],
+    most: int,
+) -> list[int]:
+    """Give an expert a home by an augmenting path, on which other experts move one rank on.
+
+    Returns nothing, or else the experts for which Hall's condition fails: all their rows are on
+    ranks with room for one expert less.
+    """
+    mover_to: dict[int, int] = {}  # of each rank reached, the expert that would move there
+    queue = [expert]
+    for mover in queue:
+        for rank in [r for r in ranks_of[mover] if r not in mover_to]:
+            mover_to[rank] = mover
+            if len(mains[rank]) == most:
+                queue.extend(sorted(mains[rank]))
+                continue
+            free = rank
+            while free >= 0:
+                moved = mover_to[free]
+                mains[free].add(moved)
+                free, home[moved] = home[moved], free
+                if free >= 0:
+                    mains[free].remove(moved)
+            return []
+    return queue
+
+
+def _rows_of(rows: Sequence[int], num_experts: int) -> list[list[int]]:
+    """Return the rows of each expert; every expert has one."""
+    held = set(rows)
+    missing = next((expert for expert in range(num_experts) if expert not in held), None)
+    if missing is not None:
+        raise InvalidPlanError(
+            f"expert {missing} has no row; expected each of {num_experts} experts in at least one"
+            f" of the {len(rows)} rows. Is num_experts that of the placement?"
+        )
+    found: list[list[int]] = [[] for _ in range(num_experts)]
+    for row, expert in enumerate(rows):
+        if expert >= 0:
+            found[expert].append(row)
+    return found
+
+
+def _homes(home: IntsLike | None, num_ranks: int, num_experts: int) -> list[int]:
+    if home is None:
+        return [int(rank) for rank in contiguous_home(num_experts, num_ranks)]
+    tensor = as_int_tensor(home, "home")
+    if tensor.shape != (num_experts,):
+        raise InvalidPlanError(f"home has shape {tuple(tensor.shape)}; expected [{num_experts}]")
+    ranks: list[int] = tensor.tolist()
+    for expert, rank in enumerate(ranks):
+        if not 0 <= rank < num_ranks:
+            raise InvalidPlanError(f"home[{expert}] is {rank}; expected a rank in [0, {num_ranks})")
+    return ranks
+
+
+def _totals(
+    load: torch.Tensor, num_ranks: int, num_experts: int
+) -> tuple[list[int], torch.Tensor | None]:
+    """Return the tokens of each expert, and the load by source rank if it is that."""
+    tensor = as_int_tensor(load, "load").cpu()
+    if tensor.shape not in ((num_experts,), (num_ranks, num_experts)):
+        raise InvalidPlanError(
+            f"load has shape {tuple(tensor.shape)}; expected [{num_experts}], or"
+            f" [{num_ranks}, {num_experts}] by source rank"
+        )
+    if (tensor < 0).any():
+        where = (tensor < 0).nonzero()[0].tolist()
+        raise InvalidPlanError(f"load{where} is {int(tensor[tuple(where)])}; expected at least 0")
+    if tensor.dim() == 1:
+        return tensor.tolist(), None
+    return tensor.sum(dim=0, dtype=torch.int64).tolist(), tensor
+
+
+def _even_shares(rows: Sequence[int], per_rank: int, totals: Sequence[int]) -> Tokens:
+    """Deal each expert's tokens out to its rows in turn."""
+    dealt, num_rows = Counter[int](), Counter(rows)
+    tokens = Counter[tuple[int, int]]()
+    for row, expert in enumerate(rows):
+        if expert >= 0:
+            share, left = divmod(totals[expert], num_rows[expert])
+            tokens[row // per_rank, expert] += share + (dealt[expert] < left)
+            dealt[expert] += 1
+    return tokens
