@@ -536,18 +536,18 @@ ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
   REPLACE [[)]])
 
 ultraep_add_device_mutant(device_pads_nobody PROGRAM test_plan FILE cuda/device/plan_sort.cuh
-  FIND [[    s.rank_load[r] += i >= over ? 1 : 0;]]
+  FIND [[    s.rank_load[r] += i < padding.first ||]]
+  REPLACE [[    s.rank_load[r] += 0 &&]])
+
+ultraep_add_device_mutant(device_padded_before_seen PROGRAM test_plan
+  FILE cuda/device/plan_sort.cuh
+  FIND [[  ptx::sync_block();  // all have looked]]
   REPLACE [[]])
 
 ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan
   FILE core/plan/pool_search.hpp
   FIND [[best = v - first_;]]
   REPLACE [[best = 0;]])
-
-ultraep_add_device_mutant(device_first_round_takes_another PROGRAM test_plan
-  FILE core/plan/pool_search.hpp
-  FIND [[      if (prefer_fewer(counts[v], v)) best = v;]]
-  REPLACE [[      if (prefer_fewer(counts[v], v)) best = 0;]])
 
 ultraep_add_device_mutant(device_one_pool_of_all PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh

@@ -190,11 +190,15 @@ def violations(problem: Problem, plan: Plan) -> list[str]:
     if served != problem.load:
         broken.add("quotas sum to the load")
     before = tokens_before(problem)
-    if any(before[rank] <= lower_bound(problem) for rank in exporters):
+    one_pool = problem.allow_cross_domain or len(set(problem.domain)) == 1
+    is_exact = problem.target == 1.0 and one_pool  # then ceilings may be too many
+    least = sum(before) // problem.num_ranks if is_exact else lower_bound(problem)
+    if any(before[rank] <= least for rank in exporters):
         broken.add("only ranks above the mean export")
     if worst_rank_after(problem, plan) > worst_rank_before(problem):
         broken.add("never worse than no replication")
-    if exporters and max(before) <= target_tokens(problem):
+    is_level = max(before) <= target_tokens(problem)
+    if exporters and is_level and not (is_exact and min(before) < max(before) - 1):
         broken.add("no replica where the load is balanced already")
     return sorted(broken)
 

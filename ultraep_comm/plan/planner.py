@@ -155,17 +155,20 @@ def plan_slots(
 
 
 def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Replicas:
-    if is_exact and pool.slots > 1:  # nearly always reached with one import a rank
-        single = replace(pool, slots=1)
-        if _reaches(single, mean):
-            pool = single
-    threshold = _lowest_threshold(pool, wanted, mean)
-    for cap in pool.caps(pool.least_cap(threshold)):
-        found = _fewest(pool, threshold, cap)
-        if found is not None:
-            break
-    else:
-        return []
+    # Exact plans nearly always exist with one import a rank.
+    single = replace(pool, slots=1) if is_exact else pool
+    threshold, cap = wanted, pool.least_cap(wanted)
+    found = _fewest(single, threshold, cap, VARIANTS[:1])  # suffices for nearly every load
+    if found is not None or (is_exact and _reaches(single, wanted)):
+        pool = single
+    if found is None:
+        threshold = _lowest_threshold(pool, wanted, mean)
+        for cap in pool.caps(pool.least_cap(threshold)):
+            found = _fewest(pool, threshold, cap, VARIANTS)
+            if found is not None:
+                break
+        else:
+            return []
     replicas, variant = found
     # Lower the imbalance further where that is free: same cap, no more replicas.
     low, high = mean - 1, threshold
@@ -189,7 +192,7 @@ def _plan_by_cost(pools: list[_Pool], mean: int, fullest: int, costs: Costs) -> 
             fixed = costs.per_token * threshold + costs.per_transfer * cap
             if fixed >= least or any(pool.least_cap(threshold) > cap for pool in pools):
                 continue
-            found = [_fewest(pool, threshold, cap) for pool in pools]
+            found = [_fewest(pool, threshold, cap, VARIANTS) for pool in pools]
             plans = [plan for plan, _ in filter(None, found)]
             replicas = [replica for plan in plans for replica in plan]
             cost = fixed + costs.per_replica * len(replicas)
@@ -224,12 +227,14 @@ def _lowest_threshold(pool: _Pool, wanted: int, mean: int) -> int:
     return high
 
 
-def _fewest(pool: _Pool, threshold: int, cap: int) -> tuple[Replicas, Variant] | None:
+def _fewest(
+    pool: _Pool, threshold: int, cap: int, styles: list[list[Variant]]
+) -> tuple[Replicas, Variant] | None:
     """Return the plan with the fewest replicas, of the first style that has any.
 
     Later styles send more.
     """
-    for style in VARIANTS:
+    for style in styles:
         plans = [(_probe(pool, threshold, cap, v), v) for v in style]
         found = [(plan, v) for plan, v in plans if plan is not None]
         if found:
@@ -380,12 +385,18 @@ def _checked(
 
 
 def _pad(rank_load: Int64Array) -> None:
-    """Make the mean a whole number: the emptiest ranks count a token more.
+    """Make the mean a whole number: some ranks count a token more.
 
-    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling.
+    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling. These
+    are the emptiest ranks and, if more are needed than are below the mean, the fullest ones, which
+    export anyway.
     """
-    missing = -int(rank_load.sum()) % len(rank_load)
-    rank_load[np.argsort(-rank_load, kind="stable")[len(rank_load) - missing :]] += 1
+    order = np.argsort(-rank_load, kind="stable")
+    mean = -(-int(rank_load.sum()) // len(order))
+    missing = mean * len(order) - int(rank_load.sum())
+    last = min(missing, int((rank_load < mean).sum()))
+    rank_load[order[len(order) - last :]] += 1
+    rank_load[order[: missing - last]] += 1
 
 
 def _pools(

@@ -68,8 +68,8 @@ UEC_HD inline int64_t planner_scratch_bytes(const Topology& topology, int32_t nu
 //
 // Guarantees: the quotas of an expert's instances sum to its load; no rank has two
 // instances of an expert; replicas are where Topology::may_hold allows; only ranks above the
-// threshold export, and such a rank imports only in a chain (see probe()); the largest rank quota
-// is at most that of no replication.
+// threshold (for an exact plan, above the mean) export, and such a rank imports only in a chain (see
+// probe()); the largest rank quota is at most that of no replication.
 UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
                                  const Objective& objective, const PlannerScratch& scratch,
                                  int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota);
@@ -130,13 +130,31 @@ UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch&
   return num_pools;
 }
 
-// Makes the mean of a single pool a whole number: the emptiest ranks count a token more, so that a
-// plan that brings all ranks down to this mean leaves each of them its floor or its ceiling.
-// Returns whether there are any; then the ranks must be sorted again.
-UEC_HD inline bool pad_ranks(int32_t num_ranks, const PlannerScratch& s) {
-  const auto over = static_cast<int32_t>(s.tokens_before[num_ranks] % num_ranks);
-  for (int32_t i = over; i < num_ranks && over > 0; ++i) ++s.rank_load[s.order[i]];
-  return over > 0;
+// How many ranks of a single pool count a token more in an exact plan, so that the mean is a whole
+// number: then a plan that brings all ranks down to it leaves each its floor or its ceiling. These
+// are the last and, if more are needed than are below the mean, the first of the sorted ranks,
+// which export anyway.
+struct Padding {
+  int32_t first, last;
+};
+UEC_HD inline Padding find_padding(int32_t num_ranks, const PlannerScratch& s) {
+  const int64_t total = s.tokens_before[num_ranks], mean = ceil_div(total, num_ranks);
+  const int32_t begin = first_enough(Alone{}, 0, num_ranks, [&](int32_t i) {
+    return s.rank_load[s.order[i]] < mean;
+  });
+  const auto missing = static_cast<int32_t>(mean * num_ranks - total);
+  const int32_t last = min32(missing, num_ranks - begin);
+  return {missing - last, last};
+}
+
+// Sorts the ranks again if there is a padding.
+UEC_HD inline void pad_ranks(const Topology& topology, const PlannerScratch& s) {
+  const int32_t num_ranks = topology.num_ranks;
+  const Padding padding = find_padding(num_ranks, s);
+  if (padding.last == 0) return;
+  for (int32_t i = 0; i < padding.first; ++i) ++s.rank_load[s.order[i]];
+  for (int32_t i = num_ranks - padding.last; i < num_ranks; ++i) ++s.rank_load[s.order[i]];
+  sort_ranks(topology, s);
 }
 
 UEC_HD inline SortedLoad sort_load(const Topology& topology, const int64_t* load,
@@ -184,9 +202,7 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
   for (int32_t e = 0; e < topology.num_experts; ++e) home_quota[e] = static_cast<int32_t>(load[e]);
   if (slots == 0) return;
   SortedLoad sorted = detail::sort_load(topology, load, scratch);
-  if (objective.is_exact() && sorted.num_pools == 1 &&
-      detail::pad_ranks(topology.num_ranks, scratch))
-    detail::sort_ranks(topology, scratch);
+  if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, scratch);
   const Goal goal = find_goal(Alone{}, sorted, objective);
   if (goal.is_met) return;
   detail::sort_mains(topology, goal.mean, scratch, &sorted);

@@ -47,13 +47,9 @@ class PoolSearch {
   UEC_HD void begin_by_target() {
     improves_ = true;
     if (goal_.is_exact) slots_ = 1;
-    if (crew_.size() > kNumOrders) {
-      aim_ = Aim::kOpening;
-      high_ = wanted();
-      cap_ = least_cap(wanted());
-    } else {
-      begin_thresholds();
-    }
+    aim_ = Aim::kOpening;
+    high_ = wanted();
+    ask(high_, least_cap(high_));
   }
   // The fewest replicas for this threshold and cap.
   UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
@@ -68,14 +64,13 @@ class PoolSearch {
   UEC_HD Question question() const {
     const int32_t i = crew_.index();
     switch (aim_) {
-      case Aim::kOpening:
-        if (i < kNumOrders) return make(high_, cap_, i, kAnyNumber);
-        return make(high_, last_cap_, i == kNumOrders ? 0 : kNumVariants, kAnyNumber);
       case Aim::kImprovement:
         return at_node(i + 1);
-      default:
-        return make(asked_, cap_, first_ + i,
+      default: {
+        const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
+        return make(asked_, cap_, first_ + i < end ? first_ + i : kNumVariants,
                     found_.variant < 0 ? kAnyNumber : found_.num_replicas - 1);
+      }
     }
   }
 
@@ -135,14 +130,13 @@ class PoolSearch {
     first_ = 0;
   }
 
-  // ---- what suffices for nearly every load, in one round: whether `wanted` is reached, and the
-  // fewest replicas at the cap that it needs. Where that fails the search starts over.
+  // ---- what suffices for nearly every load: the fewest replicas that the first style needs for
+  // `wanted`, at the least cap. Where that fails the search starts over.
 
   UEC_HD int32_t take_opening(const int32_t* counts) {
-    int32_t best = -1;
-    for (int32_t v = 0; v < kNumOrders && counts[kNumOrders] >= 0; ++v)
-      if (prefer_fewer(counts[v], v)) best = v;
-    if (best >= 0)
+    const int32_t best = take_style(counts, kNumOrders);
+    if (first_ < kNumOrders) return best;
+    if (found_.variant >= 0)
       begin_improvement();
     else
       begin_thresholds();
@@ -213,15 +207,9 @@ class PoolSearch {
     ask(high_, cap);
   }
   UEC_HD int32_t take_cap(const int32_t* counts) {
-    int32_t best = -1;
-    int32_t v = first_;
-    for (; v < first_ + crew_.size() && v < kNumVariants; ++v) {
-      if (v % kNumOrders == 0 && found_.variant >= 0) break;
-      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
-    }
-    first_ = v;
-    const bool was_last = v == kNumVariants;
-    if (found_.variant >= 0 && (v % kNumOrders == 0 || was_last)) {
+    const int32_t best = take_style(counts, kNumVariants);
+    const bool was_last = first_ == kNumVariants;
+    if (found_.variant >= 0 && (first_ % kNumOrders == 0 || was_last)) {
       begin_improvement();
     } else if (was_last) {
       const int32_t next = next_cap(cap_, slots_);
@@ -230,6 +218,16 @@ class PoolSearch {
       else
         aim_ = Aim::kDone;
     }
+    return best;
+  }
+  // Takes answers up to the variant `end`, or the end of a style that has found a plan.
+  UEC_HD int32_t take_style(const int32_t* counts, int32_t end) {
+    int32_t best = -1, v = first_;
+    for (; v < first_ + crew_.size() && v < end; ++v) {
+      if (v % kNumOrders == 0 && found_.variant >= 0) break;
+      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
+    }
+    first_ = v;
     return best;
   }
   // Whether the plan that a variant has found is the best so far.
