@@ -9,6 +9,7 @@ from ultraep_comm.group.group import Group
 from ultraep_comm.group.health import GroupHealth
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
+from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
 from ultraep_comm.plan.plan import Plan, PlanCost
 from ultraep_comm.recording.recorder import Recorder
 from ultraep_comm.weights.segments import BoundWeights, Segment
@@ -19,6 +20,7 @@ __all__ = [
     "Group",
     "GroupHealth",
     "Plan",
+    "PlanCertificate",
     "PlanCost",
     "PlanHandle",
     "Recorder",
@@ -35,4 +37,5 @@ __all__ = [
     "replicate_experts",
     "reroute",
     "reroute_map",
+    "verify_plan",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -14,67 +14,103 @@ IntArray = NDArray[np.int32] | NDArray[np.int64]
 Int64Array = NDArray[np.int64]
 
 
-def least_max_tokens(load: IntArray, home: IntArray, domains: IntArray, slots: int) -> int:
-    """Return tokens that the fullest rank has at least, under any plan inside the domains.
+# ---- balance ------------------------------------------------------------------------------------
 
-    Let it have t. In each domain of G ranks with S slots each:
 
-    - A rank holds at most t, and at most its own mains and the S largest experts of other ranks.
-      The sum of the lesser of the two over the ranks is at least the domain's tokens.
-    - A rank above t exports, and each expert relieves it of its own tokens at most. So it needs as
-      many replicas as it has to give largest mains to come down to t, and all ranks G * S at most.
+@dataclass(frozen=True, kw_only=True)
+class TokenBound:
+    """Why no plan brings the fullest rank below some tokens; see :func:`find_token_bound`.
 
-    The first implies the mean, rounded up, and, without slots, the fullest rank's mains.
+    Attributes:
+        tokens: of the fullest rank.
+        reason: "mean" of all ranks; "domains", if that of one domain is larger; or "slots".
+        ranks: all; the domain; or the ranks whose experts find too little room. Ascending.
+    """
+
+    tokens: int
+    reason: str
+    ranks: tuple[int, ...]
+
+
+def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: int) -> TokenBound:
+    """Return how many tokens the fullest rank has at least, under any plan inside the domains.
+
+    Let it have t, in a domain of G ranks with S slots each, and let q of these ranks own experts
+    with A tokens. Their experts can be in these ranks, which have t tokens at most each, and in the
+    other ranks' (G - q) * S slots. A slot has tokens of one expert, t at most, and all slots of an
+    expert have its load L at most: no more than if L was cut into pieces of t and what is left, and
+    the largest pieces of all these experts were in the slots. So, with C the sum of these pieces,
+
+        A <= q * t + C
+
+    For q = G that is the mean; without slots and for q = 1, a rank's mains. t is the least number
+    for which it holds for the q fullest ranks, for every q. Reaching it is bin packing: it is a
+    bound, and some loads have no plan that reaches it.
+
+    Takes O(E log E + G log G) for each t that is tried: one if the mean holds, else as many as it
+    has bits.
 
     Args:
-        load: ``[E]`` tokens of each expert; their sum times the ranks of a domain is below 2**63.
+        load: ``[E]`` tokens of each expert.
         home: ``[E]``, in ``[0, G)``.
         domains: ``[G]``; equal for ranks that may hold each other's experts.
         slots: S.
     """
-    load = np.asarray(load, dtype=np.int64)
-    names, domain = np.unique(domains, return_inverse=True)
-    by_load = np.argsort(-load, kind="stable")
-    least = 0
-    for d in range(len(names)):
-        ranks = np.flatnonzero(domain == d)
-        inside = by_load[domain[home[by_load]] == d]
-        local = np.searchsorted(ranks, home[inside])
-        least = max(least, _least_in_domain(load[inside], local, len(ranks), slots))
-    return least
+    found = TokenBound(tokens=-1, reason="", ranks=())
+    for name in np.unique(domains):
+        inside = np.flatnonzero(domains == name)
+        mains = [load[home == r].tolist() for r in inside]
+        tokens, ranks = _least_in_domain(mains, slots)
+        if tokens > found.tokens:
+            reason = "slots" if len(ranks) < len(inside) else "mean"
+            found = TokenBound(tokens=tokens, reason=reason, ranks=tuple(inside[ranks].tolist()))
+    mean = -(-int(load.sum(dtype=np.int64)) // len(domains))
+    if found.tokens == mean:
+        return TokenBound(tokens=mean, reason="mean", ranks=tuple(range(len(domains))))
+    return replace(found, reason="domains") if found.reason == "mean" else found
 
 
-def _least_in_domain(load: Int64Array, home: Int64Array, num_ranks: int, slots: int) -> int:
-    """Return the bound for one domain; experts by descending load."""
-    own = np.zeros(num_ranks, np.int64)
-    np.add.at(own, home, load)
-    by_home = np.argsort(home, kind="stable")
-    place = np.arange(len(load))
-    first = np.searchsorted(home[by_home], np.arange(num_ranks))
-    others = place.copy()  # of other ranks, with more tokens than this expert
-    others[by_home] -= place - first[home[by_home]]
+def _least_in_domain(mains: list[list[int]], slots: int) -> tuple[int, list[int]]:
+    """Return the bound for one domain, and the ranks that break it for one token less.
 
-    among = others < slots  # before the last of the S largest of other ranks
-    width = slots + np.bincount(home[among], minlength=num_ranks)
-    holds = np.append(0, load.cumsum())[np.minimum(width, len(load))]
-    np.add.at(holds, home[~among], load[~among])
+    Ranks by position; all of them if it is their mean.
+    """
+    own = [sum(loads) for loads in mains]
+    order = sorted(range(len(own)), key=lambda r: -own[r])
 
-    mains = load[by_home]
-    rest = own.cumsum()[home[by_home]] - mains.cumsum() + mains  # of this and smaller mains
-    # A rank gives a main if what it has left before that is above t.
-    rest = np.append(np.sort(rest)[::-1], 0)
-    total = int(own.sum())
-    low = max(-(-total // num_ranks), int(rest[min(slots * num_ranks, len(load))]))
-    reached = range(low, int(own.max()))
-    return low + bisect_left(reached, True, key=lambda t: bool(np.minimum(t, holds).sum() >= total))
+    def breaks(t: int) -> list[int]:
+        """Return the q fullest ranks, the least q of those for which it does not hold."""
+        inside = shed = 0
+        pieces: list[int] = []  # the largest, in a heap
+        for q, rank in enumerate(order, 1):
+            inside += own[rank]
+            for load in mains[rank]:
+                full, rest = divmod(load, t)
+                for piece in (*[t] * full, rest):
+                    heappush(pieces, piece)
+                shed += load
+            while len(pieces) > (len(own) - q) * slots:
+                shed -= heappop(pieces)
+            if inside > q * t + shed:
+                return order[:q]
+        return []
+
+    mean = -(-sum(own) // len(own))
+    low, high, ranks = mean - 1, max(own), order  # low breaks it, high does not
+    tried = mean
+    while low + 1 < high:
+        broken = breaks(tried)
+        low, high, ranks = (tried, high, broken) if broken else (low, tried, ranks)
+        tried = (low + high) // 2
+    return high, sorted(ranks)
 
 
 # ---- transfers ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bottleneck:
-    """Why no schedule of a plan is faster than T*; see :func:`find_bottleneck`.
+class TransferBound:
+    """Why no schedule of a plan is faster than T*; see :func:`find_transfer_bound`.
 
     Attributes:
         experts: T* in units of W / B: experts over one link.
@@ -92,7 +128,7 @@ class Bottleneck:
     max_imports: int
 
 
-def find_bottleneck(slot_expert: IntArray, home: IntArray) -> Bottleneck:
+def find_transfer_bound(slot_expert: IntArray, home: IntArray) -> TransferBound:
     """Return the exact T* of a plan, and which ranks are why.
 
     Every slot is filled once, and every replicated expert leaves its home once. And a set of ranks
@@ -121,7 +157,7 @@ def find_bottleneck(slot_expert: IntArray, home: IntArray) -> Bottleneck:
     elif most > 0:
         reason, of = ("exports", exports) if most == most_out else ("imports", imports)
         ranks = tuple(np.flatnonzero(of == most).tolist())
-    return Bottleneck(
+    return TransferBound(
         experts=most, reason=reason, ranks=ranks, max_exports=most_out, max_imports=most_in
     )
 
