@@ -253,6 +253,7 @@ class Parts:
         engine: executes schedules.
         local: the stages that need no peer.
         loads: exchanges loads; None: the engine does.
+        check: check mode.
     """
 
     rank: int
@@ -265,6 +266,7 @@ class Parts:
     engine: Engine
     local: LocalStages
     loads: LoadExchange | None = None
+    check: bool = False
 
 
 def make_parts(
@@ -296,6 +298,7 @@ def make_parts(
         engine=engine(config, stages),
         local=stages,
         loads=loads,
+        check=options.check,
     )
 
 
