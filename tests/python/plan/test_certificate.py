@@ -271,7 +271,7 @@ def test_no_tokens_are_balanced() -> None:
 
 
 def test_domains_may_be_crossed_on_request() -> None:
-    crossing = by_hand(domains=[0, 0, 1], allow_cross_domain=True)
+    crossing = by_hand(domains=[0, 1, 1], allow_cross_domain=True)
     with pytest.raises(InvalidPlanError, match="outside the domain"):
         uec.verify_plan(crossing, LOAD)
     found = uec.verify_plan(crossing, LOAD, allow_cross_domain=True)
