@@ -56,11 +56,12 @@ def find_token_bound(load: IntArray, home: IntArray, domains: IntArray, slots: i
         domains: ``[G]``; equal for ranks that may hold each other's experts.
         slots: S.
     """
+    ends = np.bincount(home, minlength=len(domains)).cumsum()
+    mains = np.split(load[np.argsort(home, kind="stable")], ends[:-1])  # of each rank
     found = TokenBound(tokens=-1, reason="", ranks=())
     for name in np.unique(domains):
         inside = np.flatnonzero(domains == name)
-        mains = [load[home == r].tolist() for r in inside]
-        tokens, ranks = _least_in_domain(mains, slots)
+        tokens, ranks = _least_in_domain([mains[r].tolist() for r in inside], slots)
         if tokens > found.tokens:
             reason = "slots" if len(ranks) < len(inside) else "mean"
             found = TokenBound(tokens=tokens, reason=reason, ranks=tuple(inside[ranks].tolist()))
