@@ -22,6 +22,7 @@ _HOMES = {
     "group.health": ("GroupHealth",),
     "group.saved_plans": ("PlanHandle",),
     "group.work": ("Work",),
+    "plan.certificate": ("PlanCertificate", "verify_plan"),
     "plan.plan": ("Plan", "PlanCost"),
     "plan.topology": ("slots_for_exact",),
     "recording.recorder": ("Recorder",),

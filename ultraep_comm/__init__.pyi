@@ -9,6 +9,7 @@ from ultraep_comm.group.group import Group
 from ultraep_comm.group.health import GroupHealth
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
+from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
 from ultraep_comm.plan.plan import Plan, PlanCost
 from ultraep_comm.plan.topology import slots_for_exact
 from ultraep_comm.recording.recorder import Recorder
@@ -20,6 +21,7 @@ __all__ = [
     "Group",
     "GroupHealth",
     "Plan",
+    "PlanCertificate",
     "PlanCost",
     "PlanHandle",
     "Recorder",
@@ -37,4 +39,5 @@ __all__ = [
     "reroute",
     "reroute_map",
     "slots_for_exact",
+    "verify_plan",
 ]

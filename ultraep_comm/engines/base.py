@@ -262,6 +262,7 @@ class Parts:
         engine: executes schedules.
         local: the stages that need no peer.
         loads: exchanges loads; None: the engine does.
+        check: check mode.
     """
 
     rank: int
@@ -274,6 +275,7 @@ class Parts:
     engine: Engine
     local: LocalStages
     loads: LoadExchange | None = None
+    check: bool = False
 
 
 def make_parts(
@@ -305,6 +307,7 @@ def make_parts(
         engine=engine(config, stages),
         local=stages,
         loads=loads,
+        check=options.check,
     )
 
 

@@ -6,11 +6,9 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.reports import other_home, placement_error
-from ultraep_comm.errors import (
-    InvalidLoadError,
-    InvalidPlanError,
-)
+from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError, InvalidPlanError
 from ultraep_comm.group.session import Session
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 
 
@@ -18,20 +16,35 @@ def check_plan(plan: Plan, on_device: bool, session: Session) -> _core.PlanView:
     """Check a plan for a call and return its view; on a device, check only shape and devices.
 
     Raises:
-        InvalidPlanError: wrong shape, home map, expert, or placement.
+        InvalidPlanError: wrong shape, home map, expert, or placement; in check mode also quotas
+            that break a rule, or do not sum to the load.
     """
     if on_device:
         return check_device_plan(plan, session)
     if isinstance(plan, Plan):
         view = view_of(plan)
-        if session.engine.accepts(view):
-            return view  # fast path: the rest finds the error
+        if session.engine.accepts(view):  # fast path: the rest finds the error
+            if session.check:
+                _verify(plan, session)
+            return view
     check_plan_fits(plan, session)
     view = view_of(plan)
     fault, rank, slot, expert = session.engine.check(view)
     if fault is not _core.PlanFault.NONE:
         raise placement_error(session.rank, fault, (rank, slot), expert, plan.num_experts)
     return view
+
+
+def _verify(plan: Plan, session: Session) -> None:
+    """Do :func:`verify_plan`, as far as the plan has quotas and a load."""
+    crossing = session.topology.allow_cross_domain
+    try:
+        if plan.load is None or plan.home_quota is None:
+            plan.validate(allow_cross_domain=crossing)
+        else:
+            verify_plan(plan, plan.load, allow_cross_domain=crossing)
+    except InvalidArgumentError as error:
+        raise InvalidPlanError(f"rank {session.rank}: check mode: {error}") from None
 
 
 def view_of(plan: Plan) -> _core.PlanView:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError
+from ultraep_comm.plan.bounds import find_token_bound
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import (
     MAX_COUNT,
@@ -309,26 +310,24 @@ class Plan:
 
     @property
     def imbalance_bound(self) -> float:
-        """Return the least imbalance that any placement inside the domains can reach.
+        """Return an imbalance that no plan with these slots and domains falls below.
 
-        That is the busiest domain's tokens, spread evenly over its ranks in whole tokens, over the
-        mean of all ranks. nan without quotas.
+        That is `find_token_bound` of the quotas' load, over the mean of all ranks: the tokens of
+        the busiest domain, or of hot ranks whose experts find too few slots, in whole tokens. Not
+        every load has a plan that reaches it. nan without quotas.
         """
         if self.slot_quota is None or self.home_quota is None:
             return float("nan")
-        domains = np.zeros(self.num_ranks) if self.domains is None else self.domains.cpu().numpy()
-        home = self.home.cpu().numpy()
-        load = self.home_quota.cpu().numpy().astype(np.int64)
         slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
+        load = self.home_quota.cpu().numpy().astype(np.int64)
         np.add.at(load, slots[slots >= 0], quota[slots >= 0])
         total = int(load.sum())
-        if total == 0:
-            return 1.0
-        least = 0
-        for domain in np.unique(domains):
-            inside = int(load[domains[home] == domain].sum())
-            least = max(least, -(-inside // int((domains == domain).sum())))
-        return least * self.num_ranks / total
+        home = self.home.cpu().numpy()
+        domains = (
+            np.zeros(len(slots), np.int32) if self.domains is None else self.domains.cpu().numpy()
+        )
+        found = find_token_bound(load, home, domains, self.slots_per_rank)
+        return found.tokens * self.num_ranks / total if total else 1.0
 
 
 def as_int_tensor(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:

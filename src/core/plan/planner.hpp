@@ -68,8 +68,8 @@ UEC_HD inline int64_t planner_scratch_bytes(const Topology& topology, int32_t nu
 //
 // Guarantees: the quotas of an expert's instances sum to its load; no rank has two
 // instances of an expert; replicas are where Topology::may_hold allows; only ranks above the
-// threshold (for an exact plan, above the mean) export, and such a rank imports only in a chain (see
-// probe()); the largest rank quota is at most that of no replication.
+// threshold (for an exact plan, above the mean) export, and such a rank imports only in a chain
+// (see probe()); the largest rank quota is at most that of no replication.
 UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
                                  const Objective& objective, const PlannerScratch& scratch,
                                  int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota);
@@ -139,9 +139,8 @@ struct Padding {
 };
 UEC_HD inline Padding find_padding(int32_t num_ranks, const PlannerScratch& s) {
   const int64_t total = s.tokens_before[num_ranks], mean = ceil_div(total, num_ranks);
-  const int32_t begin = first_enough(Alone{}, 0, num_ranks, [&](int32_t i) {
-    return s.rank_load[s.order[i]] < mean;
-  });
+  const int32_t begin = first_enough(Alone{}, 0, num_ranks,
+                                     [&](int32_t i) { return s.rank_load[s.order[i]] < mean; });
   const auto missing = static_cast<int32_t>(mean * num_ranks - total);
   const int32_t last = min32(missing, num_ranks - begin);
   return {missing - last, last};

@@ -16,9 +16,10 @@ from benched import table_cells as cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep_comm import Plan, plan_replicas
+from ultraep_comm import Plan, plan_replicas, verify_plan
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.plan import DEFAULT_SIZES, parse_plan_sizes
+from ultraep_comm.bench.commands.plan.cells import plan_load
 from ultraep_comm.bench.loads import (
     adversarial_loads,
     draw_topk,
@@ -36,7 +37,7 @@ QUALITY_KEYS = {"imbalance", "replicas", "max_exports", "max_imports", "transfer
 RECORD_KEYS = {
     *("op", "ranks", "experts", "slots", "domain_size", "family", "vectors", "imbalance_before"),
     *QUALITY_KEYS,
-    *("imbalance_bound", "over_bound", "gate", "time_us", "published"),
+    *("imbalance_bound", "over_bound", "certified", "gate", "time_us", "published"),
     *("transfer_over_published", "eplb"),
 }
 
@@ -234,6 +235,46 @@ def test_domains(tmp_path: Path) -> None:
     (whole,) = json.loads(path.read_text())["records"]
     assert split["imbalance_bound"] > 3 > whole["imbalance_bound"]
     assert split["published"]["imbalance"]["worst"] >= split["imbalance_bound"] - 1e-9
+
+
+def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--sizes", "8/16/1", "--families", "published2,adversarial", "--target", "1.0"]
+    certified = [*arguments, "--certify", "--json", str(path), "--csv", str(tmp_path / "p.csv")]
+    assert main([*TINY, *certified]) == 0
+    printed = capsys.readouterr().out
+    records = json.loads(path.read_text())["records"]
+    check_csv(tmp_path / "p.csv", records)
+    for row, record in zip(cells(printed), records, strict=True):
+        loads = make_loads(
+            record["family"], num_ranks=8, num_experts=16, num_tokens=8 * 64, topk=2, seeds=2
+        )
+        found = []
+        for i, load in enumerate(loads):
+            plan = plan_replicas(torch.from_numpy(load), slots_per_rank=1, num_ranks=8, target=1.0)
+            found.append(verify_plan(plan, load))
+            assert f"# 8/16/1 {record['family']} {i}: {found[-1]}" in printed
+        exact, at_bound = (sum(x.is_exact for x in found), sum(not x.over_bound for x in found))
+        assert record["certified"] == {
+            "exact": exact,
+            "at_bound": at_bound,
+            "plans": [str(x) for x in found],
+        }
+        assert row[-2:] == [str(exact), str(at_bound)]
+    assert main(["plan", "--certify", "--engine", "cuda"]) == 2
+    assert "--certify" in capsys.readouterr().err
+
+
+def test_every_plan_is_verified(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --certify too: a plan for another load ends the run."""
+    monkeypatch.setattr(
+        "ultraep_comm.bench.commands.plan.run.plan_load",
+        lambda size, load, target: plan_load(size, load[::-1], target),
+    )
+    assert main([*TINY, "--sizes", "4/16/2", "--families", "zipf1.0"]) == 2
+    assert "expected its load" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "status"), [("1.2", 0), ("1.001", 3)])

@@ -23,6 +23,7 @@ from benched import (
 
 from ultraep_comm.bench import ranks as bench_ranks
 from ultraep_comm.bench.baselines import take_share
+from ultraep_comm.bench.commands.replicate import one_plan
 from ultraep_comm.bench.loads import generate_load, rank_imbalance
 from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size, split_expert
 from ultraep_comm.bench.table import format_table
@@ -154,6 +155,19 @@ def break_pushes(fault: str) -> None:
         return work
 
     bench_ranks.replicate_experts = broken
+
+
+def plan_another_load() -> None:
+    plan = one_plan.plan_replicas
+    one_plan.plan_replicas = lambda load, **more: plan(load.roll(1), **more)  # type: ignore[attr-defined]
+
+
+def test_check_verifies_the_plan(tmp_path: Path) -> None:
+    few = ["replicate", "-b", "64K", "-n", "1", "-w", "0", "--ranks", "2"]
+    done = bench(tmp_path, *few, "--check", fault=plan_another_load)
+    assert done.returncode == 2
+    assert "own load" in done.stderr
+    assert bench(tmp_path, *few, fault=plan_another_load).returncode == 0
 
 
 def run_broken(folder: Path, fault: str) -> Done:

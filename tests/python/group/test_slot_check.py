@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -244,6 +245,42 @@ def test_without_check_nothing_is_compared() -> None:
     assert first is not None
     first.wait()
     close_all(groups)
+
+
+def _planned(**changes: list[int]) -> uec.Plan:
+    """Return a plan with quotas and load, of which some are then replaced."""
+    load = torch.tensor([[9, 1, 1, 1, 1, 1, 1, 1]] * 2)
+    plan = uec.plan_replicas(load, slots_per_rank=S, target=1.0)
+    assert plan.num_replicas
+    tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in changes.items()}
+    return dataclasses.replace(plan, **tensors)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_plans_are_verified(check: bool) -> None:
+    groups = _groups(2, check=check)
+
+    def replicate(plan: uec.Plan) -> None:
+        loopback(2, lambda r: uec.replicate_experts(make_weights(groups[r]), plan, group=groups[r]))
+
+    replicate(_planned())
+    if not check:
+        replicate(_planned(home_quota=[99] * E))
+    close_all(groups)
+
+
+def test_a_plan_that_breaks_a_rule_is_rejected() -> None:
+    bad = _planned(home_quota=[99] * E)
+    without_load = dataclasses.replace(bad, load=None, home_quota=torch.full_like(bad.home, -1))
+    texts = {"expert 0 sum to .*; expected its load, 18": bad, "home_quota.* -1": without_load}
+    for text, plan in texts.items():
+        for operation in (uec.replicate_experts, uec.reduce_expert_grads):
+            groups = _groups(2, grads=torch.float32)
+            with pytest.raises(errors.InvalidPlanError, match=f"rank 0: check mode: .*{text}"):
+                operation(make_weights(groups[0]), plan, group=groups[0])
+            with pytest.raises(errors.PeerRejectedError):
+                uec.replicate_experts(make_weights(groups[1]), _planned(), group=groups[1])
+            close_all(groups)
 
 
 def _soak(rank: int, process_group: Any) -> Any:

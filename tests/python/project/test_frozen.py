@@ -156,7 +156,7 @@ def small_run(groups: list[uec.Group], folder: Path) -> tuple[list[object], Path
     one_of_each += [health.calls, health.waits, health.peers[0], recorders[0].recording()]
     one_of_each += [model.predict(plan, 1 << 20), model.find_machine("nvl72")]
     one_of_each += [uec.PlanCost(token=1, expert_byte=1), uec.Segment((4,), torch.float32)]
-    one_of_each += [nn.ExpertPass(handles[0], weights)]
+    one_of_each += [nn.ExpertPass(handles[0], weights), uec.verify_plan(plan, [6, 2, 2, 2])]
     return one_of_each, path
 
 

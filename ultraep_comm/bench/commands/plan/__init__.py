@@ -118,12 +118,14 @@ class PlanSettings(LoadsSettings):
 
     Attributes:
         target: imbalance at which the planner stops.
+        certify: print every plan's certificate.
         trace_name: file name of the trace.
         engine: "host" compares planners, "cuda" times kernels.
         warps: of the plan kernel, one measurement for each.
     """
 
     target: float
+    certify: bool = False
     trace_name: str = ""
     warps: tuple[int, ...] = ()
 
@@ -153,6 +155,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
     add_loads(add, DEFAULT_SEEDS)
     add("--target", type=float, default=1.01, help="imbalance at which to stop (default 1.01)")
+    add(
+        "--certify",
+        action="store_true",
+        help="print what holds for every plan: its balance and the best possible, its transfer, and"
+        " the ranks that limit them; plans are verified with and without",
+    )
     add(
         "--domain-size",
         type=int,
@@ -196,6 +204,11 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
             f"--max-over-bound is {gate.max_over_bound:g}, but --engine cuda compares kernels with"
             " the host's plans; give one of the two"
         )
+    if options.certify and options.engine == "cuda":
+        raise InvalidArgumentError(
+            "--certify was given, but --engine cuda compares kernels with the host's plans; certify"
+            " those, with --engine host"
+        )
     warps = _parse_warps(options)
     families = _parse_families(options.families, options.trace is not None)
     sizes = parse_plan_sizes(options.sizes, options.domain_size)
@@ -218,7 +231,7 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
         warps=warps,
-        **take(options, "seeds", "tokens", "topk", "target", "engine"),
+        **take(options, "seeds", "tokens", "topk", "target", "certify", "engine"),
     )
 
 

@@ -25,6 +25,7 @@ from ultraep_comm.bench.measure import figures_of
 from ultraep_comm.bench.planners import Rebalance, find_eplb, plan_eplb, plan_published
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
 
@@ -55,20 +56,37 @@ def run_host(settings: PlanSettings, report: Report) -> int:
         ],
     )
     records = [
-        report.judge(measure_row(size, family, loads, settings.target, rebalance))
+        report.judge(
+            measure_row(size, family, loads, settings.target, rebalance, certify=settings.certify)
+        )
         for size, family, loads in each_cell(settings, report)
     ]
     has_eplb = any(record["eplb"] is not None for record in records)
-    columns = _COLUMNS + (_EPLB_COLUMNS if has_eplb else ())
+    columns = _COLUMNS + (_CERTIFIED_COLUMNS if settings.certify else ())
+    columns += _EPLB_COLUMNS if has_eplb else ()
     report.show(format_records(columns, records))
+    if settings.certify:
+        for record in records:
+            for i, text in enumerate(record["certified"]["plans"]):
+                report.show(f"# {size_text(record)} {record['family']} {i}: {text}")
     return report.finish(records, describe_settings(settings))
 
 
 def measure_row(
-    size: PlanSize, family: str, loads: Loads, target: float, rebalance: Rebalance | None
+    size: PlanSize,
+    family: str,
+    loads: Loads,
+    target: float,
+    rebalance: Rebalance | None,
+    *,
+    certify: bool = False,
 ) -> Record:
-    """Plan all loads of one size and family with every planner; return the JSON record."""
+    """Plan all loads of one size and family with every planner; return the JSON record.
+
+    ``certify`` adds certificates. Our plans are verified with and without.
+    """
     ours = [plan_load(size, load, target) for load in loads]
+    certificates = [verify_plan(plan, load) for plan, load in zip(ours, loads, strict=True)]
     published = [_plan_published(size, load, target) for load in loads]
     times = [time_core_us(size, load, target) for load in loads]
     before = [rank_imbalance(load, size.num_ranks) for load in loads]
@@ -82,10 +100,20 @@ def measure_row(
         **_judge(ours),
         "imbalance_bound": float(bound.max()),
         "over_bound": float((np.array([plan.imbalance for plan in ours]) / bound).max()),
+        "certified": _describe_certificates(certificates) if certify else None,
         "time_us": figures_of(times, "p50", "p99"),
         "published": _judge(published),
         "transfer_over_published": _transfer_ratio(ours, published),
         "eplb": None if rebalance is None else _run_eplb(rebalance, size, loads),
+    }
+
+
+def _describe_certificates(certificates: Sequence[PlanCertificate]) -> Record:
+    """Return how many plans are exact, and at their bound; and each certificate's text."""
+    return {
+        "exact": sum(one.is_exact for one in certificates),
+        "at_bound": sum(one.over_bound == 0 for one in certificates),
+        "plans": [str(one) for one in certificates],
     }
 
 
@@ -161,6 +189,10 @@ _COLUMNS = (
     Column("replicas", "mean", "published.replicas", ".1f"),
     Column("T", "mean", "published.transfer_bound", ".3f"),
     Column("T/T", "mean", "transfer_over_published", ".3f"),
+)
+_CERTIFIED_COLUMNS = (
+    Column("plans:", "exact", "certified.exact"),
+    Column("", "at bound", "certified.at_bound"),
 )
 _EPLB_COLUMNS = (
     Column("eplb:", "mean", "eplb.imbalance.mean", ".4f"),

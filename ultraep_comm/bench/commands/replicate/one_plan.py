@@ -22,6 +22,7 @@ from ultraep_comm.bench.sizes import describe_segments, format_size
 from ultraep_comm.bench.table import Column
 from ultraep_comm.bench.traffic import Traffic
 from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
 
@@ -71,6 +72,8 @@ def begin(settings: ReplicateSettings, ranks: Ranks, report: Report) -> Plan:
     """
     group = ranks.groups[0]
     plan = plan_replicas(torch.from_numpy(settings.load), group=group)
+    if settings.check:
+        verify_plan(plan, settings.load, allow_cross_domain=group.topology.allow_cross_domain)
     check_gated(plan, bool(settings.gate))
     if not report.places:
         report.place(group, ranks.meter.describe())
