@@ -54,6 +54,7 @@ WORKLOADS = {
         "W7_burst",
     )
 }
+MOONEP_CASES = "moonep"  # a family: the cases of `peers.moonep_cases` that have the size
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
 
@@ -320,7 +321,9 @@ def parse_times(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
+def parse_families(
+    text: str, possible: tuple[str, ...], flag: str = "--families"
+) -> tuple[str, ...]:
     """Return the names in ``"zipf1.0,lognormal"``, each once.
 
     Raises:
@@ -330,7 +333,7 @@ def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in possible:
             raise InvalidArgumentError(
-                f"--families has {name!r}; expected any of {', '.join(possible)}"
+                f"{flag} has {name!r}; expected any of {', '.join(possible)}"
             )
     return names
 

@@ -18,7 +18,6 @@ from ultraep_comm.bench.peers.lplb import tokens_lplb
 from ultraep_comm.bench.peers.moonep import tokens_moonep
 from ultraep_comm.bench.peers.placement import Ints, Placed, at_home
 from ultraep_comm.bench.planners import plan_published
-from ultraep_comm.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,7 @@ class Peer:
     Attributes:
         name: on the command line.
         reference: whose policy this is a reading of, and where it is published.
-        transfer: how that system moves experts: "direct", or "relay" (square-root relays).
+        transfer: how that system moves experts: "none", "direct", or "relay" (square-root relays).
         place: returns where the tokens of a load ``[E]`` go, given ``home`` ``[E]``, the number of
             ranks and the slots of a rank; None: the policy does not apply to this size.
     """
@@ -37,13 +36,6 @@ class Peer:
     reference: str
     transfer: str
     place: Callable[[Ints, NDArray[np.int32], int, int], Placed | None]
-
-    def plan(
-        self, load: Ints, *, home: NDArray[np.int32], num_ranks: int, slots_per_rank: int
-    ) -> Plan | None:
-        """Return the plan of a load, with as many slots as it fills; None: it does not apply."""
-        placed = self.place(load, home, num_ranks, slots_per_rank)
-        return None if placed is None else placed.plan(home)
 
 
 def _none(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed:
@@ -64,7 +56,7 @@ def _ultraep(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) ->
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(name="none", reference="every expert at home", transfer="direct", place=_none),
+        Peer(name="none", reference="every expert at home", transfer="none", place=_none),
         Peer(
             name="moonep",
             reference="our reading of MoonEP's exact policy (MoonshotAI/MoonEP, 2026)",

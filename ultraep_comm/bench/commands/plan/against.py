@@ -1,0 +1,177 @@
+"""``plan --against``: every planner on the same loads. bench/METRICS.md defines the figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan.cells import (
+    Loads,
+    describe_loads,
+    describe_settings,
+    each_cell,
+    plan_load,
+    size_text,
+    time_core_us,
+)
+from ultraep_comm.bench.loads import rank_imbalance
+from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.peers import PEERS
+from ultraep_comm.bench.report import Record, Report
+from ultraep_comm.bench.sizes import format_size
+from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.model import predict
+from ultraep_comm.model.relay import predict_relay
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.schedule import transfer_bound
+
+MACHINE = "nvl72"
+EXPERT_BYTES = 36 << 20  # 37.75 MB: Qwen3-235B in bf16
+EXACT = 1.0
+
+
+def run_against(settings: PlanSettings, report: Report) -> int:
+    """Compare planners; return the exit status."""
+    trace = f"; {settings.trace_name}, every step and layer" if settings.trace else ""
+    report.header(
+        "plan, against others",
+        [
+            f"{describe_loads(settings.tokens, settings.topk)}, {settings.seeds} of a family"
+            + trace,
+            f"modelled: experts of {format_size(EXPERT_BYTES)} on {MACHINE}, each system in its own"
+            " way; planning: ours in C++, our readings of others in Python, which says nothing of"
+            " their own speed",
+            *(f"{name}: {PEERS[name].reference}" for name in settings.against),
+        ],
+    )
+    records = [
+        record
+        for size, family, loads in each_cell(settings, report)
+        for record in compare(size, family, loads, settings.target, settings.against)
+    ]
+    report.show(format_records(COLUMNS, records))
+    described = {
+        **describe_settings(settings),
+        "against": list(settings.against),
+        "machine": MACHINE,
+        "expert_bytes": EXPERT_BYTES,
+    }
+    return report.finish(records, described, gated=False)
+
+
+def compare(
+    size: PlanSize, family: str, loads: Loads, target: float, peers: Sequence[str]
+) -> list[Record]:
+    """Return a record for each planner that applies to the size: ours, ours exact, the peers."""
+    before = {
+        "op": "plan_against",
+        **size.describe(),
+        "family": family,
+        "vectors": len(loads),
+        "imbalance_before": float(np.mean([rank_imbalance(x, size.num_ranks) for x in loads])),
+    }
+    records = []
+    for name, goal in (("ours", target), ("ours exact", EXACT)):
+        plans = [plan_load(size, load, goal) for load in loads]
+        times = [time_core_us(size, load, goal) for load in loads]
+        records.append({**before, **judge(plans, name, "hubs"), **_planning(times, "C++")})
+    for name in peers:
+        peer = PEERS[name]
+        plans, times = [], []
+        for load in loads:
+            start = time.perf_counter_ns()
+            placed = peer.place(load, size.home, size.num_ranks, size.slots_per_rank)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+            if placed is not None:
+                plans.append(placed.plan(size.home))
+        if plans:
+            records.append(
+                {**before, **judge(plans, name, peer.transfer), **_planning(times, "Python")}
+            )
+    return records
+
+
+def judge(plans: Sequence[Plan], planner: str, transfer: str) -> Record:
+    """Return the figures of one planner's plans, under its system's own transfer."""
+    found = [transfer_times_us(plan, transfer) for plan in plans]
+    return {
+        "planner": planner,
+        "transfer": transfer,
+        "imbalance": figures_of([plan.imbalance for plan in plans], "mean", "worst"),
+        "exact": sum(is_level(plan) for plan in plans),
+        "replicas": float(np.mean([plan.num_replicas for plan in plans])),
+        "slots_used": max(plan.max_imports for plan in plans),
+        "max_exports": float(np.mean([plan.max_exports for plan in plans])),
+        "max_imports": float(np.mean([plan.max_imports for plan in plans])),
+        "max_copies": float(np.mean([_max_copies(plan) for plan in plans])),
+        "transfer_bound": float(
+            np.mean([transfer_bound(plan.slot_expert, home=plan.home) for plan in plans])
+        ),
+        "bound_us": float(np.mean([bound for _, bound in found])),
+        "time_us": figures_of([us for us, _ in found], "mean", "worst"),
+    }
+
+
+def transfer_times_us(plan: Plan, transfer: str) -> tuple[float, float]:
+    """Return the modelled time of a plan's transfer and its bound, in microseconds."""
+    if transfer == "none":
+        return 0.0, 0.0
+    if transfer == "relay":
+        found = predict_relay(plan, EXPERT_BYTES, MACHINE)
+    else:
+        mode = "auto" if transfer == "hubs" else transfer
+        found = predict(plan, EXPERT_BYTES, MACHINE, mode)
+    return found.time_us, found.bound_us
+
+
+def rank_quotas(plan: Plan) -> NDArray[np.int64]:
+    """Return the tokens ``[G]`` of each rank."""
+    if plan.slot_quota is None or plan.home_quota is None:
+        raise ValueError("the plan has no quotas")
+    ranks: NDArray[np.int64] = plan.slot_quota.numpy().sum(axis=1, dtype=np.int64)
+    np.add.at(ranks, plan.home.numpy(), plan.home_quota.numpy())
+    return ranks
+
+
+def is_level(plan: Plan) -> bool:
+    """Return whether every rank has the floor or the ceiling of the mean."""
+    return int(np.ptp(rank_quotas(plan))) <= 1
+
+
+def _max_copies(plan: Plan) -> int:
+    """Return the most replicas of all experts of one home: what it sends without hubs."""
+    slots = plan.slot_expert.numpy()
+    sent = np.bincount(plan.home.numpy()[slots[slots >= 0]], minlength=plan.num_ranks)
+    return int(sent.max())
+
+
+def _planning(times: Sequence[float], language: str) -> dict[str, Any]:
+    return {"plan_us": figures_of(times, "p50"), "planned_in": language}
+
+
+COLUMNS = (
+    Column("size", "G/E/S", size_text),
+    Column("load", "", "family"),
+    Column("loads", "", "vectors"),
+    Column("before", "mean", "imbalance_before", ".2f"),
+    Column("planner", "", "planner"),
+    Column("imbal", "mean", "imbalance.mean", ".4f"),
+    Column("imbal", "worst", "imbalance.worst", ".4f"),
+    Column("exact", "loads", "exact"),
+    Column("replicas", "mean", "replicas", ".1f"),
+    Column("slots", "used", "slots_used"),
+    Column("max k", "mean", "max_exports", ".2f"),
+    Column("max in", "mean", "max_imports", ".2f"),
+    Column("copies", "mean", "max_copies", ".1f"),
+    Column("T*", "mean", "transfer_bound", ".2f"),
+    Column("transfer", "how", "transfer"),
+    Column("transfer", "mean us", "time_us.mean", ".0f"),
+    Column("transfer", "worst us", "time_us.worst", ".0f"),
+    Column("plan", "p50 us", "plan_us.p50", ".1f"),
+    Column("plan", "in", "planned_in"),
+)
