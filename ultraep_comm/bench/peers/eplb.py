@@ -3,7 +3,8 @@
 Replication: one instance after the other goes to the expert with most load per instance. Packing:
 weights in descending order, each to the lightest pack with room; all packs get equally many. The
 global policy replicates over all ranks and packs instances onto ranks. The hierarchical one packs
-groups of experts onto nodes first, and does the same within each node.
+groups of experts onto nodes first, and does the same within each node. Ties go to the lower id,
+where the original leaves them to a sort that is not stable.
 
 It gets the very load that is then judged, where a deployment has only past ones. It fills every
 slot and moves mains: each instance that is not at its expert's home has to be sent. An expert's
