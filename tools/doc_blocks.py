@@ -159,6 +159,46 @@ def critical_path(document: Document) -> str:
     return _markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
 
 
+def against(document: Document) -> str:
+    """Imbalance and modelled transfer of every planner for 64 ranks, by kind of load."""
+    records = [r for r in document["records"] if r["ranks"] == 64]
+    planners = list(dict.fromkeys(row["planner"] for row in records))
+    rows = []
+    for family in dict.fromkeys(row["family"] for row in records):
+        found = {row["planner"]: row for row in records if row["family"] == family}
+        cells = [
+            f"{found[name]['imbalance']['mean']:.3f}, {found[name]['time_us']['mean']:.0f} us"
+            for name in planners
+        ]
+        rows.append([family, *cells])
+    return _markdown(["load", *planners], rows)
+
+
+def against_slots(document: Document) -> str:
+    """What the plans of every planner take for 64 ranks, and on how many loads they are exact."""
+    records = [r for r in document["records"] if r["ranks"] == 64]
+    cases = {row["planner"]: row for row in document["cases"]}
+    rows = []
+    for name in dict.fromkeys(row["planner"] for row in records):
+        own = [row for row in records if row["planner"] == name]
+
+        def mean(key: str, own: Sequence[Mapping[str, Any]] = own) -> str:
+            return f"{sum(row[key] for row in own) / len(own):.1f}"
+
+        loads = sum(row["vectors"] for row in own)
+        rows.append(
+            [
+                *(name, f"{sum(row['exact'] for row in own)} of {loads}", mean("replicas")),
+                *(str(max(row["slots_used"] for row in own)), mean("max_exports")),
+                *(mean("max_imports"), mean("max_copies"), mean("transfer_bound")),
+                f"{cases[name]['exact']} of {cases[name]['cases']}",
+            ]
+        )
+    header = ["planner", "exact", "replicas", "slots used", "max exports", "max imports"]
+    header += ["copies of one home", "T*", "MoonEP's cases exact"]
+    return _markdown(header, rows)
+
+
 def charged_reductions(document: Document) -> str:
     """The same of reductions."""
     records = document["records"]
@@ -182,6 +222,8 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         example,
         published,
         claims,
+        against,
+        against_slots,
         over_bound,
         charged,
         charged_reductions,

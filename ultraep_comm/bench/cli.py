@@ -12,6 +12,7 @@ from ultraep_comm.bench.command import add_commands
 from ultraep_comm.bench.commands import (
     calibrate,
     critical_path,
+    imbalance,
     layer,
     links,
     model,
@@ -30,6 +31,7 @@ COMMANDS = (
     replicate.COMMAND,
     reduce.COMMAND,
     plan.COMMAND,
+    imbalance.COMMAND,
     model.COMMAND,
     critical_path.COMMAND,
     layer.COMMAND,

@@ -40,6 +40,21 @@ ZIPF = {f"zipf{s:.1f}": s for s in (0.6, 1.0, 1.4)}
 PUBLISHED = {f"published{x:g}": x for x in (1.5, 2.0, 3.0, 4.0)}
 IMBALANCE = "imbalance"  # prefix of further families, as in "imbalance2.5"
 FAMILIES = (*ZIPF, "lognormal", *PUBLISHED, "adversarial")
+# The public balance workloads, by short name; see `workloads.route_tokens`.
+WORKLOADS = {
+    name[:2]: name
+    for name in (
+        "W0_balanced",
+        "W1_hot_expert_set",
+        "W2_hot_rank",
+        "W3_spread_hot_experts",
+        "W4_source_ragged",
+        "W5_zero_expert_rank",
+        "W6_rotating_hotspot",
+        "W7_burst",
+    )
+}
+MOONEP_CASES = "moonep"  # a family: the cases of `peers.moonep_cases` that have the size
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")
 
@@ -306,7 +321,9 @@ def parse_times(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
+def parse_families(
+    text: str, possible: tuple[str, ...], flag: str = "--families"
+) -> tuple[str, ...]:
     """Return the names in ``"zipf1.0,lognormal"``, each once.
 
     Raises:
@@ -316,7 +333,7 @@ def parse_families(text: str, possible: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in possible:
             raise InvalidArgumentError(
-                f"--families has {name!r}; expected any of {', '.join(possible)}"
+                f"{flag} has {name!r}; expected any of {', '.join(possible)}"
             )
     return names
 

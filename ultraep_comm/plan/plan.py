@@ -285,9 +285,7 @@ class Plan:
             low, size = floor * int(inside.sum()), int(inside.sum())
             if not low <= int(ranks[inside].sum()) <= low + min(over, size):
                 return "domains"
-        certain = slots_for_exact(
-            num_ranks=self.num_ranks, num_experts=self.num_experts, home=home
-        )
+        certain = slots_for_exact(num_ranks=self.num_ranks, num_experts=self.num_experts, home=home)
         return "slots" if self.slots_per_rank < certain else "target"
 
     @property

@@ -4,6 +4,7 @@ load      tokens of every rank before and after replication (PNG, HTML page)
 timeline  what every rank did when: recorded calls, or a predicted transfer; or the parts of
           critical paths (PNG, Perfetto JSON)
 bound     time over the least possible time, by mode (PNG)
+frontier  imbalance against transfer time, by planner (PNG)
 
 "COMMAND --help" has an example of each. PNG pictures need matplotlib:
 pip install -c constraints.txt -e '.[viz]'.
@@ -29,6 +30,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.recording.file import Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
 from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
+from ultraep_comm.viz.frontier import draw_frontier, load_points
 from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
@@ -65,6 +67,10 @@ BOUND_EXAMPLES = """example:
   python -m ultraep_comm.viz bound results.json --out bound.png
 Results are from python -m ultraep_comm.bench model --json, or records with size (bytes), mode,
 fan_out and over_bound; see docs/pictures.md.
+"""
+FRONTIER_EXAMPLES = """example:
+  python -m ultraep_comm.viz frontier against.json --out frontier.png
+Results are from python -m ultraep_comm.bench plan --against --json.
 """
 
 
@@ -235,6 +241,16 @@ def _bound(options: argparse.Namespace) -> None:
     _write(options.file, options.out, writers)
 
 
+def _frontier(options: argparse.Namespace) -> None:
+    writers: Writers[Path] = {
+        ".png": lambda file, path: save_png(
+            draw_frontier(load_points(file), source=short(file.name)), path
+        )
+    }
+    _check_outputs(options.out, writers)
+    _write(options.file, options.out, writers)
+
+
 # ---- shared by the commands ---------------------------------------------------------------------
 
 
@@ -342,6 +358,17 @@ def _parser() -> argparse.ArgumentParser:
     bound.add_argument("file", type=Path, metavar="FILE.json", help="results")
     _add_out(bound, {".png": lambda _shown, _path: None})
     bound.set_defaults(run=_bound)
+
+    frontier = commands.add_parser(
+        "frontier",
+        help="imbalance against transfer time, by planner",
+        description="Draw the plans of several planners for the same loads, a panel per size.",
+        epilog=FRONTIER_EXAMPLES,
+        formatter_class=plain,
+    )
+    frontier.add_argument("file", type=Path, metavar="FILE.json", help="results")
+    _add_out(frontier, {".png": lambda _shown, _path: None})
+    frontier.set_defaults(run=_frontier)
     return parser
 
 

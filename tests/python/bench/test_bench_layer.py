@@ -37,6 +37,7 @@ RECORD_KEYS = {
     *("op", "routing", "ranks", "experts", "slots", "tokens_per_s", *TIMES),
     *("share_of_balanced", "over_bound", "compute_us", "compute_share_of_balanced", "imbalance"),
     *("replicas", "phases_us", "phases_share", "wrong_values", "gate"),
+    *("workload", "step_ms", "assignments_per_s"),
 }
 
 
@@ -59,6 +60,11 @@ def test_all_routings_end_to_end(tmp_path: Path, ranks: int) -> None:
         assert (record["over_bound"] is None) == (record["routing"] != "replicated")
         assert record["wrong_values"] == 0
         assert record["tokens_per_s"] == pytest.approx(ranks * 64e6 / record["time_us"]["p50"])
+        assert record["assignments_per_s"] == pytest.approx(2 * record["tokens_per_s"])
+        step = record["step_ms"]
+        assert 0 < step["min"] <= step["mean"] <= record["time_us"]["max"] / 1e3
+        assert step["min"] <= step["p95"] <= record["time_us"]["max"] / 1e3
+        assert record["workload"] is None
     assert records["replicated"]["replicas"] >= 1
     assert records["replicated"]["imbalance"] < records["plain"]["imbalance"]
     assert all(us > 0 for us in records["replicated"]["phases_us"].values())
@@ -151,6 +157,33 @@ def test_ids_are_skewed_or_even() -> None:
     even = np.concatenate([balanced_ids(settings, rank).numpy() for rank in range(4)])
     assert np.bincount(even.ravel()).tolist() == [4 * 4096 * 2 // 8] * 8
     assert (even[:, 0] != even[:, 1]).all()
+
+
+def test_a_public_workload(tmp_path: Path) -> None:
+    """Its steps are the iterations', alike on all ranks, and its owners' imbalance is measured."""
+    done = bench(tmp_path, *FEW, "--workload", "W1", "--check", "--json", "o.json")
+    assert done.returncode == 0, done.stderr
+    assert "W1_hot_expert_set, imbalance" in done.stdout
+    records = records_of(done)
+    assert all(record["workload"] == "W1" for record in records.values())
+    settings = settings_of(*FEW, "--workload", "W1")
+    drawn = [draw_ids(settings, step, 0) for step in (1, 2)]  # behind one warm-up
+    assert torch.equal(drawn[0], draw_ids(settings, 1, 1))
+    owners = [np.bincount(ids.numpy().ravel() // 4, minlength=2) for ids in drawn]
+    expected = np.median([counts.max() / counts.mean() for counts in owners])
+    assert records["plain"]["imbalance"] == pytest.approx(expected)
+    assert records["replicated"]["imbalance"] < 1.02
+    assert settings.imbalance == pytest.approx(expected, rel=0.1)
+
+
+def test_a_workload_has_its_own_imbalance(tmp_path: Path) -> None:
+    done = bench(tmp_path, *FEW, "--workload", "W1", "--imbalance", "2")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --imbalance is 2, but --workload W1 has its own; give one of the two\n",
+    )
+    done = bench(tmp_path, *FEW, "--workload", "W5", "--topk", "5")
+    assert "W5 draws 5 different experts of 4" in done.stderr
 
 
 def test_shares_are_of_the_same_iteration() -> None:

@@ -484,7 +484,9 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
     for _ in range(2):  # once each
         cut = case.group.instance_offsets(plan, pad_to=tokens - 3)
         assert cut.equal(ends.clamp(max=tokens - 3))
-        message = rf"rank {case.rank}: the plan gives this rank {tokens} tokens, more than the pad_to"
+        message = (
+            rf"rank {case.rank}: the plan gives this rank {tokens} tokens, more than the pad_to"
+        )
         with pytest.raises(errors.InvalidPlanError, match=message):
             case.group.instance_offsets(plan, pad_to=rows)
         case.group.assert_idle()

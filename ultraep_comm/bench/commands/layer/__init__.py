@@ -10,6 +10,7 @@ from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     DEFAULT_EXPERTS,
     DEFAULT_IMBALANCE,
+    WORKLOADS,
     Settings,
     add_bound_limit,
     add_outputs,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_RANKS = 2
+_WORKLOAD_STEPS = 12  # whose mean is the workload's: a turn of W6 and of W7
 _SHARES_TOKENS = 1 << 24  # of a generated load; enough for smooth shares
 _MINIMA = {
     **{"ranks": 1, "experts": 1, "slots": 0, "tokens": 1, "topk": 1, "hidden": 1, "inner": 1},
@@ -44,6 +46,8 @@ class LayerSettings(Settings):
         tokens: of each rank.
         topk: experts of a token.
         hidden, inner: H and I.
+        workload: of `options.WORKLOADS`, whose next step an iteration is; "": ids are drawn by
+            shares, which else are those of the workload's first steps.
     """
 
     shares: NDArray[np.float64]
@@ -53,6 +57,7 @@ class LayerSettings(Settings):
     topk: int
     hidden: int
     inner: int
+    workload: str = ""
 
     @property
     def num_experts(self) -> int:
@@ -80,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help=f"of the routing (default {DEFAULT_IMBALANCE:g}, or less for few ranks)",
     )
+    add(
+        "--workload",
+        choices=tuple(WORKLOADS),
+        default="",
+        help="routing of a public workload instead; --experts 8 --topk 2 --tokens 128 --hidden 512"
+        " --inner 1024 -w 5 is its published shape",
+    )
     add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
     add = parser.add_argument_group("results and limits").add_argument
     add_outputs(add)
@@ -92,8 +104,6 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
     Raises:
         InvalidArgumentError: an argument is invalid.
     """
-    from ultraep_comm.bench.loads import generate_load
-
     found = check_shared(options, _MINIMA)
     found |= check_ranks(options, engine="host", default=DEFAULT_RANKS)
     num_ranks = found["num_ranks"]
@@ -101,20 +111,46 @@ def make_settings(options: argparse.Namespace) -> LayerSettings:
         raise InvalidArgumentError(
             f"--experts is {options.experts}; expected at least one for each of {num_ranks} ranks"
         )
-    imbalance = default_imbalance(num_ranks) if options.imbalance is None else options.imbalance
-    load = generate_load(
-        num_ranks=num_ranks,
-        num_experts=options.experts,
-        imbalance=imbalance,
-        num_tokens=_SHARES_TOKENS,
-        seed=options.seed,
-    ).sum(axis=0)
+    imbalance, load = _make_load(options, num_ranks)
     return LayerSettings(
         **found,
         shares=load / load.sum(),
         imbalance=imbalance,
-        **take(options, "slots", "tokens", "topk", "hidden", "inner"),
+        **take(options, "slots", "tokens", "topk", "hidden", "inner", "workload"),
     )
+
+
+def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[float, NDArray[np.int64]]:
+    """Return the imbalance and the load ``[E]`` of the routing.
+
+    Raises:
+        InvalidArgumentError: both ways to give it are used, or it is impossible.
+    """
+    import numpy as np
+
+    from ultraep_comm.bench.loads import generate_load, make_loads, rank_imbalance
+
+    shape = {"num_ranks": num_ranks, "num_experts": options.experts}
+    if options.workload:
+        if options.imbalance is not None:
+            raise InvalidArgumentError(
+                f"--imbalance is {options.imbalance:g}, but --workload {options.workload} has its"
+                " own; give one of the two"
+            )
+        loads = make_loads(
+            options.workload,
+            **shape,
+            num_tokens=num_ranks * options.tokens,
+            topk=options.topk,
+            seeds=_WORKLOAD_STEPS,
+        )
+        mean = sum(rank_imbalance(load, num_ranks) for load in loads) / len(loads)
+        return mean, np.sum(loads, axis=0)
+    imbalance = default_imbalance(num_ranks) if options.imbalance is None else options.imbalance
+    load = generate_load(
+        **shape, imbalance=imbalance, num_tokens=_SHARES_TOKENS, seed=options.seed
+    ).sum(axis=0)
+    return imbalance, load
 
 
 COMMAND = Command(

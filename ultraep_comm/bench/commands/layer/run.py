@@ -15,9 +15,11 @@ from ultraep_comm.bench.clock import HostClock
 from ultraep_comm.bench.commands.layer import LayerSettings
 from ultraep_comm.bench.measure import Measured, gather, measure
 from ultraep_comm.bench.moe import Instance, Passed, run_layer
+from ultraep_comm.bench.options import WORKLOADS
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import Column, format_records
+from ultraep_comm.bench.workloads import route_tokens
 from ultraep_comm.calls.gather import gather_load
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.reduce import reduce_expert_grads
@@ -57,9 +59,11 @@ def run(settings: LayerSettings, report: Report) -> int:
         rows = zip(measured, found, strict=True)
         records = [make_record(settings, m, ranks, (measured[-1], found[-1])) for m, ranks in rows]
         report.show(format_records(_COLUMNS, records))
-        names = ("tokens", "topk", "hidden", "inner", "imbalance", "iters", "warmup", "check")
+        names = ("tokens", "topk", "hidden", "inner", "imbalance", "workload", "iters", "warmup")
         return report.finish(
-            records, settings.describe(*names, "seed"), wrong=sum(m.wrong for m in measured)
+            records,
+            settings.describe(*names, "check", "seed"),
+            wrong=sum(m.wrong for m in measured),
         )
 
 
@@ -69,7 +73,8 @@ def _describe(settings: LayerSettings) -> list[str]:
     lines = [
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {format_size(expert_bytes)} (hidden {settings.hidden}, inner {settings.inner})",
-        f"{settings.tokens} tokens of each rank to {settings.topk} experts; imbalance"
+        f"{settings.tokens} tokens of each rank to {settings.topk} experts;"
+        f" {f'{WORKLOADS[settings.workload]}, ' if settings.workload else ''}imbalance"
         f" {settings.imbalance:.3f}, seed {settings.seed}",
         describe_rounds(settings),
     ]
@@ -102,7 +107,14 @@ def make_record(
         "experts": settings.num_experts,
         "slots": settings.slots,
         **m.times.record(),
+        "workload": settings.workload or None,
+        "step_ms": {
+            "mean": float(times_us.mean()) / 1e3,
+            "p95": float(np.percentile(times_us, 95)) / 1e3,
+            "min": float(times_us.min()) / 1e3,
+        },
         "tokens_per_s": settings.num_ranks * settings.tokens / m.p50 * 1e6,
+        "assignments_per_s": settings.num_ranks * settings.tokens * settings.topk / m.p50 * 1e6,
         "share_of_balanced": share,
         "over_bound": 1 / share if replicated else None,
         "compute_us": float(np.median(compute)) / 1e3,
@@ -310,7 +322,19 @@ def _count_far(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 
 def draw_ids(settings: LayerSettings, iteration: int, rank: int) -> torch.Tensor:
-    """Return int64 ids ``[T, k]``, drawn independently; a token may get an expert twice."""
+    """Return int64 ids ``[T, k]``: of the workload, alike on all ranks, or drawn independently.
+
+    A token may draw an expert twice.
+    """
+    if settings.workload:
+        ids = route_tokens(
+            settings.workload,
+            num_experts=settings.num_experts,
+            topk=settings.topk,
+            num_tokens=settings.tokens,
+            step=iteration,
+        )
+        return torch.from_numpy(ids)
     rng = np.random.default_rng([settings.seed, iteration, rank])
     shape = (settings.tokens, settings.topk)
     return torch.from_numpy(rng.choice(settings.num_experts, size=shape, p=settings.shares))

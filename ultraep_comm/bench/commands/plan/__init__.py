@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     FAMILIES,
+    MOONEP_CASES,
+    WORKLOADS,
+    ZIPF,
     Add,
     Settings,
     add_bound_limit,
@@ -31,6 +35,10 @@ TRACE = "trace"
 DEFAULT_SIZES = (
     "8/128/2,8/32/1,32/32/1,32/32/2,40/160/4,64/128/1,64/128/2,64/256/2,72/288/2,256/512/2"
 )
+AGAINST_SIZES = "64/256/2"
+AGAINST_FAMILIES = (*ZIPF, "lognormal", *WORKLOADS)
+ALL_PEERS = "all"
+PEER_NAMES = ("none", "moonep", "ultraep", "llep", "eplb", "eplb-hier", "lplb")  # peers.PEERS
 DEFAULT_SEEDS = 4
 DEFAULT_WARPS = "1,2,4,8,16"
 DEFAULT_DOMAIN = 64
@@ -122,18 +130,20 @@ class PlanSettings(LoadsSettings):
         trace_name: file name of the trace.
         engine: "host" compares planners, "cuda" times kernels.
         warps: of the plan kernel, one measurement for each.
+        against: names of `peers.PEERS` to compare with; none: the published planner and EPLB.
     """
 
     target: float
     certify: bool = False
     trace_name: str = ""
     warps: tuple[int, ...] = ()
+    against: tuple[str, ...] = ()
 
 
-def add_sizes(add: Add, default: str) -> None:
-    """Add ``--sizes``."""
-    text = f"ranks, experts and slots of a rank (default {default})"
-    add("--sizes", default=default, metavar="G/E/S,...", help=text)
+def add_sizes(add: Add, default: str, more: str = "") -> None:
+    """Add ``--sizes``; ``more`` is said about the default."""
+    text = f"ranks, experts and slots of a rank (default {default}{more})"
+    add("--sizes", default=None if more else default, metavar="G/E/S,...", help=text)
 
 
 def add_loads(add: Add, seeds: int) -> None:
@@ -146,11 +156,13 @@ def add_loads(add: Add, seeds: int) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add = parser.add_argument
-    add_sizes(add, DEFAULT_SIZES)
+    add_sizes(add, DEFAULT_SIZES, f"; with --against {AGAINST_SIZES}")
     add(
         "--families",
         metavar="NAME,...",
-        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all)",
+        help=f"families of loads: {', '.join(FAMILIES)}; {TRACE}, with --trace (default: all"
+        f" these); the public workloads {', '.join(WORKLOADS)}; {MOONEP_CASES}, its planning cases"
+        f" (default with --against: {', '.join(AGAINST_FAMILIES)})",
     )
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
     add_loads(add, DEFAULT_SEEDS)
@@ -160,6 +172,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print what holds for every plan: its balance and the best possible, its transfer, and"
         " the ranks that limit them; plans are verified with and without",
+    )
+    add(
+        "--against",
+        nargs="?",
+        const=ALL_PEERS,
+        metavar="NAME,...",
+        help="a row for every planner: ours, and our readings of other systems' (default: all):"
+        f" {', '.join(PEER_NAMES)}",
     )
     add(
         "--domain-size",
@@ -210,9 +230,18 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
             " those, with --engine host"
         )
     warps = _parse_warps(options)
-    families = _parse_families(options.families, options.trace is not None)
-    sizes = parse_plan_sizes(options.sizes, options.domain_size)
-    if set(families) - {TRACE}:
+    against = _parse_against(options)
+    families = _parse_families(options.families, options.trace is not None, bool(against))
+    default_sizes = AGAINST_SIZES if against else DEFAULT_SIZES
+    given = default_sizes if options.sizes is None else options.sizes
+    sizes = parse_plan_sizes(given, options.domain_size)
+    for size in sizes:
+        if against and size.num_ranks > min(size.domain_size, MAX_ONE_DOMAIN):
+            raise InvalidArgumentError(
+                f"--against compares planners within one domain, but --sizes has {size}; expected"
+                f" at most {MAX_ONE_DOMAIN} ranks, and no smaller --domain-size"
+            )
+    if set(families) - {TRACE, MOONEP_CASES}:
         for size in sizes:
             check_load(size, options.tokens, options.topk)
     trace = None
@@ -231,6 +260,7 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
         trace=trace,
         trace_name="" if trace is None else options.trace.name,
         warps=warps,
+        against=against,
         **take(options, "seeds", "tokens", "topk", "target", "certify", "engine"),
     )
 
@@ -265,10 +295,26 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
     return tuple(sizes)
 
 
-def _parse_families(text: str | None, has_trace: bool) -> tuple[str, ...]:
-    possible = (*FAMILIES, TRACE) if has_trace else FAMILIES
+def _parse_against(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.against is None:
+        return ()
+    for flag, value in (("engine", options.engine), ("max-over-bound", options.max_over_bound)):
+        if value not in (None, "host"):
+            raise InvalidArgumentError(f"--{flag} is {value}, but is not for --against")
+    if importlib.util.find_spec("scipy") is None:
+        raise InvalidArgumentError(
+            "--against needs SciPy, for bounds of other systems' plans and for LPLB; run: pip"
+            " install 'ultraep_comm[model]'"
+        )
+    text = ",".join(PEER_NAMES) if options.against == ALL_PEERS else options.against
+    return parse_families(text, PEER_NAMES, "--against")
+
+
+def _parse_families(text: str | None, has_trace: bool, against: bool) -> tuple[str, ...]:
+    more = (TRACE,) if has_trace else ()
     if text is None:
-        return possible
+        return (*(AGAINST_FAMILIES if against else FAMILIES), *more)
+    possible = (*FAMILIES, *WORKLOADS, MOONEP_CASES, *more)
     if has_trace and TRACE not in text:
         raise InvalidArgumentError(f"--families {text}: --trace was given; expected {TRACE} too")
     if TRACE in text and not has_trace:

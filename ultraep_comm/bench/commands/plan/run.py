@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm.bench.clock import Gpu
 from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
+from ultraep_comm.bench.commands.plan.against import run_against
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
     describe_loads,
@@ -36,6 +37,8 @@ def run(settings: PlanSettings, report: Report) -> int:
     Raises:
         UltraEPError: there is no device, or a load of the trace is invalid.
     """
+    if settings.against:
+        return run_against(settings, report)
     if settings.engine == "host":
         return run_host(settings, report)
     return run_device(Gpu(), settings, report)

@@ -1,0 +1,98 @@
+"""Other systems' planners beside ours, on the same loads: our readings, not their code.
+
+Each is written from its published description and checked against what its authors publish; where
+a description leaves something open, the module says what was chosen. `PEERS` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_comm.bench.peers.eplb import tokens_eplb, tokens_eplb_hierarchical
+from ultraep_comm.bench.peers.llep import tokens_llep
+from ultraep_comm.bench.peers.lplb import tokens_lplb
+from ultraep_comm.bench.peers.moonep import tokens_moonep
+from ultraep_comm.bench.peers.placement import Ints, Placed, at_home
+from ultraep_comm.bench.planners import plan_published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One system's planner.
+
+    Attributes:
+        name: on the command line.
+        reference: whose policy this is a reading of, and where it is published.
+        transfer: how that system moves experts: "none", "direct", or "relay" (square-root relays).
+        place: returns where the tokens of a load ``[E]`` go, given ``home`` ``[E]``, the number of
+            ranks and the slots of a rank; None: the policy does not apply to this size.
+    """
+
+    name: str
+    reference: str
+    transfer: str
+    place: Callable[[Ints, NDArray[np.int32], int, int], Placed | None]
+
+
+def _none(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed:
+    del slots
+    return Placed(at_home(load, home, num_ranks))
+
+
+def _ultraep(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed:
+    slot_expert, slot_quota, home_quota = plan_published(
+        load, slots_per_rank=slots, home=home, domain=np.zeros(num_ranks, np.int32)
+    )
+    tokens = at_home(home_quota.astype(np.int64), home, num_ranks)
+    rank, slot = np.nonzero(slot_expert >= 0)
+    np.add.at(tokens, (rank, slot_expert[rank, slot]), slot_quota[rank, slot])
+    return Placed(tokens)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(name="none", reference="every expert at home", transfer="none", place=_none),
+        Peer(
+            name="moonep",
+            reference="our reading of MoonEP's exact policy (MoonshotAI/MoonEP, 2026)",
+            transfer="direct",
+            place=tokens_moonep,
+        ),
+        Peer(
+            name="ultraep",
+            reference="our reading of UltraEP's quota planner (arXiv 2606.04101)",
+            transfer="relay",
+            place=_ultraep,
+        ),
+        Peer(
+            name="llep",
+            reference="our reading of LLEP (SalesforceAIResearch/LeastLoadedEP, 2026)",
+            transfer="direct",
+            place=tokens_llep,
+        ),
+        Peer(
+            name="eplb",
+            reference="our reading of EPLB, global policy (deepseek-ai/EPLB, 2025)",
+            transfer="direct",
+            place=tokens_eplb,
+        ),
+        Peer(
+            name="eplb-hier",
+            reference="our reading of EPLB, hierarchical policy (deepseek-ai/EPLB, 2025)",
+            transfer="direct",
+            place=tokens_eplb_hierarchical,
+        ),
+        Peer(
+            name="lplb",
+            reference="our reading of LPLB's linear program on cubes (deepseek-ai/LPLB, 2025)",
+            transfer="direct",
+            place=tokens_lplb,
+        ),
+    )
+}
+"""Peers by name, in the order of tables."""
