@@ -231,8 +231,9 @@ class Group:
             check_plan_fits(plan, session)
         if plan.slot_quota is None or plan.home_quota is None:
             raise InvalidPlanError(
-                f"rank {self.rank}: the plan has no quotas, so its instances' rows are unknown; make"
-                " it with plan_replicas, or pass slot_quota= and home_quota= to Plan.from_slots"
+                f"rank {self.rank}: the plan has no quotas, so its instances' rows are unknown;"
+                " expected slot_quota and home_quota: use plan_replicas, or pass both to"
+                " Plan.from_slots"
             )
         rows = as_int(pad_to, "pad_to")
         if not 0 <= rows < 2**31:

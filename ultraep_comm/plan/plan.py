@@ -278,14 +278,15 @@ class Plan:
         ranks = self._rank_tokens()
         if ranks is None or self.is_exact:
             return None
-        domains = self.home.new_zeros(self.num_ranks) if self.domains is None else self.domains
-        home, floor, over = self.home.cpu(), *divmod(int(ranks.sum()), self.num_ranks)
-        for domain in domains.unique():
-            inside = domains == domain
-            low, size = floor * int(inside.sum()), int(inside.sum())
-            if not low <= int(ranks[inside].sum()) <= low + min(over, size):
+        domains = np.zeros(self.num_ranks) if self.domains is None else self.domains.cpu().numpy()
+        tokens, (floor, over) = ranks.cpu().numpy(), divmod(int(ranks.sum()), self.num_ranks)
+        for domain in np.unique(domains):
+            inside = tokens[domains == domain]
+            if not 0 <= inside.sum() - floor * len(inside) <= min(over, len(inside)):
                 return "domains"
-        certain = slots_for_exact(num_ranks=self.num_ranks, num_experts=self.num_experts, home=home)
+        certain = slots_for_exact(
+            num_ranks=self.num_ranks, num_experts=self.num_experts, home=self.home
+        )
         return "slots" if self.slots_per_rank < certain else "target"
 
     @property

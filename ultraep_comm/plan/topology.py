@@ -184,10 +184,10 @@ def slots_for_exact(
 ) -> int:
     """Return the slots of a rank with which a target of 1.0 is exact for every load.
 
-    That is ceil(M * (G - 1) / G), where M is the largest number of mains on a rank; the proof is
-    at ``level_probe()`` in ``core/plan/probe.hpp``. Fewer are not enough if G - 1 ranks have M mains
-    with as many tokens each, since the last rank has to take the mean, M * (G - 1) / G mains' worth,
-    and each of its slots takes one main's at most. Most loads need a single slot.
+    That is ceil(M * (G - 1) / G), where M is the largest number of mains on a rank; the proof is at
+    ``level_probe()`` in ``core/plan/probe.hpp``. Fewer are not enough if G - 1 ranks have M mains
+    with as many tokens each, since the last rank has to take the mean, M * (G - 1) / G mains'
+    worth, and each of its slots takes one main's at most. Most loads need a single slot.
 
     Args:
         num_ranks: G.
@@ -205,9 +205,9 @@ def slots_for_exact(
     values = np.unique(topology.domain)
     if len(values) > 1:
         raise InvalidArgumentError(
-            f"domains has {len(values)} values, {values.tolist()[:8]}; expected a single domain, since"
-            " no replica can level domains with different loads. Leave out domains= if replicas may"
-            " cross them (allow_cross_domain=True)"
+            f"domains has {len(values)} values, {values.tolist()[:8]}; expected a single domain,"
+            " since no replica can level domains with different loads. Leave out domains= if"
+            " replicas may cross them (allow_cross_domain=True)"
         )
     return -(-topology.max_mains * (topology.num_ranks - 1) // topology.num_ranks)
 

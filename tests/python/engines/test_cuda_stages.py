@@ -228,7 +228,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
     device.max_shared_bytes = stages_module._shape_of(
         Topology.make(num_ranks=5, num_experts=10, slots_per_rank=1), 0, device
     ).plan_shared_bytes(1)
-    with pytest.raises(errors.UnsupportedError, match="16 experts and 8 ranks .* for 5 ranks"):
+    with pytest.raises(errors.UnsupportedError, match=r"16 experts and 8 ranks .* for 5 ranks"):
         stages_module.CudaStages(device, device.kernels, eight, 0).plan(load, 1_010_000, None)
     plan = uec.plan_replicas(load.clone(), slots_per_rank=1)
     plan = replace(plan, slot_expert=device.put(plan.slot_expert))  # counts as one on the device
