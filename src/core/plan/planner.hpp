@@ -84,21 +84,21 @@ UEC_HD inline bool goes_before(const int64_t* key, int32_t a, int32_t b) {
 
 namespace detail {
 
-// Sorts ids by goes_before(). Shell sort: no recursion, no extra memory, and on the few mains of
-// one rank it is plain insertion sort.
-UEC_HD inline void sort_descending(int32_t* ids, int32_t count, const int64_t* key) {
+inline constexpr int32_t kIdBits = 24;  // of a rank, in a word with its load
+static_assert(kMaxTotalLoad >> (64 - kIdBits) == 0);
+
+// Shell sort: no recursion, no extra memory, and on the few mains of one rank it is plain insertion
+// sort.
+template <class T, class Before>
+UEC_HD void sort(T* values, int32_t count, const Before& before) {
   int32_t gap = 1;
   while (gap < count / 3) gap = 3 * gap + 1;
   for (; gap > 0; gap /= 3) {
     for (int32_t i = gap; i < count; ++i) {
-      const int32_t id = ids[i];
+      const T value = values[i];
       int32_t j = i;
-      for (; j >= gap; j -= gap) {
-        const int32_t other = ids[j - gap];
-        if (goes_before(key, other, id)) break;
-        ids[j] = other;
-      }
-      ids[j] = id;
+      for (; j >= gap && !before(values[j - gap], value); j -= gap) values[j] = values[j - gap];
+      values[j] = value;
     }
   }
 }
@@ -107,8 +107,13 @@ UEC_HD inline void sort_descending(int32_t* ids, int32_t count, const int64_t* k
 // O(G * pools).
 UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch& s) {
   const int32_t num_ranks = topology.num_ranks;
-  for (int32_t r = 0; r < num_ranks; ++r) s.sorted[r] = r;
-  sort_descending(s.sorted, num_ranks, s.rank_load);
+  // As words in the order of goes_before(), which sort in half the time.
+  auto* const words = reinterpret_cast<uint64_t*>(s.tokens_before);
+  for (int32_t r = 0; r < num_ranks; ++r)
+    words[r] = ~static_cast<uint64_t>(s.rank_load[r]) << kIdBits | static_cast<uint32_t>(r);
+  sort(words, num_ranks, [](uint64_t a, uint64_t b) { return a < b; });
+  for (int32_t i = 0; i < num_ranks; ++i)
+    s.sorted[i] = static_cast<int32_t>(words[i] & ((1u << kIdBits) - 1));
   int32_t num_pools = 0, placed = 0;
   int64_t tokens = 0;
   s.pool_begin[0] = 0;
@@ -184,7 +189,8 @@ UEC_HD inline void sort_mains(const Topology& topology, int64_t threshold, const
   for (int32_t r = 0; r < topology.num_ranks; ++r) {
     const int32_t begin = s.mains_begin[r];
     if (s.rank_load[r] > threshold)
-      sort_descending(s.mains + begin, s.mains_begin[r + 1] - begin, sorted->load);
+      sort(s.mains + begin, s.mains_begin[r + 1] - begin,
+           [&](int32_t a, int32_t b) { return goes_before(sorted->load, a, b); });
   }
 }
 
@@ -194,11 +200,12 @@ UEC_HD inline void plan_replicas(const Topology& topology, const int64_t* load,
                                  const Objective& objective, const PlannerScratch& scratch,
                                  int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota) {
   const int32_t slots = topology.slots_per_rank;
-  for (int32_t i = 0; i < topology.num_ranks * slots; ++i) {
+  const int32_t num_slots = topology.num_ranks * slots, num_experts = topology.num_experts;
+  for (int32_t i = 0; i < num_slots; ++i) {
     slot_expert[i] = -1;
     slot_quota[i] = 0;
   }
-  for (int32_t e = 0; e < topology.num_experts; ++e) home_quota[e] = static_cast<int32_t>(load[e]);
+  for (int32_t e = 0; e < num_experts; ++e) home_quota[e] = static_cast<int32_t>(load[e]);
   if (slots == 0) return;
   SortedLoad sorted = detail::sort_load(topology, load, scratch);
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, scratch);

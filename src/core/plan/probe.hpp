@@ -224,13 +224,11 @@ struct Prober {
   CoolRanks<Team> cool;
   int64_t spare = 0;  // room that may be left unfillable
 
-  // Room on a cool rank that no choice of `left` more experts can fill.
-  UEC_HD int64_t lost(int64_t slack, int32_t left) const {
-    return max64(slack - static_cast<int64_t>(left) * largest, 0);
-  }
-  // How much more of it there is once this cool rank has taken `quota`.
+  // How much more room, that no choice of the experts it may still take can fill, there is on a
+  // cool rank once it has taken `quota`.
   UEC_HD int64_t costs(const CoolRank& c, int64_t quota) const {
-    return lost(c.slack - quota, c.left - 1) - lost(c.slack, c.left);
+    const int64_t beyond = c.slack - static_cast<int64_t>(c.left) * largest;
+    return max64(beyond + largest - quota, 0) - max64(beyond, 0);
   }
 
   // Returns how many ranks of the pool are too full, or -1 if the others have too little room.
