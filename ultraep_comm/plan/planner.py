@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -155,16 +156,14 @@ def plan_slots(
 
 
 def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Replicas:
-    # Exact plans nearly always exist with one import a rank.
-    single = replace(pool, slots=1) if is_exact else pool
-    threshold, cap = wanted, pool.least_cap(wanted)
-    found = _fewest(single, threshold, cap, VARIANTS[:1])  # suffices for nearly every load
-    if found is not None or (is_exact and _reaches(single, wanted)):
-        pool = single
+    # Exact plans nearly always exist with one import a rank, and as little transfer.
+    pools = [replace(pool, slots=1), pool] if is_exact and pool.slots > 1 else [pool]
+    threshold, cap, pool_ = wanted, pool.least_cap(wanted), pools[0]
+    found = _fewest(pool_, threshold, cap, VARIANTS[:1])  # suffices for nearly every load
     if found is None:
         threshold = _lowest_threshold(pool, wanted, mean)
-        for cap in pool.caps(pool.least_cap(threshold)):
-            found = _fewest(pool, threshold, cap, VARIANTS)
+        for cap, pool_ in product(pool.caps(pool.least_cap(threshold)), pools):
+            found = _fewest(pool_, threshold, cap, VARIANTS)
             if found is not None:
                 break
         else:
@@ -176,7 +175,7 @@ def _plan_by_target(pool: _Pool, wanted: int, mean: int, is_exact: bool) -> Repl
         if high - low <= 1:
             break
         middle = low + (high - low) // 2
-        better = _probe(pool, middle, cap, variant)
+        better = _probe(pool_, middle, cap, variant)
         if better is None or len(better) > len(replicas):
             low = middle
         else:

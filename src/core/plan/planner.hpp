@@ -120,10 +120,10 @@ UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch&
   for (int32_t first = 0; placed < num_ranks; ++first) {
     const int32_t leader = s.sorted[first];
     if (leader < 0) continue;  // its pool is placed already
+    const int32_t domain = topology.domain[leader];
     for (int32_t i = first; i < num_ranks; ++i) {
       const int32_t r = s.sorted[i];
-      if (r < 0 || !(topology.allow_cross_domain || topology.domain[r] == topology.domain[leader]))
-        continue;
+      if (r < 0 || !(topology.allow_cross_domain || topology.domain[r] == domain)) continue;
       s.tokens_before[placed] = tokens;
       s.order[placed++] = r;
       tokens += s.rank_load[r];
@@ -166,8 +166,9 @@ UEC_HD inline SortedLoad sort_load(const Topology& topology, const int64_t* load
   int64_t largest = 0;
   for (int32_t r = 0; r < topology.num_ranks; ++r) s.rank_load[r] = 0;
   for (int32_t e = 0; e < topology.num_experts; ++e) {
-    s.rank_load[topology.home[e]] += load[e];
-    largest = max64(largest, load[e]);
+    const int64_t tokens = load[e];  // once: the sum might alias it
+    s.rank_load[topology.home[e]] += tokens;
+    largest = max64(largest, tokens);
   }
   SortedLoad sorted;
   sorted.num_pools = sort_ranks(topology, s);
@@ -186,11 +187,11 @@ UEC_HD inline void sort_mains(const Topology& topology, int64_t threshold, const
                               SortedLoad* sorted) {
   const int32_t max_mains = group_mains(topology, s.mains_begin, s.mains);
   sorted->last_cap = max32(max_mains, topology.slots_per_rank);
-  for (int32_t r = 0; r < topology.num_ranks; ++r) {
+  for (int32_t r = 0, end = topology.num_ranks; r < end; ++r) {
+    if (s.rank_load[r] <= threshold) continue;
     const int32_t begin = s.mains_begin[r];
-    if (s.rank_load[r] > threshold)
-      sort(s.mains + begin, s.mains_begin[r + 1] - begin,
-           [&](int32_t a, int32_t b) { return goes_before(sorted->load, a, b); });
+    sort(s.mains + begin, s.mains_begin[r + 1] - begin,
+         [&](int32_t a, int32_t b) { return goes_before(sorted->load, a, b); });
   }
 }
 

@@ -43,12 +43,13 @@ class PoolSearch {
 
   // By target: the lowest threshold, from the goal's up, that some probe reaches; at the lowest cap
   // that reaches it, the fewest replicas; at that number of replicas, less imbalance. Exact
-  // plans nearly always exist with one import a rank: that is tried first.
+  // plans nearly always exist with one import a rank, and as little transfer: with a cap, that is
+  // tried first.
   UEC_HD void begin_by_target() {
     improves_ = true;
-    if (goal_.is_exact) slots_ = 1;
     aim_ = Aim::kOpening;
     high_ = wanted();
+    use_few_slots();
     ask(high_, least_cap(high_));
   }
   // The fewest replicas for this threshold and cap.
@@ -151,6 +152,7 @@ class PoolSearch {
   UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
   UEC_HD void begin_thresholds() {
     aim_ = Aim::kThreshold;
+    slots_ = all_slots_;
     stage_ = Stage::kWanted;
     step_ = unit();
     high_ = wanted();
@@ -169,9 +171,6 @@ class PoolSearch {
     } else if (is_reached) {
       high_ = asked_;
       begin_cap(least_cap(high_));
-    } else if (slots_ < all_slots_) {
-      slots_ = all_slots_;
-      ask(wanted(), last_cap_);
     } else if (stage_ == Stage::kWanted && goal_.mean < wanted()) {
       stage_ = Stage::kMean;
       ask(goal_.mean, last_cap_);
@@ -204,6 +203,7 @@ class PoolSearch {
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
     forget();
+    use_few_slots();
     ask(high_, cap);
   }
   UEC_HD int32_t take_cap(const int32_t* counts) {
@@ -211,14 +211,22 @@ class PoolSearch {
     const bool was_last = first_ == kNumVariants;
     if (found_.variant >= 0 && (first_ % kNumOrders == 0 || was_last)) {
       begin_improvement();
-    } else if (was_last) {
-      const int32_t next = next_cap(cap_, slots_);
+    } else if (was_last && !use_all_slots()) {
+      const int32_t next = next_cap(cap_, all_slots_);
       if (improves_ && next < 2 * last_cap_)
         begin_cap(next);
       else
         aim_ = Aim::kDone;
     }
     return best;
+  }
+  UEC_HD void use_few_slots() { slots_ = goal_.is_exact ? 1 : all_slots_; }
+  // Asks the same again, unless they were used already.
+  UEC_HD bool use_all_slots() {
+    if (slots_ == all_slots_) return false;
+    slots_ = all_slots_;
+    first_ = 0;
+    return true;
   }
   // Takes answers up to the variant `end`, or the end of a style that has found a plan.
   UEC_HD int32_t take_style(const int32_t* counts, int32_t end) {

@@ -78,7 +78,7 @@ struct PlanOut {
 // that is not met yet; it does not order one thread's writes before another thread's reads.
 //
 // Steps: with n = log2(4096 G), c = S + log2(M / S) + 2 caps and at most M mains on a rank, a pool
-// takes at most 10 (2 n + 3 + c) + 9 probes by target, and 10 (14 c + 1) by cost. By target it
+// takes at most 10 (2 n + 2 + 2 c) + 9 probes by target, and 10 (14 c + 1) by cost. By target it
 // nearly always takes nine, which a crew of seven or more asks in three rounds.
 template <class Crew>
 UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& objective,

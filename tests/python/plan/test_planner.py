@@ -156,7 +156,7 @@ def test_the_search_ends_within_the_stated_number_of_probes(
     steps = math.ceil(math.log2(4096 * num_ranks))
     pools = 1 if problem.allow_cross_domain else len(set(problem.domain))
     if costs is None:
-        assert probes <= pools * (10 * (2 * steps + 3 + caps) + 9)
+        assert probes <= pools * (10 * (2 * steps + 2 + 2 * caps) + 9)
     else:
         assert probes <= pools * 10 * (14 * caps + 1)
 
