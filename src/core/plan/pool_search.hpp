@@ -50,7 +50,7 @@ class PoolSearch {
     aim_ = Aim::kOpening;
     high_ = wanted();
     use_few_slots();
-    ask(high_, least_cap(high_));
+    cap_ = least_cap(high_);
   }
   // The fewest replicas for this threshold and cap.
   UEC_HD void begin_by_cost(int64_t threshold, int32_t cap) {
@@ -65,13 +65,14 @@ class PoolSearch {
   UEC_HD Question question() const {
     const int32_t i = crew_.index();
     switch (aim_) {
+      case Aim::kOpening:
+        return make(high_, cap_, first_ + i < kNumOrders ? first_ + i : kNumVariants,
+                    found_.variant < 0 ? kAnyNumber : found_.num_replicas - 1);
       case Aim::kImprovement:
         return at_node(i + 1);
-      default: {
-        const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
-        return make(asked_, cap_, first_ + i < end ? first_ + i : kNumVariants,
+      default:
+        return make(asked_, cap_, first_ + i,
                     found_.variant < 0 ? kAnyNumber : found_.num_replicas - 1);
-      }
     }
   }
 
