@@ -199,6 +199,18 @@ def against_slots(document: Document) -> str:
     return _markdown(header, rows)
 
 
+def exact_share(document: Document) -> str:
+    """Draw how often a target of 1.0 is exact."""
+    keys = ("ranks", "experts", "slots", "exact", "best", "worst")
+    rows = [
+        [f"{row[k]:.3f}" if k == "worst" else str(row[k]) for k in keys]
+        for row in document["records"]
+    ]
+    loads = document["records"][0]["loads"]
+    header = ["ranks", "experts", "slots", f"exact, of {loads}", "others certified as the best"]
+    return _markdown([*header, "worst imbalance"], rows)
+
+
 def charged_reductions(document: Document) -> str:
     """The same of reductions."""
     records = document["records"]
@@ -224,6 +236,7 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         claims,
         against,
         against_slots,
+        exact_share,
         over_bound,
         charged,
         charged_reductions,
