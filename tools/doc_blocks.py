@@ -201,14 +201,12 @@ def against_slots(document: Document) -> str:
 
 def exact_share(document: Document) -> str:
     """Draw how often a target of 1.0 is exact."""
-    keys = ("ranks", "experts", "slots", "exact", "best", "worst")
-    rows = [
-        [f"{row[k]:.3f}" if k == "worst" else str(row[k]) for k in keys]
-        for row in document["records"]
-    ]
-    loads = document["records"][0]["loads"]
-    header = ["ranks", "experts", "slots", f"exact, of {loads}", "others certified as the best"]
-    return _markdown([*header, "worst imbalance"], rows)
+    records = document["records"]
+    keys = ("ranks", "experts", "slots", "exact", "best")
+    rows = [[*(str(row[key]) for key in keys), f"{row['worst']:.3f}"] for row in records]
+    exact = f"exact, of {records[0]['loads']}"
+    header = ["ranks", "experts", "slots", exact, "others: the best possible", "worst imbalance"]
+    return _markdown(header, rows)
 
 
 def charged_reductions(document: Document) -> str:
