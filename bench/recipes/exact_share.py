@@ -3,8 +3,8 @@
     python bench/recipes/exact_share.py [--loads N] [--json FILE]
 
 A load has a random skew, from none to steep, and a random number of tokens, from one a rank to
-32,768. The most slots are those that make every load exact. Of plans that are not exact, "best" says
-how many have a certificate that no plan with as many slots is better balanced.
+32,768. The most slots are those that make every load exact. Of plans that are not exact, "best"
+says how many have a certificate that no plan with as many slots is better balanced.
 """
 
 from __future__ import annotations
