@@ -129,7 +129,7 @@ def home_from_eplb(
         found = [_find_home(expert, ranks_of, home, mains, most) for expert in homeless]
         stuck = next(filter(None, found), [])
         if not stuck:
-            return torch.tensor(home, dtype=torch.int32)
+            return torch.tensor(home, dtype=torch.int32, device="cpu")
     ranks = sorted({rank for expert in stuck for rank in ranks_of[expert]})
     raise InvalidPlanError(
         f"no home map with at most {limit} experts on a rank: the {len(stuck)} experts"

@@ -73,7 +73,7 @@ def fit_slots(slots: Iterable[list[int]], slots_per_rank: int | None, advice: st
                 f" {size}. Give the group that many slots, or {advice}"
             )
         rows[rank] = kept + [-1] * (size - len(kept))
-    return torch.tensor(rows, dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
 
 def make_plan(
@@ -96,9 +96,9 @@ def make_plan(
             [tokens.get((rank, expert), 0) if expert >= 0 else 0 for expert in row]
             for rank, row in enumerate(slots.tolist())
         ]
-        slot_quota = torch.tensor(counts, dtype=torch.int64)
+        slot_quota = torch.tensor(counts, dtype=torch.int64, device="cpu")
         mains = [tokens.get((rank, expert), 0) for expert, rank in enumerate(homes)]
-        home_quota = torch.tensor(mains, dtype=torch.int64)
+        home_quota = torch.tensor(mains, dtype=torch.int64, device="cpu")
     return Plan.from_slots(
         slots.to(device),
         num_experts=len(homes),
