@@ -187,8 +187,8 @@ class Group:
         """Return the rows of a buffer for all tokens that a rank has under an exact plan.
 
         That is ceil(sum over ranks of tokens * topk / G). Plans with ``target=1.0`` keep to it:
-        with `slots_for_exact` slots for every load, with fewer for nearly every one, and what goes
-        beyond is an error of :meth:`instance_offsets`.
+        with `slots_for_exact` slots for every load, with fewer for most, and what goes beyond is
+        an error of :meth:`instance_offsets`.
 
         Args:
             num_tokens: tokens of every rank, or integers ``[G]`` by rank.

@@ -87,10 +87,10 @@ def make_plan(
     slot_quota = home_quota = None
     if tokens is not None:
         for (rank, expert), count in tokens.items():
-            if count >= 2**31:
+            if not 0 <= count < 2**31:
                 raise InvalidPlanError(
-                    f"rank {rank} computes {count} tokens of expert {expert}; expected a 32-bit"
-                    " quota"
+                    f"rank {rank} computes {count} tokens of expert {expert}; expected 0 to"
+                    " 2**31 - 1"
                 )
         counts = [
             [tokens.get((rank, expert), 0) if expert >= 0 else 0 for expert in row]

@@ -6,17 +6,19 @@ import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ultraep_comm import _core
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError
 from ultraep_comm.plan.bounds import find_token_bound
-from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.planner import PPM, Costs
 from ultraep_comm.plan.topology import (
     MAX_COUNT,
+    IntArray,
     IntsLike,
     as_int,
     contiguous_home,
-    slots_for_exact,
 )
 
 
@@ -152,7 +154,9 @@ class Plan:
             slots,
             f"expected an expert in [0, {num_experts}) or -1 for an empty slot",
         )
-        _reject_first_1d((home < 0) | (home >= num_ranks), home, "home", f"[0, {num_ranks})")
+        _reject_first_1d(
+            (home < 0) | (home >= num_ranks), home, "home", f"a rank in [0, {num_ranks})"
+        )
         filled = slots >= 0
         homes = np.where(filled, home[slots], -1)
         ranks = np.arange(num_ranks)[:, None]
@@ -188,7 +192,7 @@ class Plan:
         quota = self.slot_quota.cpu().numpy().astype(np.int64)
         sums = self.home_quota.cpu().numpy().astype(np.int64)
         _reject_first(quota < 0, quota, "expected a quota of at least 0", what="slot_quota")
-        _reject_first_1d(sums < 0, sums, "home_quota", "at least 0")
+        _reject_first_1d(sums < 0, sums, "home_quota", "a quota of at least 0")
         _reject_first(
             (slots < 0) & (quota != 0), quota, "the slot is empty; expected 0", what="slot_quota"
         )
@@ -254,15 +258,28 @@ class Plan:
         """Return int64 ``[G]``, the quotas of each rank's instances; None without quotas."""
         if self.slot_quota is None or self.home_quota is None:
             return None
-        ranks = self.slot_quota.sum(dim=1, dtype=torch.int64)
-        return ranks.index_add(0, self.home.long(), self.home_quota.long())
+        return _sum_by_rank(self.slot_quota, self.home_quota, self.home)
+
+    def _domains(self) -> IntArray:
+        if self.domains is None:
+            return np.zeros(self.num_ranks, np.int32)
+        return self.domains.cpu().numpy()
+
+    def _expert_tokens(self) -> npt.NDArray[np.int64]:
+        """Return ``[E]``, the quotas of each expert's instances, which a plan has."""
+        assert self.slot_quota is not None
+        assert self.home_quota is not None
+        slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
+        tokens: npt.NDArray[np.int64] = self.home_quota.cpu().numpy().astype(np.int64)
+        np.add.at(tokens, slots[slots >= 0], quota[slots >= 0])
+        return tokens
 
     @property
     def is_exact(self) -> bool:
         """Return whether every rank has the mean, rounded down or up; False without quotas.
 
-        Plans with a target of 1.0 are, with `slots_for_exact` slots for every load, and nearly
-        always with a single one.
+        Plans with a target of 1.0 are, with `slots_for_exact` slots for every load, and for most
+        loads with a single one.
         """
         ranks = self._rank_tokens()
         return ranks is not None and int(ranks.max() - ranks.min()) <= 1
@@ -271,23 +288,25 @@ class Plan:
     def limited_by(self) -> str | None:
         """Return why the plan is not exact; None: it is, or has no quotas.
 
-        "domains": their loads differ too much. "slots": there are fewer than make it certain. Else
-        "target": an exact plan exists, and a target of 1.0 gives it. (One instance a rank is no
-        limit of its own: an exact plan with these slots never needs two.)
+        "domains": their loads differ too much. "slots": a target of 1.0 is not exact either, and
+        there are fewer than `slots_for_exact`. "target": a target of 1.0 is. (One instance a rank
+        is no limit of its own: an exact plan with as many slots never needs two.)
         """
         ranks = self._rank_tokens()
         if ranks is None or self.is_exact:
             return None
-        domains = np.zeros(self.num_ranks) if self.domains is None else self.domains.cpu().numpy()
+        domains = self._domains()
         tokens, (floor, over) = ranks.cpu().numpy(), divmod(int(ranks.sum()), self.num_ranks)
         for domain in np.unique(domains):
             inside = tokens[domains == domain]
             if not 0 <= inside.sum() - floor * len(inside) <= min(over, len(inside)):
                 return "domains"
-        certain = slots_for_exact(
-            num_ranks=self.num_ranks, num_experts=self.num_experts, home=self.home
+        home = self.home.cpu()
+        _, slot_quota, home_quota = _core.plan_replicas(
+            self._expert_tokens(), home.numpy(), domains, self.slots_per_rank, False, PPM, None
         )
-        return "slots" if self.slots_per_rank < certain else "target"
+        ranks = _sum_by_rank(torch.from_numpy(slot_quota), torch.from_numpy(home_quota), home)
+        return "target" if int(ranks.max() - ranks.min()) <= 1 else "slots"
 
     @property
     def local_share(self) -> float:
@@ -317,16 +336,18 @@ class Plan:
         """
         if self.slot_quota is None or self.home_quota is None:
             return float("nan")
-        slots, quota = self.slot_expert.cpu().numpy(), self.slot_quota.cpu().numpy()
-        load = self.home_quota.cpu().numpy().astype(np.int64)
-        np.add.at(load, slots[slots >= 0], quota[slots >= 0])
+        load, home = self._expert_tokens(), self.home.cpu().numpy()
         total = int(load.sum())
-        home = self.home.cpu().numpy()
-        domains = (
-            np.zeros(len(slots), np.int32) if self.domains is None else self.domains.cpu().numpy()
-        )
-        found = find_token_bound(load, home, domains, self.slots_per_rank)
+        found = find_token_bound(load, home, self._domains(), self.slots_per_rank)
         return found.tokens * self.num_ranks / total if total else 1.0
+
+
+def _sum_by_rank(
+    slot_quota: torch.Tensor, home_quota: torch.Tensor, home: torch.Tensor
+) -> torch.Tensor:
+    """Return int64 ``[G]``, the tokens of each rank."""
+    ranks = slot_quota.sum(dim=1, dtype=torch.int64)
+    return ranks.index_add(0, home.long(), home_quota.long())
 
 
 def as_int_tensor(value: torch.Tensor | IntsLike, name: str) -> torch.Tensor:
@@ -380,9 +401,7 @@ def _reject_first(
 def _reject_first_1d(bad: np.ndarray, values: np.ndarray, name: str, expected: str) -> None:
     where = np.flatnonzero(bad)
     if where.size:
-        raise InvalidPlanError(
-            f"{name}[{where[0]}] is {values[where[0]]}; expected a value in {expected}"
-        )
+        raise InvalidPlanError(f"{name}[{where[0]}] is {values[where[0]]}; expected {expected}")
 
 
 _BITS = Costs(per_token=22, per_transfer=40, per_replica=40)  # as `Objective` in plan/search.hpp

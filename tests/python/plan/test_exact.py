@@ -150,9 +150,12 @@ def test_fewer_slots_are_not_certain(num_ranks: int, mains: int) -> None:
     mean = -(-sum(load) // num_ranks)
     if slots > 1:
         assert optimum(problem) > mean
-    plan = uec.plan_replicas(torch.tensor(load), num_ranks=num_ranks, slots_per_rank=slots - 1)
-    assert not plan.is_exact
-    assert plan.limited_by == "slots"
+    for target in (1.0, 1.01):
+        plan = uec.plan_replicas(
+            torch.tensor(load), num_ranks=num_ranks, slots_per_rank=slots - 1, target=target
+        )
+        assert not plan.is_exact
+        assert plan.limited_by == "slots"
 
 
 # ---- large groups -------------------------------------------------------------------------------
@@ -231,6 +234,9 @@ def test_a_plan_says_whether_it_is_exact_and_why_not() -> None:
     assert exact.limited_by is None
     loose = uec.plan_replicas(load, target=2.0, **four)
     assert not loose.is_exact
+    assert loose.limited_by == "target"
+    (skewed,) = family_loads("zipf1.0", 64, 256, 1)  # with one slot, of four that make it certain
+    loose = uec.plan_replicas(torch.from_numpy(skewed.copy()), num_ranks=64, slots_per_rank=1)
     assert loose.limited_by == "target"
     apart = uec.plan_replicas(load, target=1.0, domains=[0, 1], **four)
     assert apart.limited_by == "domains"
