@@ -106,7 +106,7 @@ TABLE = [0, 1, 2, 2, 3, 0]
         (LLEP, {0: [(0, 1, 2)]}, SIZES, "on rank 0 has tokens 1 to 2; expected some from 0"),
         (LLEP, {0: [(0, 0, 2), (1, 1, 3)]}, SIZES, r"\[0\]\[1\] on rank 1 .* 1 to 3; .* from 2 on"),
         (LLEP, {0: [(0, 0, 0)]}, SIZES, "has tokens 0 to 0"),
-        (LLEP, {0: [(0, 0, 2**70)]}, SIZES, rf"computes {2**70} tokens of expert 0; .* 32-bit"),
+        (LLEP, {0: [(0, 0, 2**70)]}, SIZES, rf"computes {2**70} tokens of expert 0; expected 0 to"),
         (LLEP, {0: [(0, 0, 1.5)]}, SIZES, r"lpt_plan\[0\]\[0\] is 1.5; expected an integer"),
         (LLEP, {"a": []}, SIZES, "an expert is 'a'; expected an integer"),
         (LLEP, {0: 7}, SIZES, r"lpt_plan\[0\] is 7; expected a list"),
@@ -149,6 +149,12 @@ TABLE = [0, 1, 2, 2, 3, 0]
             [[2], [0]],
             {"num_experts": 4, "alloc": torch.ones(2, 4, dtype=torch.int32)},
             r"alloc\[0, 3\] is 1, but rank 0 is not the home of expert 3 .*\[0\] is \[2\]. Exp",
+        ),
+        (
+            MOONEP,
+            [[2], [0]],
+            {"num_experts": 4, "alloc": [[1, -1, 0, 0], [0, 0, 1, 1]]},
+            "rank 0 computes -1 tokens of expert 1; expected 0 to",
         ),
         (MOONEP, [[2], [0]], {"num_experts": 4, "alloc": [1, 2]}, r"alloc has shape \(2,\); expec"),
         (
