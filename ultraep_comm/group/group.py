@@ -207,7 +207,8 @@ class Group:
         with as many rows as its quota. Rows past the last end are padding, of no instance. A plan
         on the device is read there: the host does not wait, and the call can be captured into a
         CUDA graph. If its quotas exceed the buffer, its ends stay inside, and a later call on the
-        group, or ``group.close()``, raises the error.
+        group, or ``group.close()``, raises the error. The caller's streams order such calls of a
+        rank, as they do its launches.
 
         Args:
             plan: of this group, with quotas.

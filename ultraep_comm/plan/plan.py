@@ -261,9 +261,12 @@ class Plan:
         return _sum_by_rank(self.slot_quota, self.home_quota, self.home)
 
     def _domains(self) -> IntArray:
-        if self.domains is None:
-            return np.zeros(self.num_ranks, np.int32)
-        return self.domains.cpu().numpy()
+        """Return ``[G]``, the domains that replicas stay inside; one if some do not."""
+        slots, home = self.slot_expert.cpu().numpy(), self.home.cpu().numpy()
+        one = np.zeros(self.num_ranks, np.int32)
+        domains = one if self.domains is None else self.domains.cpu().numpy()
+        rank, slot = np.nonzero(slots >= 0)
+        return one if (domains[home[slots[rank, slot]]] != domains[rank]).any() else domains
 
     def _expert_tokens(self) -> npt.NDArray[np.int64]:
         """Return ``[E]``, the quotas of each expert's instances, which a plan has."""
@@ -278,8 +281,8 @@ class Plan:
     def is_exact(self) -> bool:
         """Return whether every rank has the mean, rounded down or up; False without quotas.
 
-        Plans with a target of 1.0 are, with `slots_for_exact` slots for every load, and for most
-        loads with a single one.
+        Plans with a target of 1.0 are, in a single domain: with `slots_for_exact` slots for every
+        load, and for most loads with a single one.
         """
         ranks = self._rank_tokens()
         return ranks is not None and int(ranks.max() - ranks.min()) <= 1
@@ -288,20 +291,15 @@ class Plan:
     def limited_by(self) -> str | None:
         """Return why the plan is not exact; None: it is, or has no quotas.
 
-        "domains": their loads differ too much. "slots": a target of 1.0 is not exact either, and
-        there are fewer than `slots_for_exact`. "target": a target of 1.0 is. (One instance a rank
-        is no limit of its own: an exact plan with as many slots never needs two.)
+        "domains": there are several, which are not levelled to the token. "slots": a target of 1.0
+        is not exact either, with fewer than `slots_for_exact`. "target": a target of 1.0 is.
         """
         ranks = self._rank_tokens()
         if ranks is None or self.is_exact:
             return None
-        domains = self._domains()
-        tokens, (floor, over) = ranks.cpu().numpy(), divmod(int(ranks.sum()), self.num_ranks)
-        for domain in np.unique(domains):
-            inside = tokens[domains == domain]
-            if not 0 <= inside.sum() - floor * len(inside) <= min(over, len(inside)):
-                return "domains"
-        home = self.home.cpu()
+        home, domains = self.home.cpu(), self._domains()
+        if (domains != domains[0]).any():
+            return "domains"
         _, slot_quota, home_quota = _core.plan_replicas(
             self._expert_tokens(), home.numpy(), domains, self.slots_per_rank, False, PPM, None
         )
@@ -328,11 +326,12 @@ class Plan:
 
     @property
     def imbalance_bound(self) -> float:
-        """Return an imbalance that no plan with these slots and domains falls below.
+        """Return an imbalance that no plan with these slots, inside the domains, falls below.
 
         That is `find_token_bound` of the quotas' load, over the mean of all ranks: the tokens of
         the busiest domain, or of hot ranks whose experts find too few slots, in whole tokens. Not
-        every load has a plan that reaches it. nan without quotas.
+        every load has a plan that reaches it. A plan some of whose replicas cross domains is
+        compared with those that may. nan without quotas.
         """
         if self.slot_quota is None or self.home_quota is None:
             return float("nan")

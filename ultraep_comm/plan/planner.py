@@ -116,7 +116,8 @@ def plan_slots(
     By target: minimise the imbalance, though not below `target`, then the transfer (the most
     experts that a rank exports or imports), then the replicas. By cost: the cheapest of a set of
     plans. A target of 1 is exact in a single pool wherever a probe finds a way, and always with the
-    slots of `slots_for_exact`: every rank has the floor or the ceiling of the mean.
+    slots of `slots_for_exact`: every rank has the floor or the ceiling of the mean. Elsewhere the
+    fullest rank may have some tokens more than with a target just above 1.
 
     Args:
         load: `[E]` integers, tokens of each expert over all source ranks, each below 2**31 and
@@ -332,9 +333,7 @@ def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
     below the threshold and is filled later.
 
     At the mean, exactly, it takes at most ceil(M (G - 1) / G) slots, where M is the most mains of a
-    rank. A rank with load L and M mains gives s tokens from its largest ceil(s M / L). Here L
-    exceeds the mean by s / (G - 1) at least, because at most G - 1 ranks have all that the emptiest
-    one lacks; and s is at most the mean, so that s / L is at most (G - 1) / G.
+    rank: `level_probe()` in `core/plan/probe.hpp` has the proof.
     """
     slack = [threshold - pool.rank_load[r] for r in pool.ranks]
     have = [[pool.load[e] for e in pool.mains[r][:cap]] for r in pool.ranks]
@@ -387,8 +386,7 @@ def _pad(rank_load: Int64Array) -> None:
     """Make the mean a whole number: some ranks count a token more.
 
     So a plan that brings all ranks down to this mean leaves each its floor or its ceiling. These
-    are the emptiest ranks and, if more are needed than are below the mean, the fullest ones, which
-    export anyway.
+    are the emptiest ranks and, if more are needed than are below the mean, the fullest ones.
     """
     order = np.argsort(-rank_load, kind="stable")
     mean = -(-int(rank_load.sum()) // len(order))

@@ -155,14 +155,14 @@ class Topology:
             )
         topk = as_int(topk, "topk")
         if isinstance(num_tokens, Sequence | torch.Tensor | np.ndarray):
-            tokens = _as_ints(num_tokens, "num_tokens", self.num_ranks)
+            tokens: list[int] = _as_ints(num_tokens, "num_tokens", self.num_ranks).tolist()
         else:
-            tokens = np.array([as_int(num_tokens, "num_tokens")] * self.num_ranks)
-        if topk < 0 or tokens.min() < 0:
+            tokens = [as_int(num_tokens, "num_tokens")] * self.num_ranks
+        if topk < 0 or min(tokens) < 0:
             raise InvalidArgumentError(
                 f"num_tokens is {num_tokens} and topk {topk}; expected 0 or more"
             )
-        return -(-int(tokens.sum(dtype=np.int64)) * topk // self.num_ranks)
+        return -(-sum(tokens) * topk // self.num_ranks)
 
     @property
     def max_mains(self) -> int:

@@ -137,8 +137,7 @@ UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch&
 
 // How many ranks of a single pool count a token more in an exact plan, so that the mean is a whole
 // number: then a plan that brings all ranks down to it leaves each its floor or its ceiling. These
-// are the last and, if more are needed than are below the mean, the first of the sorted ranks,
-// which export anyway.
+// are the last and, if more are needed than are below the mean, the first of the sorted ranks.
 struct Padding {
   int32_t first, last;
 };

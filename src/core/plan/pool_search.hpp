@@ -222,9 +222,9 @@ class PoolSearch {
     return best;
   }
   UEC_HD void use_few_slots() { slots_ = goal_.is_exact ? 1 : all_slots_; }
-  // Asks the same again, unless they were used already.
+  // Asks the same again, unless they were used already, or the cap allows no more.
   UEC_HD bool use_all_slots() {
-    if (slots_ == all_slots_) return false;
+    if (slots_ == all_slots_ || cap_ == 1) return false;
     slots_ = all_slots_;
     first_ = 0;
     return true;

@@ -321,10 +321,12 @@ UEC_HD int32_t first_highest(Team team, int32_t count, const Value& value) {
 // the threshold and is then filled later.
 //
 // If all ranks are to come down to the mean, exactly, it takes at most ceil(M (G - 1) / G) slots,
-// where M is the most mains of a rank. Say the fullest has load L and M mains, and is to give s.
-// The largest ceil(s M / L) mains have that much. L is at least the mean + s / (G - 1), since at
-// most G - 1 ranks have all that the emptiest lacks, and s is at most the mean: s / L is at most
-// (G - 1) / G. (Afterwards it has fewer mains to give from, but only tokens of its own.)
+// where M is the most mains of a rank. Say the fullest has load L, and is to give s. It was never
+// filled, so its tokens are on at most M mains, and the largest ceil(s M / L) have s of them. At
+// most G - 1 ranks have what the emptiest lacks: L is at least the mean + s / (G - 1). And s is at
+// most the mean, so that s / L is at most (G - 1) / G. A padded giver has a token less than L says,
+// but then all ranks below the mean were padded too (find_padding() of planner.hpp), and s is at
+// most the mean - 1: (L - 1) is at least s + s / (G - 1).
 template <class Team>
 UEC_HD int32_t level_probe(Team team, const Pool& pool, const Question& ask,
                            const ProbeScratch& scratch, Replica* trial) {

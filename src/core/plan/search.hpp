@@ -37,7 +37,9 @@ struct Objective {
   int64_t per_transfer = 0;        // below 2^40
   int64_t per_replica = 0;         // below 2^40
 
-  // To the token: with one pool every rank has the mean, rounded down or up; see pad_ranks().
+  // To the token: in a single pool every rank has the mean, rounded down or up, wherever a probe
+  // finds a way; see find_padding() of planner.hpp. Elsewhere the fullest rank may have some tokens
+  // more than with a target just above 1, because the search goes on with padded ranks.
   UEC_HD bool is_exact() const { return !by_cost && target_ppm == kPpm; }
 
   bool operator==(const Objective&) const = default;

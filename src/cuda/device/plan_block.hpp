@@ -6,7 +6,7 @@
 namespace uec::cuda {
 
 // A block may have any number of warps up to this. Each runs probes of its own: with seven or more
-// a plan nearly always takes three rounds of probes, with one ten.
+// a plan nearly always takes three rounds of probes, with one nine.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
 struct PlanBlock {

@@ -20,7 +20,7 @@ constexpr int32_t kSizes[] = {1, 2, 3, 5, 8};  // of teams
 
 // Counts what was covered, so that a test that covers nothing fails.
 struct Seen {
-  int plans, packed, packed_plans;
+  int plans, level_plans, packed, packed_plans;
 };
 
 // The arrays of packed probes, as a sort on a device leaves them, of a load with one pool.
@@ -77,6 +77,7 @@ void check_probes(uint32_t seed, Seen* seen) {
     const int32_t num_replicas = expected_count < 0 ? 0 : expected_count;
     const std::vector<Replica> expected(scratch.trial, scratch.trial + num_replicas);
     seen->plans += num_replicas > 0;
+    seen->level_plans += num_replicas > 0 && variant / uec::kNumOrders == uec::kLevel;
     for (const int32_t size : kSizes) {
       for (const uec::SortedLoad& from : {sorted, packable}) {
         std::fill_n(scratch.trial, num_replicas, Replica{-1, -1, -1, -1});
@@ -109,5 +110,6 @@ int main() {
   std::printf("%d cases, %d plans, %d packed probes, %d of them with a plan\n", cases, seen.plans,
               seen.packed, seen.packed_plans);
   CHECK(seen.plans > cases);
+  CHECK(seen.level_plans > cases / 4);
   CHECK(seen.packed_plans > cases);
 }

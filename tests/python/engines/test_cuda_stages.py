@@ -491,3 +491,22 @@ def test_buffers_are_never_overrun(device: EmulatedDevice) -> None:
             case.group.instance_offsets(plan, pad_to=rows)
         case.group.assert_idle()
     case.close()
+
+
+def test_closing_tells_of_an_overrun(device: EmulatedDevice) -> None:
+    case = Case(0, num_ranks=2, num_experts=4, slots=1)
+    plan = uec.plan_replicas(device.put(case.load(50)), group=case.group, target=1.0)
+    device.settle()
+    case.group.instance_offsets(plan, pad_to=1)
+    with pytest.raises(errors.InvalidPlanError, match="more than the pad_to of an earlier"):
+        case.group.close()
+    case.close()
+
+
+def test_a_rank_without_instances_has_no_rows(device: EmulatedDevice) -> None:
+    case = Case(2, num_ranks=2, num_experts=2, slots=0, home=[0, 0], domains=None)
+    group = case.groups[1]
+    plan = uec.plan_replicas(device.put(case.load(50)), group=group)
+    device.settle()
+    assert group.instance_offsets(plan, pad_to=0).tolist() == []
+    case.close()

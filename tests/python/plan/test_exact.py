@@ -249,12 +249,20 @@ def test_a_plan_says_whether_it_is_exact_and_why_not() -> None:
     assert nothing.is_exact
 
 
-def test_equal_domains_do_not_limit() -> None:
-    load = torch.tensor([6, 0, 5, 1, 0, 5])
-    plan = uec.plan_replicas(
-        load, num_ranks=6, slots_per_rank=1, domains=[0, 0, 1, 1, 2, 2], target=1.0
-    )
-    assert plan.limited_by is None
+def test_domains_limit_unless_replicas_cross_them() -> None:
+    load = torch.tensor([7, 0, 0, 1, 0, 0])
+    six = {"num_ranks": 6, "slots_per_rank": 1, "domains": [0, 0, 0, 1, 1, 1]}
+    inside = uec.plan_replicas(load, target=1.0, **six)
+    assert inside.limited_by == "domains"
+    assert inside.imbalance == inside.imbalance_bound == 3 * 6 / 8
+    across = uec.plan_replicas(load, target=1.0, allow_cross_domain=True, **six)
+    assert across.is_exact
+    assert across.imbalance == across.imbalance_bound == 2 * 6 / 8
+    loose = uec.plan_replicas(load, target=2.25, allow_cross_domain=True, **six)
+    assert loose.num_replicas > 0
+    assert loose.limited_by == "target"
+    level = torch.tensor([7, 0, 0, 7, 0, 0])  # 14 tokens on six ranks
+    assert uec.plan_replicas(level, target=1.0, **six).limited_by == "domains"
 
 
 def test_no_slots_make_domains_exact() -> None:
@@ -282,6 +290,7 @@ def test_the_capacity_holds_for_every_rank() -> None:
     capacity = groups[0].token_capacity([2, 4, 4], 2)
     assert capacity == 7  # 20 over 3
     assert groups[0].token_capacity(5, 4) == 20
+    assert groups[0].token_capacity(2**62, 2) == 2**63
     plan = uec.plan_replicas(load, group=groups[0], target=1.0)
     ids = [torch.repeat_interleave(torch.arange(6), row) for row in load]
     per_rank = groups[0].topology.instances_per_rank

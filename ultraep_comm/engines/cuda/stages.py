@@ -92,6 +92,7 @@ class CudaStages(HostStages):
         self._overruns_copy = device.pinned(8).view(torch.int64)
         self._overruns_seen = self._overruns_copy.numpy()
         self._overruns_raised = 0
+        self._has_counted = False
         self._reserve(MIN_RUNS, "")
 
     @property
@@ -370,7 +371,11 @@ class CudaStages(HostStages):
         """Return the ends of the rows of this rank's instances, on the device if the plan is."""
         if not self.holds(slot_quota):
             return super().instance_offsets(home_quota, slot_quota, pad_to)
+        self._device.keep([home_quota, slot_quota])
         ends = find_ends(home_quota, self._own_mains, slot_quota[self._rank])
+        if not len(ends):
+            return ends.int()
+        self._has_counted = True
         last = ends[-1:]
         counted = ((self._overruns >> 40) + 1 << 40) + last
         self._overruns.copy_(torch.where(last > pad_to, counted, self._overruns))
@@ -480,9 +485,12 @@ class CudaStages(HostStages):
             self._stages.await_idle()
 
     def finish_replays(self) -> None:
-        """Wait for the launches outside captures; if any were captured, for the whole device."""
+        """Wait for the launches outside captures; if any were captured, for the whole device.
+
+        The same for counts of overruns, which are torch's launches.
+        """
         self.finish()
-        if self._stages.has_captured:
+        if self._stages.has_captured or self._has_counted:
             self._device.settle()
 
     @contextmanager
