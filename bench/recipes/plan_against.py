@@ -83,7 +83,7 @@ def run_cases() -> list[dict[str, Any]]:
     for i, (case, ranks) in enumerate(applicable):
         show_progress(i, len(applicable), case.name)
         size = sized(ranks, ranks * case.per_rank, SLOTS)
-        for record in compare(size, "moonep", [case.load(ranks)], TARGET, PEER_NAMES):
+        for record in compare(size, "moonep", [case.load(ranks)], TARGET, PEER_NAMES, certify=True):
             total = sums.setdefault(
                 record["planner"],
                 {"op": "moonep_cases", "planner": record["planner"], "cases": 0, "exact": 0}
@@ -121,7 +121,7 @@ def main() -> None:
         show_progress(i, len(found), f"{size} {family}")
         records += [
             {**record, "tokens": tokens}
-            for record in compare(size, family, loads, TARGET, PEER_NAMES)
+            for record in compare(size, family, loads, TARGET, PEER_NAMES, certify=True)
         ]
     show_progress(len(found), len(found), "")
     cases = run_cases()

@@ -54,9 +54,7 @@ def test_all_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert record["vectors"] == 2
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert record["max_copies"] >= record["max_exports"]
-        assert record["slots_used"] >= record["max_imports"]
         assert record["time_us"]["mean"] >= record["bound_us"] * 0.9  # links carry more alone
-        assert record["plan_us"]["p50"] > 0
         planner = record["planner"]
         assert (record["planned_in"] == "C++") is planner.startswith("ours")
         if planner in ("ours exact", "moonep"):
@@ -139,7 +137,11 @@ def test_certificates_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# 8/32/2 zipf1.0 ")]
     assert len(lines) == 4 * 2
     for record in records:
-        assert all(any(text in line for line in lines) for text in record["certified"])
+        certified = record["certified"]
+        assert certified["exact"] == record["exact"]
+        assert len(certified["plans"]) == 2
+        for i, text in enumerate(certified["plans"]):
+            assert f"# 8/32/2 zipf1.0 {i} {record['planner']}: {text}" in lines
 
 
 @pytest.mark.parametrize(

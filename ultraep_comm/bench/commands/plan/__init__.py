@@ -130,7 +130,7 @@ class PlanSettings(LoadsSettings):
         trace_name: file name of the trace.
         engine: "host" compares planners, "cuda" times kernels.
         warps: of the plan kernel, one measurement for each.
-        against: names of `peers.PEERS` to compare with; none: the published planner and EPLB.
+        against: names of `peers.PEERS` to compare with; none: only the published planner.
     """
 
     target: float
@@ -356,7 +356,7 @@ COMMAND = Command(
     name="plan",
     help="compare the planner with others",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, next to the published planner and, if installed, EPLB.",
+    " bound and time, next to the published planner or, with --against, several.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.plan.run",

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
+    describe_certificates,
     describe_loads,
     describe_settings,
     each_cell,
     plan_load,
+    show_certificates,
     size_text,
     time_core_us,
 )
@@ -58,11 +60,7 @@ def run_against(settings: PlanSettings, report: Report) -> int:
     ]
     report.show(format_records(COLUMNS, records))
     if settings.certify:
-        for record in records:
-            for i, text in enumerate(record["certified"]):
-                report.show(
-                    f"# {size_text(record)} {record['family']} {i} {record['planner']}: {text}"
-                )
+        show_certificates(report, records)
     described = {
         **describe_settings(settings),
         "against": list(settings.against),
@@ -144,7 +142,7 @@ def judge(
         "transfer_bound": mean(float(one.transfer_experts) for one in certificates),
         "bound_us": mean(bound for _, bound in found),
         "time_us": figures_of([us for us, _ in found], "mean", "worst"),
-        "certified": [str(one) for one in certificates] if certify else None,
+        "certified": describe_certificates(certificates) if certify else None,
     }
 
 
