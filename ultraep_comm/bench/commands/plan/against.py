@@ -23,6 +23,7 @@ from ultraep_comm.bench.commands.plan.cells import (
 )
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.options import EXACT_TARGET
 from ultraep_comm.bench.peers import PEERS
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
@@ -34,7 +35,6 @@ from ultraep_comm.plan.plan import Plan
 
 MACHINE = "nvl72"
 EXPERT_BYTES = 36 << 20  # 37.75 MB: Qwen3-235B in bf16
-EXACT = 1.0
 
 
 def run_against(settings: PlanSettings, report: Report) -> int:
@@ -91,7 +91,7 @@ def compare(
         "imbalance_before": float(np.mean([rank_imbalance(x, size.num_ranks) for x in loads])),
     }
     records = []
-    for name, goal in (("ours", target), ("ours exact", EXACT)):
+    for name, goal in (("ours", target), ("ours exact", EXACT_TARGET)):
         ours = [(plan_load(size, load, goal), load) for load in loads]
         times = [time_core_us(size, load, goal) for load in loads]
         judged = judge(ours, name, "hubs", certify=certify)

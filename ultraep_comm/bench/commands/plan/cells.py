@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSettings, PlanSize
 from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.plan.certificate import PlanCertificate
@@ -88,7 +89,7 @@ def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loa
     ]
 
 
-def plan_load(size: PlanSize, load: NDArray[Any], target: float = 1.01) -> Plan:
+def plan_load(size: PlanSize, load: NDArray[Any], target: float = DEFAULT_TARGET) -> Plan:
     """Return the library's plan of a load ``[E]`` or ``[G, E]``."""
     return plan_replicas(
         torch.from_numpy(load.copy()),
