@@ -17,6 +17,7 @@ from typing import Any
 
 from includes import BELOW
 
+from ultraep_comm.bench.commands.plan.cells import size_text
 from ultraep_comm.bench.commands.show import print_document
 from ultraep_comm.bench.table import format_table
 from ultraep_comm.model import MACHINES, Machine
@@ -159,19 +160,27 @@ def critical_path(document: Document) -> str:
     return _markdown(["max(k, in)", "machine", "mode", *parts, "together"], rows)
 
 
+def _by_planner(records: Iterable[Document], load: Callable[[Document], str]) -> str:
+    """Imbalance and modelled transfer of every planner; a row for each text of ``load``."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in records:
+        cell = f"{row['imbalance']['mean']:.3f}, {row['time_us']['mean']:.0f} us"
+        rows.setdefault(load(row), {})[row["planner"]] = cell
+    planners = list(dict.fromkeys(name for cells in rows.values() for name in cells))
+    table = [[text, *(cells.get(name, "-") for name in planners)] for text, cells in rows.items()]
+    return _markdown(["load", *planners], table)
+
+
 def against(document: Document) -> str:
-    """Imbalance and modelled transfer of every planner for 64 ranks, by kind of load."""
-    records = [r for r in document["records"] if r["ranks"] == 64]
-    planners = list(dict.fromkeys(row["planner"] for row in records))
-    rows = []
-    for family in dict.fromkeys(row["family"] for row in records):
-        found = {row["planner"]: row for row in records if row["family"] == family}
-        cells = [
-            f"{found[name]['imbalance']['mean']:.3f}, {found[name]['time_us']['mean']:.0f} us"
-            for name in planners
-        ]
-        rows.append([family, *cells])
-    return _markdown(["load", *planners], rows)
+    """Every planner for 64 ranks, by kind of load."""
+    of_64 = (row for row in document["records"] if row["ranks"] == 64)
+    return _by_planner(of_64, lambda row: row["family"])
+
+
+def against_small(document: Document) -> str:
+    """Every planner for fewer ranks, by size and kind of load."""
+    others = (row for row in document["records"] if row["ranks"] != 64)
+    return _by_planner(others, lambda row: f"{size_text(row)} {row['family']}")
 
 
 def against_slots(document: Document) -> str:
@@ -181,20 +190,13 @@ def against_slots(document: Document) -> str:
     rows = []
     for name in dict.fromkeys(row["planner"] for row in records):
         own = [row for row in records if row["planner"] == name]
-
-        def mean(key: str, own: Sequence[Mapping[str, Any]] = own) -> str:
-            return f"{sum(row[key] for row in own) / len(own):.1f}"
-
-        loads = sum(row["vectors"] for row in own)
-        rows.append(
-            [
-                *(name, f"{sum(row['exact'] for row in own)} of {loads}", mean("replicas")),
-                *(str(max(row["slots_used"] for row in own)), mean("max_exports")),
-                *(mean("max_imports"), mean("max_copies"), mean("transfer_bound")),
-                f"{cases[name]['exact']} of {cases[name]['cases']}",
-            ]
-        )
-    header = ["planner", "exact", "replicas", "slots used", "max exports", "max imports"]
+        exact, loads = (sum(row[key] for row in own) for key in ("exact", "vectors"))
+        keys = ("replicas", "max_exports", "max_imports", "max_copies", "transfer_bound")
+        means = (f"{sum(row[key] for row in own) / len(own):.1f}" for key in keys)
+        slots, case = max(row["slots_used"] for row in own), cases[name]
+        of_cases = f"{case['exact']} of {case['cases']}"
+        rows.append([name, f"{exact} of {loads}", str(slots), *means, of_cases])
+    header = ["planner", "exact", "slots used", "replicas", "max exports", "max imports"]
     header += ["copies of one home", "T*", "MoonEP's cases exact"]
     return _markdown(header, rows)
 
@@ -234,6 +236,7 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
         claims,
         against,
         against_slots,
+        against_small,
         exact_share,
         over_bound,
         charged,

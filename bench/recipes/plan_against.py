@@ -19,13 +19,12 @@ from ultraep_comm.bench.commands.plan import PEER_NAMES, TRACE, PlanSize
 from ultraep_comm.bench.commands.plan.against import COLUMNS, EXPERT_BYTES, MACHINE, compare
 from ultraep_comm.bench.commands.plan.cells import Loads
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.options import WORKLOADS, ZIPF
+from ultraep_comm.bench.options import DEFAULT_TARGET, WORKLOADS, ZIPF
 from ultraep_comm.bench.peers.moonep_cases import CASES, RANKS
 from ultraep_comm.bench.report import show_progress, write_records
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.bench.traces import open_trace
 
-TARGET = 1.01
 SLOTS = 2
 # Ranks, experts, topk, tokens of a rank, families.
 GENERATED = (
@@ -83,7 +82,9 @@ def run_cases() -> list[dict[str, Any]]:
     for i, (case, ranks) in enumerate(applicable):
         show_progress(i, len(applicable), case.name)
         size = sized(ranks, ranks * case.per_rank, SLOTS)
-        for record in compare(size, "moonep", [case.load(ranks)], TARGET, PEER_NAMES):
+        for record in compare(
+            size, "moonep", [case.load(ranks)], DEFAULT_TARGET, PEER_NAMES, certify=True
+        ):
             total = sums.setdefault(
                 record["planner"],
                 {"op": "moonep_cases", "planner": record["planner"], "cases": 0, "exact": 0}
@@ -115,13 +116,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("-J", "--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    if options.traces is not None:
+        missing = [name for name, *_ in RECORDED if not (options.traces / name).is_file()]
+        if missing:
+            expected = " and ".join(name for name, *_ in RECORDED)
+            parser.error(f"--traces {options.traces} has no {missing[0]}; expected {expected}")
     records = []
     found = list(cells(options))
     for i, (size, family, tokens, loads) in enumerate(found):
         show_progress(i, len(found), f"{size} {family}")
         records += [
             {**record, "tokens": tokens}
-            for record in compare(size, family, loads, TARGET, PEER_NAMES)
+            for record in compare(size, family, loads, DEFAULT_TARGET, PEER_NAMES, certify=True)
         ]
     show_progress(len(found), len(found), "")
     cases = run_cases()
@@ -136,7 +142,7 @@ def main() -> None:
             "seeds": options.seeds,
             "steps": STEPS,
             "every": options.every,
-            "target": TARGET,
+            "target": DEFAULT_TARGET,
             "expert_bytes": EXPERT_BYTES,
         },
     )

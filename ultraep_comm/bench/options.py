@@ -31,6 +31,7 @@ MAX_RANKS = 1024
 DEFAULT_EXPERTS = 32
 DEFAULT_EXPERT_BYTES = 16 << 20
 DEFAULT_IMBALANCE = 3.0
+DEFAULT_TARGET, EXACT_TARGET = 1.01, 1.0  # imbalance at which a planner may stop
 ALL_MODES = ("push", "pull", "direct", "auto")
 # Time columns: percentiles over iterations, and statistics of the ranks' mean times.
 TIMES = ("p50", "p90", "p99", "max", "rank-min", "rank-avg", "rank-max")
@@ -54,6 +55,8 @@ WORKLOADS = {
         "W7_burst",
     )
 }
+WORKLOAD_SEED = 1234  # published, as are the defaults:
+WORKLOAD_RANKS, WORKLOAD_EXPERTS, WORKLOAD_TOPK, WORKLOAD_TOKENS = 4, 8, 2, 128  # of each rank
 MOONEP_CASES = "moonep"  # a family: the cases of `peers.moonep_cases` that have the size
 _FACTOR, _MAX_SIZES = 2, 1000  # of a sweep
 _SWITCH = ("gate", "iters", "warmup", "seed", "json", "csv", "link_gbps")

@@ -10,23 +10,49 @@ whose `torch.randperm` is the same.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.options import WORKLOADS
+from ultraep_comm.bench.options import WORKLOAD_SEED, WORKLOADS
 from ultraep_comm.errors import InvalidArgumentError
 
-SEED = 1234  # published
-NUM_EXPERTS, TOPK, TOKENS = 8, 2, 128  # published defaults; tokens of each rank
 _ROTATION = 3  # steps for which the hot experts of W6 stay
 _PERIOD = 4  # steps of W7, the last of which is a burst; and tokens, of which one is cold
 
 
+def check_pools(workloads: Iterable[str], num_experts: int, topk: int, given: str) -> None:
+    """Check that every token can draw ``topk`` different experts.
+
+    Args:
+        workloads: of `options.WORKLOADS`.
+        num_experts: E.
+        topk: k, of ``--topk``.
+        given: says where E comes from.
+
+    Raises:
+        InvalidArgumentError: a workload's smallest pool has fewer than k experts.
+    """
+    for workload in workloads:
+        pool = num_experts - num_experts // 2 if workload == "W5" else num_experts
+        if topk > pool:
+            raise InvalidArgumentError(
+                f"{given}, but workload {workload} draws --topk {topk} different experts of {pool};"
+                f" expected --topk to be at most {pool}, more experts, or other workloads"
+            )
+
+
 def route_tokens(
-    workload: str, *, num_experts: int, topk: int, num_tokens: int, step: int, seed: int = SEED
+    workload: str,
+    *,
+    num_experts: int,
+    topk: int,
+    num_tokens: int,
+    step: int,
+    seed: int = WORKLOAD_SEED,
 ) -> NDArray[np.int64]:
     """Return the experts ``[T, k]`` of one rank's tokens, which all ranks have alike.
 
@@ -41,6 +67,7 @@ def route_tokens(
     Raises:
         InvalidArgumentError: a pool has fewer than k experts.
     """
+    check_pools([workload], num_experts, topk, f"num_experts is {num_experts}")
     everyone, token = np.arange(num_experts), np.arange(num_tokens)
     if workload == "W0":
         even: NDArray[np.int64] = (token[:, None] * topk + np.arange(topk)) % num_experts
@@ -59,12 +86,6 @@ def route_tokens(
         is_hot[:] = True
     elif workload == "W7":
         is_hot = (token % 2 == 0) & (step % _PERIOD == _PERIOD - 1)
-    fewest = len(hot) if workload == "W5" else num_experts
-    if topk > fewest:
-        raise InvalidArgumentError(
-            f"workload {workload} draws {topk} different experts of {fewest}; expected a smaller"
-            " topk, or more experts"
-        )
     key = hashlib.sha256(f"{WORKLOADS[workload]}|{seed}|{step}".encode()).hexdigest()[:8]
     generator = torch.Generator().manual_seed(int(key, 16))
     rows = []
@@ -83,7 +104,7 @@ def workload_load(
     topk: int,
     num_tokens: int,
     step: int,
-    seed: int = SEED,
+    seed: int = WORKLOAD_SEED,
 ) -> NDArray[np.int64]:
     """Return the load ``[E]`` of all ranks; arguments as for `route_tokens`."""
     ids = route_tokens(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,7 @@ def test_all_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert record["vectors"] == 2
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert record["max_copies"] >= record["max_exports"]
-        assert record["slots_used"] >= record["max_imports"]
         assert record["time_us"]["mean"] >= record["bound_us"] * 0.9  # links carry more alone
-        assert record["plan_us"]["p50"] > 0
         planner = record["planner"]
         assert (record["planned_in"] == "C++") is planner.startswith("ours")
         if planner in ("ours exact", "moonep"):
@@ -139,7 +139,11 @@ def test_certificates_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("# 8/32/2 zipf1.0 ")]
     assert len(lines) == 4 * 2
     for record in records:
-        assert all(any(text in line for line in lines) for text in record["certified"])
+        certified = record["certified"]
+        assert certified["exact"] == record["exact"]
+        assert len(certified["plans"]) == 2
+        for i, text in enumerate(certified["plans"]):
+            assert f"# 8/32/2 zipf1.0 {i} {record['planner']}: {text}" in lines
 
 
 @pytest.mark.parametrize(
@@ -148,13 +152,37 @@ def test_certificates_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--against", "nobody"], "--against has 'nobody'; expected any of none, moonep"),
         (["--against", "--sizes", "256/512/2"], "--sizes has 256/512/2 by 64; expected at most 72"),
         (["--against", "--domain-size", "4"], "--sizes has 8/32/2 by 4"),
-        (["--against", "--engine", "cuda"], "--engine is cuda, but is not for --against"),
+        (["--against", "--engine", "cuda"], "--engine is cuda, but is not for --against; give one"),
         (["--against", "--max-over-bound", "2"], "--max-over-bound is 2.0, but is not for"),
+        (
+            ["--against", "--sizes", "8/4/2"],
+            "--sizes has 8/4/2, but workload W5 draws --topk 4 different experts of 2",
+        ),
+        (["--sizes", "8/4/5"], "--sizes has 8/4/5, with more slots than experts"),
+        (
+            ["--families", "moonep", "--sizes", "8/48/2,64/256/2"],
+            "none of --sizes; expected one of 2, 4, 8 ranks with 1, 2, 3, 4, 5, 7, 8, 16, 256, 320",
+        ),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert main([*SMALL, *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_recipe_needs_both_traces(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[3] / "bench" / "recipes" / "plan_against.py"
+    (tmp_path / "gptoss20b_counts_G8_tok4096_topic.npz").touch()
+    done = subprocess.run(
+        [sys.executable, str(recipe), "--traces", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "has no gptoss20b_counts_G32_tok1024_topic.npz; expected gptoss20b_counts_G8_" in (
+        done.stderr
+    )
 
 
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

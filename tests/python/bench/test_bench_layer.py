@@ -163,7 +163,7 @@ def test_a_public_workload(tmp_path: Path) -> None:
     """Its steps are the iterations', alike on all ranks, and its owners' imbalance is measured."""
     done = bench(tmp_path, *FEW, "--workload", "W1", "--check", "--json", "o.json")
     assert done.returncode == 0, done.stderr
-    assert "W1_hot_expert_set, imbalance" in done.stdout
+    assert "W1_hot_expert_set of seed 1234, imbalance" in done.stdout
     records = records_of(done)
     assert all(record["workload"] == "W1" for record in records.values())
     settings = settings_of(*FEW, "--workload", "W1")
@@ -183,7 +183,7 @@ def test_a_workload_has_its_own_imbalance(tmp_path: Path) -> None:
         "error: --imbalance is 2, but --workload W1 has its own; give one of the two\n",
     )
     done = bench(tmp_path, *FEW, "--workload", "W5", "--topk", "5")
-    assert "W5 draws 5 different experts of 4" in done.stderr
+    assert "--experts is 8, but workload W5 draws --topk 5 different experts of 4" in done.stderr
 
 
 def test_shares_are_of_the_same_iteration() -> None:

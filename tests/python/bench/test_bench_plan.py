@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ from ultraep_comm.bench.loads import (
     zipf,
 )
 from ultraep_comm.bench.options import FAMILIES, PUBLISHED
-from ultraep_comm.bench.planners import MIN_QUOTA, plan_published
+from ultraep_comm.bench.peers.ultraep import MIN_QUOTA, plan_published
 from ultraep_comm.plan.topology import contiguous_home
 
 TINY = ["plan", "--tokens", "64", "--topk", "2", "--seeds", "2"]
@@ -38,7 +36,7 @@ RECORD_KEYS = {
     *("op", "ranks", "experts", "slots", "domain_size", "family", "vectors", "imbalance_before"),
     *QUALITY_KEYS,
     *("imbalance_bound", "over_bound", "certified", "gate", "time_us", "published"),
-    *("transfer_over_published", "eplb"),
+    "transfer_over_published",
 }
 
 
@@ -204,11 +202,9 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert record["gate"] is None
         assert record["transfer_bound"] >= max(record["max_exports"], record["max_imports"]) - 1e-9
         assert 0 < record["time_us"]["p50"] <= record["time_us"]["p99"]
-        assert record["eplb"] is None
         assert len(row) == 18
         assert float(row[5]) == pytest.approx(worst, abs=1e-4)
         assert float(row[7]) == pytest.approx(record["replicas"], abs=0.06)
-    assert "eplb: not installed" in printed
 
 
 def test_a_row_says_what_the_planner_does(tmp_path: Path) -> None:
@@ -326,61 +322,3 @@ def test_a_trace_that_fits_no_size(tmp_path: Path, capsys: pytest.CaptureFixture
     np.savez(tmp_path / "t.npz", counts_src=np.ones((1, 1, 2, 6), np.int32))
     assert main(["plan", "--trace", str(tmp_path / "t.npz")]) == 2
     assert "6 experts" in capsys.readouterr().err
-
-
-# ---- EPLB -------------------------------------------------------------------------------------
-
-
-def copy_the_hottest(
-    weight: torch.Tensor, instances: int, groups: int, nodes: int, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return every expert once, in order, then further instances of the hottest."""
-    assert (groups, nodes) == (1, 1)
-    assert instances % ranks == 0
-    layers, experts = weight.shape
-    hottest = weight.argmax(dim=1, keepdim=True)
-    placed = torch.arange(experts).expand(layers, experts)
-    placed = torch.cat([placed, hottest.expand(layers, instances - experts)], dim=1)
-    counts = torch.ones(layers, experts, dtype=torch.int64)
-    counts.scatter_(1, hottest, instances - experts + 1)
-    return placed, torch.empty(0), counts
-
-
-def test_eplb_joins_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = ModuleType("eplb")
-    package.rebalance_experts = copy_the_hottest  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "eplb", package)
-    path = tmp_path / "o.json"
-    arguments = ["--families", "published1.5", "--json", str(path), "--sizes", "4/8/1,4/9/1"]
-    assert main([*TINY, *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "not installed" not in printed
-    possible, impossible = cells(printed)
-    first, second = json.loads(path.read_text())["records"]
-    assert second["eplb"] is None  # 9 experts cannot be spread evenly
-    assert impossible[-3:] == ["-"] * 3
-
-    expected = []
-    for load in make_loads(
-        "published1.5", num_ranks=4, num_experts=8, num_tokens=4 * 64, topk=2, seeds=2
-    ):
-        hottest = int(load.argmax())
-        quota = load.astype(float)
-        quota[hottest] /= 5  # 12 instances, 3 on each of 4 ranks
-        placed = [*range(8), *[hottest] * 4]
-        ranks = [sum(quota[placed[3 * r + i]] for i in range(3)) for r in range(4)]
-        expected.append(max(ranks) * 4 / load.sum())
-    assert first["eplb"]["imbalance"]["mean"] == pytest.approx(np.mean(expected))
-    assert first["eplb"]["imbalance"]["worst"] == pytest.approx(max(expected))
-    assert first["eplb"]["replicas"] == 4
-    assert possible[-1] == "4"
-
-
-def test_another_package_of_that_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "eplb", ModuleType("eplb"))
-    assert main([*TINY, "--sizes", "2/4/1", "--families", "zipf1.0"]) == 0
-    assert "eplb: not installed" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_tokens import EPLB_ROWS, EPLB_WEIGHT
 
 from ultraep_comm import Plan, plan_replicas
 from ultraep_comm.bench.commands.plan import PEER_NAMES
@@ -227,20 +228,8 @@ def test_llep_is_as_measured_with_their_code() -> None:
 
 # ---- EPLB ---------------------------------------------------------------------------------------
 
-# The example of EPLB's README: 12 experts in 4 groups, 16 instances, 2 nodes of 4 ranks.
-EXAMPLE = [
-    (
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-    ),
-    (
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-    ),
-]
 
-
-@pytest.mark.parametrize(("weights", "expected"), EXAMPLE)
+@pytest.mark.parametrize(("weights", "expected"), [*zip(EPLB_WEIGHT, EPLB_ROWS, strict=True)])
 def test_eplb_gives_its_published_example(weights: list[int], expected: list[int]) -> None:
     found = rebalance(
         np.array(weights, np.float64), num_instances=16, num_ranks=8, num_groups=4, num_nodes=2

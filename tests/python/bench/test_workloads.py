@@ -12,12 +12,21 @@ from benched import table_cells as cells
 
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.loads import make_loads, rank_imbalance
-from ultraep_comm.bench.options import WORKLOADS
-from ultraep_comm.bench.workloads import NUM_EXPERTS, TOKENS, TOPK, route_tokens, workload_load
+from ultraep_comm.bench.options import (
+    WORKLOAD_EXPERTS,
+    WORKLOAD_TOKENS,
+    WORKLOAD_TOPK,
+    WORKLOADS,
+)
+from ultraep_comm.bench.workloads import route_tokens, workload_load
 from ultraep_comm.errors import InvalidArgumentError
 
-PUBLISHED = {"num_experts": NUM_EXPERTS, "topk": TOPK, "num_tokens": TOKENS}
-LARGER = {"num_experts": NUM_EXPERTS, "topk": 4, "num_tokens": 512}
+PUBLISHED = {
+    "num_experts": WORKLOAD_EXPERTS,
+    "topk": WORKLOAD_TOPK,
+    "num_tokens": WORKLOAD_TOKENS,
+}
+LARGER = {"num_experts": WORKLOAD_EXPERTS, "topk": 4, "num_tokens": 512}
 # Expert max/mean and CV of the first step, as published for EP 4. W3 is what its code gives: its
 # page has 1.281, the figure of W4.
 FIRST = {
@@ -59,7 +68,7 @@ def routed(workload: str, step: int = 0, **shape: int) -> np.ndarray:
 def test_tokens_have_different_experts(workload: str) -> None:
     for step in range(5):
         ids = routed(workload, step, num_experts=16, topk=3)
-        assert ids.shape == (TOKENS, 3)
+        assert ids.shape == (WORKLOAD_TOKENS, 3)
         assert ids.min() >= 0
         assert ids.max() < 16
         assert all(len(set(row)) == 3 for row in ids.tolist())
@@ -97,11 +106,11 @@ def test_seeds_are_of_name_seed_and_step() -> None:
 
 
 def test_a_pool_that_is_too_small() -> None:
-    with pytest.raises(InvalidArgumentError, match="W5 draws 5 different experts of 4"):
+    with pytest.raises(InvalidArgumentError, match="W5 draws --topk 5 different experts of 4"):
         routed("W5", topk=5)
-    with pytest.raises(InvalidArgumentError, match="W1 draws 9 different experts of 8"):
+    with pytest.raises(InvalidArgumentError, match="W1 draws --topk 9 different experts of 8"):
         routed("W1", topk=9)
-    assert routed("W5", num_experts=1, topk=1).tolist() == [[0]] * TOKENS
+    assert routed("W5", num_experts=1, topk=1).tolist() == [[0]] * WORKLOAD_TOKENS
 
 
 def test_as_families_of_loads() -> None:
@@ -154,8 +163,9 @@ def test_a_row_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "text"),
     [
         (["--workloads", "W9"], "--workloads has 'W9'; expected any of W0, W1"),
-        (["--topk", "5"], "--topk is 5, but a token draws from as few as 4 experts"),
-        (["--topk", "9", "--workloads", "W1"], "as few as 8 experts"),
+        (["--topk", "5"], "--experts is 8, but workload W5 draws --topk 5 different experts of 4;"),
+        (["--topk", "9", "--workloads", "W1"], "W1 draws --topk 9 different experts of 8;"),
+        (["--slots", "9"], "--slots is 9; expected at most --experts 8"),
         (["--ranks", "3"], "--experts is 8, not a multiple of --ranks 3"),
         (["--tokens", "0"], "--tokens is 0; expected at least 1"),
         (["--tokens", str(1 << 24)], "are too many"),

@@ -12,37 +12,27 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from plan_tokens import rank_tokens
+from plan_tokens import EPLB_ROWS, EPLB_WEIGHT, rank_tokens
 
 import ultraep_comm as uec
 from ultraep_comm import interop
 from ultraep_comm.errors import InvalidPlanError
 from ultraep_comm.plan.topology import contiguous_home
 
-# The example of EPLB's README: 12 experts, 16 rows, 8 ranks. Load and result of both layers.
-WEIGHT = [
-    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-]
-PUBLISHED = [
-    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-]
-
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_published_example_of_eplb(layer: int) -> None:
-    rows, sizes = torch.tensor(PUBLISHED)[layer], {"num_ranks": 8, "num_experts": 12}
+    rows, sizes = torch.tensor(EPLB_ROWS)[layer], {"num_ranks": 8, "num_experts": 12}
     with pytest.raises(InvalidPlanError, match="expert 0 has no row on its home, rank 0: its rows"):
         interop.from_eplb(rows, **sizes)
     home = interop.home_from_eplb(rows, **sizes)
     mains = torch.bincount(home, minlength=8)
     assert (int(mains.min()), int(mains.max())) == (1, 2)  # 12 experts on 8 ranks
-    plan = interop.from_eplb(rows, **sizes, home=home, load=torch.tensor(WEIGHT)[layer])
+    plan = interop.from_eplb(rows, **sizes, home=home, load=torch.tensor(EPLB_WEIGHT)[layer])
     assert plan.num_replicas == 4
     assert plan.slots_per_rank == 1
     assert plan.load is None
-    assert rank_tokens(plan) == dealt(PUBLISHED[layer], 8, WEIGHT[layer])
+    assert rank_tokens(plan) == dealt(EPLB_ROWS[layer], 8, EPLB_WEIGHT[layer])
 
 
 def dealt(rows: Sequence[int], num_ranks: int, totals: Sequence[int]) -> list[int]:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_tokens import rank_tokens
+from plan_tokens import ROWS, ULTRAEP, rank_tokens
 
 import ultraep_comm as uec
 from ultraep_comm import interop
+from ultraep_comm.bench.peers.moonep import tokens_moonep
 from ultraep_comm.errors import InvalidPlanError
+from ultraep_comm.plan.topology import contiguous_home
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -66,34 +68,13 @@ def test_any_assignment_keeps_its_tokens(data: st.DataObject) -> None:
 # ---- MoonEP -------------------------------------------------------------------------------------
 
 
-def level(load: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Tokens ``[R, E]`` by MoonEP's published policy: the fullest home fills the emptiest rank."""
-    num_experts, totals = load.shape[1], load.sum(0)
-    mains = num_experts // num_ranks
-    alloc = np.zeros((num_ranks, num_experts), np.int64)
-    for expert in range(num_experts):
-        alloc[expert // mains, expert] = totals[expert]
-    mean = totals.sum() // num_ranks
-    while True:
-        over = alloc.sum(1) - mean
-        giver, taker = int(over.argmax()), int(over.argmin())
-        if over[giver] <= 0:
-            return alloc
-        left = -over[taker]
-        while left:  # its hottest expert first
-            expert = giver * mains + int(alloc[giver, giver * mains : (giver + 1) * mains].argmax())
-            moved = min(left, alloc[giver, expert])
-            alloc[giver, expert] -= moved
-            alloc[taker, expert] += moved
-            left -= moved
-
-
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_a_level_plan_stays_level(num_ranks: int, mains: int, tokens: int, seed: int) -> None:
     generator, num_experts = np.random.default_rng(seed), num_ranks * mains
     skew = generator.dirichlet(np.full(num_experts, 0.3))
     load = generator.multinomial(tokens, skew, size=num_ranks)
-    alloc = level(load, num_ranks)
+    home = contiguous_home(num_experts, num_ranks)
+    alloc = tokens_moonep(load.sum(axis=0), home, num_ranks, mains).tokens
     copies = np.full((num_ranks, mains), -1)  # B = E / R always suffices
     for rank, row in enumerate(alloc):
         remote = [e for e in np.flatnonzero(row) if e // mains != rank]
@@ -112,12 +93,6 @@ def test_a_level_plan_stays_level(num_ranks: int, mains: int, tokens: int, seed:
 
 
 # ---- UltraEP, Megatron-LM -----------------------------------------------------------------------
-
-# The example in UltraEP's header: two ranks with two masters and a slot each.
-ROWS = [2, 1, 3, 0, 3, 1]
-PLACES = [[3, -1], [1, 5], [0, -1], [4, 2]]
-QUOTA = [[7, 0], [2, 6], [1, 0], [5, 4]]
-ULTRAEP = {"num_ranks": 2, "num_experts": 4, "logical_to_physical": PLACES, "quota": QUOTA}
 
 
 def test_the_published_example_of_ultraep() -> None:

@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from plan_tokens import QUOTA, ROWS, ULTRAEP
 
 import ultraep_comm as uec
 from ultraep_comm import interop
 from ultraep_comm.errors import InvalidArgumentError
-
-# The example in UltraEP's header: two ranks with two masters and a slot each.
-ROWS = [2, 1, 3, 0, 3, 1]
-PLACES = [[3, -1], [1, 5], [0, -1], [4, 2]]
-QUOTA = [[7, 0], [2, 6], [1, 0], [5, 4]]
-ULTRAEP = {"num_ranks": 2, "num_experts": 4, "logical_to_physical": PLACES, "quota": QUOTA}
 
 EPLB, LLEP, MOONEP, READ = (
     interop.from_eplb,

@@ -10,7 +10,7 @@ import torch
 
 import ultraep_comm as uec
 from ultraep_comm.bench.loads import make_loads
-from ultraep_comm.bench.planners import plan_published
+from ultraep_comm.bench.peers.ultraep import plan_published
 from ultraep_comm.plan.schedule import transfer_bound
 from ultraep_comm.plan.topology import contiguous_home
 

@@ -1,7 +1,8 @@
 """Other systems' planners beside ours, on the same loads: our readings, not their code.
 
-Each is written from its published description and checked against what its authors publish; where
-a description leaves something open, the module says what was chosen. `PEERS` lists them.
+Each is written from its published description, and checked against its authors' outputs where they
+publish some; where a description leaves something open, the module says what was chosen. `PEERS`
+lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ultraep_comm.bench.peers.llep import tokens_llep
 from ultraep_comm.bench.peers.lplb import tokens_lplb
 from ultraep_comm.bench.peers.moonep import tokens_moonep
 from ultraep_comm.bench.peers.placement import Ints, Placed, at_home
-from ultraep_comm.bench.planners import plan_published
+from ultraep_comm.bench.peers.ultraep import tokens_ultraep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +44,6 @@ def _none(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Pl
     return Placed(at_home(load, home, num_ranks))
 
 
-def _ultraep(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed:
-    slot_expert, slot_quota, home_quota = plan_published(
-        load, slots_per_rank=slots, home=home, domain=np.zeros(num_ranks, np.int32)
-    )
-    tokens = at_home(home_quota.astype(np.int64), home, num_ranks)
-    rank, slot = np.nonzero(slot_expert >= 0)
-    np.add.at(tokens, (rank, slot_expert[rank, slot]), slot_quota[rank, slot])
-    return Placed(tokens)
-
-
 PEERS = {
     peer.name: peer
     for peer in (
@@ -67,7 +58,7 @@ PEERS = {
             name="ultraep",
             reference="our reading of UltraEP's quota planner (arXiv 2606.04101)",
             transfer="relay",
-            place=_ultraep,
+            place=tokens_ultraep,
         ),
         Peer(
             name="llep",

@@ -109,3 +109,10 @@ CASES = (
 def cases_of(num_ranks: int, num_experts: int) -> list[Case]:
     """Return the cases with this number of ranks and experts."""
     return [c for c in CASES if c.applies(num_ranks) and num_ranks * c.per_rank == num_experts]
+
+
+def sizes_text() -> str:
+    """Return the ranks and experts that have cases, in words."""
+    per_rank = sorted({c.per_rank for c in CASES if all(map(c.applies, RANKS))})
+    ranks = ", ".join(map(str, RANKS))
+    return f"{ranks} ranks with {', '.join(map(str, per_rank))} experts each, as in 8/32/2"

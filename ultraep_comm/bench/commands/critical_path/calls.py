@@ -19,6 +19,7 @@ from ultraep_comm.bench.inside import (
     launch_counts,
     put,
 )
+from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.payload import count_unequal, count_wrong_plan
 from ultraep_comm.bench.ranks import WeightRanks
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
@@ -29,7 +30,6 @@ from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 
 T = TypeVar("T")
-_TARGET = 1.01  # the default of plans
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +143,7 @@ class PathCalls:
         """Count, exchange and plan in one launch."""
         if not self._ranks.loopback:
             return [gather_and_plan(self._ids[0], group=self.groups[0])]
-        return gather_and_plan_together(self.groups, self._ids, _TARGET)
+        return gather_and_plan_together(self.groups, self._ids, DEFAULT_TARGET)
 
     def plan(self, loads: Sequence[torch.Tensor]) -> list[Plan]:
         """Plan on every rank."""

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
+    WORKLOAD_EXPERTS,
+    WORKLOAD_RANKS,
+    WORKLOAD_SEED,
+    WORKLOAD_TOKENS,
+    WORKLOAD_TOPK,
     WORKLOADS,
     Settings,
     add_outputs,
@@ -16,9 +21,16 @@ from ultraep_comm.bench.options import (
 )
 from ultraep_comm.errors import InvalidArgumentError
 
-_MINIMA = {
-    **{"ranks": 1, "experts": 1, "topk": 1, "tokens": 1, "steps": 1, "slots": 0, "seed": 0},
+_DEFAULTS = {  # and help
+    "ranks": (WORKLOAD_RANKS, "ranks"),
+    "experts": (WORKLOAD_EXPERTS, "experts"),
+    "topk": (WORKLOAD_TOPK, "experts of a token"),
+    "tokens": (WORKLOAD_TOKENS, "tokens of each rank"),
+    "steps": (1, "steps, a row for each"),
+    "slots": (2, "slots of a rank, for our plans"),
+    "seed": (WORKLOAD_SEED, "seed of the routing"),
 }
+_MINIMA = {**dict.fromkeys(_DEFAULTS, 1), "slots": 0, "seed": 0}
 _MAX_DRAWS = 1 << 24  # tokens of all workloads and steps, a few microseconds each
 
 
@@ -57,13 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"of {', '.join(WORKLOADS)} (default: all)",
     )
-    add("--ranks", type=int, default=4, help="ranks (default 4)")
-    add("--experts", type=int, default=8, help="experts (default 8)")
-    add("--topk", type=int, default=2, help="experts of a token (default 2)")
-    add("--tokens", type=int, default=128, help="tokens of each rank (default 128)")
-    add("--steps", type=int, default=1, help="steps, a row for each (default 1)")
-    add("--slots", type=int, default=2, help="slots of a rank, for our plans (default 2)")
-    add("--seed", type=int, default=1234, help="seed of the routing (default 1234)")
+    for name, (default, text) in _DEFAULTS.items():
+        add(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     add_outputs(add)
 
 
@@ -73,6 +80,8 @@ def make_settings(options: argparse.Namespace) -> ImbalanceSettings:
     Raises:
         InvalidArgumentError: an argument is invalid.
     """
+    from ultraep_comm.bench.workloads import check_pools
+
     found = check_shared(options, _MINIMA)
     workloads = parse_families(options.workloads, tuple(WORKLOADS), "--workloads")
     if options.experts % options.ranks:
@@ -80,12 +89,12 @@ def make_settings(options: argparse.Namespace) -> ImbalanceSettings:
             f"--experts is {options.experts}, not a multiple of --ranks {options.ranks}; the"
             " workloads are defined with equally many experts on every rank"
         )
-    least = options.experts - options.experts // 2 if "W5" in workloads else options.experts
-    if options.topk > least:
+    if options.slots > options.experts:
         raise InvalidArgumentError(
-            f"--topk is {options.topk}, but a token draws from as few as {least} experts; expected"
-            " a smaller --topk, or more --experts"
+            f"--slots is {options.slots}; expected at most --experts {options.experts}, since a"
+            " rank has at most one instance of each"
         )
+    check_pools(workloads, options.experts, options.topk, f"--experts is {options.experts}")
     draws = len(workloads) * options.steps * options.tokens
     if draws > _MAX_DRAWS or options.ranks * options.tokens * options.topk >= 2**31:
         raise InvalidArgumentError(

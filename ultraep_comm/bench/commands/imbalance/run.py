@@ -6,13 +6,13 @@ import torch
 
 from ultraep_comm.bench.commands.imbalance import ImbalanceSettings
 from ultraep_comm.bench.loads import rank_imbalance
-from ultraep_comm.bench.options import WORKLOADS
+from ultraep_comm.bench.options import DEFAULT_TARGET, EXACT_TARGET, WORKLOADS
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
 from ultraep_comm.bench.workloads import workload_load
 from ultraep_comm.calls.plan import plan_replicas
 
-TARGETS = {"default": 1.01, "exact": 1.0}
+TARGETS = {"default": DEFAULT_TARGET, "exact": EXACT_TARGET}
 
 
 def run(settings: ImbalanceSettings, report: Report) -> int:

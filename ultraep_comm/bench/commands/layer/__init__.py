@@ -10,6 +10,9 @@ from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
     DEFAULT_EXPERTS,
     DEFAULT_IMBALANCE,
+    WORKLOAD_EXPERTS,
+    WORKLOAD_TOKENS,
+    WORKLOAD_TOPK,
     WORKLOADS,
     Settings,
     add_bound_limit,
@@ -89,8 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         choices=tuple(WORKLOADS),
         default="",
-        help="routing of a public workload instead; --experts 8 --topk 2 --tokens 128 --hidden 512"
-        " --inner 1024 -w 5 is its published shape",
+        help=f"routing of a public workload instead; --experts {WORKLOAD_EXPERTS} --topk"
+        f" {WORKLOAD_TOPK} --tokens {WORKLOAD_TOKENS} --hidden 512 --inner 1024 -w 5 is its"
+        " published shape",
     )
     add_rounds(parser.add_argument_group("iterations").add_argument, "routing, weights and tokens")
     add = parser.add_argument_group("results and limits").add_argument
@@ -129,6 +133,7 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[float, NDAr
     import numpy as np
 
     from ultraep_comm.bench.loads import generate_load, make_loads, rank_imbalance
+    from ultraep_comm.bench.workloads import check_pools
 
     shape = {"num_ranks": num_ranks, "num_experts": options.experts}
     if options.workload:
@@ -137,6 +142,8 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[float, NDAr
                 f"--imbalance is {options.imbalance:g}, but --workload {options.workload} has its"
                 " own; give one of the two"
             )
+        given = f"--experts is {options.experts}"
+        check_pools([options.workload], options.experts, options.topk, given)
         loads = make_loads(
             options.workload,
             **shape,

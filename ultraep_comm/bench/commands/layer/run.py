@@ -15,7 +15,7 @@ from ultraep_comm.bench.clock import HostClock
 from ultraep_comm.bench.commands.layer import LayerSettings
 from ultraep_comm.bench.measure import Measured, gather, measure
 from ultraep_comm.bench.moe import Instance, Passed, run_layer
-from ultraep_comm.bench.options import WORKLOADS
+from ultraep_comm.bench.options import WORKLOAD_SEED, WORKLOADS
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import format_size
 from ultraep_comm.bench.table import Column, format_records
@@ -70,12 +70,14 @@ def run(settings: LayerSettings, report: Report) -> int:
 def _describe(settings: LayerSettings) -> list[str]:
     expert_bytes = sum(4 * a * b for a, b in settings.shapes.values())
     limit, cores = settings.gate.max_over_bound, len(os.sched_getaffinity(0))
+    routing, rest = "", ""
+    if settings.workload:
+        routing, rest = f"{WORKLOADS[settings.workload]} of seed {WORKLOAD_SEED}, ", "all else of "
     lines = [
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {format_size(expert_bytes)} (hidden {settings.hidden}, inner {settings.inner})",
-        f"{settings.tokens} tokens of each rank to {settings.topk} experts;"
-        f" {f'{WORKLOADS[settings.workload]}, ' if settings.workload else ''}imbalance"
-        f" {settings.imbalance:.3f}, seed {settings.seed}",
+        f"{settings.tokens} tokens of each rank to {settings.topk} experts; {routing}imbalance"
+        f" {settings.imbalance:.3f}, {rest}seed {settings.seed}",
         describe_rounds(settings),
     ]
     if limit is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ultraep_comm.bench.command import Command
 from ultraep_comm.bench.options import (
+    DEFAULT_TARGET,
     FAMILIES,
     MOONEP_CASES,
     WORKLOADS,
@@ -130,7 +131,7 @@ class PlanSettings(LoadsSettings):
         trace_name: file name of the trace.
         engine: "host" compares planners, "cuda" times kernels.
         warps: of the plan kernel, one measurement for each.
-        against: names of `peers.PEERS` to compare with; none: the published planner and EPLB.
+        against: names of `peers.PEERS` to compare with; none: only the published planner.
     """
 
     target: float
@@ -166,7 +167,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--trace", type=Path, metavar="FILE.npz", help="recorded routing, every step and layer")
     add_loads(add, DEFAULT_SEEDS)
-    add("--target", type=float, default=1.01, help="imbalance at which to stop (default 1.01)")
+    add(
+        "--target",
+        type=float,
+        default=DEFAULT_TARGET,
+        help=f"imbalance at which to stop (default {DEFAULT_TARGET:g})",
+    )
     add(
         "--certify",
         action="store_true",
@@ -242,8 +248,20 @@ def make_settings(options: argparse.Namespace) -> PlanSettings:
                 f" at most {MAX_ONE_DOMAIN} ranks, and no smaller --domain-size"
             )
     if set(families) - {TRACE, MOONEP_CASES}:
+        from ultraep_comm.bench.workloads import check_pools
+
         for size in sizes:
             check_load(size, options.tokens, options.topk)
+            workloads = [family for family in families if family in WORKLOADS]
+            check_pools(workloads, size.num_experts, options.topk, f"--sizes has {size}")
+    if MOONEP_CASES in families:
+        from ultraep_comm.bench.peers.moonep_cases import cases_of, sizes_text
+
+        if not any(cases_of(size.num_ranks, size.num_experts) for size in sizes):
+            raise InvalidArgumentError(
+                f"--families has {MOONEP_CASES}, but its cases have none of --sizes; expected one"
+                f" of {sizes_text()}"
+            )
     trace = None
     if TRACE in families:
         from ultraep_comm.bench.traces import open_trace
@@ -289,6 +307,11 @@ def parse_plan_sizes(text: str, domain_size: int | None) -> tuple[PlanSize, ...]
             slots_per_rank=slots,
             domain_size=min(domain_size or default, ranks),
         )
+        if slots > experts:
+            raise InvalidArgumentError(
+                f"--sizes has {size}, with more slots than experts; a rank has at most one instance"
+                " of each"
+            )
         if size in sizes:
             raise InvalidArgumentError(f"--sizes {text!r} has {size} twice")
         sizes.append(size)
@@ -300,7 +323,9 @@ def _parse_against(options: argparse.Namespace) -> tuple[str, ...]:
         return ()
     for flag, value in (("engine", options.engine), ("max-over-bound", options.max_over_bound)):
         if value not in (None, "host"):
-            raise InvalidArgumentError(f"--{flag} is {value}, but is not for --against")
+            raise InvalidArgumentError(
+                f"--{flag} is {value}, but is not for --against; give one of the two"
+            )
     if importlib.util.find_spec("scipy") is None:
         raise InvalidArgumentError(
             "--against needs SciPy, for bounds of other systems' plans and for LPLB; run: pip"
@@ -356,7 +381,7 @@ COMMAND = Command(
     name="plan",
     help="compare the planner with others",
     description="Plan loads of many kinds and sizes, and print imbalance, replicas, transfer"
-    " bound and time, next to the published planner and, if installed, EPLB.",
+    " bound and time, next to the published planner or, with --against, several.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.plan.run",

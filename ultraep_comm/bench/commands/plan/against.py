@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
+    describe_certificates,
     describe_loads,
     describe_settings,
     each_cell,
     plan_load,
+    show_certificates,
     size_text,
     time_core_us,
 )
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of
+from ultraep_comm.bench.options import EXACT_TARGET
 from ultraep_comm.bench.peers import PEERS
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.sizes import format_size
@@ -32,7 +35,6 @@ from ultraep_comm.plan.plan import Plan
 
 MACHINE = "nvl72"
 EXPERT_BYTES = 36 << 20  # 37.75 MB: Qwen3-235B in bf16
-EXACT = 1.0
 
 
 def run_against(settings: PlanSettings, report: Report) -> int:
@@ -58,11 +60,7 @@ def run_against(settings: PlanSettings, report: Report) -> int:
     ]
     report.show(format_records(COLUMNS, records))
     if settings.certify:
-        for record in records:
-            for i, text in enumerate(record["certified"]):
-                report.show(
-                    f"# {size_text(record)} {record['family']} {i} {record['planner']}: {text}"
-                )
+        show_certificates(report, records)
     described = {
         **describe_settings(settings),
         "against": list(settings.against),
@@ -93,7 +91,7 @@ def compare(
         "imbalance_before": float(np.mean([rank_imbalance(x, size.num_ranks) for x in loads])),
     }
     records = []
-    for name, goal in (("ours", target), ("ours exact", EXACT)):
+    for name, goal in (("ours", target), ("ours exact", EXACT_TARGET)):
         ours = [(plan_load(size, load, goal), load) for load in loads]
         times = [time_core_us(size, load, goal) for load in loads]
         judged = judge(ours, name, "hubs", certify=certify)
@@ -144,7 +142,7 @@ def judge(
         "transfer_bound": mean(float(one.transfer_experts) for one in certificates),
         "bound_us": mean(bound for _, bound in found),
         "time_us": figures_of([us for us, _ in found], "mean", "worst"),
-        "certified": [str(one) for one in certificates] if certify else None,
+        "certified": describe_certificates(certificates) if certify else None,
     }
 
 

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from ultraep_comm import _core
 from ultraep_comm.bench.commands.plan import TRACE, LoadsSettings, PlanSettings, PlanSize
 from ultraep_comm.bench.loads import make_loads
+from ultraep_comm.bench.options import DEFAULT_TARGET
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.plan.certificate import PlanCertificate
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import target_to_ppm
 
@@ -35,6 +37,23 @@ def describe_settings(settings: PlanSettings) -> Record:
         **settings.describe("seeds", "tokens", "topk", "target"),
         "trace": settings.trace_name or None,
     }
+
+
+def describe_certificates(certificates: Sequence[PlanCertificate]) -> Record:
+    """Return how many plans are exact, and at their bound; and each certificate's text."""
+    return {
+        "exact": sum(one.is_exact for one in certificates),
+        "at_bound": sum(one.over_bound == 0 for one in certificates),
+        "plans": [str(one) for one in certificates],
+    }
+
+
+def show_certificates(report: Report, records: Sequence[Record]) -> None:
+    """Print a line for each plan of `describe_certificates`."""
+    for record in records:
+        planner = f" {record['planner']}" if "planner" in record else ""
+        for i, text in enumerate(record["certified"]["plans"]):
+            report.show(f"# {size_text(record)} {record['family']} {i}{planner}: {text}")
 
 
 def each_cell(settings: LoadsSettings, report: Report) -> Iterator[tuple[PlanSize, str, Loads]]:
@@ -70,7 +89,7 @@ def make_plan_loads(settings: LoadsSettings, size: PlanSize, family: str) -> Loa
     ]
 
 
-def plan_load(size: PlanSize, load: NDArray[Any], target: float = 1.01) -> Plan:
+def plan_load(size: PlanSize, load: NDArray[Any], target: float = DEFAULT_TARGET) -> Plan:
     """Return the library's plan of a load ``[E]`` or ``[G, E]``."""
     return plan_replicas(
         torch.from_numpy(load.copy()),

@@ -13,20 +13,22 @@ from ultraep_comm.bench.commands.plan import PlanSettings, PlanSize
 from ultraep_comm.bench.commands.plan.against import run_against
 from ultraep_comm.bench.commands.plan.cells import (
     Loads,
+    describe_certificates,
     describe_loads,
     describe_settings,
     each_cell,
     plan_load,
+    show_certificates,
     size_text,
     time_core_us,
 )
 from ultraep_comm.bench.commands.plan.device import run_device
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import figures_of
-from ultraep_comm.bench.planners import Rebalance, find_eplb, plan_eplb, plan_published
+from ultraep_comm.bench.peers.ultraep import plan_published
 from ultraep_comm.bench.report import Record, Report
 from ultraep_comm.bench.table import Column, format_records
-from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
+from ultraep_comm.plan.certificate import verify_plan
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
 
@@ -46,45 +48,28 @@ def run(settings: PlanSettings, report: Report) -> int:
 
 def run_host(settings: PlanSettings, report: Report) -> int:
     """Compare planners; return the exit status."""
-    rebalance = find_eplb()
-    eplb = "eplb: with the exact load, every slot filled, mains moved"
     seeds = f", {settings.seeds} of a family"
     if settings.trace is not None:
         seeds += f"; {settings.trace_name}, every step and layer"
     report.header(
         "plan",
-        [
-            f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}",
-            eplb if rebalance is not None else "eplb: not installed",
-        ],
+        [f"{describe_loads(settings.tokens, settings.topk)}{seeds}; target {settings.target:g}"],
     )
     records = [
-        report.judge(
-            measure_row(size, family, loads, settings.target, rebalance, certify=settings.certify)
-        )
+        report.judge(measure_row(size, family, loads, settings.target, certify=settings.certify))
         for size, family, loads in each_cell(settings, report)
     ]
-    has_eplb = any(record["eplb"] is not None for record in records)
     columns = _COLUMNS + (_CERTIFIED_COLUMNS if settings.certify else ())
-    columns += _EPLB_COLUMNS if has_eplb else ()
     report.show(format_records(columns, records))
     if settings.certify:
-        for record in records:
-            for i, text in enumerate(record["certified"]["plans"]):
-                report.show(f"# {size_text(record)} {record['family']} {i}: {text}")
+        show_certificates(report, records)
     return report.finish(records, describe_settings(settings))
 
 
 def measure_row(
-    size: PlanSize,
-    family: str,
-    loads: Loads,
-    target: float,
-    rebalance: Rebalance | None,
-    *,
-    certify: bool = False,
+    size: PlanSize, family: str, loads: Loads, target: float, *, certify: bool = False
 ) -> Record:
-    """Plan all loads of one size and family with every planner; return the JSON record.
+    """Plan all loads of one size and family with both planners; return the JSON record.
 
     ``certify`` adds certificates. Our plans are verified with and without.
     """
@@ -103,20 +88,10 @@ def measure_row(
         **_judge(ours),
         "imbalance_bound": float(bound.max()),
         "over_bound": float((np.array([plan.imbalance for plan in ours]) / bound).max()),
-        "certified": _describe_certificates(certificates) if certify else None,
+        "certified": describe_certificates(certificates) if certify else None,
         "time_us": figures_of(times, "p50", "p99"),
         "published": _judge(published),
         "transfer_over_published": _transfer_ratio(ours, published),
-        "eplb": None if rebalance is None else _run_eplb(rebalance, size, loads),
-    }
-
-
-def _describe_certificates(certificates: Sequence[PlanCertificate]) -> Record:
-    """Return how many plans are exact, and at their bound; and each certificate's text."""
-    return {
-        "exact": sum(one.is_exact for one in certificates),
-        "at_bound": sum(one.over_bound == 0 for one in certificates),
-        "plans": [str(one) for one in certificates],
     }
 
 
@@ -136,18 +111,6 @@ def _plan_published(size: PlanSize, load: NDArray[np.int64], target: float) -> P
         home_quota=torch.from_numpy(home_quota),
         domains=size.domain,
     )
-
-
-def _run_eplb(rebalance: Rebalance, size: PlanSize, loads: Loads) -> Record | None:
-    found = plan_eplb(
-        rebalance,
-        np.stack(loads),
-        num_ranks=size.num_ranks,
-        slots_per_rank=size.slots_per_rank,
-    )
-    if found is None:
-        return None
-    return {"imbalance": figures_of(found[0], "mean", "worst"), "replicas": found[1]}
 
 
 def _transfers(plans: Sequence[Plan]) -> NDArray[np.float64]:
@@ -196,9 +159,4 @@ _COLUMNS = (
 _CERTIFIED_COLUMNS = (
     Column("plans:", "exact", "certified.exact"),
     Column("", "at bound", "certified.at_bound"),
-)
-_EPLB_COLUMNS = (
-    Column("eplb:", "mean", "eplb.imbalance.mean", ".4f"),
-    Column("imbal", "worst", "eplb.imbalance.worst", ".4f"),
-    Column("replicas", "", "eplb.replicas"),
 )

@@ -1,4 +1,4 @@
-"""Planners to compare with: that of the UltraEP paper (arXiv 2606.04101), and DeepSeek's EPLB.
+"""Our reading of UltraEP's quota planner (arXiv 2606.04101).
 
 The paper describes a binary search on a threshold tau, from 1.01 times the mean upward. For each
 tau a greedy takes overloaded ranks by excess and moves quota to the rank with the most slack. A
@@ -16,22 +16,28 @@ The paper leaves details open. Of the readings tried, these give it the best pla
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from ultraep_comm.bench.peers.placement import Ints, Placed, at_home
 from ultraep_comm.plan.planner import PPM, target_to_ppm
 
 MIN_QUOTA = 1024
 
-Ints = NDArray[np.int64]
 Placement = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 Replicas = list[tuple[int, int, int]]
 """(expert, rank, quota)"""
+
+
+def tokens_ultraep(load: Ints, home: NDArray[np.int32], num_ranks: int, slots: int) -> Placed:
+    """Return the plan of a load ``[E]`` with the published settings, in one domain."""
+    slot_expert, slot_quota, home_quota = plan_published(
+        load, slots_per_rank=slots, home=home, domain=np.zeros(num_ranks, np.int32)
+    )
+    tokens = at_home(home_quota.astype(np.int64), home, num_ranks)
+    rank, slot = np.nonzero(slot_expert >= 0)
+    np.add.at(tokens, (rank, slot_expert[rank, slot]), slot_quota[rank, slot])
+    return Placed(tokens)
 
 
 def plan_published(
@@ -114,40 +120,3 @@ def _probe(
         if excess > 0:
             return None
     return replicas
-
-
-# ---- EPLB ---------------------------------------------------------------------------------------
-
-Rebalance = Callable[..., Any]
-
-
-def find_eplb() -> Rebalance | None:
-    """Return ``eplb.rebalance_experts``; None if eplb is not installed."""
-    try:
-        found = getattr(importlib.import_module("eplb"), "rebalance_experts", None)
-    except ImportError:
-        return None
-    return found if callable(found) else None
-
-
-def plan_eplb(
-    rebalance: Rebalance, loads: NDArray[np.int64], *, num_ranks: int, slots_per_rank: int
-) -> tuple[NDArray[np.float64], int] | None:
-    """Return the imbalance of each load ``[n, E]``, and the number of replicas.
-
-    EPLB fills every slot, moves mains freely, and splits an expert's load evenly over its
-    instances. It gets the exact load, as if it were predicted perfectly. Returns None if E is not a
-    multiple of G, which EPLB requires.
-    """
-    num_experts = loads.shape[1]
-    if num_experts % num_ranks:
-        return None
-    num_instances = num_experts + num_ranks * slots_per_rank
-    weight = torch.from_numpy(loads).float()
-    instances, _, counts = rebalance(weight, num_instances, 1, 1, num_ranks)
-    expert, count = np.asarray(instances), np.asarray(counts)
-    quota = np.take_along_axis(loads / np.maximum(count, 1), expert, axis=1)
-    ranks = quota.reshape(len(loads), num_ranks, -1).sum(axis=2)
-    means = np.maximum(loads.sum(axis=1), 1) / num_ranks
-    imbalance: NDArray[np.float64] = np.where(loads.any(axis=1), ranks.max(axis=1) / means, 1.0)
-    return imbalance, num_instances - num_experts
