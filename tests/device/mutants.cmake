@@ -536,8 +536,8 @@ ultraep_add_device_mutant(device_last_fault_of_a_load_stays PROGRAM test_plan
   REPLACE [[)]])
 
 ultraep_add_device_mutant(device_pads_nobody PROGRAM test_plan FILE cuda/device/plan_sort.cuh
-  FIND [[    s.rank_load[r] += i < padding.first ||]]
-  REPLACE [[    s.rank_load[r] += 0 &&]])
+  FIND [[    s.rank_load[r] += i >= first ? 1 : 0;]]
+  REPLACE [[]])
 
 ultraep_add_device_mutant(device_padded_before_seen PROGRAM test_plan
   FILE cuda/device/plan_sort.cuh

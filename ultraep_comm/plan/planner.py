@@ -383,17 +383,12 @@ def _checked(
 
 
 def _pad(rank_load: Int64Array) -> None:
-    """Make the mean a whole number: some ranks count a token more.
+    """Make the mean a whole number: the emptiest ranks count a token more.
 
-    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling. These
-    are the emptiest ranks and, if more are needed than are below the mean, the fullest ones.
+    So a plan that brings all ranks down to this mean leaves each its floor or its ceiling.
     """
-    order = np.argsort(-rank_load, kind="stable")
-    mean = -(-int(rank_load.sum()) // len(order))
-    missing = mean * len(order) - int(rank_load.sum())
-    last = min(missing, int((rank_load < mean).sum()))
-    rank_load[order[len(order) - last :]] += 1
-    rank_load[order[: missing - last]] += 1
+    missing = -int(rank_load.sum()) % len(rank_load)
+    rank_load[np.argsort(-rank_load, kind="stable")[len(rank_load) - missing :]] += 1
 
 
 def _pools(

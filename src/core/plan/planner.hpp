@@ -135,28 +135,19 @@ UEC_HD inline int32_t sort_ranks(const Topology& topology, const PlannerScratch&
   return num_pools;
 }
 
-// How many ranks of a single pool count a token more in an exact plan, so that the mean is a whole
-// number: then a plan that brings all ranks down to it leaves each its floor or its ceiling. These
-// are the last and, if more are needed than are below the mean, the first of the sorted ranks.
-struct Padding {
-  int32_t first, last;
-};
-UEC_HD inline Padding find_padding(int32_t num_ranks, const PlannerScratch& s) {
-  const int64_t total = s.tokens_before[num_ranks], mean = ceil_div(total, num_ranks);
-  const int32_t begin = first_enough(Alone{}, 0, num_ranks,
-                                     [&](int32_t i) { return s.rank_load[s.order[i]] < mean; });
-  const auto missing = static_cast<int32_t>(mean * num_ranks - total);
-  const int32_t last = min32(missing, num_ranks - begin);
-  return {missing - last, last};
+// The first of the sorted ranks of a single pool that count a token more in an exact plan, as all
+// after it do; 0: none do. So the mean is a whole number, and a plan that brings all ranks down to
+// it leaves each its floor or its ceiling.
+UEC_HD inline int32_t first_padded(int32_t num_ranks, const PlannerScratch& s) {
+  const auto total = static_cast<uint64_t>(s.tokens_before[num_ranks]);
+  return static_cast<int32_t>(total % static_cast<uint32_t>(num_ranks));
 }
 
-// Sorts the ranks again if there is a padding.
+// Sorts the ranks again if any are padded.
 UEC_HD inline void pad_ranks(const Topology& topology, const PlannerScratch& s) {
-  const int32_t num_ranks = topology.num_ranks;
-  const Padding padding = find_padding(num_ranks, s);
-  if (padding.last == 0) return;
-  for (int32_t i = 0; i < padding.first; ++i) ++s.rank_load[s.order[i]];
-  for (int32_t i = num_ranks - padding.last; i < num_ranks; ++i) ++s.rank_load[s.order[i]];
+  const int32_t first = first_padded(topology.num_ranks, s);
+  if (first == 0) return;
+  for (int32_t i = first; i < topology.num_ranks; ++i) ++s.rank_load[s.order[i]];
   sort_ranks(topology, s);
 }
 

@@ -33,7 +33,6 @@ class PoolSearch {
         sorted_(sorted),
         goal_(goal),
         p_(p),
-        all_slots_(slots),
         slots_(slots),
         last_cap_(sorted.last_cap) {
     forget();
@@ -49,7 +48,7 @@ class PoolSearch {
     improves_ = true;
     aim_ = Aim::kOpening;
     high_ = wanted();
-    use_few_slots();
+    if (goal_.is_exact) stage_ = Stage::kOneImport;
     cap_ = least_cap(high_);
   }
   // The fewest replicas for this threshold and cap.
@@ -80,11 +79,10 @@ class PoolSearch {
   // plan so far, or -1 if the previous best still is.
   UEC_HD int32_t take(const int32_t* counts) {
     switch (aim_) {
-      case Aim::kOpening:
-        return take_opening(counts);
       case Aim::kThreshold:
         take_threshold(counts);
         return -1;
+      case Aim::kOpening:
       case Aim::kCap:
         return take_cap(counts);
       default:
@@ -113,13 +111,15 @@ class PoolSearch {
 
  private:
   enum class Aim : int32_t { kOpening, kThreshold, kCap, kImprovement, kDone };
-  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect };  // of kThreshold
+  // Of kThreshold; the last one of the others, for exact plans.
+  enum class Stage : int32_t { kWanted, kMean, kGallop, kBisect, kOneImport };
 
   static constexpr int32_t kAnyNumber = 0x7FFFFFFF;
 
   UEC_HD int64_t wanted() const { return goal_.threshold; }
   UEC_HD Question make(int64_t threshold, int32_t cap, int32_t variant, int32_t most) const {
-    return {threshold, cap < slots_ ? cap : slots_, cap, variant, most};
+    const int32_t imports = min32(cap, stage_ == Stage::kOneImport ? 1 : slots_);
+    return {threshold, imports, cap, variant, most};
   }
   // Field by field: a device would load a constant struct from memory.
   UEC_HD void forget() {
@@ -132,19 +132,6 @@ class PoolSearch {
     first_ = 0;
   }
 
-  // ---- what suffices for nearly every load: the fewest replicas that the first style needs for
-  // `wanted`, at the least cap. Where that fails the search starts over.
-
-  UEC_HD int32_t take_opening(const int32_t* counts) {
-    const int32_t best = take_style(counts, kNumOrders);
-    if (first_ < kNumOrders) return best;
-    if (found_.variant >= 0)
-      begin_improvement();
-    else
-      begin_thresholds();
-    return best;
-  }
-
   // ---- the lowest threshold that some probe reaches, to one part in 4,096. Gallops away from the
   // low end, where the answer nearly always is, then bisects. (More room does not always help a
   // greedy algorithm: the nearest success is a better guide than the middle, and the mean may be
@@ -153,7 +140,6 @@ class PoolSearch {
   UEC_HD int64_t unit() const { return max64(wanted() / 4096, 1); }
   UEC_HD void begin_thresholds() {
     aim_ = Aim::kThreshold;
-    slots_ = all_slots_;
     stage_ = Stage::kWanted;
     step_ = unit();
     high_ = wanted();
@@ -204,16 +190,25 @@ class PoolSearch {
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
     forget();
-    use_few_slots();
+    if (goal_.is_exact) stage_ = Stage::kOneImport;
     ask(high_, cap);
   }
+  // The first style at the least cap, for `wanted`, suffices for nearly every load: the opening.
+  // Where it fails the search starts over.
   UEC_HD int32_t take_cap(const int32_t* counts) {
-    const int32_t best = take_style(counts, kNumVariants);
-    const bool was_last = first_ == kNumVariants;
-    if (found_.variant >= 0 && (first_ % kNumOrders == 0 || was_last)) {
+    const int32_t end = aim_ == Aim::kOpening ? kNumOrders : kNumVariants;
+    int32_t best = -1, v = first_;
+    for (; v < first_ + crew_.size() && v < end; ++v) {
+      if (v % kNumOrders == 0 && found_.variant >= 0) break;
+      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
+    }
+    first_ = v;
+    if (found_.variant >= 0 && (v % kNumOrders == 0 || v == end)) {
       begin_improvement();
-    } else if (was_last && !use_all_slots()) {
-      const int32_t next = next_cap(cap_, all_slots_);
+    } else if (v == end && aim_ == Aim::kOpening) {
+      begin_thresholds();
+    } else if (v == end && !allow_imports()) {
+      const int32_t next = next_cap(cap_, slots_);
       if (improves_ && next < 2 * last_cap_)
         begin_cap(next);
       else
@@ -221,23 +216,12 @@ class PoolSearch {
     }
     return best;
   }
-  UEC_HD void use_few_slots() { slots_ = goal_.is_exact ? 1 : all_slots_; }
-  // Asks the same again, unless they were used already, or the cap allows no more.
-  UEC_HD bool use_all_slots() {
-    if (slots_ == all_slots_ || cap_ == 1) return false;
-    slots_ = all_slots_;
+  // Asks the same again with more imports, unless that was asked already.
+  UEC_HD bool allow_imports() {
+    if (stage_ != Stage::kOneImport || slots_ == 1) return false;
+    stage_ = Stage::kWanted;
     first_ = 0;
     return true;
-  }
-  // Takes answers up to the variant `end`, or the end of a style that has found a plan.
-  UEC_HD int32_t take_style(const int32_t* counts, int32_t end) {
-    int32_t best = -1, v = first_;
-    for (; v < first_ + crew_.size() && v < end; ++v) {
-      if (v % kNumOrders == 0 && found_.variant >= 0) break;
-      if (prefer_fewer(counts[v - first_], v)) best = v - first_;
-    }
-    first_ = v;
-    return best;
   }
   // Whether the plan that a variant has found is the best so far.
   UEC_HD bool prefer_fewer(int32_t count, int32_t variant) {
@@ -293,9 +277,7 @@ class PoolSearch {
   const SortedLoad& sorted_;
   const Goal& goal_;
   const int32_t p_;
-  const int32_t all_slots_;
-  int32_t slots_;  // that are used
-  const int32_t last_cap_;
+  const int32_t slots_, last_cap_;
   Aim aim_ = Aim::kDone;
   Stage stage_ = Stage::kWanted;
   bool improves_ = false;

@@ -325,7 +325,7 @@ UEC_HD int32_t first_highest(Team team, int32_t count, const Value& value) {
 // filled, so its tokens are on at most M mains, and the largest ceil(s M / L) have s of them. At
 // most G - 1 ranks have what the emptiest lacks: L is at least the mean + s / (G - 1). And s is at
 // most the mean, so that s / L is at most (G - 1) / G. A padded giver has a token less than L says,
-// but then all ranks below the mean were padded too (find_padding() of planner.hpp), and s is at
+// but then all ranks below the mean were padded too (first_padded() of planner.hpp), and s is at
 // most the mean - 1: (L - 1) is at least s + s / (G - 1).
 template <class Team>
 UEC_HD int32_t level_probe(Team team, const Pool& pool, const Question& ask,

@@ -38,7 +38,7 @@ struct Objective {
   int64_t per_replica = 0;         // below 2^40
 
   // To the token: in a single pool every rank has the mean, rounded down or up, wherever a probe
-  // finds a way; see find_padding() of planner.hpp. Elsewhere the fullest rank may have some tokens
+  // finds a way; see first_padded() of planner.hpp. Elsewhere the fullest rank may have some tokens
   // more than with a target just above 1, because the search goes on with padded ranks.
   UEC_HD bool is_exact() const { return !by_cost && target_ppm == kPpm; }
 
@@ -143,34 +143,37 @@ struct Keeper {
 struct CostSearch {
   const Objective& cost;
   const Goal& goal;
-  int32_t slots, last_cap;
+  const SortedLoad& sorted;
+  int32_t slots;
   int32_t cap = 1, i = 0;
-  int64_t least, best_threshold = 0;
-  int32_t best_cap = 0;  // 0: no replica at all
+  int64_t least;
+  int32_t best_i = 0, best_cap = 0;  // 0: no replica at all
 
-  UEC_HD CostSearch(const Objective& objective, const Goal& aim, int32_t num_slots, int32_t last)
+  UEC_HD CostSearch(const Objective& objective, const Goal& aim, const SortedLoad& load,
+                    int32_t num_slots)
       : cost(objective),
         goal(aim),
+        sorted(load),
         slots(num_slots),
-        last_cap(last),
         least(objective.per_token * aim.fullest) {}
 
-  UEC_HD int64_t threshold() const {
-    return goal.mean + (i == 13 ? 0 : (goal.fullest - goal.mean) >> i);
+  UEC_HD int64_t threshold(int32_t at) const {
+    return goal.mean + (at == 13 ? 0 : (goal.fullest - goal.mean) >> at);
   }
+  UEC_HD int64_t threshold() const { return threshold(i); }
   // Without replicas.
   UEC_HD int64_t fixed() const { return cost.per_token * threshold() + cost.per_transfer * cap; }
   // `sum`: the cost of the current one. Returns whether there is another.
   UEC_HD bool next(int64_t sum) {
     if (sum < least) {
       least = sum;
-      best_threshold = threshold();
+      best_i = i;
       best_cap = cap;
     }
     if (++i < 14) return true;
     i = 0;
     cap = next_cap(cap, slots);
-    return cap < 2 * last_cap;
+    return cap < 2 * sorted.last_cap;
   }
 };
 
@@ -200,7 +203,7 @@ UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& o
                         const Goal& goal, int32_t slots_per_rank, const TeamScratch& scratch,
                         const PlanOut& out) {
   detail::Keeper<Crew> keeper{crew, scratch, slots_per_rank};
-  detail::CostSearch costs(objective, goal, slots_per_rank, sorted.last_cap);
+  detail::CostSearch costs(objective, goal, sorted, slots_per_rank);
   for (bool is_last = !objective.by_cost;;) {
     int64_t sum = costs.fixed();
     for (int32_t p = 0; p < sorted.num_pools && (is_last || sum < costs.least); ++p) {
@@ -208,7 +211,7 @@ UEC_HD void search_plan(Crew& crew, const SortedLoad& sorted, const Objective& o
       if (!objective.by_cost)
         search.begin_by_target();
       else if (is_last)
-        search.begin_by_cost(costs.best_threshold, costs.best_cap);
+        search.begin_by_cost(costs.threshold(costs.best_i), costs.best_cap);
       else if (search.least_cap(costs.threshold()) <= costs.cap)
         search.begin_by_cost(costs.threshold(), costs.cap);
       while (!search.is_done()) {

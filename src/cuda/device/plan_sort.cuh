@@ -135,13 +135,13 @@ UEC_DEVICE void place_ranks(const PlanArgs& args, const PlanBlock& block, bool o
 // As detail::pad_ranks() of planner.hpp, but for the sort. Returns whether one is needed.
 UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
-  const uec::detail::Padding padding = uec::detail::find_padding(args.num_ranks, s);
-  if (padding.last == 0) return false;
+  const int32_t first = uec::detail::first_padded(args.num_ranks, s);
+  if (first == 0) return false;
   ptx::sync_block();  // all have looked
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < args.num_ranks; i += ptx::num_threads()) {
     const int32_t r = s.order[i];
-    s.rank_load[r] += i < padding.first || i >= args.num_ranks - padding.last ? 1 : 0;
+    s.rank_load[r] += i >= first ? 1 : 0;
     block.before[r] = 0;
     block.tokens_before[r] = 0;
   }
