@@ -539,11 +539,6 @@ ultraep_add_device_mutant(device_pads_nobody PROGRAM test_plan FILE cuda/device/
   FIND [[    s.rank_load[r] += i >= first ? 1 : 0;]]
   REPLACE [[]])
 
-ultraep_add_device_mutant(device_padded_before_seen PROGRAM test_plan
-  FILE cuda/device/plan_sort.cuh
-  FIND [[  ptx::sync_block();  // all have looked]]
-  REPLACE [[]])
-
 ultraep_add_device_mutant(device_plan_of_another_warp PROGRAM test_plan
   FILE core/plan/pool_search.hpp
   FIND [[best = v - first_;]]

@@ -137,7 +137,6 @@ UEC_DEVICE bool pad_ranks(const PlanArgs& args, const PlanBlock& block) {
   const PlannerScratch& s = block.planner;
   const int32_t first = uec::detail::first_padded(args.num_ranks, s);
   if (first == 0) return false;
-  ptx::sync_block();  // all have looked
 #pragma unroll 1
   for (int32_t i = ptx::thread_idx(); i < args.num_ranks; i += ptx::num_threads()) {
     const int32_t r = s.order[i];
