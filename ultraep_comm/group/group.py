@@ -223,13 +223,7 @@ class Group:
             InvalidArgumentError: ``pad_to`` is out of range.
             GroupClosedError: the group is closed or failed earlier.
         """
-        session = self.session
-        session.require_open("instance_offsets")
-        session.local.raise_fault()
-        if session.local.holds(plan):
-            check_device_plan(plan, session)
-        else:
-            check_plan_fits(plan, session)
+        self._require_plan(plan, "instance_offsets")
         if plan.slot_quota is None or plan.home_quota is None:
             raise InvalidPlanError(
                 f"rank {self.rank}: the plan has no quotas, so its instances' rows are unknown;"
@@ -239,7 +233,7 @@ class Group:
         rows = as_int(pad_to, "pad_to")
         if not 0 <= rows < 2**31:
             raise InvalidArgumentError(f"pad_to is {rows}; expected 0 to 2**31 - 1")
-        return session.local.instance_offsets(plan.home_quota, plan.slot_quota, rows)
+        return self.session.local.instance_offsets(plan.home_quota, plan.slot_quota, rows)
 
     # ---- saved plans ----------------------------------------------------------------------
 
@@ -266,14 +260,18 @@ class Group:
                 :meth:`reserve_plans`.
             DeviceError: the CUDA driver refused the launch.
         """
+        self._require_plan(plan, "save")
+        return self.session.plans.save(plan, layer, microbatch)
+
+    def _require_plan(self, plan: Plan, operation: str) -> None:
+        """Raise unless the group is open, earlier launches were right, and the plan fits."""
         session = self.session
-        session.require_open("save")
+        session.require_open(operation)
         session.local.raise_fault()
         if session.local.holds(plan):
             check_device_plan(plan, session)
         else:
             check_plan_fits(plan, session)
-        return session.plans.save(plan, layer, microbatch)
 
     def reserve_plans(self, count: int) -> None:
         """Preallocate ``count`` entries for the plans that a capture saves. Local.

@@ -14,6 +14,7 @@ import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.engines.cuda import stages as stages_module
 from ultraep_comm.engines.cuda.device import CudaDevice
+from ultraep_comm.engines.cuda.kernels import stage_shape
 from ultraep_comm.plan.topology import Topology
 
 
@@ -225,7 +226,7 @@ def test_groups_that_are_too_large_plan_on_the_cpu(device: EmulatedDevice) -> No
     with pytest.raises(errors.UnsupportedError, match=r"plan on the CPU: plan_replicas\(load\.cpu"):
         stages.plan(load, 1_010_000, None)
     eight = Topology.make(num_ranks=8, num_experts=16, slots_per_rank=1)
-    device.max_shared_bytes = stages_module._shape_of(
+    device.max_shared_bytes = stage_shape(
         Topology.make(num_ranks=5, num_experts=10, slots_per_rank=1), 0, device
     ).plan_shared_bytes(1)
     with pytest.raises(errors.UnsupportedError, match=r"16 experts and 8 ranks .* for 5 ranks"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from ultraep_comm.engines.cuda.device import Device, Kernels
+    from ultraep_comm.plan.topology import Topology
 
 INFO_SYMBOL = "ultraep_cubin_info"
 INFO_MAGIC = 0x55455032
@@ -262,6 +264,35 @@ class GroupKernels:
             plan_warps=plan_warps,
             reduce=kernels.handle(REDUCE, reduce_bytes(config, device)) if adds else 0,
         )
+
+
+def stage_shape(topology: Topology, rank: int, device: Device) -> _core.CudaStageShape:
+    """Return a rank as the kernels of the local stages see it."""
+    return _core.CudaStageShape(
+        rank=rank,
+        slots_per_rank=topology.slots_per_rank,
+        home=topology.home.tolist(),
+        domain=topology.domain.tolist(),
+        allow_cross_domain=topology.allow_cross_domain,
+        warp_size=device.warp_size,
+    )
+
+
+def most_ranks_planned(topology: Topology, device: Device) -> int:
+    """Return how many ranks, with as many mains and slots each, a smaller group could plan for."""
+
+    def is_too_large(num_ranks: int) -> bool:
+        size = topology.make(
+            num_ranks=num_ranks,
+            num_experts=max(
+                topology.num_experts * num_ranks // topology.num_ranks, topology.slots_per_rank, 1
+            ),
+            slots_per_rank=topology.slots_per_rank,
+        )
+        needed = stage_shape(size, 0, device).plan_shared_bytes(1)
+        return bool(needed > device.max_shared_bytes)
+
+    return bisect_left(range(1, topology.num_ranks), True, key=is_too_large)
 
 
 def choose_plan_warps(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,9 +12,10 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import Device, Kernels
-from ultraep_comm.engines.cuda.kernels import choose_plan_warps
+from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
+from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.cuda.tables import WeightTables
-from ultraep_comm.engines.host import HostStages, find_ends, too_many_rows
+from ultraep_comm.engines.host import HostStages, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -54,7 +54,7 @@ class CudaStages(HostStages):
         super().__init__(topology, rank)
         self._device = device
         self._num_segments = num_segments
-        self._shape = shape = _shape_of(topology, rank, device)
+        self._shape = shape = stage_shape(topology, rank, device)
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
@@ -86,13 +86,7 @@ class CudaStages(HostStages):
         self.home, self.domains = maps[: topology.num_experts], maps[topology.num_experts : end]
         before = end + topology.num_ranks + 1 + int((topology.home < rank).sum())
         self._own_mains = maps[before : before + len(topology.mains(rank))]
-        # Plans beyond a buffer: how many so far, times 2**40, plus the tokens of the last. The
-        # device counts, and copies the word to where the host looks.
-        self._overruns = device.allocate(8).view(torch.int64)
-        self._overruns_copy = device.pinned(8).view(torch.int64)
-        self._overruns_seen = self._overruns_copy.numpy()
-        self._overruns_raised = 0
-        self._has_counted = False
+        self._overruns = Overruns(device, rank)
         self._reserve(MIN_RUNS, "")
 
     @property
@@ -212,12 +206,12 @@ class CudaStages(HostStages):
             return super().plan(load, target_ppm, costs, apart=apart)
         if self.plan_warps == 0:
             needed = self._shape.plan_shared_bytes(1)
+            most = most_ranks_planned(self._topology, self._device)
             raise UnsupportedError(
                 f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
                 f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
-                f" device has {self._device.max_shared_bytes}, enough for"
-                f" {self._most_ranks_planned()} ranks with as many experts and slots each; plan on"
-                " the CPU: plan_replicas(load.cpu(), group=group)"
+                f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
+                " experts and slots each; plan on the CPU: plan_replicas(load.cpu(), group=group)"
             )
         t = self._topology
         given = self._as_counts(load)
@@ -375,11 +369,7 @@ class CudaStages(HostStages):
         ends = find_ends(home_quota, self._own_mains, slot_quota[self._rank])
         if not len(ends):
             return ends.int()
-        self._has_counted = True
-        last = ends[-1:]
-        counted = ((self._overruns >> 40) + 1 << 40) + last
-        self._overruns.copy_(torch.where(last > pad_to, counted, self._overruns))
-        self._overruns_copy.copy_(self._overruns, non_blocking=True)
+        self._overruns.count(ends[-1:], pad_to)
         return ends.clamp(max=pad_to).int()
 
     # ---- saved plans ----------------------------------------------------------------------
@@ -427,7 +417,7 @@ class CudaStages(HostStages):
         """
         found = self._stages.take_faults()
         if found is None:
-            self._raise_overrun()
+            self._overruns.raise_new()
             return
         kinds, expert = _core.LoadFault, found.expert
         texts = {
@@ -457,28 +447,6 @@ class CudaStages(HostStages):
         routing = "routing_map" if found.of_map else "topk_ids"
         raise_fault(found.reroute, routing, self._rank, self._topology.num_experts)
 
-    def _most_ranks_planned(self) -> int:
-        """Return the largest number of ranks, with as many mains and slots each, that fits."""
-        t = self._topology
-
-        def is_too_large(num_ranks: int) -> bool:
-            size = Topology.make(
-                num_ranks=num_ranks,
-                num_experts=max(t.num_experts * num_ranks // t.num_ranks, t.slots_per_rank, 1),
-                slots_per_rank=t.slots_per_rank,
-            )
-            needed = _shape_of(size, 0, self._device).plan_shared_bytes(1)
-            return bool(needed > self._device.max_shared_bytes)
-
-        return bisect_left(range(1, t.num_ranks), True, key=is_too_large)
-
-    def _raise_overrun(self) -> None:
-        word = self._overruns_seen.item(0)
-        if word != self._overruns_raised:
-            self._overruns_raised = word
-            limit = ", more than the pad_to of an earlier instance_offsets: its ends stop there"
-            raise too_many_rows(self._rank, word & (1 << 40) - 1, limit)
-
     def finish(self) -> None:
         """Wait for the launches outside captures."""
         with _typed_errors():
@@ -490,7 +458,7 @@ class CudaStages(HostStages):
         The same for counts of overruns, which are torch's launches.
         """
         self.finish()
-        if self._stages.has_captured or self._has_counted:
+        if self._stages.has_captured or self._overruns.has_counted:
             self._device.settle()
 
     @contextmanager
@@ -598,17 +566,6 @@ def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
     """Return ``[T, E]``: ``grad [T, G * P]`` at each routed entry's column, 0 elsewhere."""
     columns = instances.clamp(min=0).long()
     return grad.gather(1, columns).masked_fill(instances < 0, 0)
-
-
-def _shape_of(topology: Topology, rank: int, device: Device) -> _core.CudaStageShape:
-    return _core.CudaStageShape(
-        rank=rank,
-        slots_per_rank=topology.slots_per_rank,
-        home=topology.home.tolist(),
-        domain=topology.domain.tolist(),
-        allow_cross_domain=topology.allow_cross_domain,
-        warp_size=device.warp_size,
-    )
 
 
 @contextmanager
