@@ -185,7 +185,6 @@ class PoolSearch {
   }
 
   // ---- the fewest replicas: of the first style that finds any, since later ones send more
-  // --------
 
   UEC_HD void begin_cap(int32_t cap) {
     aim_ = Aim::kCap;
