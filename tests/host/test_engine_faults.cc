@@ -292,7 +292,12 @@ void check_timeout() {
   Calls calls(ring(3), {.num_workers = 2, .call_timeout = 0.3});
   calls.ranks.on_each([&](int32_t rank) {
     if (rank == 2) return;
-    if (rank == 0) sleep_ms(50);  // so that rank 1's clock runs out first
+    if (rank == 0) {  // its clock starts well after rank 1's, however late that thread is
+      const std::atomic_ref<uint64_t> record(*reinterpret_cast<uint64_t*>(
+          calls.ranks.base(0) + calls.ranks.layout().symmetric.call(1)));
+      while (record.load() == 0) sleep_ms(1);
+      sleep_ms(200);
+    }
     CHECK(!calls.replicate(rank, plan));
   });
   const Report one = calls.report(1);
