@@ -1,9 +1,11 @@
 #include "core/schedule/schedule.hpp"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <numeric>
+#include <optional>
 
 #include "arrays.hpp"
 #include "bind.hpp"
@@ -50,7 +52,8 @@ using Fields = nb::typed<nb::dict, nb::str, nb::any>;
 
 Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32_t slots_per_rank,
             bool allow_cross_domain, const std::vector<int64_t>& segment_bytes, int64_t tile_bytes,
-            GivenMode mode, bool may_pull, const std::vector<int64_t>& cost) {
+            GivenMode mode, bool may_pull, const std::vector<int64_t>& cost,
+            const std::optional<Ints>& resident) {
   const Topology t{static_cast<int32_t>(domain.size()),
                    static_cast<int32_t>(home.size()),
                    slots_per_rank,
@@ -58,13 +61,21 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
                    domain.data(),
                    allow_cross_domain};
   check_ranges(t, slot_expert, segment_bytes, tile_bytes, cost);
+  if (resident) require_equal("length of resident", resident->size(), slot_expert.size());
 
   const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
-      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1);
+      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1),
+      source_rank(replicas + 1), source_slot(replicas + 1);
   std::vector<int64_t> egress(ranks), extra(2 * replicas + 2);
-  Schedule s{Mode::kDirect, 0,           expert.data(),   first.data(),
-             rank.data(),   slot.data(), boundary.data(), egress.data()};
+  Schedule s{.expert = expert.data(),
+             .first = first.data(),
+             .replica_rank = rank.data(),
+             .replica_slot = slot.data(),
+             .boundary = boundary.data(),
+             .egress = egress.data(),
+             .source_rank = source_rank.data(),
+             .source_slot = source_slot.data()};
   const ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
 
   Ints segment(segment_bytes.size());
@@ -81,8 +92,8 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 
   PlanShape shape;
   const CostModel model{cost[0], cost[1], cost[2], cost[3], cost[4]};
-  make_schedule(Alone{}, t, tiles, slot_expert.data(), number_of(mode), may_pull, model, scratch,
-                &shape, s);
+  make_schedule(Alone{}, t, tiles, slot_expert.data(), resident ? resident->data() : nullptr,
+                number_of(mode), may_pull, model, scratch, &shape, s);
   const int32_t total = s.first[s.num_experts];
   Fields d;
   d["mode"] = s.mode;
@@ -92,6 +103,8 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
   d["replica_slot"] = Ints(slot.begin(), slot.begin() + total);
   d["boundary"] = Ints(boundary.begin(), boundary.begin() + total + 2 * s.num_experts);
   d["egress"] = egress;
+  d["source_rank"] = Ints(source_rank.begin(), source_rank.begin() + s.num_experts);
+  d["source_slot"] = Ints(source_slot.begin(), source_slot.begin() + s.num_experts);
   d["max_exports"] = shape.max_exports;
   d["max_imports"] = shape.max_imports;
   d["chained"] = shape.chained;
@@ -104,7 +117,8 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 void bind_schedule(nb::module_& m) {
   m.def("make_schedule", &make, "slot_expert"_a, "home"_a, "domain"_a, "slots_per_rank"_a,
         "allow_cross_domain"_a, "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a,
-        "cost"_a, "Returns a legal plan's schedule; `cost` is CostModel by field.");
+        "cost"_a, "resident"_a = nb::none(),
+        "Returns a legal plan's schedule; `cost` is CostModel by field.");
 }
 
 }  // namespace uec::python

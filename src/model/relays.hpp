@@ -18,7 +18,7 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
   detail::note_involved(Alone{}, t, s, w);
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int32_t first = s.first[x], end = s.first[x + 1], home = t.home[s.expert[x]];
+    const int32_t first = s.first[x], end = s.first[x + 1], home = s.source_rank[x];
     const auto has_children = [&](int32_t i) {
       for (int32_t j = first; j < end; ++j)
         if (j != i && parent[j] == s.replica_rank[i]) return true;

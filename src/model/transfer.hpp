@@ -19,6 +19,7 @@ namespace uec::model {
 struct Transfer {
   Topology topology;
   const int32_t* slot_expert = nullptr;  // [G][S], legal
+  const int32_t* resident = nullptr;     // [G][S] as in SlotChoice
   std::vector<int64_t> segment_bytes;
   int64_t tile_bytes = 0;
   int32_t mode = -1;  // a Mode, or -1: by cost
@@ -79,11 +80,11 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
   ScheduleArrays::cut(schedule_block.data(), capacity, &work);
   PlanShape shape;
   if (transfer.reduces())
-    make_reduction(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.cost,
+    make_reduction(Alone{}, t, tiles, transfer.slot_expert, nullptr, transfer.mode, transfer.cost,
                    work.scratch, &shape, work.schedule);
   else
-    make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.mode, transfer.may_pull,
-                  transfer.cost, work.scratch, &shape, work.schedule);
+    make_schedule(Alone{}, t, tiles, transfer.slot_expert, transfer.resident, transfer.mode,
+                  transfer.may_pull, transfer.cost, work.scratch, &shape, work.schedule);
 
   const int32_t max_mains = *std::max_element(num_mains.begin(), num_mains.end());
   const SymmetricLayout layout =
@@ -112,9 +113,13 @@ inline Result model_transfer(const Transfer& transfer, const Machine& machine, b
     call.epoch = {1, CallRecord::make(1, 0, RecordKind::kCall)};
     call.layout = layout;
     call.tiles = tiles;
-    call.addresses = {
-        bases.data(), transfer.segment_bytes.data(), slot_offset.data(), mains.data(), num_mains[r],
-        bases.data(), region_offset.data()};
+    call.addresses = {.bases = bases.data(),
+                      .segment_bytes = transfer.segment_bytes.data(),
+                      .slot_offset = slot_offset.data(),
+                      .mains = mains.data(),
+                      .num_mains = num_mains[r],
+                      .regions = bases.data(),
+                      .region_offset = region_offset.data()};
     call.grads = grads;
     call.main_type = transfer.grad_type.data();
     if (transfer.reduces())

@@ -73,8 +73,8 @@ ultraep_add_core_mutant(done_by_each PROGRAM transfer/test_team FILE core/transf
   REPLACE [[    for (int32_t i = 0; i < task.done_count; ++i) {]])
 
 ultraep_add_core_mutant(pulled_by_each PROGRAM transfer/test_team FILE core/transfer/storer.hpp
-  FIND [[    if (task.pulled_home >= 0 && team_.leader())]]
-  REPLACE [[    if (task.pulled_home >= 0)]])
+  FIND [[    if (task.pulled_rank >= 0 && team_.leader())]]
+  REPLACE [[    if (task.pulled_rank >= 0)]])
 
 ultraep_add_core_mutant(open_by_each PROGRAM transfer/test_team FILE core/transfer/announce.hpp
   FIND [[  for (int32_t r = team.index(); r < call.num_ranks; r += team.size())
@@ -534,7 +534,7 @@ ultraep_add_core_mutant(consumed_by_each PROGRAM transfer/test_reducer
 
 ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
   FILE core/transfer/reducer.hpp
-  FIND [=[           at.slot * g.bytes[span.segment] + span.offset;]=]
+  FIND [=[           int64_t{call_.addresses.first_slot + at.slot} * g.bytes[span.segment] + span.offset;]=]
   REPLACE [=[           static_cast<uint32_t>(at.slot * g.bytes[span.segment] + span.offset);]=])
 
 ultraep_add_mutants(core _ultraep_core_program)

@@ -10,7 +10,8 @@
 #include "support/prepared_call.hpp"
 
 struct ReduceCase {
-  PlanCase plan;
+  PlanCase plan;                                 // of slots with tokens
+  std::vector<int32_t> slot_expert, slot_quota;  // [G][S] of all slots; empty: the plan's
   std::vector<int32_t> main_idx;
   std::vector<int64_t> grad_bytes, grad_offset;
   std::vector<uec::GradType> grad_type, main_type;
@@ -34,6 +35,12 @@ struct ReduceCase {
                              static_cast<int32_t>(uec::Mode::kDirect)};
     mode = modes[draw(random, 0, 2)];
     zero = draw(random, 0, 1) == 1;
+    if (draw(random, 0, 1) == 1) return;
+    slot_expert = plan.slot_expert;
+    for (int32_t& expert : plan.slot_expert) {
+      slot_quota.push_back(draw(random, 0, 3) * 100);
+      if (slot_quota.back() == 0) expert = -1;
+    }
   }
 
   // `bytes` in a slot.
@@ -65,7 +72,9 @@ struct ReduceCase {
     };
   }
   uec::ReduceArgs args() const {
-    return {.slot_expert = plan.slot_expert.data(),
+    const bool all = slot_quota.empty();
+    return {.slot_expert = all ? plan.slot_expert.data() : slot_expert.data(),
+            .slot_quota = all ? nullptr : slot_quota.data(),
             .plan_digest = 7,
             .mains = nullptr,
             .main_type = main_type.data(),

@@ -148,8 +148,8 @@ void check_progress(const std::vector<WorklistArrays>& ranks, const uec::TileMap
         for (int32_t d = task.done_first; d < task.done_first + task.done_count; ++d)
           published.insert(
               {uec::Expected::kDone, w.destinations[d].rank, w.destinations[d].slot, r});
-        if (task.pulled_home >= 0)
-          published.insert({uec::Expected::kPulled, task.pulled_home, task.pulled_main, r});
+        if (task.pulled_rank >= 0)
+          published.insert({uec::Expected::kPulled, task.pulled_rank, task.pulled_idx, r});
       }
     }
   }
@@ -179,8 +179,8 @@ Mode choose_mode(const PlanCase& c, const uec::TileMap& tiles, bool may_pull,
   ScheduleArrays a(c, tiles, Mode::kDirect);
   const uec::ScheduleScratch scratch{a.count.data(), a.exports.data(), a.order.data(),
                                      a.extra.data()};
-  uec::make_schedule(uec::Alone{}, c.topology(), tiles, c.slot_expert.data(), -1, may_pull, cost,
-                     scratch, &a.shape, a.schedule);
+  uec::make_schedule(uec::Alone{}, c.topology(), tiles, c.slot_expert.data(), c.residents(), -1,
+                     may_pull, cost, scratch, &a.shape, a.schedule);
   const Mode mode = a.schedule.mode;
   CHECK(mode == Mode::kDirect || mode == (may_pull ? Mode::kPull : Mode::kPush));
   const ScheduleArrays named(c, tiles, mode);

@@ -141,8 +141,8 @@ mutant(openings_not_looked_for core/transfer/stripe.hpp
   FIND [[      scratch_.open[r] = !call.work.needs[r];]]
   REPLACE [[      scratch_.open[r] = 1;]])
 
-mutant(home_not_needed core/schedule/worklist.hpp
-  FIND [[        team.set(&w.needs[home]);]]
+mutant(source_not_needed core/schedule/worklist.hpp
+  FIND [[        team.set(&w.needs[from]);]]
   REPLACE [[]])
 
 mutant(destination_not_needed core/schedule/worklist.hpp
@@ -150,7 +150,7 @@ mutant(destination_not_needed core/schedule/worklist.hpp
   REPLACE [[]])
 
 mutant(home_not_open core/transfer/fetcher.hpp
-  FIND [[    if (piece.source == Source::kRemoteMain && !open[piece.source_rank]) return piece.source_rank;]]
+  FIND [[    if (is_remote(piece.source) && !open[piece.source_rank]) return piece.source_rank;]]
   REPLACE [[]])
 
 mutant(destination_not_open core/transfer/fetcher.hpp

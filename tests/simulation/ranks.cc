@@ -310,13 +310,13 @@ void Simulation::enter(int32_t rank) {
   call.epoch = {case_.first_epoch + r.call, made.record};
   call.layout = world_->shape.layout;
   call.tiles = made.tiles;
-  call.addresses = {bases_.data(),
-                    world_->shape.segment_bytes.data(),
-                    world_->shape.slot_offset.data(),
-                    made.spec.reduce ? main_grads_[rank].data() : mains_[rank].data(),
-                    num_mains_[rank],
-                    made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
-                    world_->shape.region_offset.data()};
+  call.addresses = {.bases = bases_.data(),
+                    .segment_bytes = world_->shape.segment_bytes.data(),
+                    .slot_offset = world_->shape.slot_offset.data(),
+                    .mains = made.spec.reduce ? main_grads_[rank].data() : mains_[rank].data(),
+                    .num_mains = num_mains_[rank],
+                    .regions = made.spec.mode == uec::Mode::kPull ? regions_.data() : nullptr,
+                    .region_offset = world_->shape.region_offset.data()};
   call.work = made.work;
   if (made.spec.reduce) {
     call.grads = made.reduction->call.grads;

@@ -33,6 +33,7 @@ struct PlanCase {
   int32_t num_ranks = 0, num_experts = 0, slots_per_rank = 0;
   bool allow_cross_domain = false;
   std::vector<int32_t> home{}, domain{}, slot_expert{};
+  std::vector<int32_t> resident{};  // [G][S]; empty: none
 
   uec::Topology topology() const {
     return {num_ranks, num_experts, slots_per_rank, home.data(), domain.data(), allow_cross_domain};
@@ -50,9 +51,18 @@ struct PlanCase {
     return idx;
   }
 
+  const int32_t* residents() const { return resident.empty() ? nullptr : resident.data(); }
+
+  // Whether the slot is to be filled.
+  bool moves(size_t at) const {
+    return slot_expert[at] >= 0 && (resident.empty() || resident[at] != slot_expert[at]);
+  }
+
+  // That are to be filled.
   int32_t num_replicas() const {
-    return static_cast<int32_t>(slot_expert.size() -
-                                std::count(slot_expert.begin(), slot_expert.end(), -1));
+    int32_t count = 0;
+    for (size_t at = 0; at < slot_expert.size(); ++at) count += moves(at);
+    return count;
   }
 
   // Puts `expert` into the first free slot of `rank`; false where that is not legal.
@@ -114,6 +124,18 @@ inline PlanCase draw_case(Random& random, int32_t max_ranks) {
   return c;
 }
 
+// What slots hold before a call with the case's plan: now and then what the plan has there, or what
+// it replaces.
+inline void draw_residents(PlanCase& c, Random& random) {
+  c.resident.assign(c.slot_expert.size(), -1);
+  const int32_t kept = draw(random, 0, 10);  // tenths
+  for (size_t at = 0; at < c.slot_expert.size(); ++at) {
+    if (draw(random, 1, 10) <= kept) c.resident[at] = c.slot_expert[at];
+    const int32_t other = draw(random, -1, c.num_experts - 1);
+    if (draw(random, 1, 10) <= 3) c.resident[at] = other;
+  }
+}
+
 // The tiles of some segments.
 class Tiles {
  public:
@@ -157,16 +179,20 @@ struct ScheduleArrays {
         exports(c.num_ranks),
         order(max_experts),
         egress(c.num_ranks),
-        extra(num_replicas + max_experts) {
+        extra(num_replicas + max_experts),
+        source_rank(max_experts),
+        source_slot(max_experts) {
     schedule.expert = expert.data();
     schedule.first = first.data();
     schedule.replica_rank = replica_rank.data();
     schedule.replica_slot = replica_slot.data();
     schedule.boundary = boundary.data();
     schedule.egress = egress.data();
+    schedule.source_rank = source_rank.data();
+    schedule.source_slot = source_slot.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    shape =
-        uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(), scratch, schedule);
+    shape = uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(),
+                                  {.resident = c.residents()}, scratch, schedule);
     uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }
@@ -176,6 +202,7 @@ struct ScheduleArrays {
   int32_t num_replicas, max_experts;
   std::vector<int32_t> expert, first, replica_rank, replica_slot, boundary, count, exports, order;
   std::vector<int64_t> egress, extra;
+  std::vector<int32_t> source_rank, source_slot;
   uec::Schedule schedule;
   uec::PlanShape shape;
 };

@@ -35,6 +35,12 @@ struct PrepareCase {
     for (size_t i = 0; i < plan.slot_expert.size(); ++i)
       slot_quota.push_back(draw(random, 0, 1000));
     for (int32_t e = 0; e < plan.num_experts; ++e) home_quota.push_back(draw(random, 0, 1000));
+    if (draw(random, 0, 1) == 1) draw_residents(plan, random);
+  }
+
+  uec::Bank bank() const {
+    if (plan.resident.empty()) return {};
+    return {.index = 2, .version = 5, .resident = plan.residents()};
   }
 
   uec::GroupTables tables() const {
@@ -80,6 +86,8 @@ inline uint64_t sight_of(const uec::Schedule& s, const uec::PlanShape& shape, in
     sight = uec::mix(sight, s.boundary[i]);
   for (int32_t i = 0; i < num_replicas; ++i) sight = uec::mix(sight, s.replica_rank[i]);
   for (int32_t r = 0; r < num_ranks; ++r) sight = uec::mix(sight, s.egress[r]);
+  for (int32_t x = 0; x < s.num_experts; ++x)
+    sight = uec::mix(uec::mix(sight, s.source_rank[x]), s.source_slot[x]);
   return sight;
 }
 
@@ -106,14 +114,16 @@ PrepareAnswer prepare_call(Team team, const PrepareCase& c, Given& given) {
                                 .segments = c.segments.data(),
                                 .num_segments = static_cast<int32_t>(c.segments.size()),
                                 .mode = c.mode,
-                                .region = c.region};
+                                .region = c.region,
+                                .bank = c.bank()};
   answer.digest = uec::prepare_replicate(team, tables, args, given.arrays, given.schedule,
                                          &given.shape, &given.call);
   // The two parts again: what they have written may be read once they return.
   uec::Schedule& s = given.schedule.schedule;
   team.sync();
-  uec::make_schedule(team, tables.topology, given.call.tiles, args.slot_expert, args.mode,
-                     args.region >= 0, tables.cost, given.schedule.scratch, &given.shape, s);
+  uec::make_schedule(team, tables.topology, given.call.tiles, args.slot_expert, args.bank.resident,
+                     args.mode, args.region >= 0, tables.cost, given.schedule.scratch, &given.shape,
+                     s);
   answer.schedule = sight_of(s, given.shape, c.plan.num_ranks);
   team.sync();
   uec::build_worklist(team, tables.topology, s, tables.main_idx, tables.rank, given.call.work);
@@ -140,7 +150,7 @@ inline void check_equal(const PrepareCase& c, const Given& a, const Given& b) {
 // What a test has covered, to be sure that it has covered enough.
 struct PrepareSeen {
   int faults[5] = {}, modes[uec::kNumModes] = {};
-  int chosen = 0, chained = 0, wide = 0, empty = 0;
+  int chosen = 0, chained = 0, wide = 0, empty = 0, held = 0;
 
   void add(const PrepareCase& c, const PrepareAnswer& answer, const Given& given) {
     ++faults[static_cast<int>(answer.check.fault)];
@@ -150,11 +160,13 @@ struct PrepareSeen {
     chained += given.shape.chained;
     wide += given.shape.max_fanout >= 8;
     empty += given.shape.num_replicas == 0;
+    const uec::Schedule& s = given.schedule.schedule;
+    for (int32_t x = 0; x < s.num_experts; ++x) held += s.source_slot[x] != uec::kMainSlot;
   }
   void require() const {
     for (const int count : faults) CHECK(count > 0);
     for (const int count : modes) CHECK(count > 0);
-    CHECK(chosen > 0 && chained > 0 && wide > 0 && empty > 0);
+    CHECK(chosen > 0 && chained > 0 && wide > 0 && empty > 0 && held > 0);
   }
 };
 

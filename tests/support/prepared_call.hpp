@@ -117,6 +117,8 @@ inline void check_equal(const uec::Schedule& a, const uec::Schedule& b, int32_t 
   check_equal(a.replica_slot, b.replica_slot, replicas);
   check_equal(a.boundary, b.boundary, replicas + 2 * experts);
   check_equal(a.egress, b.egress, num_ranks);
+  check_equal(a.source_rank, b.source_rank, experts);
+  check_equal(a.source_slot, b.source_slot, experts);
 }
 
 inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t num_ranks) {
@@ -129,8 +131,8 @@ inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t 
     CHECK_EQ(a.tasks[i].num_groups, b.tasks[i].num_groups);
     CHECK_EQ(a.tasks[i].done_first, b.tasks[i].done_first);
     CHECK_EQ(a.tasks[i].done_count, b.tasks[i].done_count);
-    CHECK_EQ(a.tasks[i].pulled_home, b.tasks[i].pulled_home);
-    CHECK_EQ(a.tasks[i].pulled_main, b.tasks[i].pulled_main);
+    CHECK_EQ(a.tasks[i].pulled_rank, b.tasks[i].pulled_rank);
+    CHECK_EQ(a.tasks[i].pulled_idx, b.tasks[i].pulled_idx);
   }
   for (int32_t i = 0; i < a.num_pieces; ++i) {
     CHECK_EQ(a.pieces[i].task, b.pieces[i].task);

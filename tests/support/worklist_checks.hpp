@@ -28,6 +28,7 @@ struct Sums {
   std::set<Flag> published, expected;
   std::set<std::pair<int32_t, int32_t>> touches;  // (owner of memory, who writes or reads it)
   std::vector<bool> involved;
+  std::map<int32_t, Slot> sources;  // of experts
 };
 
 inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Worklist& w,
@@ -45,22 +46,26 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     CHECK(piece.begin < piece.end && piece.dst_count > 0);
     CHECK(piece.dst_first >= 0 && piece.dst_first + piece.dst_count <= w.num_destinations);
     groups[piece.task] += piece.end - piece.begin;
-    const int32_t home = c.home[task.expert];
-    CHECK_EQ(piece.source_rank, home);
-    if (piece.source == Source::kMain) CHECK_EQ(rank, home);
+    const auto [source, held] = sums.sources.at(task.expert);
+    CHECK_EQ(piece.source_rank, source);
+    if (!uec::is_remote(piece.source) && piece.source != Source::kSlot) CHECK_EQ(rank, source);
     if (piece.source == Source::kSlot) {
       CHECK(mode == Mode::kPush);
       CHECK_EQ(slot_expert(rank, piece.source_idx), task.expert);
       auto& awaited = sums.awaited[{rank, piece.source_idx}];
       for (int32_t g = piece.begin; g < piece.end; ++g) ++awaited[g];
-    } else {
+    } else if (held == uec::kMainSlot) {
+      CHECK(piece.source == Source::kMain || piece.source == Source::kRemoteMain);
       CHECK_EQ(piece.source_idx, main_idx[task.expert]);
+    } else {
+      CHECK(piece.source == Source::kResident || piece.source == Source::kRemoteResident);
+      CHECK_EQ(piece.source_idx, held);
     }
-    if (piece.source == Source::kRemoteMain) {
-      CHECK(mode == Mode::kPull && rank != home);
-      sums.touches.insert({home, rank});
+    if (uec::is_remote(piece.source)) {
+      CHECK(mode == Mode::kPull && rank != source);
+      sums.touches.insert({source, rank});
     }
-    if (piece.sets_ready) CHECK(mode == Mode::kPush && piece.dst_count == 1 && rank == home);
+    if (piece.sets_ready) CHECK(mode == Mode::kPush && piece.dst_count == 1 && rank == source);
     for (int32_t i = 0; i < piece.dst_count; ++i) {
       const auto [to, slot] = w.destinations[piece.dst_first + i];
       CHECK_EQ(slot_expert(to, slot), task.expert);
@@ -82,16 +87,17 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
       CHECK(sums.published.insert({Expected::kDone, done[d].rank, done[d].slot, rank}).second);
     }
     CHECK(written[i].empty());
-    if (task.pulled_home < 0) continue;
-    CHECK_EQ(task.pulled_home, c.home[task.expert]);
-    CHECK(sums.published.insert({Expected::kPulled, task.pulled_home, task.pulled_main, rank})
-              .second);
+    if (task.pulled_rank < 0) continue;
+    CHECK_EQ(task.pulled_rank, sums.sources.at(task.expert).first);
+    CHECK(
+        sums.published.insert({Expected::kPulled, task.pulled_rank, task.pulled_idx, rank}).second);
   }
   for (int32_t i = 0; i < w.num_expected; ++i) {
     const Expected& e = w.expected[i];
     CHECK(sums.expected.insert({e.kind, rank, e.idx, e.peer}).second);
     if (e.kind == Expected::kDone) CHECK_EQ(slot_expert(rank, e.idx), e.expert);
-    if (e.kind == Expected::kPulled) CHECK_EQ(main_idx[e.expert], e.idx);
+    if (e.kind == Expected::kPulled)
+      CHECK_EQ(uec::source_idx(sums.sources.at(e.expert).second, main_idx[e.expert]), e.idx);
   }
   for (int32_t r = 0; r < c.num_ranks; ++r) CHECK_EQ(w.involved[r], sums.involved[r]);
 }
@@ -102,7 +108,8 @@ inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::S
   Sums sums;
   sums.involved.assign(c.num_ranks, false);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    sums.involved[c.home[s.expert[x]]] = true;
+    sums.sources[s.expert[x]] = {s.source_rank[x], s.source_slot[x]};
+    sums.involved[s.source_rank[x]] = true;
     const int64_t groups = tiles.num_groups();
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       const Slot slot{s.replica_rank[i], s.replica_slot[i]};

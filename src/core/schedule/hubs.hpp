@@ -11,9 +11,9 @@ namespace uec {
 
 namespace detail {
 
-// Hub i of expert x: the home, then the replicas.
-UEC_HD inline int32_t hub_rank(const Topology& t, const Schedule& s, int32_t x, int32_t hub) {
-  return hub == 0 ? t.home[s.expert[x]] : s.replica_rank[s.first[x] + hub - 1];
+// Hub i of expert x: the source, then the replicas.
+UEC_HD inline int32_t hub_rank(const Schedule& s, int32_t x, int32_t hub) {
+  return hub == 0 ? s.source_rank[x] : s.replica_rank[s.first[x] + hub - 1];
 }
 
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
@@ -70,10 +70,9 @@ struct Filling {
 };
 
 template <class Team>
-UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32_t x,
-                          int64_t* extra) {
+UEC_HD Filling filling_of(Team team, const Schedule& s, int32_t x, int64_t* extra) {
   const int32_t n = s.num_replicas(x);
-  const int32_t rank = team.index() <= n ? hub_rank(t, s, x, team.index()) : -1;
+  const int32_t rank = team.index() <= n ? hub_rank(s, x, team.index()) : -1;
   return {n, rank, x, extra + s.first[x] + x};
 }
 
@@ -86,8 +85,7 @@ UEC_HD Filling filling_of(Team team, const Topology& t, const Schedule& s, int32
 //
 // `Units` holds the egress of all ranks together.
 template <class Units, class Team>
-UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bool first_time,
-                        const Schedule& s) {
+UEC_HD void fill_expert(Team team, const Filling& filling, bool first_time, const Schedule& s) {
   constexpr Units kNoHub = ~Units{0};  // above all levels
   const int32_t n = filling.num_replicas;
   const Units total = static_cast<Units>(n - 1) * static_cast<Units>(kEgressUnit);
@@ -105,7 +103,7 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
   const Units first = filling.rank < 0 ? kNoHub : enter(filling.rank, team.index());
   UEC_ROLLED
   for (int32_t hub = team.index() + team.size(); hub <= n; hub += team.size())
-    egress[hub] = enter(hub_rank(t, s, filling.x, hub), hub);
+    egress[hub] = enter(hub_rank(s, filling.x, hub), hub);
 
   Units level;
   uint64_t filled;
@@ -138,7 +136,7 @@ UEC_HD void fill_expert(Team team, const Topology& t, const Filling& filling, bo
     left -= counted.all;
     if (hub > n) continue;
     extra[hub] = (fits ? static_cast<int64_t>(level - others) : 0) + unit;
-    const int32_t rank = begin == 0 ? filling.rank : hub_rank(t, s, filling.x, hub);
+    const int32_t rank = begin == 0 ? filling.rank : hub_rank(s, filling.x, hub);
     s.egress[rank] = static_cast<int64_t>(others) + extra[hub];
   }
   team.sync();  // the next expert may have the same hubs
@@ -172,11 +170,11 @@ UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_sh
     int32_t level = 0;
     UEC_ROLLED
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
-      level = max32(level, last[hub_rank(t, s, x, hub)]);
+      level = max32(level, last[hub_rank(s, x, hub)]);
     level = 1 + static_cast<int32_t>(highest(team, static_cast<uint32_t>(level)));
     UEC_ROLLED
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
-      last[hub_rank(t, s, x, hub)] = level;
+      last[hub_rank(s, x, hub)] = level;
     if (team.leader()) scratch.count[x] = level;
     num_levels = max32(num_levels, level);
     team.sync();  // the next expert may have the same ranks
@@ -186,10 +184,10 @@ UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_sh
 
 // The ranks of a narrow expert's hubs, looked up side by side; the last one's stands for those that
 // it does not have.
-UEC_HD inline void find_ranks(const Topology& t, const Schedule& s, int32_t x, int32_t n,
+UEC_HD inline void find_ranks(const Schedule& s, int32_t x, int32_t n,
                               int32_t (&rank)[kNarrowHubs]) {
   const int32_t* const replica = s.replica_rank + s.first[x] - 1;
-  rank[0] = t.home[s.expert[x]];
+  rank[0] = s.source_rank[x];
   UEC_UNROLLED
   for (int32_t hub = 1; hub < kNarrowHubs; ++hub) rank[hub] = replica[min32(hub, n)];
 }
@@ -218,7 +216,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     if (n > 0) scratch.count[x] = n > 1 && !is_wide(n);
     if (n <= 1 || is_wide(n)) continue;
     int32_t rank[kNarrowHubs], before[kNarrowHubs];
-    find_ranks(t, s, x, n, rank);
+    find_ranks(s, x, n, rank);
     UEC_UNROLLED
     for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
       before[hub] = hub <= n ? team.add(&met[rank[hub]], 1) : 0;
@@ -232,7 +230,7 @@ UEC_STEP bool find_meeting(Team team, const Topology& topology, int32_t* met,
     const int32_t x = scratch.order[i], n = s.num_replicas(x);
     UEC_ROLLED
     for (int32_t hub = team.index(); hub <= n; hub += team.size())
-      meets |= team.add(&met[hub_rank(t, s, x, hub)], 1) > 0;
+      meets |= team.add(&met[hub_rank(s, x, hub)], 1) > 0;
   }
   return team.count(meets).all > 0;
 }
@@ -259,15 +257,14 @@ UEC_HD int32_t order_experts(Team team, const Topology& t, const PlanShape& shap
 }
 
 // As fill_expert(), by one member, which keeps what it knows of the hubs in registers.
-UEC_HD inline void fill_narrow(const Topology& t, int32_t x, bool first_time, int64_t* extra,
-                               const Schedule& s) {
+UEC_HD inline void fill_narrow(int32_t x, bool first_time, int64_t* extra, const Schedule& s) {
   constexpr uint32_t kNoHub = ~0u;
   const int32_t n = s.num_replicas(x);
   const uint32_t total = static_cast<uint32_t>(n - 1) * static_cast<uint32_t>(kEgressUnit);
   int32_t rank[kNarrowHubs];
   int64_t* const egress = s.egress;
   uint32_t others[kNarrowHubs], below = 0, level;
-  find_ranks(t, s, x, n, rank);
+  find_ranks(s, x, n, rank);
   UEC_UNROLLED
   for (int32_t hub = 0; hub < kNarrowHubs; ++hub)
     others[hub] = static_cast<uint32_t>(egress[rank[hub]]);
@@ -306,39 +303,37 @@ UEC_HD inline void fill_narrow(const Topology& t, int32_t x, bool first_time, in
 }
 
 template <class Team>
-UEC_STEP void fill_level(Team team, const Topology& t, int32_t level, bool first_time,
-                         const ScheduleScratch& scratch, const Schedule& s) {
+UEC_STEP void fill_level(Team team, int32_t level, bool first_time, const ScheduleScratch& scratch,
+                         const Schedule& s) {
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
     if (scratch.count[x] == level && !is_wide(s.num_replicas(x)))
-      fill_narrow(t, x, first_time, scratch.extra + s.first[x] + x, s);
+      fill_narrow(x, first_time, scratch.extra + s.first[x] + x, s);
   team.sync();  // the next level may have the same hubs
 }
 
 // In line, it would keep a host's compiler from putting what every schedule takes in line.
 template <class Units, class Team>
-[[gnu::noinline]] UEC_STEP void fill_wide(Team team, const Topology& topology, int32_t num_wide,
-                                          bool first_time, const ScheduleScratch& arrays,
-                                          const Schedule& schedule) {
-  const Topology t = topology;
+[[gnu::noinline]] UEC_STEP void fill_wide(Team team, int32_t num_wide, bool first_time,
+                                          const ScheduleScratch& arrays, const Schedule& schedule) {
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
   UEC_ROLLED
   for (int32_t i = 0; i < num_wide; ++i) {
-    const Filling filling = filling_of(team, t, s, scratch.order[i], scratch.extra);
-    fill_expert<Units>(team, t, filling, first_time, s);
+    const Filling filling = filling_of(team, s, scratch.order[i], scratch.extra);
+    fill_expert<Units>(team, filling, first_time, s);
   }
 }
 
 template <class Units, class Team>
-UEC_HD void fill_experts(Team team, const Topology& t, int32_t passes, int32_t num_wide,
-                         int32_t num_levels, const ScheduleScratch& scratch, const Schedule& s) {
+UEC_HD void fill_experts(Team team, int32_t passes, int32_t num_wide, int32_t num_levels,
+                         const ScheduleScratch& scratch, const Schedule& s) {
   UEC_ROLLED
   for (int32_t pass = 0; pass < passes; ++pass) {
-    if (num_wide > 0) fill_wide<Units>(team, t, num_wide, pass == 0, scratch, s);
+    if (num_wide > 0) fill_wide<Units>(team, num_wide, pass == 0, scratch, s);
     UEC_ROLLED
     for (int32_t level = 1; team.size() > 1 && level <= num_levels; ++level)
-      fill_level(team, t, level, pass == 0, scratch, s);
+      fill_level(team, level, pass == 0, scratch, s);
   }
 }
 
@@ -413,7 +408,7 @@ UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Sched
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
     for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = num_groups;
-    team.add(&s.egress[t.home[s.expert[x]]], n * kEgressUnit);
+    team.add(&s.egress[s.source_rank[x]], n * kEgressUnit);
   }
   team.sync();
 }
@@ -439,9 +434,9 @@ UEC_STEP void assign_hubs(Team team, const Topology& t, int32_t num_groups, cons
   int32_t passes = shape.chained ? 4 : 2;
   if (num_levels == 1) passes = 1;
   if (shape.num_replicas < detail::kNearReplicas)
-    detail::fill_experts<uint32_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
+    detail::fill_experts<uint32_t>(team, passes, num_wide, num_levels, scratch, schedule);
   else
-    detail::fill_experts<uint64_t>(team, t, passes, num_wide, num_levels, scratch, schedule);
+    detail::fill_experts<uint64_t>(team, passes, num_wide, num_levels, scratch, schedule);
   detail::set_boundaries(team, num_groups, num_wide, scratch, schedule);
 }
 

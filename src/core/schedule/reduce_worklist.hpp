@@ -17,7 +17,6 @@ inline constexpr int32_t kMostUnits = 2;  // flag groups in one of a hub: more d
 template <class Team>
 struct ReductionBuilder {
   Team team;
-  const Topology& t;
   const TileMap& tiles;
   const Schedule& s;
   int32_t rank;
@@ -107,7 +106,7 @@ struct ReductionBuilder {
   // The replica at index `self` is this rank's.
   UEC_STEP void add_replica(int32_t x, int32_t self, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = s.source_rank[x];
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
     const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
     if (end > begin) {
@@ -148,9 +147,9 @@ UEC_STEP void build_reductions(Team team, const Topology& t, const TileMap& tile
                                const Schedule& s, const int32_t* main_idx, int32_t rank, bool zero,
                                Worklist& w) {
   detail::note_involved(team, t, s, w);
-  detail::ReductionBuilder<Team> build{team, t, tiles, s, rank, zero, w};
+  detail::ReductionBuilder<Team> build{team, tiles, s, rank, zero, w};
   detail::visit_experts(
-      team, t, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
+      team, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
       [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
   if (team.leader()) {
     w.num_tasks = w.num_pieces = 0;

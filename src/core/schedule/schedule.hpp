@@ -1,10 +1,11 @@
 // Plan -> schedule: for each replicated expert its hubs and the range of flag groups each hands
 // out.
 //
-// A hub (the home or a replica) gives its range to every replica of the expert. Splitting an
-// expert's groups over hubs by water-filling on the ranks' egress brings the busiest link close to
-// the bound of any schedule: each replicated expert leaves its home once and each slot is filled
-// once. All integers, so that every rank computes the same bytes.
+// A hub (the source or a replica) gives its range to every replica of the expert. The source is the
+// home, or a rank one of whose slots holds the expert since an earlier call: a resident. Splitting
+// an expert's groups over hubs by water-filling on the ranks' egress brings the busiest link close
+// to the bound of any schedule: each replicated expert leaves its source once and each slot is
+// filled once. All integers, so that every rank computes the same bytes.
 //
 // A team (team.hpp) of any size computes it, with the same result. The members share what is
 // written: the arrays, and the Schedule itself, whose scalars the leader writes. The members have
@@ -23,9 +24,26 @@ inline constexpr int32_t kNumModes = 3;
 // One expert's bytes, in the fixed-point unit of egress.
 inline constexpr int64_t kEgressUnit = 1 << 16;
 
+// Which slots of a plan a call takes: null: all that are filled.
+struct SlotChoice {
+  // [G][S] what slots hold since earlier calls, -1: nothing. A slot that already holds what the
+  // plan has there is left out, and may be a source.
+  const int32_t* resident = nullptr;
+  const int32_t* quota = nullptr;  // [G][S]: slots without tokens are left out
+
+  UEC_HD int32_t expert(const int32_t* slot_expert, int32_t at) const {
+    const int32_t e = slot_expert[at];
+    if (resident != nullptr && resident[at] == e) return -1;
+    return quota != nullptr && quota[at] == 0 ? -1 : e;
+  }
+};
+
+// Where an expert is sent from.
+inline constexpr int32_t kMainSlot = -1;
+
 // Capacities: R = num_ranks * slots_per_rank replicas, X = min(num_experts, R) replicated experts.
-// Replicas of an expert stand in ascending rank order; its hubs are the home and then the replicas,
-// and hub i owns groups [boundary[i], boundary[i + 1]) counted from boundaries(x).
+// Replicas of an expert stand in ascending rank order; its hubs are the source and then the
+// replicas, and hub i owns groups [boundary[i], boundary[i + 1]) counted from boundaries(x).
 struct Schedule {
   Mode mode = Mode::kDirect;
   int32_t num_experts = 0;          // X: replicated experts, by ascending id
@@ -35,6 +53,8 @@ struct Schedule {
   int32_t* replica_slot = nullptr;  // [R]
   int32_t* boundary = nullptr;      // [R + 2X]
   int64_t* egress = nullptr;        // [G] sent, in kEgressUnit per expert, before rounding
+  int32_t* source_rank = nullptr;   // [X]
+  int32_t* source_slot = nullptr;   // [X] its slot, or kMainSlot: it is the home
 
   UEC_HD int32_t num_replicas(int32_t x) const { return first[x + 1] - first[x]; }
   UEC_HD int32_t* boundaries(int32_t x) { return boundary + first[x] + 2 * x; }
@@ -44,28 +64,94 @@ struct Schedule {
 // What the shape of a plan costs, before any mode is chosen. Counts are in experts.
 struct PlanShape {
   int32_t num_replicas = 0;
-  int32_t max_exports = 0;  // max over ranks of distinct replicated experts at home there
-  int32_t max_imports = 0;  // max over ranks of filled slots
+  int32_t max_exports = 0;  // max over ranks of distinct replicated experts sent from there
+  int32_t max_imports = 0;  // max over ranks of slots to fill
   int32_t max_fanout = 0;   // max over experts of replicas
   bool chained = false;     // some rank both exports and imports
 };
 
 struct ScheduleScratch {
   int32_t* count = nullptr;    // [E + 1]; from the filling on, by replicated expert: its level
-  int32_t* exports = nullptr;  // [G] distinct replicated experts at home there
+  int32_t* exports = nullptr;  // [G] distinct replicated experts sent from there
   int32_t* order = nullptr;    // [X] experts by descending replicas, then id
   int64_t* extra = nullptr;    // [R + X] egress a hub adds to its rank, per expert and hub
 };
+
+namespace detail {
+
+// Has collected experts sent from slots that hold them where that takes load off their homes: one
+// expert after another moves to the rank with the fewest to send, if that is fewer than the home
+// has without it; of several such slots to the first. Returns the most that a rank sends.
+template <class Team>
+UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32_t* slot_expert,
+                                const int32_t* resident, int32_t num_experts,
+                                const ScheduleScratch& arrays, const Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
+  const int32_t slots = t.slots_per_rank, num_slots = t.num_ranks * slots;
+  auto* const is_held = reinterpret_cast<uint8_t*>(scratch.order);  // [X] free until hubs are
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_experts; x += team.size()) is_held[x] = 0;
+  team.sync();
+  // Rule: a slot that the call writes to is no source, though it still holds its old expert.
+  const auto keeps = [&](int32_t at) {
+    return resident[at] >= 0 && resident[at] == slot_expert[at];
+  };
+  UEC_ROLLED
+  for (int32_t at = team.index(); at < num_slots; at += team.size()) {
+    if (!keeps(at)) continue;
+    const int32_t x = first_enough(Alone{}, 0, num_experts,
+                                   [&](int32_t y) { return s.expert[y] >= resident[at]; });
+    if (x < num_experts && s.expert[x] == resident[at]) team.set(&is_held[x]);
+  }
+  team.sync();
+  UEC_ROLLED
+  for (int32_t x = 0; x < num_experts; ++x) {
+    if (!is_held[x]) continue;
+    const int32_t e = s.expert[x], home = s.source_rank[x];
+    auto fewest = static_cast<uint32_t>(scratch.exports[home] - 1);
+    int32_t first = num_slots;
+    UEC_ROLLED
+    for (int32_t at = team.index(); at < num_slots; at += team.size()) {
+      if (resident[at] != e || !keeps(at)) continue;
+      const auto exports = static_cast<uint32_t>(scratch.exports[at / slots]);
+      if (exports >= fewest) continue;
+      fewest = exports;
+      first = at;
+    }
+    const uint32_t least = team.lowest(fewest);
+    const auto at = static_cast<int32_t>(
+        team.lowest(static_cast<uint32_t>(fewest == least ? first : num_slots)));
+    if (team.leader() && at < num_slots) {
+      const int32_t rank = at / slots;
+      --scratch.exports[home];
+      ++scratch.exports[rank];
+      s.source_rank[x] = rank;
+      s.source_slot[x] = at - rank * slots;
+    }
+    team.sync();  // the next one counts it
+  }
+  int32_t most = 0;
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    most = max32(most, scratch.exports[r]);
+  return most;
+}
+
+}  // namespace detail
 
 // Collects the replicas of each expert. For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team>
 UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const int32_t* slot_expert,
-                                    const ScheduleScratch& arrays, Schedule& schedule) {
+                                    const SlotChoice& choice, const ScheduleScratch& arrays,
+                                    Schedule& schedule) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
+  const SlotChoice taken = choice;
   PlanShape shape;
   const int32_t slots = t.slots_per_rank;
   const bool alone = team.size() == 1;
@@ -80,7 +166,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
   const Run ranks = Run::of(team, t.num_ranks);
   uint32_t own = 0;
   for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at)
-    own += is_expert(slot_expert[at]);
+    own += is_expert(taken.expert(slot_expert, at));
   auto placed = static_cast<int32_t>(team.sum_before(own));  // all counts are zero from here on
   int32_t max_imports = 0;
   UEC_ROLLED
@@ -88,7 +174,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     const int32_t before = placed;
     UEC_ROLLED
     for (int32_t i = 0; i < slots; ++i, ++at) {
-      const int32_t e = slot_expert[at];
+      const int32_t e = taken.expert(slot_expert, at);
       if (alone || is_expert(e)) {
         filled[placed] = at;
         team.add(&count[e], 1);
@@ -137,8 +223,15 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
 
   int32_t max_exports = 0;
   UEC_ROLLED
-  for (int32_t i = team.index(); i < num_experts; i += team.size())
-    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[t.home[s.expert[i]]], 1));
+  for (int32_t i = team.index(); i < num_experts; i += team.size()) {
+    const int32_t home = t.home[s.expert[i]];
+    s.source_rank[i] = home;
+    s.source_slot[i] = kMainSlot;
+    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
+  }
+  if (taken.resident != nullptr)
+    max_exports = detail::choose_sources(team, t, slot_expert, taken.resident, num_experts, scratch,
+                                         schedule);
   shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
   bool chained = false;
   UEC_ROLLED

@@ -8,10 +8,14 @@
 namespace uec {
 
 enum class Source : int32_t {
-  kMain,        // this rank's main weights
-  kSlot,        // this rank's slot, as its tiles become ready (a hub in push)
-  kRemoteMain,  // the home's main weights, by remote load (a hub in pull)
+  kMain,            // this rank's main weights
+  kResident,        // this rank's slot, complete since an earlier call
+  kSlot,            // this rank's slot, as its tiles become ready (a hub in push)
+  kRemoteMain,      // the home's main weights, by remote load (a hub in pull)
+  kRemoteResident,  // the same, of another rank's slot
 };
+
+UEC_HD constexpr bool is_remote(Source source) { return source >= Source::kRemoteMain; }
 
 struct Destination {
   int32_t rank;
@@ -25,8 +29,8 @@ struct Task {
   int32_t num_groups;  // over all pieces
   int32_t done_first;  // into destinations
   int32_t done_count;
-  int32_t pulled_home;  // pull hub: the rank to tell that its weights were read, else -1
-  int32_t pulled_main;  // and the expert's index among that rank's mains
+  int32_t pulled_rank;  // pull hub: the source, to tell that it was read, else -1
+  int32_t pulled_idx;   // and where, as source_idx()
 };
 
 // A run of groups of one task with one source and one set of destinations.
@@ -34,11 +38,11 @@ struct Piece {
   int32_t task;
   int32_t begin, end;  // groups
   Source source;
-  int32_t source_rank;  // kRemoteMain: the home. kSlot: the home too, whose flags we wait for
+  int32_t source_rank;  // the expert's source; kSlot: whose flags we wait for
   int32_t source_idx;   // main index or slot
   int32_t dst_first;    // into destinations
   int32_t dst_count;
-  bool sets_ready;  // push, home -> hub: flag each group at the hub
+  bool sets_ready;  // push, source -> hub: flag each group at the hub
 };
 
 // A flag this rank waits for before its call is finished.
@@ -46,7 +50,7 @@ struct Expected {
   enum Kind : int32_t { kDone, kPulled, kConsumed } kind;
   int32_t peer;
   int32_t expert;
-  int32_t idx;  // slot or main index
+  int32_t idx;  // slot; kPulled: where this rank was read, as source_idx()
 };
 
 // A run of groups of one expert's gradients, and what this rank does with them.
@@ -84,6 +88,12 @@ struct Worklist {
   Reduction* reductions = nullptr;
 };
 
+// Where an expert lies at its source, as one number: the index among the rank's mains, or of a slot
+// its complement.
+UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t main_idx) {
+  return slot == kMainSlot ? main_idx : ~slot;
+}
+
 namespace detail {
 
 // The counts are the same in every member; what it writes is shared. Experts are added one after
@@ -91,7 +101,6 @@ namespace detail {
 template <class Team>
 struct WorklistBuilder {
   Team team;
-  const Topology& t;
   const Schedule& s;
   int32_t rank;
   const Worklist& w;
@@ -146,17 +155,20 @@ struct WorklistBuilder {
     ++num_pieces;
   }
 
-  UEC_HD void add_home(int32_t x, int32_t main_idx) {
+  // This rank is the source of x.
+  UEC_HD void add_source(int32_t x, int32_t main_idx) {
     const int32_t* bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x);
+    const int32_t n = s.num_replicas(x), slot = s.source_slot[x];
+    const Source source = slot == kMainSlot ? Source::kMain : Source::kResident;
+    const int32_t at = slot == kMainSlot ? main_idx : slot;
     const bool to_all = bounds[1] > bounds[0], pushes = s.mode == Mode::kPush;
     if (s.mode == Mode::kPull) {
-      expect_hubs(Expected::kPulled, x, -1, main_idx);
+      expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));
       if (!to_all) return;
     }
     const int32_t all = num_destinations;
     if (to_all) add_destinations(x, -1);
-    if (pushes) {  // ahead of the home's own range: at equal progress, hubs are fed first
+    if (pushes) {  // ahead of the source's own range: at equal progress, hubs are fed first
       UEC_ROLLED
       for (int32_t begin = 1; begin <= n; begin += team.size()) {
         const int32_t hub = begin + team.index();
@@ -166,15 +178,14 @@ struct WorklistBuilder {
           const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
           if (!to_all) put_destination(to, s.first[x] + hub - 1);
           w.pieces[num_pieces + counted.before] = {
-              num_tasks, bounds[hub], bounds[hub + 1], Source::kMain, rank, main_idx, to, 1, true};
+              num_tasks, bounds[hub], bounds[hub + 1], source, rank, at, to, 1, true};
         }
         num_pieces += counted.all;
         if (!to_all) num_destinations += counted.all;
       }
     }
-    if (to_all)
-      add_piece({num_tasks, bounds[0], bounds[1], Source::kMain, rank, main_idx, all, n, false});
-    // Written to: all replicas if the home is a hub itself, else the hubs.
+    if (to_all) add_piece({num_tasks, bounds[0], bounds[1], source, rank, at, all, n, false});
+    // Written to: all replicas if the source is a hub itself, else the hubs.
     add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], all,
               num_destinations - all, -1, -1});
   }
@@ -182,12 +193,12 @@ struct WorklistBuilder {
   // The replica at index `self` is this rank's.
   UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) {
     const int32_t* bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = t.home[expert];
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], from = s.source_rank[x];
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
     const int32_t begin = bounds[own], end = bounds[own + 1];
     const bool is_hub = end > begin;
     if (bounds[1] > bounds[0] || (s.mode == Mode::kPush && is_hub)) {
-      if (team.leader()) put_expected(num_expected, Expected::kDone, home, expert, slot);
+      if (team.leader()) put_expected(num_expected, Expected::kDone, from, expert, slot);
       ++num_expected;
     }
     expect_hubs(Expected::kDone, x, self, slot);
@@ -199,40 +210,42 @@ struct WorklistBuilder {
       // This rank comes last: `done` goes to other ranks only.
       if (team.leader()) {
         put_destination(num_destinations, self);
-        team.set(&w.needs[home]);
+        team.set(&w.needs[from]);
       }
       ++num_destinations;
-      add_piece({num_tasks, begin, end, Source::kRemoteMain, home, main_idx, first, n, false});
-      add_task({expert, end - begin, first, n - 1, home, main_idx});
+      const int32_t held = s.source_slot[x];
+      const Source source = held == kMainSlot ? Source::kRemoteMain : Source::kRemoteResident;
+      const int32_t at = held == kMainSlot ? main_idx : held;
+      add_piece({num_tasks, begin, end, source, from, at, first, n, false});
+      add_task({expert, end - begin, first, n - 1, from, source_idx(held, main_idx)});
     } else {
-      add_piece({num_tasks, begin, end, Source::kSlot, home, slot, first, n - 1, false});
+      add_piece({num_tasks, begin, end, Source::kSlot, from, slot, first, n - 1, false});
       add_task({expert, end - begin, first, n - 1, -1, -1});
     }
   }
 };
 
-// Calls of_home(x) for each replicated expert of the schedule at home on `rank`, and of_replica(x,
-// i) for its replica at index i there: by ascending expert.
-template <class Team, class OfHome, class OfReplica>
-UEC_HD void visit_experts(Team team, const Topology& t, const Schedule& s, int32_t rank,
-                          OfHome&& of_home, OfReplica&& of_replica) {
+// Calls of_source(x) for each replicated expert of the schedule whose source is `rank`, and
+// of_replica(x, i) for its replica at index i there: by ascending expert.
+template <class Team, class OfSource, class OfReplica>
+UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&& of_source,
+                          OfReplica&& of_replica) {
   const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
-  const auto next_home = [&](int32_t from) {
-    return first_that(team, from, num_experts,
-                      [&](int32_t x) { return t.home[s.expert[x]] == rank; });
+  const auto next_source = [&](int32_t from) {
+    return first_that(team, from, num_experts, [&](int32_t x) { return s.source_rank[x] == rank; });
   };
   const auto next_replica = [&](int32_t from) {
     return first_that(team, from, num_replicas,
                       [&](int32_t i) { return s.replica_rank[i] == rank; });
   };
-  int32_t home = next_home(0);
+  int32_t source = next_source(0);
   for (int32_t from = 0; from < num_replicas;) {
     const int32_t i = next_replica(from);
     const int32_t x =
         i == num_replicas
             ? num_experts
             : first_enough(team, 0, num_experts, [&](int32_t y) { return s.first[y + 1] > i; });
-    for (; home < x; home = next_home(home + 1)) of_home(home);
+    for (; source < x; source = next_source(source + 1)) of_source(source);
     if (i < num_replicas) of_replica(x, i);
     from = i + 1;
   }
@@ -247,7 +260,7 @@ UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const
   team.sync();
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
-    team.set(&w.involved[t.home[s.expert[x]]]);
+    team.set(&w.involved[s.source_rank[x]]);
   UEC_ROLLED
   for (int32_t i = team.index(); i < s.first[s.num_experts]; i += team.size())
     team.set(&w.involved[s.replica_rank[i]]);
@@ -263,9 +276,9 @@ UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& sched
                              const int32_t* main_idx, int32_t rank, Worklist& w) {
   const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
-  detail::WorklistBuilder<Team> build{team, t, s, rank, w};
+  detail::WorklistBuilder<Team> build{team, s, rank, w};
   detail::visit_experts(
-      team, t, s, rank, [&](int32_t x) { build.add_home(x, main_idx[s.expert[x]]); },
+      team, s, rank, [&](int32_t x) { build.add_source(x, main_idx[s.expert[x]]); },
       [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
   if (team.leader()) {
     w.num_tasks = build.num_tasks;

@@ -35,7 +35,7 @@ struct TransferPieces {
       const int32_t r = call.work.destinations[piece.dst_first + i].rank;
       if (!open[r]) return r;
     }
-    if (piece.source == Source::kRemoteMain && !open[piece.source_rank]) return piece.source_rank;
+    if (is_remote(piece.source) && !open[piece.source_rank]) return piece.source_rank;
     return -1;
   }
 
@@ -43,10 +43,10 @@ struct TransferPieces {
     const Piece& piece = call.work.pieces[p];
     for (int32_t i = 0; i < piece.dst_count; ++i)
       if (call.work.destinations[piece.dst_first + i].rank == r) return true;
-    return piece.source == Source::kRemoteMain && piece.source_rank == r;
+    return is_remote(piece.source) && piece.source_rank == r;
   }
 
-  // Pairs with the home's publish of `ready`: after it, the group's bytes in our slot may be read
+  // Pairs with the source's publish of `ready`: after it, the group's bytes in our slot may be read
   // by this thread, and by threads that synchronise with it.
   template <class Memory>
   UEC_HD static Verdict ready(const Call& call, Memory& memory, int32_t p, int32_t at,
@@ -165,14 +165,16 @@ class Fetcher {
 
   UEC_HD const uint8_t* source(const Piece& piece, const TileSpan& span) const {
     const Addresses& a = call_.addresses;
-    const int64_t row = piece.source_idx * a.segment_bytes[span.segment] + span.offset;
+    const int32_t i = span.segment;
     switch (piece.source) {
       case Source::kMain:
-        return a.mains[span.segment * a.num_mains + piece.source_idx] + span.offset;
-      case Source::kSlot:
-        return a.bases[call_.rank] + a.slot_offset[span.segment] + row;
+        return a.mains[i * a.num_mains + piece.source_idx] + span.offset;
+      case Source::kRemoteMain:
+        return a.regions[piece.source_rank] + a.region_offset[i] +
+               piece.source_idx * a.segment_bytes[i] + span.offset;
       default:
-        return a.regions[piece.source_rank] + a.region_offset[span.segment] + row;
+        return a.bases[is_remote(piece.source) ? piece.source_rank : call_.rank] +
+               a.slot_at(i, piece.source_idx) + span.offset;
     }
   }
 

@@ -25,7 +25,7 @@ struct SymmetricLayout {
   int64_t open_base = 0;      // [G] padded
   int64_t done_base = 0;      // [S][G] padded
   int64_t ready_base = 0;     // [S][max_groups]
-  int64_t pulled_base = 0;    // [M][G]
+  int64_t pulled_base = 0;    // [M + S][G]
   int64_t abort_base = 0;     // [G]
   int64_t gathered_base = 0;  // [G]
   int64_t load_base = 0;      // [G][E] int32
@@ -35,13 +35,14 @@ struct SymmetricLayout {
   int64_t sums_base = 0;      // [S] fp32 sums, each of sums_bytes
   int64_t total = 0;
 
-  // `slot_offset[i]` receives the offset of segment i's slots: [S] dense copies of one expert's
-  // bytes. `max_mains` is the largest number of mains on a rank. `grad_offset[i]` receives the same
-  // for the slots' gradients.
+  // `slot_offset[i]` receives the offset of segment i's slots: [banks][S] dense copies of one
+  // expert's bytes. `max_mains` is the largest number of mains on a rank. `grad_offset[i]` receives
+  // the same for the slots' gradients, of which there are [grad_banks][S].
   UEC_HD static SymmetricLayout make(const Topology& t, int32_t max_mains, int64_t max_groups,
                                      int32_t num_segments, const int64_t* segment_bytes,
                                      int64_t* slot_offset, const Gradients& grads = {},
-                                     int64_t tile_bytes = 1, int64_t* grad_offset = nullptr) {
+                                     int64_t tile_bytes = 1, int64_t* grad_offset = nullptr,
+                                     int32_t banks = 1, int32_t grad_banks = 1) {
     SymmetricLayout l;
     l.num_ranks = t.num_ranks;
     l.slots_per_rank = t.slots_per_rank;
@@ -59,7 +60,7 @@ struct SymmetricLayout {
     l.open_base = take(ranks * kFlagLine, kFlagLine);
     l.done_base = take(slots * ranks * kFlagLine, kFlagLine);
     l.ready_base = take(slots * max_groups * 8, kFlagLine);
-    l.pulled_base = take(max_mains * ranks * 8, kFlagLine);
+    l.pulled_base = take((max_mains + slots) * ranks * 8, kFlagLine);
     l.abort_base = take(ranks * 8, kFlagLine);
     l.gathered_base = take(ranks * 8, kFlagLine);
     l.load_base = take(ranks * t.num_experts * 4, kFlagLine);
@@ -75,9 +76,9 @@ struct SymmetricLayout {
     l.consumed_base = take(grads.num_segments > 0 ? slots * ranks * kFlagLine : 0, kFlagLine);
     l.slots_base = take(0, kSlotAlign);
     for (int32_t i = 0; i < num_segments; ++i)
-      slot_offset[i] = take(slots * segment_bytes[i], kSegmentAlign);
+      slot_offset[i] = take(banks * slots * segment_bytes[i], kSegmentAlign);
     for (int32_t i = 0; i < grads.num_segments; ++i)
-      grad_offset[i] = take(slots * grads.bytes[i], kSegmentAlign);
+      grad_offset[i] = take(grad_banks * slots * grads.bytes[i], kSegmentAlign);
     l.sums_base = take(slots * l.sums_bytes, kSegmentAlign);
     l.total = round_up(at, kSlotAlign);
     return l;
@@ -91,8 +92,9 @@ struct SymmetricLayout {
   UEC_HD int64_t ready(int32_t slot, int64_t group) const {
     return ready_base + (slot * max_groups + group) * 8;
   }
-  UEC_HD int64_t pulled(int32_t main_idx, int32_t hub) const {
-    return pulled_base + (static_cast<int64_t>(main_idx) * num_ranks + hub) * 8;
+  // `source_idx`: of what was read; see source_idx(). Slots' flags come first.
+  UEC_HD int64_t pulled(int32_t source_idx, int32_t hub) const {
+    return pulled_base + (int64_t{source_idx + slots_per_rank} * num_ranks + hub) * 8;
   }
   UEC_HD int64_t summed(int32_t main_idx, int64_t group) const {
     return summed_base + (main_idx * max_grad_groups + group) * 8;

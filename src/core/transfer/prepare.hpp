@@ -36,6 +36,8 @@ struct ScheduleArrays {
     scratch.count = cutter.take<int32_t>(c.num_experts + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
+    s.source_rank = cutter.take<int32_t>(experts);
+    s.source_slot = cutter.take<int32_t>(experts);
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -51,6 +53,13 @@ struct GroupTables {
   Gradients grads;
 };
 
+// What a call knows of the bank that it fills.
+struct Bank {
+  int32_t index = -1;                 // -1: none, and all slots count as empty
+  uint64_t version = 0;               // of the weights that its residents are of
+  const int32_t* resident = nullptr;  // [G][S] as in SlotChoice
+};
+
 struct ReplicateArgs {
   const int32_t* slot_expert = nullptr;  // [G][S], validated
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
@@ -60,6 +69,9 @@ struct ReplicateArgs {
   int32_t num_segments = 0;
   int32_t mode = -1;    // a Mode, or -1: by cost
   int32_t region = -1;  // pull: which region the main weights lie in
+  Bank bank{};
+
+  UEC_HD SlotChoice choice() const { return {.resident = bank.resident}; }
 };
 
 // One thread fills the tiles of a call, ahead of the rest.
@@ -101,8 +113,14 @@ UEC_HD uint64_t digest_call(Team team, const Topology& t, const ReplicateArgs& a
                             uint64_t plan_digest) {
   uint64_t digest = mix(static_cast<uint64_t>(Operation::kReplicate), plan_digest);
   digest = mix(digest, args.tag);  // plans that are equal may be of different layers
-  digest = digest_ints(team, digest, args.slot_expert, int64_t{t.num_ranks} * t.slots_per_rank);
-  return digest_ints(team, digest, args.segments, args.num_segments);
+  const int64_t slots = int64_t{t.num_ranks} * t.slots_per_rank;
+  digest = digest_ints(team, digest, args.slot_expert, slots);
+  digest = digest_ints(team, digest, args.segments, args.num_segments);
+  if (args.bank.index < 0) return digest;
+  // Rule: ranks that differ on what slots hold, or of which version, move nothing. One would send
+  // from a slot that another is to fill, or leave weights in place that have changed.
+  digest = mix(mix(digest, static_cast<uint64_t>(args.bank.index)), args.bank.version);
+  return digest_ints(team, digest, args.bank.resident, slots);
 }
 UEC_HD inline uint64_t with_mode(uint64_t digest, const ReplicateArgs& args, Mode mode) {
   digest = mix(digest, static_cast<uint64_t>(mode));
@@ -111,12 +129,16 @@ UEC_HD inline uint64_t with_mode(uint64_t digest, const ReplicateArgs& args, Mod
 
 struct ReduceArgs {
   const int32_t* slot_expert = nullptr;  // [G][S], validated
+  const int32_t* slot_quota = nullptr;   // [G][S] slots without tokens have no gradient; null: all
+                                         // have
   uint64_t plan_digest = 0;              // of what else the plan says (quotas)
   uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
   const uint64_t* mains = nullptr;       // [segments][M] addresses of main gradients
   const GradType* main_type = nullptr;   // [segments] of this rank's main gradients
   int32_t mode = -1;                     // kPull, kDirect, or -1: by cost
   bool zero = true;                      // slot gradients are cleared
+
+  UEC_HD SlotChoice choice() const { return {.quota = slot_quota}; }
 };
 
 // The same for a reduction. Main gradients are a rank's own business.
@@ -155,8 +177,8 @@ UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
-  const PlanShape own =
-      collect_replicas(team, group.topology, args.slot_expert, work.scratch, work.schedule);
+  const PlanShape own = collect_replicas(team, group.topology, args.slot_expert, args.choice(),
+                                         work.scratch, work.schedule);
   if (team.leader()) *shape = own;
   fill_call(team, group, args, own, work, call);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,

@@ -7,9 +7,9 @@
 //   flag      written by            means, at epoch k                      pairs with
 //   call      every rank            I am in call k, and this is my digest  judge_call, judge_flag
 //   open      slot or main owner    my earlier work is done; write, read   OwnStripe::judge_open
-//   ready     home (push)           this group is in your slot             TransferPieces::ready
+//   ready     source (push)         this group is in your slot             TransferPieces::ready
 //   done      sender                all I had for your slot is in it       Finish::step
-//   pulled    hub (pull)            I have read your main weights          Finish::step
+//   pulled    hub (pull)            I have read your weights               Finish::step
 //   gathered  every rank            my row of loads is in your table       Gather::step
 //   summed    hub (reduction)       this group is added up in my slot      ReductionPieces::ready
 //   consumed  reader of a slot      I have read your slot's gradient       ReductionPieces::ready,

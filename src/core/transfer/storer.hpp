@@ -97,8 +97,7 @@ class Storer {
   }
 
   UEC_HD int64_t slot_offset(const Destination& to, const TileSpan& span) const {
-    const Addresses& a = call_.addresses;
-    return a.slot_offset[span.segment] + to.slot * a.segment_bytes[span.segment] + span.offset;
+    return call_.addresses.slot_at(span.segment, to.slot) + span.offset;
   }
 
   UEC_HD void store_far(const Piece& piece, const Stage& stage) {
@@ -134,8 +133,8 @@ class Storer {
   }
 
   UEC_HD void finish_task(Delivered token, const Task& task) {
-    if (task.pulled_home >= 0) {
-      // A home that failed may change its weights once its abort is delivered. Our loads are
+    if (task.pulled_rank >= 0) {
+      // A source that failed may change what it has once its abort is delivered. Our loads are
       // complete before we look, so if no abort is seen here, what we loaded was still good.
       mover_.loads_complete();
       const int32_t aborter = find_abort(memory_, call_.layout, call_.epoch);
@@ -146,13 +145,13 @@ class Storer {
         return;
       }
     }
-    // Pairs with Finish::step() at each replica, and at the home for `pulled`.
+    // Pairs with Finish::step() at each replica, and at the source for `pulled`.
     for (int32_t i = team_.index(); i < task.done_count; i += team_.size()) {
       const Destination& to = call_.work.destinations[task.done_first + i];
       memory_.publish(token, to.rank, call_.layout.done(to.slot, call_.rank), call_.epoch.number);
     }
-    if (task.pulled_home >= 0 && team_.leader())
-      memory_.publish(token, task.pulled_home, call_.layout.pulled(task.pulled_main, call_.rank),
+    if (task.pulled_rank >= 0 && team_.leader())
+      memory_.publish(token, task.pulled_rank, call_.layout.pulled(task.pulled_idx, call_.rank),
                       call_.epoch.number);
   }
 

@@ -53,6 +53,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
   addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
   addresses.num_mains = c.num_mains;
+  addresses.first_slot = 0;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
@@ -62,6 +63,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   args.segments = made.segments;
   args.mode = device.mode;
   args.region = device.regions == 0 ? -1 : device.region;
+  args.bank = {};
   ReduceArgs& reduce = made.reduce;
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
     made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
@@ -199,9 +201,12 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
     place_spare(known.spare.schedule, made, &work);
+    const int32_t* const quota = kOperation == Operation::kReduce
+                                     ? reinterpret_cast<const int32_t*>(device.slot_quota)
+                                     : nullptr;
     const PlanShape shape = collect_replicas(Warp{}, topology_of(known),
                                              reinterpret_cast<const int32_t*>(device.slot_expert),
-                                             work.scratch, work.schedule);
+                                             {.quota = quota}, work.scratch, work.schedule);
     if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();

@@ -20,22 +20,33 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(s.first[0], 0);
   CHECK_EQ(s.first[s.num_experts], c.num_replicas());
   CHECK_EQ(a.shape.num_replicas, c.num_replicas());
-  std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks);
+  std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks), from_homes(c.num_ranks);
   int32_t max_fanout = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
     CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
     CHECK(s.num_replicas(x) > 0);
     max_fanout = std::max(max_fanout, s.num_replicas(x));
-    ++exports[c.home[s.expert[x]]];
+    const int32_t source = s.source_rank[x];
+    if (s.source_slot[x] == uec::kMainSlot) {
+      CHECK_EQ(source, c.home[s.expert[x]]);
+    } else {  // the slot holds the expert, and is not written to
+      CHECK_EQ(c.resident[source * c.slots_per_rank + s.source_slot[x]], s.expert[x]);
+      CHECK_EQ(slot(source, s.source_slot[x]), s.expert[x]);
+    }
+    ++exports[source];
+    ++from_homes[c.home[s.expert[x]]];
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       CHECK(i == s.first[x] || s.replica_rank[i - 1] < s.replica_rank[i]);
       CHECK_EQ(slot(s.replica_rank[i], s.replica_slot[i]), s.expert[x]);
+      CHECK(c.moves(s.replica_rank[i] * c.slots_per_rank + s.replica_slot[i]));
       ++imports[s.replica_rank[i]];
     }
   }
   bool chained = false;
   for (int32_t r = 0; r < c.num_ranks; ++r) chained |= exports[r] > 0 && imports[r] > 0;
-  CHECK_EQ(a.shape.max_exports, *std::max_element(exports.begin(), exports.end()));
+  const int32_t most = *std::max_element(exports.begin(), exports.end());
+  CHECK_EQ(a.shape.max_exports, most);
+  CHECK(most <= *std::max_element(from_homes.begin(), from_homes.end()));
   CHECK_EQ(a.shape.max_imports, *std::max_element(imports.begin(), imports.end()));
   CHECK_EQ(a.shape.max_fanout, max_fanout);
   CHECK_EQ(a.shape.chained, chained);
@@ -47,14 +58,14 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
   // Egress that the ranges imply, and how far rounding to whole groups may take it off.
   std::vector<double> implied(c.num_ranks), slack(c.num_ranks);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int32_t n = s.num_replicas(x), home = c.home[s.expert[x]];
+    const int32_t n = s.num_replicas(x), source = s.source_rank[x];
     const int64_t groups = tiles.num_groups();
     const int32_t* bounds = s.boundaries(x);
     CHECK_EQ(bounds[0], 0);
     CHECK_EQ(bounds[n + 1], groups);
     for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
-    if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the home alone
-    implied[home] += kEgressUnit;
+    if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the source alone
+    implied[source] += kEgressUnit;
     if (n == 1 || groups == 0) continue;
     if (mode != Mode::kDirect) {  // each boundary is the nearest to its hubs' shares
       const int64_t total = (n - 1) * kEgressUnit;
@@ -67,7 +78,7 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
     }
     const double unit = static_cast<double>(n - 1) * kEgressUnit / static_cast<double>(groups);
     for (int32_t hub = 0; hub <= n; ++hub) {
-      const int32_t r = hub == 0 ? home : s.replica_rank[s.first[x] + hub - 1];
+      const int32_t r = hub == 0 ? source : s.replica_rank[s.first[x] + hub - 1];
       implied[r] += (bounds[hub + 1] - bounds[hub]) * unit;
       slack[r] += unit;
     }
@@ -115,15 +126,38 @@ void check_single_expert() {
   }
 }
 
+// Experts leave a busy home from the slots that hold them: one after another from the rank with the
+// fewest to send, and none from a slot that is written to.
+void check_sources() {
+  const Tiles tiles({64 << 20}, 32 << 10);
+  PlanCase c = make_group(5, 15, 3);
+  c.resident = {-1, -1, -1, 0, 1, -1, 1, 2, -1, -1, -1, -1, -1, -1, -1};
+  c.slot_expert = {-1, -1, -1, 0, 1, -1, 1, 5, -1, 0, 1, 2, 0, -1, -1};
+  const ScheduleArrays a(c, tiles.map(), Mode::kPush);
+  const uec::Schedule& s = a.schedule;
+  CHECK_EQ(s.num_experts, 4);  // 0, 1, 2 and 5
+  CHECK_EQ(s.source_rank[0], 1);
+  CHECK_EQ(s.source_slot[0], 0);
+  CHECK_EQ(s.source_rank[1], 2);  // rank 1 sends expert 0, and rank 0 more
+  CHECK_EQ(s.source_slot[1], 0);
+  CHECK_EQ(s.source_rank[2], 0);  // rank 2's slot is filled with another
+  CHECK_EQ(s.source_slot[2], uec::kMainSlot);
+  CHECK_EQ(s.source_rank[3], 1);
+  CHECK_EQ(a.shape.max_exports, 2);
+  CHECK_EQ(a.shape.num_replicas, 5);
+}
+
 }  // namespace
 
 int main() {
+  check_sources();
   check_single_expert();
   Random random(11);
   const Tiles large({3 << 20, 1 << 20}, 32 << 10), small({1, 3}, 32 << 10);
   const Tiles odd({(64 << 10) + 1, 100}, 64 << 10), none({}, 32 << 10);
   for (int repeat = 0; repeat < scaled(6000); ++repeat) {
-    const PlanCase c = draw_case(random, repeat % 10 == 0 ? 40 : 12);
+    PlanCase c = draw_case(random, repeat % 10 == 0 ? 40 : 12);
+    if (repeat % 2 == 1) draw_residents(c, random);
     for (const Tiles* tiles : {&large, &small, &odd, &none}) check_case(c, tiles->map());
   }
 }

@@ -17,7 +17,8 @@ int main() {
   const Tiles large({2 << 20, 100'001}, 32 << 10), small({1, 3}, 32 << 10);
   const Tiles odd({(128 << 10) + 1, 100}, 64 << 10);
   for (int repeat = 0; repeat < scaled(1000); ++repeat) {
-    const PlanCase c = draw_case(random, repeat % 10 == 0 ? 36 : 10);
+    PlanCase c = draw_case(random, repeat % 10 == 0 ? 36 : 10);
+    if (repeat % 2 == 1) draw_residents(c, random);
     for (const Tiles* tiles : {&large, &small, &odd})
       for (const Mode mode : {Mode::kPush, Mode::kPull, Mode::kDirect})
         check_case(c, tiles->map(), mode);

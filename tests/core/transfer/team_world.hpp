@@ -112,8 +112,13 @@ struct World {
       call.epoch = {epoch, {record_of(epoch)}};
       call.layout = layout;
       call.tiles = tiles.map();
-      call.addresses = {bases.data(), segment_bytes.data(), slot_offset.data(),  mains[r].data(),
-                        num_mains[r], regions.data(),       region_offset.data()};
+      call.addresses = {.bases = bases.data(),
+                        .segment_bytes = segment_bytes.data(),
+                        .slot_offset = slot_offset.data(),
+                        .mains = mains[r].data(),
+                        .num_mains = num_mains[r],
+                        .regions = regions.data(),
+                        .region_offset = region_offset.data()};
       call.work = part.worklist.list;
       call.arrived = part.arrived.data();
       part.ring.dice.seed(static_cast<uint32_t>(r));

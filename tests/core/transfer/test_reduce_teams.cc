@@ -39,8 +39,9 @@ Answer prepare(Team team, const ReduceCase& c, int32_t rank, Given& given) {
   const uec::GroupTables tables = c.tables(rank);
   uec::Schedule& s = given.schedule.schedule;
   team.sync();
-  uec::make_reduction(team, tables.topology, given.call.tiles, c.args().slot_expert, c.mode, c.cost,
-                      given.schedule.scratch, &given.shape, s);
+  const uec::ReduceArgs args = c.args();
+  uec::make_reduction(team, tables.topology, given.call.tiles, args.slot_expert, args.slot_quota,
+                      c.mode, c.cost, given.schedule.scratch, &given.shape, s);
   answer.schedule = sight_of(s, c.plan.num_ranks);
   team.sync();
   uec::build_reductions(team, tables.topology, given.call.tiles, s, tables.main_idx, rank, c.zero,

@@ -77,7 +77,11 @@ struct Sender {
     call.num_ranks = 2;
     call.epoch = {kEpoch, CallRecord::make(kEpoch, kDigest, RecordKind::kCall)};
     call.tiles = tiles.map();
-    call.addresses = {bases, &bytes, &slot_offset, mains, 1, nullptr, nullptr};
+    call.addresses = {.bases = bases,
+                      .segment_bytes = &bytes,
+                      .slot_offset = &slot_offset,
+                      .mains = mains,
+                      .num_mains = 1};
     call.work = {0, 0, 0, 0, tasks, pieces, destinations, expected, opens, involved, needs};
     call.arrived = arrived;
     uec::build_worklist(uec::Alone{}, group.topology(), schedule->schedule, main_idx, 0, call.work);
@@ -253,8 +257,8 @@ void check_sides_see_each_other() {
   FakeMemory memory{sender.words, sender.published, nullptr};
   Lone lone(sender.call, memory);
   auto& worker = lone.worker;
-  sender.tasks[0].pulled_home = 1;
-  sender.tasks[0].pulled_main = 0;
+  sender.tasks[0].pulled_rank = 1;
+  sender.tasks[0].pulled_idx = 0;
   for (int i = 0; i < 2; ++i) CHECK(worker.fetch_step() == Step::kProgress);
   sender.words[sender.call.layout.abort(1)] = uec::AbortWord::make(kEpoch, -1, -1).word;
   for (int i = 0; i < 3; ++i) CHECK(worker.store_step() == Step::kProgress);
