@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/base/digest.hpp"
+#include "core/transfer/bank.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/prepare.hpp"
 #include "support/plans.hpp"
@@ -29,6 +30,10 @@ struct CallSpec {
   uec::Mode mode = uec::Mode::kDirect;
   std::vector<int32_t> plan{};      // slot_expert
   std::vector<int32_t> segments{};  // which are transferred; empty: all
+  // A transfer to a bank, whose slots keep what they hold: then main weights are those of the
+  // version, in all calls.
+  bool banked = false;
+  uint64_t version = 0;
 };
 
 struct Case {
@@ -52,21 +57,34 @@ struct Case {
 inline uint64_t digest_of(const CallSpec& s) {
   uint64_t d = uec::mix(s.gather, static_cast<uint64_t>(s.mode));
   if (s.reduce) d = uec::mix(d, 2 + s.zero);
+  if (s.banked) d = uec::mix(d, s.version);
   d = uec::digest_ints(uec::Alone{}, d, s.plan.data(), static_cast<int64_t>(s.plan.size()));
   return uec::digest_ints(uec::Alone{}, d, s.segments.data(),
                           static_cast<int64_t>(s.segments.size()));
 }
 
+// What one rank takes its slots to hold.
+struct SimBank {
+  explicit SimBank(const PlanCase& group)
+      : residents(group.num_ranks * group.slots_per_rank, -1),
+        table{.segments = 1, .resident = residents.data()} {}
+  SimBank(const SimBank&) = delete;
+  SimBank& operator=(const SimBank&) = delete;
+
+  std::vector<int32_t> residents;
+  uec::BankTable table;
+};
+
 // One rank's part of one call, with the arrays it borrows.
 struct RankCall {
-  // `before`: the digest of the calls before.
+  // `before`: the digest of the calls before; `bank`: as they have left it.
   RankCall(const Case& c, const uec::GroupTables& tables, const CallSpec& s, uint64_t epoch,
-           uint64_t before)
+           uint64_t before, SimBank& bank)
       : spec(s) {
     if (spec.reduce)
       digest = uec::mix(before, reduce(c, tables));
     else
-      digest = uec::mix(before, transfer(c, tables.rank));
+      digest = uec::mix(before, transfer(c, tables.rank, bank));
     record = uec::CallRecord::make(epoch, digest, uec::RecordKind::kCall);
   }
 
@@ -92,7 +110,7 @@ struct RankCall {
     return own;
   }
 
-  uint64_t transfer(const Case& c, int32_t rank) {
+  uint64_t transfer(const Case& c, int32_t rank, SimBank& bank) {
     if (spec.segments.empty())
       for (size_t i = 0; i < c.segment_bytes.size(); ++i)
         spec.segments.push_back(static_cast<int32_t>(i));
@@ -110,11 +128,32 @@ struct RankCall {
     PlanCase planned = c.group;
     planned.slot_expert = spec.plan;
     if (spec.gather) planned.clear();
+    uec::ReplicateArgs args{.slot_expert = planned.slot_expert.data(),
+                            .plan_digest = spec.gather,
+                            .segments = spec.segments.data(),
+                            .num_segments = static_cast<int32_t>(spec.segments.size())};
+    const uec::Topology t = planned.topology();
+    if (spec.banked) {
+      uec::expire_residents(uec::Alone{}, t, spec.version, 1, bank.table);
+      planned.resident = bank.residents;
+      args.bank = {0, spec.version, planned.residents()};
+    }
+    const uint64_t own = uec::digest_call(uec::Alone{}, t, args, args.plan_digest);
+    if (spec.banked)
+      uec::note_residents(uec::Alone{}, t, args.slot_expert, bank.table);
+    else if (!spec.gather)
+      uec::clear_residents(uec::Alone{}, t, bank.table.resident);
+    resident = planned.resident;
     schedule = std::make_unique<ScheduleArrays>(planned, tiles, spec.mode);
     worklist = std::make_unique<WorklistArrays>(planned, schedule->schedule, rank);
     if (spec.gather) worklist->involved.assign(c.group.num_ranks, 1);
     work = worklist->list;
-    return digest_of(spec);
+    return uec::with_mode(own, args, spec.mode);
+  }
+
+  // Whether the slot is not written to, because it holds what the plan has there.
+  bool keeps(size_t at) const {
+    return spec.banked && resident[at] >= 0 && resident[at] == spec.plan[at];
   }
 
   CallSpec spec;
@@ -126,6 +165,7 @@ struct RankCall {
   std::unique_ptr<ScheduleArrays> schedule;
   std::unique_ptr<WorklistArrays> worklist;
   std::unique_ptr<Given> reduction;  // has its arrays
+  std::vector<int32_t> resident;     // banked: [G][S] as the calls before have left them
 };
 
 }  // namespace sim

@@ -27,6 +27,13 @@ CallSpec call(const Case& c, Mode mode, const std::vector<Replica>& replicas) {
   return {.mode = mode, .plan = group.slot_expert};
 }
 
+CallSpec banked(const Case& c, Mode mode, uint64_t version, const std::vector<Replica>& replicas) {
+  CallSpec spec = call(c, mode, replicas);
+  spec.banked = true;
+  spec.version = version;
+  return spec;
+}
+
 CallSpec gather(const Case& c) { return {.gather = true, .plan = call(c, Mode::kDirect, {}).plan}; }
 
 enum class After { kKept, kCleared };  // slot gradients
@@ -300,9 +307,91 @@ std::vector<Case> named_transfers() {
   return cases;
 }
 
+// Slots keep what they hold, and send it.
+std::vector<Case> named_banks() {
+  std::vector<Case> cases;
+  for (const Mode mode : {Mode::kPush, Mode::kPull, Mode::kDirect}) {
+    const std::string suffix = mode == Mode::kPush   ? ", push"
+                               : mode == Mode::kPull ? ", pull"
+                                                     : ", direct";
+    Case start;
+    start.group = make_group(4, 8, 2);  // experts 2 r and 2 r + 1 at rank r
+    start.segment_bytes = {2 * kTile};
+    const auto add = [&](Case c, const char* name) {
+      c.name = name + suffix;
+      cases.push_back(std::move(c));
+    };
+    {
+      // Rank 1 sends expert 0, for rank 0 has others to send; in the next call its slot is filled
+      // with another, and with a new version all are.
+      Case c = start;
+      c.calls = {banked(c, mode, 1, {{0, 1}}), banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {1, 2}}),
+                 banked(c, mode, 1, {{4, 1}, {0, 2}, {0, 3}, {1, 2}}),
+                 banked(c, mode, 2, {{4, 1}, {0, 2}, {0, 3}, {1, 2}})};
+      add(c, "residents send");
+    }
+    {
+      // What is to be filled with another expert cannot be sent from; rank 3 has nothing to do.
+      Case c = start;
+      c.calls = {banked(c, mode, 1, {{0, 1}}), banked(c, mode, 1, {{4, 1}, {0, 2}, {1, 2}}),
+                 banked(c, mode, 1, {})};
+      add(c, "a resident gives way");
+    }
+    {
+      // One rank takes its slots to hold nothing. It has nothing to send by the others' tables.
+      Case c = start;
+      c.calls = {banked(c, mode, 1, {{0, 1}, {0, 2}}),
+                 banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {1, 2}})};
+      c.other = c.calls[1];
+      c.other.version = 2;
+      add(ending(c, Ending::kDisagrees, 2, 1), "one rank has other weights");
+    }
+    {
+      // A slot that holds an expert is no slot to write to, whoever else is being written to.
+      Case c = start;
+      c.num_workers = 2;
+      c.calls = {banked(c, mode, 1, {{0, 1}, {2, 0}, {2, 3}}),
+                 banked(c, mode, 1, {{0, 1}, {0, 3}, {0, 2}, {1, 2}, {2, 0}}),
+                 call(c, mode, {{0, 1}}), banked(c, mode, 1, {{0, 1}, {0, 2}})};
+      add(c, "a call without a bank");
+    }
+    for (const Ending end : {Ending::kStops, Ending::kImpatient}) {
+      Case c = start;
+      c.calls = {banked(c, mode, 1, {{0, 1}}),
+                 banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {1, 2}})};
+      add(ending(c, end, 1, 1), "a resident's rank stops");
+    }
+  }
+  return cases;
+}
+
 std::vector<Case> both(std::vector<Case> first, const std::vector<Case>& second) {
   first.insert(first.end(), second.begin(), second.end());
   return first;
+}
+
+// Turns a case's transfers into those of a bank: each has much in common with the one before.
+void fill_bank(Case& c, Random& random) {
+  PlanCase planned = c.group;
+  planned.clear();
+  uint64_t version = 0;
+  const auto next = [&](CallSpec& spec) {
+    if (spec.gather || spec.reduce || !spec.segments.empty()) return;
+    for (int32_t& expert : planned.slot_expert)
+      if (draw(random, 0, 3) == 0) expert = -1;
+    for (int32_t i = draw(random, 0, 4); i > 0; --i)
+      planned.place(draw(random, 0, c.group.num_experts - 1),
+                    draw(random, 0, c.group.num_ranks - 1));
+    version += draw(random, 0, 4) == 0;
+    spec.plan = planned.slot_expert;
+    spec.banked = true;
+    spec.version = version;
+  };
+  for (CallSpec& spec : c.calls) next(spec);
+  CallSpec& given = c.calls[c.at_call];
+  if (draw(random, 0, 1) == 0 || !given.banked) return;
+  c.other = given;  // but for its version
+  c.other.version = version + 1;
 }
 
 }  // namespace
@@ -311,7 +400,9 @@ std::vector<Case> exhaustive_cases() {
   return both(exhaustive_transfers(), exhaustive_reductions());
 }
 
-std::vector<Case> named_cases() { return both(named_transfers(), named_reductions()); }
+std::vector<Case> named_cases() {
+  return both(both(named_transfers(), named_banks()), named_reductions());
+}
 
 Case draw_case(Random& random) {
   Case c;
@@ -359,6 +450,7 @@ Case draw_case(Random& random) {
   do {
     c.other = draw_call();
   } while (digest_of(c.other) == digest_of(c.calls[c.at_call]));
+  if (draw(random, 0, 2) == 0) fill_bank(c, random);
   return c;
 }
 

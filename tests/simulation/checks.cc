@@ -3,9 +3,19 @@
 
 namespace sim {
 
+// Whether the slot is nobody's to write to in the call: it keeps what it holds.
+bool Simulation::holds_resident(const RankCall& made, int32_t rank, int32_t slot) const {
+  if (!made.spec.banked) return false;
+  const size_t at = rank * case_.group.slots_per_rank + slot;
+  return made.keeps(at) || (made.spec.plan[at] < 0 && made.resident[at] >= 0);
+}
+
+// What all ranks mean by a call's weights: those of its version, if it has one.
 Content Simulation::payload(int32_t call, int32_t expert, int32_t tile) const {
-  const uint64_t id = (static_cast<uint64_t>(call) + 1) << 40 |
-                      static_cast<uint64_t>(expert + 1) << 20 | static_cast<uint64_t>(tile + 1);
+  const bool banked = call < num_calls() && case_.calls[call].banked;
+  const uint64_t weights = banked ? 0x8000 + case_.calls[call].version : call + 1;
+  const uint64_t id =
+      weights << 40 | static_cast<uint64_t>(expert + 1) << 20 | static_cast<uint64_t>(tile + 1);
   return {id, world_->tile_length(tile)};
 }
 
@@ -34,7 +44,9 @@ void Simulation::check_bytes(int32_t rank) {
     return;
   }
   for (int32_t s = 0; s < case_.group.slots_per_rank; ++s) {
-    const int32_t expert = made.spec.plan[rank * case_.group.slots_per_rank + s];
+    const size_t slot = rank * case_.group.slots_per_rank + s;
+    const int32_t expert =
+        holds_resident(made, rank, s) ? made.resident[slot] : made.spec.plan[slot];
     for (size_t i = 0; i < case_.segment_bytes.size(); ++i) {
       const auto segment = static_cast<int32_t>(i);
       const bool filled =

@@ -191,6 +191,24 @@ mutant(opened_while_in_use simulation/ranks.cc
       announce_open(calls_[rank], memory, mover);]]
   REPLACE [[    case Phase::kOpen:]])
 
+# ---- banks -------------------------------------------------------------------------------------
+
+mutant(stale_residents core/transfer/bank.hpp
+  FIND [[  const bool same = table.version == version && table.segments == segments;]]
+  REPLACE [[  const bool same = table.segments == segments;]])
+
+mutant(filled_slot_sends_its_old_expert core/schedule/schedule.hpp
+  FIND [[    return resident[at] >= 0 && resident[at] == slot_expert[at];]]
+  REPLACE [[    return resident[at] >= 0;]])
+
+mutant(bank_not_in_the_digest core/transfer/prepare.hpp
+  FIND [[  if (args.bank.index < 0) return digest;]]
+  REPLACE [[  if (args.bank.index < 1) return digest;]])
+
+mutant(resident_read_while_it_is_filled core/schedule/worklist.hpp
+  FIND [[      expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));]]
+  REPLACE [[      if (slot == kMainSlot) expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));]])
+
 # ---- epochs ------------------------------------------------------------------------------------
 
 mutant(epoch_reused simulation/ranks.cc

@@ -71,12 +71,13 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
         g.topology(), r, case_.segment_bytes.data(), main_idx_.data(), case_.tile_bytes, {}, grads};
     rank_calls_.emplace_back();
     uint64_t digest = kFirstDigest;
+    SimBank bank(g);
     for (int32_t i = 0; i < num_calls(); ++i) {
       const bool differs =
           case_.ending == Ending::kDisagrees && r == case_.culprit && i == case_.at_call;
       const CallSpec& spec = differs ? case_.other : case_.calls[i];
       rank_calls_[r].push_back(
-          std::make_unique<RankCall>(case_, tables, spec, case_.first_epoch + i, digest));
+          std::make_unique<RankCall>(case_, tables, spec, case_.first_epoch + i, digest, bank));
       const RankCall& made = *rank_calls_[r].back();
       const int32_t reductions = made.work.num_reductions;
       digest = made.digest;
@@ -355,12 +356,14 @@ void Simulation::enter(int32_t rank) {
 void Simulation::start_workers(int32_t rank) {
   const int32_t own = own_thread(rank);
   uec::Call& call = calls_[rank];
-  const CallSpec& made = spec(rank, ranks_[rank].call).spec;
+  const RankCall& prepared = spec(rank, ranks_[rank].call);
+  const CallSpec& made = prepared.spec;
   if (made.gather) return;
   if (made.reduce) write_gradients(rank, ranks_[rank].call);
   for (int32_t s = 0; s < case_.group.slots_per_rank && !made.reduce; ++s)
     for (int32_t tile = 0; tile < world_->num_tiles(); ++tile)
-      world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
+      if (!holds_resident(prepared, rank, s))
+        world_->write_now(own, world_->slot_cell(rank, s, tile), poison(ranks_[rank].call));
   call.reset_counters(uec::Alone{});
   world_->reset_arrivals(rank);
   const bool moves = call.work.num_pieces + call.work.num_reductions > 0;

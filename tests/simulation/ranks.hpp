@@ -135,6 +135,7 @@ class Simulation {
   void blocked(int32_t agent, const uec::Wait& wait);
   void sleep(int32_t agent, int32_t side) { world_->asleep[2 * agent + side] = 1; }
 
+  bool holds_resident(const RankCall& made, int32_t rank, int32_t slot) const;
   Content payload(int32_t call, int32_t expert, int32_t tile) const;
   Content poison(int32_t call) const { return {0xDEAD0000u + static_cast<uint64_t>(call), 1}; }
   Content row(int32_t rank, int32_t call) const;
