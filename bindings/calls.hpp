@@ -73,6 +73,8 @@ struct TransferCall {
   bool own_home;        // the plan's home map is the group's own tensor
   uint64_t table;       // addresses in device memory, in place of `mains`; 0: none
   uint64_t in_use;      // reduction on the device: the saved plan's mark to clear; 0: none
+  int32_t bank;         // the plan's; -1: none
+  uint64_t version;     // transfer to a bank: of the main weights
 
   uint64_t plan_digest(const Topology& t) const {
     return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),
@@ -87,17 +89,20 @@ struct TransferCall {
             .segments = at<const int32_t>(segments),
             .num_segments = num_segments,
             .mode = number_of(mode),
-            .region = region};
+            .region = region,
+            .bank = {.index = bank, .version = version}};
   }
 
   ReduceArgs reduce_args(const Topology& t) const {
     return {.slot_expert = at<const int32_t>(plan.slot_expert),
+            .slot_quota = at<const int32_t>(plan.slot_quota),
             .plan_digest = plan_digest(t),
             .tag = tag,
             .mains = at<const uint64_t>(mains),
             .main_type = at<const GradType>(main_types),
             .mode = number_of(mode),
-            .zero = zero};
+            .zero = zero,
+            .bank = bank};
   }
 };
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "bind.hpp"
 #include "calls.hpp"
 #include "core/plan/counts.hpp"
@@ -62,7 +63,8 @@ void bind_engine(nb::module_& m) {
              std::vector<int32_t> home, std::vector<int32_t> domain, bool allow_cross_domain,
              std::vector<int64_t> segment_bytes, std::vector<int64_t> grad_bytes,
              std::vector<GradType> grad_type, int64_t tile_bytes,
-             const std::array<int64_t, 5>& cost, double call_timeout, double wait_timeout) {
+             const std::array<int64_t, 5>& cost, double call_timeout, double wait_timeout,
+             int32_t banks, int32_t grad_banks) {
             new (self) EngineConfig{.rank = rank,
                                     .num_experts = num_experts,
                                     .slots_per_rank = slots_per_rank,
@@ -72,6 +74,8 @@ void bind_engine(nb::module_& m) {
                                     .segment_bytes = std::move(segment_bytes),
                                     .grad_bytes = std::move(grad_bytes),
                                     .grad_type = std::move(grad_type),
+                                    .banks = banks,
+                                    .grad_banks = grad_banks,
                                     .tile_bytes = tile_bytes,
                                     .call_timeout = call_timeout,
                                     .wait_timeout = wait_timeout,
@@ -79,10 +83,12 @@ void bind_engine(nb::module_& m) {
           },
           nb::kw_only(), "rank"_a, "num_experts"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
           "allow_cross_domain"_a, "segment_bytes"_a, "grad_bytes"_a, "grad_type"_a, "tile_bytes"_a,
-          "cost"_a, "call_timeout"_a, "wait_timeout"_a)
+          "cost"_a, "call_timeout"_a, "wait_timeout"_a, "banks"_a = 1, "grad_banks"_a = 1)
       .def_prop_ro("num_ranks", [](const EngineConfig& c) { return c.domain.size(); })
       .def_ro("num_experts", &EngineConfig::num_experts)
       .def_ro("slots_per_rank", &EngineConfig::slots_per_rank)
+      .def_ro("banks", &EngineConfig::banks)
+      .def_ro("grad_banks", &EngineConfig::grad_banks)
       .def_rw("tile_bytes", &EngineConfig::tile_bytes)
       .def_rw("num_workers", &EngineConfig::num_workers)
       .def(
@@ -136,11 +142,11 @@ void bind_engine(nb::module_& m) {
   nb::class_<TransferCall>(m, "TransferCall",
                            "Arguments of an engine's transfer; see bindings/calls.hpp.")
       .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
-                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t>(),
+                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t>(),
            "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
            "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
            "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
-           "in_use"_a = 0);
+           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0);
 
   nb::class_<Engine> engine(m, "Engine", "One rank's host engine; see src/host/engine.hpp.");
   bind_plan_questions(engine);
@@ -173,6 +179,20 @@ void bind_engine(nb::module_& m) {
             });
           },
           "row"_a, "table"_a)
+      .def(
+          "residents",
+          [](const Engine& e, int32_t bank) {
+            const std::vector<int32_t> residents = e.residents(bank);
+            auto copy = std::make_unique_for_overwrite<int32_t[]>(residents.size());
+            std::copy(residents.begin(), residents.end(), copy.get());
+            const Topology& t = e.topology();
+            return to_numpy(std::move(copy), {static_cast<size_t>(t.num_ranks),
+                                              static_cast<size_t>(t.slots_per_rank)});
+          },
+          "bank"_a)
+      .def("version", &Engine::version, "bank"_a)
+      .def("last_call", &Engine::last_call, "bank"_a)
+      .def("invalidate", &Engine::invalidate, "bank"_a)
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {

@@ -75,7 +75,8 @@ void bind_enums(nb::module_& m) {
       .value("NONE", host::Damage::kNone)
       .value("SLOT", host::Damage::kSlot)
       .value("UNTOUCHED", host::Damage::kUntouched)
-      .value("SOURCE", host::Damage::kSource);
+      .value("SOURCE", host::Damage::kSource)
+      .value("RESIDENT", host::Damage::kResident);
 }
 
 }  // namespace uec::python

@@ -14,6 +14,7 @@ uint64_t EngineConfig::initial_digest() const {
   for (const int64_t bytes : segment_bytes) d = mix(d, bytes);
   for (size_t i = 0; i < grad_bytes.size(); ++i)
     d = mix(d, grad_bytes[i] << 1 | static_cast<int64_t>(grad_type[i]));
+  d = mix(mix(d, banks), grad_banks);
   return mix(mix(d, tile_bytes), allow_cross_domain);
 }
 
@@ -42,10 +43,10 @@ EngineLayout::EngineLayout(const EngineConfig& c)
   check.copies = round_up(check.sums + max_mains * check.blocks * 8, kSlotAlign);
   check.total = check.copies + region_bytes;
   const int64_t finest = TileMap::tiles_per_group(c.tile_bytes);
-  symmetric =
-      SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),
-                            static_cast<int32_t>(c.segment_bytes.size()), c.segment_bytes.data(),
-                            slot_offset.data(), gradients(c), c.tile_bytes, grad_offset.data());
+  symmetric = SymmetricLayout::make(c.topology(), max_mains, ceil_div(tiles, finest),
+                                    static_cast<int32_t>(c.segment_bytes.size()),
+                                    c.segment_bytes.data(), slot_offset.data(), gradients(c),
+                                    c.tile_bytes, grad_offset.data(), c.banks, c.grad_banks);
 }
 
 Gradients EngineLayout::gradients(const EngineConfig& c) const {

@@ -22,6 +22,8 @@ struct EngineConfig {
   std::vector<int64_t> segment_bytes;  // of one expert
   std::vector<int64_t> grad_bytes;  // [grad segments] of one expert in a slot; none: no gradients
   std::vector<GradType> grad_type;  // [grad segments] in a slot
+  int32_t banks = 1;                // sets of slots
+  int32_t grad_banks = 1;           // sets of slot gradients; bank b has set b modulo their number
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   double call_timeout = 1800;  // seconds until every rank of the plan has called; 0: no limit

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/plan/check.hpp"
+#include "core/transfer/bank.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
 #include "core/transfer/protocol.hpp"
@@ -50,6 +51,15 @@ class Engine {
                   const std::function<bool()>& interrupted = {});
   uint64_t gather(const int32_t* row, int32_t* table, bool background,
                   const std::function<bool()>& interrupted = {});
+
+  // What the slots of a bank hold [G][S], as all submitted calls leave it; nothing once the group
+  // has failed. The next two concern this rank alone: calls of ranks that differ do not match.
+  std::vector<int32_t> residents(int32_t bank) const;
+  uint64_t version(int32_t bank) const;
+  // The main weights have changed: the bank's next call is of the next version.
+  void invalidate(int32_t bank);
+  // The last call that was submitted for a bank; 0: none.
+  uint64_t last_call(int32_t bank) const;
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});
@@ -124,6 +134,12 @@ class Engine {
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
   std::unique_ptr<SlotCheck> slot_check_;  // null: slots are not checked
+  struct BankState {
+    BankTable table;
+    std::vector<int32_t> resident;
+    uint64_t last_call = 0;
+  };
+  std::vector<BankState> banks_;  // under submit_mutex_
   uint64_t digest_;
   CallRecord last_record_;
   std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers

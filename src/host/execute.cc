@@ -24,7 +24,11 @@ double seconds_since(Clock::time_point start) {
 constexpr double kVerdictSeconds = 5;
 
 CheckedCall checked_call(const Prepared& prepared) {
-  return {prepared.call.epoch.number, prepared.slot_expert.data(), prepared.arrays.mains,
+  return {prepared.call.epoch.number,
+          prepared.slot_expert.data(),
+          prepared.resident.empty() ? nullptr : prepared.resident.data(),
+          prepared.call.addresses.first_slot,
+          prepared.arrays.mains,
           &prepared.selected};
 }
 
@@ -99,6 +103,8 @@ bool Engine::execute(Prepared& prepared, const std::function<bool()>& interrupte
 // rank's own finding.
 bool Engine::check_slots(Prepared& prepared, const std::function<bool()>& interrupted) {
   const CheckedCall checked = checked_call(prepared);
+  AwaitCopies homes(*slot_check_, checked, prepared.call, memory_);
+  if (!drive(homes, prepared, interrupted)) return false;
   Damage damage = slot_check_->find_changed_main(checked);
   slot_check_->publish_verdict(checked, damage.kind != Damage::kNone);
   if (damage.kind == Damage::kNone) damage = slot_check_->find_damaged_slot(checked);

@@ -39,6 +39,7 @@ class Prepared {
   ScheduleArrays schedule;
   PlanShape shape;
   std::vector<int32_t> slot_expert;  // check mode: [G][S]
+  std::vector<int32_t> resident;     // check mode: [G][S] what a bank's slots hold; empty: no bank
   std::vector<uint8_t> selected;     // check mode: [segments] whether it is transferred
   const int32_t* row = nullptr;      // gather: [E] own counts, borrowed until the call has finished
   int32_t* table = nullptr;          // gather: [G][E] result

@@ -56,9 +56,9 @@ uint64_t* SlotCheck::sums(int32_t rank, size_t segment, int32_t main_idx) const 
   return reinterpret_cast<uint64_t*>(config_.check_bases[rank] + layout_.check.sums) + at;
 }
 
-uint8_t* SlotCheck::slot(size_t segment, int32_t slot) const {
+uint8_t* SlotCheck::slot(const CheckedCall& call, size_t segment, int32_t slot) const {
   return config_.bases[config_.rank] + layout_.slot_offset[segment] +
-         slot * config_.segment_bytes[segment];
+         int64_t{call.first_slot + slot} * config_.segment_bytes[segment];
 }
 
 std::atomic_ref<uint64_t> SlotCheck::checked(int32_t rank, int32_t main_idx, int32_t reader) const {
@@ -108,7 +108,8 @@ void SlotCheck::remember(const CheckedCall& call) {
     const bool filled = call.slot_expert[me * config_.slots_per_rank + s] >= 0;
     for (int32_t i = 0; i < num_segments(); ++i)
       if (!filled || !(*call.selected)[i])
-        untouched_.insert(untouched_.end(), slot(i, s), slot(i, s) + config_.segment_bytes[i]);
+        untouched_.insert(untouched_.end(), slot(call, i, s),
+                          slot(call, i, s) + config_.segment_bytes[i]);
   }
 }
 
@@ -154,14 +155,15 @@ Damage SlotCheck::find_changed_main(const CheckedCall& call) const {
 Damage SlotCheck::find_damaged_slot(const CheckedCall& call) const {
   const uint8_t* untouched = untouched_.data();
   for (int32_t s = 0; s < config_.slots_per_rank; ++s) {
-    const int32_t e = call.slot_expert[config_.rank * config_.slots_per_rank + s];
+    const int32_t at = config_.rank * config_.slots_per_rank + s, e = call.slot_expert[at];
     for (int32_t i = 0; i < num_segments(); ++i) {
       Damage damage;
       if (e >= 0 && (*call.selected)[i]) {
-        damage = compare(slot(i, s), config_.home[e], i, layout_.main_idx[e]);
+        damage = compare(slot(call, i, s), config_.home[e], i, layout_.main_idx[e]);
+        if (damage.kind != Damage::kNone && call.keeps(at)) damage.kind = Damage::kResident;
       } else {
         const int64_t bytes = config_.segment_bytes[i];
-        if (find_difference(slot(i, s), untouched, bytes, 0, &damage))
+        if (find_difference(slot(call, i, s), untouched, bytes, 0, &damage))
           damage.kind = Damage::kUntouched;
         untouched += bytes;
       }
@@ -200,6 +202,31 @@ void SlotCheck::publish_checked(const CheckedCall& call) const {
     checked(home, layout_.main_idx[e], rank).store(call.epoch, std::memory_order_release);
     ring(home);
   });
+}
+
+AwaitCopies::AwaitCopies(const SlotCheck& check, const CheckedCall& checked, const Call& call,
+                         const HostMemory& memory)
+    : call_(call), memory_(memory) {
+  check.each_replica(checked, [&](int32_t e, int32_t rank, int32_t slot) {
+    if (rank == check.config_.rank && checked.keeps(rank * check.config_.slots_per_rank + slot))
+      homes_.emplace_back(check.config_.home[e], e);
+  });
+}
+
+// A home announces its call once it has made its copies: see SlotCheck::remember().
+Step AwaitCopies::step() {
+  const size_t first = next_;
+  for (; next_ < homes_.size(); ++next_) {
+    const auto [home, expert] = homes_[next_];
+    const int64_t at = call_.layout.call(home);
+    const Verdict verdict = judge_call(memory_, at, home, call_.epoch, &fault_);
+    if (verdict == Verdict::kArrived) continue;
+    wait_ = {FlagKind::kCall,   home, expert, -1, CallRecord{memory_.observe(at)}.epoch_low(),
+             call_.epoch.number};
+    if (verdict == Verdict::kFault) return Step::kFailed;
+    return next_ == first ? Step::kBlocked : Step::kProgress;
+  }
+  return Step::kFinished;
 }
 
 AwaitChecks::AwaitChecks(const SlotCheck& check, const CheckedCall& checked, const Call& call,

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/transfer/announce.hpp"
@@ -24,6 +25,7 @@ struct Damage {
     kSlot,       // a filled slot differs from its home
     kUntouched,  // a slot, or a segment of one, that the call had nothing for was written to
     kSource,     // this rank's main weights changed while the call ran
+    kResident,   // a slot that kept its expert differs from the home's
   } kind = kNone;
   int32_t home = -1;
   int32_t expert = -1;
@@ -39,8 +41,12 @@ struct Damage {
 struct CheckedCall {
   uint64_t epoch = 0;
   const int32_t* slot_expert = nullptr;            // [G][S]
+  const int32_t* resident = nullptr;               // [G][S] what slots held before; null: nothing
+  int32_t first_slot = 0;                          // of the bank
   const uint8_t* const* mains = nullptr;           // [segments][M]
   const std::vector<uint8_t>* selected = nullptr;  // [segments] whether it is transferred
+
+  bool keeps(int32_t at) const { return resident != nullptr && resident[at] == slot_expert[at]; }
 };
 
 class SlotCheck {
@@ -64,10 +70,11 @@ class SlotCheck {
 
  private:
   friend class AwaitChecks;
+  friend class AwaitCopies;
 
   uint8_t* copy(int32_t rank, size_t segment, int32_t main_idx) const;
   uint64_t* sums(int32_t rank, size_t segment, int32_t main_idx) const;
-  uint8_t* slot(size_t segment, int32_t slot) const;
+  uint8_t* slot(const CheckedCall& call, size_t segment, int32_t slot) const;
   std::atomic_ref<uint64_t> checked(int32_t rank, int32_t main_idx, int32_t reader) const;
   std::atomic_ref<uint64_t> verdict(int32_t rank, int32_t home) const;
   void ring(int32_t rank) const;
@@ -81,6 +88,26 @@ class SlotCheck {
   const EngineConfig& config_;
   const EngineLayout& layout_;
   std::vector<uint8_t> untouched_;  // what slots held that the call has nothing for
+};
+
+// What a rank waits for before it compares slots that kept their expert: their homes' copies, which
+// no part of the transfer vouches for.
+class AwaitCopies {
+ public:
+  AwaitCopies(const SlotCheck& check, const CheckedCall& checked, const Call& call,
+              const HostMemory& memory);
+
+  Step step();
+  Fault fault() const { return fault_; }
+  Wait wait() const { return wait_; }
+
+ private:
+  const Call& call_;
+  const HostMemory& memory_;
+  std::vector<std::pair<int32_t, int32_t>> homes_;  // and an expert
+  size_t next_ = 0;
+  Fault fault_ = Fault::kNone;
+  Wait wait_;
 };
 
 // What a home waits for at the end of a call, as Finish does for everything else.

@@ -46,6 +46,7 @@ struct GroupOptions {
   std::vector<int64_t> segment_bytes{100};
   std::vector<int64_t> grad_bytes{};  // of gradients in a slot; none: there are none
   std::vector<uec::GradType> grad_type{};
+  int32_t banks = 1, grad_banks = 1;
   int64_t tile_bytes = 32 << 10;
   int32_t num_workers = 1;
   bool check = false;                             // slots are compared with their homes
@@ -68,6 +69,8 @@ class Ranks {
     config.segment_bytes = options.segment_bytes;
     config.grad_bytes = options.grad_bytes;
     config.grad_type = options.grad_type;
+    config.banks = options.banks;
+    config.grad_banks = options.grad_banks;
     config.tile_bytes = options.tile_bytes;
     config.num_workers = options.num_workers;
     config.call_timeout = options.call_timeout;
@@ -99,6 +102,7 @@ class Ranks {
   const uec::host::EngineLayout& layout() const { return engines_[0]->layout(); }
   uint8_t* base(int32_t rank) { return memory_[rank].get(); }
 
+  // Slots of bank 0 come first.
   uint8_t* slot(int32_t rank, int32_t slot, size_t segment) {
     return base(rank) + layout().slot_offset[segment] + slot * options_.segment_bytes[segment];
   }
@@ -155,7 +159,8 @@ class Ranks {
 
   void fill_slots(int32_t rank) {
     for (size_t i = 0; i < num_segments(); ++i)
-      std::memset(slot(rank, 0, i), kUntouched, group_.slots_per_rank * options_.segment_bytes[i]);
+      std::memset(slot(rank, 0, i), kUntouched,
+                  options_.banks * group_.slots_per_rank * options_.segment_bytes[i]);
   }
 
   // The slot holds the expert's payload, or (`expert` < 0) nothing was written to it.

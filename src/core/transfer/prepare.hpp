@@ -137,6 +137,7 @@ struct ReduceArgs {
   const GradType* main_type = nullptr;   // [segments] of this rank's main gradients
   int32_t mode = -1;                     // kPull, kDirect, or -1: by cost
   bool zero = true;                      // slot gradients are cleared
+  int32_t bank = -1;                     // the plan's; -1: none
 
   UEC_HD SlotChoice choice() const { return {.quota = slot_quota}; }
 };
@@ -161,7 +162,8 @@ UEC_HD void fill_call(Team team, const GroupTables& group, const ReduceArgs& arg
 template <class Team>
 UEC_HD uint64_t digest_call(Team team, const Topology& t, const ReduceArgs& args,
                             uint64_t plan_digest) {
-  const uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), plan_digest);
+  uint64_t digest = mix(static_cast<uint64_t>(Operation::kReduce), plan_digest);
+  if (args.bank >= 0) digest = mix(digest, static_cast<uint64_t>(args.bank));
   return digest_ints(team, mix(digest, args.tag), args.slot_expert,
                      int64_t{t.num_ranks} * t.slots_per_rank);
 }
