@@ -4,9 +4,11 @@ from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_map
+from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.create import new_group, new_loopback_groups
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.health import GroupHealth
+from ultraep_comm.group.memory import GroupMemory, group_memory
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
@@ -17,9 +19,11 @@ from ultraep_comm.weights.segments import BoundWeights, Segment
 
 __version__: str
 __all__ = [
+    "Bank",
     "BoundWeights",
     "Group",
     "GroupHealth",
+    "GroupMemory",
     "Plan",
     "PlanCertificate",
     "PlanCost",
@@ -30,6 +34,7 @@ __all__ = [
     "errors",
     "gather_and_plan",
     "gather_load",
+    "group_memory",
     "new_group",
     "new_loopback_groups",
     "ops",

@@ -127,6 +127,8 @@ class DamageKind(enum.Enum):
 
     SOURCE = 3
 
+    RESIDENT = 4
+
 def plan_replicas(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], slots_per_rank: int, allow_cross_domain: bool, target_ppm: int, costs: tuple[int, int, int] | None = None) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""
 
@@ -161,7 +163,7 @@ def reroute(topk_ids: NDArray[numpy.int64], load: NDArray[numpy.int32], slot_exp
 def reroute_map(routing_map: NDArray[numpy.uint8], load: NDArray[numpy.int32], slot_expert: NDArray[numpy.int32], slot_quota: NDArray[numpy.int32], home_quota: NDArray[numpy.int32], home: NDArray[numpy.int32], rank: int) -> tuple[RerouteStatus, NDArray[numpy.int64]]:
     """Returns (status, moves [2, N]); moves are flat positions in both maps."""
 
-def make_schedule(slot_expert: Sequence[int], home: Sequence[int], domain: Sequence[int], slots_per_rank: int, allow_cross_domain: bool, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int]) -> dict[str, Any]:
+def make_schedule(slot_expert: Sequence[int], home: Sequence[int], domain: Sequence[int], slots_per_rank: int, allow_cross_domain: bool, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], resident: Sequence[int] | None = None) -> dict[str, Any]:
     """Returns a legal plan's schedule; `cost` is CostModel by field."""
 
 def model_transfer(slot_expert: Sequence[int], home: Sequence[int], num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], rates: Sequence[float], times: Sequence[int], counts: Sequence[int], cores: Sequence[float], timeline: bool, parent: Sequence[int], chunk_tiles: int, grad_types: Sequence[int], zero: bool) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def map_shared(fd: int, num_bytes: int) -> NDArray[numpy.uint8]: ...
 class EngineConfig:
     """See src/engine/config.hpp."""
 
-    def __init__(self, *, rank: int, num_experts: int, slots_per_rank: int, home: Sequence[int], domain: Sequence[int], allow_cross_domain: bool, segment_bytes: Sequence[int], grad_bytes: Sequence[int], grad_type: Sequence[GradType], tile_bytes: int, cost: Sequence[int], call_timeout: float, wait_timeout: float) -> None: ...
+    def __init__(self, *, rank: int, num_experts: int, slots_per_rank: int, home: Sequence[int], domain: Sequence[int], allow_cross_domain: bool, segment_bytes: Sequence[int], grad_bytes: Sequence[int], grad_type: Sequence[GradType], tile_bytes: int, cost: Sequence[int], call_timeout: float, wait_timeout: float, banks: int = 1, grad_banks: int = 1) -> None: ...
 
     @property
     def num_ranks(self) -> int: ...
@@ -182,6 +184,12 @@ class EngineConfig:
 
     @property
     def slots_per_rank(self) -> int: ...
+
+    @property
+    def banks(self) -> int: ...
+
+    @property
+    def grad_banks(self) -> int: ...
 
     @property
     def tile_bytes(self) -> int: ...
@@ -281,7 +289,7 @@ class PlanView:
 class TransferCall:
     """Arguments of an engine's transfer; see bindings/calls.hpp."""
 
-    def __init__(self, operation: Operation, plan: PlanView, mains: int, num_segments: int, mode: Mode | None, background: bool, tag: int, *, segments: int = 0, region: int = -1, main_types: int = 0, zero: bool = False, on_device: bool = False, own_home: bool = False, table: int = 0, in_use: int = 0) -> None: ...
+    def __init__(self, operation: Operation, plan: PlanView, mains: int, num_segments: int, mode: Mode | None, background: bool, tag: int, *, segments: int = 0, region: int = -1, main_types: int = 0, zero: bool = False, on_device: bool = False, own_home: bool = False, table: int = 0, in_use: int = 0, bank: int = -1, version: int = 0) -> None: ...
 
 class Engine:
     """One rank's host engine; see src/host/engine.hpp."""
@@ -301,6 +309,14 @@ class Engine:
     def transfer(self, call: TransferCall) -> tuple[int, Mode]: ...
 
     def exchange(self, row: int, table: int) -> int: ...
+
+    def residents(self, bank: int) -> NDArray[numpy.int32]: ...
+
+    def version(self, bank: int) -> int: ...
+
+    def last_call(self, bank: int) -> int: ...
+
+    def invalidate(self, bank: int) -> None: ...
 
     def reject(self) -> None: ...
 

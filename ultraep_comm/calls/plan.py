@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ultraep_comm.calls import traced
+from ultraep_comm.engines.base import LocalStages
 from ultraep_comm.engines.host import HostStages
-from ultraep_comm.errors import InvalidArgumentError, InvalidLoadError
+from ultraep_comm.errors import (
+    InvalidArgumentError,
+    InvalidLoadError,
+    InvalidPlanError,
+    UnsupportedError,
+)
+from ultraep_comm.group.bank import Bank, bank_index, banks_of
 from ultraep_comm.group.group import Group
-from ultraep_comm.plan.plan import Plan, PlanCost
+from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
-from ultraep_comm.plan.topology import IntsLike, Topology
+from ultraep_comm.plan.topology import IntArray, IntsLike, Topology
 
 
 def plan_replicas(
@@ -26,6 +34,8 @@ def plan_replicas(
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
     cost: PlanCost | None = None,
+    bank: Bank | int | None = None,
+    residents: torch.Tensor | IntsLike | None = None,
 ) -> Plan:
     """Decide which experts to copy where. Local and pure: equal loads give equal plans.
 
@@ -37,6 +47,11 @@ def plan_replicas(
     Minimises, in this order: the imbalance, down to the target; the transfer, which is the most
     experts that any rank exports or imports; the number of replicas. With ``cost`` it minimises the
     total time instead, over a set of plans from no replicas to the best balanced.
+
+    With a bank, slots keep what they hold: it minimises the imbalance, down to the target; the
+    transfer of the *moves*, the slots that have to be written; their number; the instances in use.
+    ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
+    quota of 0, until another expert needs the slot.
 
     Args:
         load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns it; or
@@ -51,12 +66,16 @@ def plan_replicas(
         domains: integers ``[G]``; None: a single domain.
         allow_cross_domain: replicas may lie outside their home's domain.
         cost: replaces the target.
+        bank: of the group: plan on top of what it holds. None: slots count as empty.
+        residents: without a group: integers ``[G, S]``, what slots hold already; -1: nothing.
 
     Raises:
         InvalidLoadError: wrong shape, dtype or device, a negative load, an expert with 2**31 or
             more tokens, or a total of 2**40 or more.
-        InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range.
-        UnsupportedError: the load is on the device, and the group is too large to plan there.
+        InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range; a
+            bank of another group; residents that are no legal plan, or together with ``cost``.
+        UnsupportedError: the load is on the device, and the group is too large to plan there; or
+            the group's engine has no banks.
         DeviceError: the CUDA driver refused the launch.
     """
     constants = (slots_per_rank, num_ranks, home, domains)
@@ -67,10 +86,19 @@ def plan_replicas(
             "plan_replicas was given both a group and a topology (slots_per_rank, num_ranks, home,"
             " domains, allow_cross_domain); expected one of them"
         )
+    if (bank is not None and group is None) or (residents is not None and group is not None):
+        raise InvalidArgumentError(
+            "plan_replicas needs bank= with a group, and residents= without one"
+        )
     if group is not None and torch.compiler.is_dynamo_compiling():
+        if bank is not None:
+            raise UnsupportedError(
+                "plan_replicas was given a bank in a compiled function, whose operators know no"
+                " banks; plan outside of it"
+            )
         return traced.plan_replicas(load, group, target, cost)
     if group is not None:
-        return _plan(load, group, target, cost)
+        return _plan(load, group, target, cost, bank=bank)
     _check_load(load, ["cpu"])
     if slots_per_rank is None or (num_ranks is None and load.dim() == 1):
         raise InvalidArgumentError(
@@ -85,7 +113,43 @@ def plan_replicas(
         allow_cross_domain=allow_cross_domain,
     )
     _check_shape(load, topology)
-    return HostStages(topology, 0).plan(load, *plan_objective(target, cost, None))
+    held = None if residents is None else _check_residents(residents, topology)
+    return _on_residents(HostStages(topology, 0), load, target, cost, None, held)
+
+
+def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> IntArray:
+    """Return residents, which have to be what a legal plan may have in its slots."""
+    expected = (topology.num_ranks, topology.slots_per_rank)
+    try:
+        slots = as_int_tensor(residents, "residents")
+        if tuple(slots.shape) != expected:
+            raise InvalidPlanError(f"shape {tuple(slots.shape)}; expected {expected}")
+        plan = Plan.from_slots(
+            slots,
+            num_experts=topology.num_experts,
+            home=topology.home,
+            domains=topology.domain,
+            allow_cross_domain=topology.allow_cross_domain,
+        )
+    except InvalidPlanError as error:
+        raise InvalidArgumentError(f"residents: {error}") from None
+    held: IntArray = plan.slot_expert.cpu().numpy()
+    return held
+
+
+def _on_residents(
+    local: LocalStages,
+    load: torch.Tensor,
+    target: float,
+    cost: PlanCost | None,
+    group: Group | None,
+    residents: IntArray | None,
+) -> Plan:
+    if residents is not None and cost is not None:
+        raise InvalidArgumentError(
+            "plan_replicas was given a cost and residents, or a bank; expected a target with these"
+        )
+    return local.plan(load, *plan_objective(target, cost, group), residents=residents)
 
 
 def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
@@ -97,13 +161,24 @@ def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost |
 
 
 def _plan(
-    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, *, apart: bool = False
+    load: torch.Tensor,
+    group: Group,
+    target: float,
+    cost: PlanCost | None,
+    *,
+    apart: bool = False,
+    bank: Bank | int | None = None,
 ) -> Plan:
     local = group.session.local
     local.raise_fault()
     _check_load(load, list(dict.fromkeys(["cpu", str(group.device)])), on_device=local.holds(load))
     _check_shape(load, group.topology)
-    return local.plan(load, *plan_objective(target, cost, group), apart=apart)
+    if bank is None:
+        return local.plan(load, *plan_objective(target, cost, group), apart=apart)
+    index = bank_index(bank, group.session)
+    residents = banks_of(group.session).residents(index)
+    plan = _on_residents(local, load, target, cost, group, residents)
+    return replace(plan, bank=index)
 
 
 def plan_objective(

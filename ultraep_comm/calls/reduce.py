@@ -35,7 +35,8 @@ def reduce_expert_grads(
 
     When the call has finished, this rank's main gradients are complete, no peer reads its slot
     gradients any more, and those of filled slots are zero (with ``zero=False`` undefined: they hold
-    partial sums). Gradients of empty slots and of experts without replicas are untouched.
+    partial sums). Gradients of empty slots, of slots whose quota is 0, and of experts without
+    replicas are untouched.
 
     Streams, plans on the device and capture into a CUDA graph are as for
     :func:`replicate_experts`; for a capture, bind the gradients first with ``group.bind_grads``.
@@ -89,6 +90,7 @@ def reduce_expert_grads(
             own_home=call.plan.home is session.local.home,
             table=address(bound.table),
             in_use=plan.saved.in_use if isinstance(plan, PlanHandle) else 0,
+            bank=call.bank,
         )
     except Exception as error:
         call.reject(error)

@@ -10,6 +10,7 @@ from ultraep_comm import _core
 from ultraep_comm.calls import traced
 from ultraep_comm.calls.transfer import Call, address, find_mode, plan_of
 from ultraep_comm.errors import InvalidWeightsError
+from ultraep_comm.group.bank import find_version
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
@@ -28,11 +29,16 @@ def replicate_experts(
     async_op: bool = False,
     mode: str = "auto",
     segments: Sequence[str] | None = None,
+    version: int | None = None,
 ) -> Work | None:
     """Copy the experts of a plan into its slots. Collective.
 
     When the call has finished, this rank's filled slots are complete, bit for bit; empty slots are
     untouched; no peer reads this rank's main weights any more; its own sends are delivered.
+
+    A plan of a bank is copied into the bank's slots, as far as they do not hold it yet: slots that
+    do are not written to, and may be used throughout the call. Ranks that hold an expert send it as
+    well as its home does. What the bank held of another version, or in other segments, is gone.
 
     On the CUDA engine the call is stream-ordered: it runs after the work that the current stream
     already has, and work enqueued after ``wait()`` runs after it. Without ``async_op`` it runs on
@@ -55,6 +61,8 @@ def replicate_experts(
         async_op: return a :class:`Work` at once; a CUDA group then uses its own stream.
         mode: "push", "pull" (weights from ``group.empty_weights()``), "direct", or "auto".
         segments: names of the segments to transfer; None: all.
+        version: of the main weights, for a plan of a bank: a number that grows whenever they
+            change, the same on every rank. None: that of the bank; see :meth:`Bank.invalidate`.
 
     Raises:
         InvalidWeightsError, InvalidPlanError, InvalidArgumentError: this rank's input is bad; its
@@ -99,6 +107,8 @@ def replicate_experts(
             on_device=call.on_device,
             own_home=call.plan.home is session.local.home,
             table=address(bound.table),
+            bank=call.bank,
+            version=find_version(version, call.bank, session),
         )
     except Exception as error:
         call.reject(error)

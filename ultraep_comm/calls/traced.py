@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ultraep_comm.errors import UltraEPError
+from ultraep_comm.errors import UltraEPError, UnsupportedError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
@@ -46,6 +46,7 @@ def replicate_experts(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
+    _refuse_bank(plan, "replicate_experts")
     given: Weights
     if isinstance(weights, torch.Tensor):  # group.weight_table
         given = {TABLE: weights}
@@ -82,6 +83,7 @@ def reduce_expert_grads(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.reduce_expert_grads`, which always completes in place."""
+    _refuse_bank(plan, "reduce_expert_grads")
     counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in grads.values():
@@ -100,6 +102,14 @@ def reduce_expert_grads(
         group.name,
     )
     return FinishedWork() if async_op else None
+
+
+def _refuse_bank(plan: Plan, operation: str) -> None:
+    if plan.bank is not None:
+        raise UnsupportedError(
+            f"{operation} was given a plan of bank {plan.bank} in a compiled function, whose"
+            " operators know no banks; plan without bank= there, or call it outside"
+        )
 
 
 class FinishedWork(Work):

@@ -9,6 +9,7 @@ import torch
 from ultraep_comm import _core
 from ultraep_comm.engines.reports import name_call
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.group.bank import plan_bank
 from ultraep_comm.group.checks import check_plan
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
@@ -33,9 +34,10 @@ class Call:
         view: its addresses and shape.
         on_device: a kernel reads it.
         tag: the handle's tag, which ranks compare besides the plan; 0: no handle was given.
+        bank: the plan's; -1: none.
     """
 
-    __slots__ = ("_given", "_operation", "_session", "on_device", "plan", "tag", "view")
+    __slots__ = ("_given", "_operation", "_session", "bank", "on_device", "plan", "tag", "view")
 
     def __init__(self, session: Session, given: Plan | PlanHandle, operation: str) -> None:
         self._session, self._given, self.tag = session, given, 0
@@ -54,6 +56,7 @@ class Call:
         self.plan, self.on_device = session.local.plan_for_call(plan, operation)
         try:
             self.view = check_plan(self.plan, self.on_device, session)
+            self.bank = plan_bank(self.plan.bank, session)
         except Exception as error:
             self.reject(error)
             raise

@@ -10,16 +10,38 @@ import torch
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
-from ultraep_comm.errors import BootstrapError, PeerGoneError, PeerRejectedError, Words
+from ultraep_comm.errors import (
+    BootstrapError,
+    OutOfSharedMemoryError,
+    PeerGoneError,
+    PeerRejectedError,
+    Words,
+)
 from ultraep_comm.fabrics import Fabric, SharedRegion
 from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
-from ultraep_comm.plan.topology import Topology
+from ultraep_comm.plan.topology import IntArray, Topology
 from ultraep_comm.weights.binding import AddressTables
 from ultraep_comm.weights.segments import Segment
 
 Tensor = torch.Tensor
+
+
+class Banks(Protocol):
+    """What the slots of each bank hold, on one rank; see `BankTable` in the core."""
+
+    def residents(self, bank: int) -> IntArray:
+        """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls."""
+
+    def version(self, bank: int) -> int:
+        """Return the version of the weights of a bank's residents."""
+
+    def last_call(self, bank: int) -> int:
+        """Return the last epoch that was submitted for a bank; 0: none."""
+
+    def invalidate(self, bank: int) -> None:
+        """Let a bank hold nothing, of the next version."""
 
 
 class Engine(Protocol):
@@ -45,6 +67,10 @@ class Engine(Protocol):
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
+
+    @property
+    def banks(self) -> Banks | None:
+        """Return what slots hold from call to call; None: they keep nothing."""
 
     @property
     def plans_at_once(self) -> bool:
@@ -201,9 +227,18 @@ class LocalStages(Protocol):
         """Return uninitialised memory for a load, int32 ``[G, E]``, on the group's device."""
 
     def plan(
-        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+        self,
+        load: Tensor,
+        target_ppm: int,
+        costs: Costs | None,
+        *,
+        apart: bool = False,
+        residents: IntArray | None = None,
     ) -> Plan:
-        """Plan a load ``[G, E]`` or ``[E]``; with ``apart``, no two of its tensors share memory."""
+        """Plan a load ``[G, E]`` or ``[E]``; with ``apart``, no two of its tensors share memory.
+
+        With ``residents``, int32 ``[G, S]``, what slots hold already, on the CPU and without costs.
+        """
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
         """Return physical ids; see ``uec.reroute``. The plan must have load and quotas."""
@@ -263,6 +298,7 @@ class Parts:
         local: the stages that need no peer.
         loads: exchanges loads; None: the engine does.
         check: check mode.
+        banks, grad_banks: sets of slots, and of their gradients.
     """
 
     rank: int
@@ -276,6 +312,8 @@ class Parts:
     local: LocalStages
     loads: LoadExchange | None = None
     check: bool = False
+    banks: int = 1
+    grad_banks: int = 1
 
 
 def make_parts(
@@ -291,7 +329,15 @@ def make_parts(
 ) -> Parts:
     """Allocate one rank's memory, then create its local stages, then its engine."""
     layout = _core.EngineLayout(config)
-    region = fabric.allocate(layout.total_bytes)
+    try:
+        region = fabric.allocate(layout.total_bytes)
+    except OutOfSharedMemoryError as error:
+        if options.banks > 1 and error.args:
+            slots = options.banks * topology.slots_per_rank
+            taken = slots * sum(segment.nbytes for segment in options.segments.values())
+            text = f"; {options.banks} banks of {topology.slots_per_rank} slots take {taken} bytes"
+            error.args = (f"{error.args[0]}{text} of them: see group_memory()", *error.args[1:])
+        raise
     checked = [fabric.allocate(layout.check_bytes)] if options.check else []
     config.set_memory(region.bases, checked[0].bases if checked else [])
     config.set_peers(fabric.peer_sockets, fabric.peer_processes)
@@ -308,6 +354,8 @@ def make_parts(
         local=stages,
         loads=loads,
         check=options.check,
+        banks=options.banks,
+        grad_banks=options.grad_banks,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import LocalStages, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.base import Banks, LocalStages, Parts, ProcessGroupLoads, make_parts
 from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import bad_id_error, raise_fault
 from ultraep_comm.errors import (
@@ -37,6 +37,11 @@ class HostEngine(_core.Engine):
     """One rank of the host engine: the core's engine, with the protocol's tensor arguments."""
 
     plans_at_once = False
+
+    @property
+    def banks(self) -> Banks:
+        """Return the engine itself."""
+        return self
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
@@ -119,7 +124,13 @@ class HostStages:
         return torch.empty(shape, dtype=torch.int32, device="cpu")
 
     def plan(
-        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+        self,
+        load: Tensor,
+        target_ppm: int,
+        costs: Costs | None,
+        *,
+        apart: bool = False,
+        residents: IntArray | None = None,
     ) -> Plan:
         """Plan a load ``[G, E]`` or ``[E]`` on the CPU.
 
@@ -130,10 +141,18 @@ class HostStages:
         by_source = load.dim() == 2
         tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
         total = tokens.contiguous().numpy()
+        moves = None
         try:
-            slot_expert, slot_quota, home_quota = _core.plan_replicas(
-                total, t.home, t.domain, t.slots_per_rank, t.allow_cross_domain, target_ppm, costs
-            )
+            if residents is None:
+                slot_expert, slot_quota, home_quota = _core.plan_replicas(
+                    *(total, t.home, t.domain, t.slots_per_rank),
+                    *(t.allow_cross_domain, target_ppm, costs),
+                )
+            else:
+                slot_expert, slot_quota, home_quota = _core.plan_with_residents(
+                    total, t.home, t.domain, residents, t.allow_cross_domain, target_ppm
+                )
+                moves = torch.from_numpy((slot_expert >= 0) & (slot_expert != residents))
         except ValueError as error:
             raise InvalidLoadError(str(error)) from None
         return Plan(
@@ -143,6 +162,7 @@ class HostStages:
             home_quota=torch.from_numpy(home_quota),
             load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
             domains=torch.tensor(t.domain, device="cpu"),
+            moves=moves,
         )
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:

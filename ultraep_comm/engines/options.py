@@ -18,6 +18,7 @@ from ultraep_comm.weights.segments import Segment, make_segments
 # For the host engine: makes a flag group one tile, and each copy long enough to stream.
 HOST_TILE_BYTES = 64 << 10
 WAIT_TIMEOUT = 30.0
+MAX_BANKS = 1 << 16
 ENGINES = ("auto", "host", "cuda")
 FABRICS = ("auto", "shm", "nvshmem", "torch", "loopback")
 # Engines over fabrics between processes, in the order in which "auto" prefers them.
@@ -43,6 +44,8 @@ class Options:
         num_sms: int | None,
         tile_bytes: int | None,
         grads: GradSpec = None,
+        banks: int = 1,
+        grad_banks: int = 1,
         calibration: Calibration | None = None,
         check: bool | None = None,
     ) -> None:
@@ -59,9 +62,17 @@ class Options:
             )
         self.check = bool(env.check() if check is None else check)
         if engine == "cuda":
-            self.refuse_check()
+            self.refuse_on_cuda()
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
+        self.banks = as_int(banks, "banks")
+        self.grad_banks = as_int(grad_banks, "grad_banks")
+        if not 1 <= self.banks <= MAX_BANKS:
+            raise InvalidArgumentError(f"banks is {banks}; expected 1 to {MAX_BANKS}")
+        if not 1 <= self.grad_banks <= self.banks:
+            raise InvalidArgumentError(
+                f"grad_banks is {grad_banks}; expected 1 to {self.banks}, the number of banks"
+            )
         self.timeout = env.timeout() if timeout is None else timeout
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
@@ -88,8 +99,13 @@ class Options:
                 f"ULTRAEP_RECORD_CALLS is {calls}; expected 1 to {MAX_CAPACITY} calls"
             )
 
-    def refuse_check(self) -> None:
-        """Raise UnsupportedError in check mode; for CUDA groups."""
+    def refuse_on_cuda(self) -> None:
+        """Raise UnsupportedError for what CUDA groups cannot do: check mode, and banks."""
+        if self.banks > 1:
+            raise UnsupportedError(
+                f"banks={self.banks} requires the host engine, but this group would use the CUDA"
+                " engine; pass engine='host', or banks=1"
+            )
         if self.check:
             raise UnsupportedError(
                 "check=True, or ULTRAEP_CHECK=1, requires the host engine, but this group would use"
@@ -110,6 +126,7 @@ class Options:
                 t.allow_cross_domain,
                 segments,
                 [(n, str(s.dtype)) for n, s in self.grads.items()],
+                (self.banks, self.grad_banks),
                 self.tile_bytes,
                 self.check,
                 self.engine,
@@ -139,6 +156,8 @@ class Options:
             segment_bytes=[s.nbytes for s in self.segments.values()],
             grad_bytes=[s.nbytes for s in self.grads.values()],
             grad_type=[GRAD_TYPES[s.dtype] for s in self.grads.values()],
+            banks=self.banks,
+            grad_banks=self.grad_banks,
             tile_bytes=self.tile_bytes,
             cost=cost,
             call_timeout=patience if self.timeout is None else self.timeout,

@@ -137,6 +137,12 @@ def damage_error(
             f"{byte} of {held} {values}: it was written to, though the call does not transfer it."
             " Has other code written to the slot during the call?"
         )
+    elif kind is DamageKind.RESIDENT:
+        text = (
+            f"{byte} of expert {expert}, which slot {slot} holds since an earlier call, {values}"
+            f" from its home, rank {home}. Have main weights changed since? Then call"
+            " bank.invalidate() first, or pass version="
+        )
     elif source_changed:
         text = (
             f"{byte} of expert {expert} in slot {slot} {values}, because rank {home}, its home,"

@@ -89,8 +89,8 @@ def check_device_plan(plan: Plan, session: Session) -> _core.PlanView:
     if not session.engine.has_shape(view):
         raise _other_shape(plan, session)
     device = plan.slot_expert.device
-    for name, tensor in vars(plan).items():
-        if tensor is not None and tensor.device != device:
+    for name, tensor in plan.tensors().items():
+        if tensor.device != device:
             raise InvalidPlanError(
                 f"rank {session.rank}: the plan's {name} is on {tensor.device}; expected {device},"
                 " like its slot_expert"

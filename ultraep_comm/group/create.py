@@ -31,6 +31,8 @@ def new_group(
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
     grads: GradSpec = None,
+    banks: int = 1,
+    grad_banks: int = 1,
     engine: str = "auto",
     fabric: str = "auto",
     timeout: float | None = None,
@@ -53,6 +55,9 @@ def new_group(
         allow_cross_domain: replicas may lie outside their home's domain.
         grads: dtype of the slots' gradients, torch.float32 or torch.bfloat16; ``{name: dtype}`` if
             not all segments have gradients. None: no gradients.
+        banks: sets of slots, for instance one for each layer, which keeps what it holds from one
+            step to the next; see :class:`Bank`. Each takes S experts' bytes (`group_memory`).
+        grad_banks: sets of slot gradients; bank i has set i modulo their number.
         engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
             torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
@@ -87,6 +92,8 @@ def new_group(
                 num_sms=num_sms,
                 tile_bytes=tile_bytes,
                 grads=grads,
+                banks=banks,
+                grad_banks=grad_banks,
                 check=check,
                 calibration=from_environment(engine) if meeting.rank == 0 else None,
             )
@@ -130,6 +137,8 @@ def new_loopback_groups(
     domains: IntsLike | None = None,
     allow_cross_domain: bool = False,
     grads: GradSpec = None,
+    banks: int = 1,
+    grad_banks: int = 1,
     engine: str = "host",
     timeout: float | None = None,
     num_sms: int | None = None,
@@ -156,6 +165,8 @@ def new_loopback_groups(
         num_sms=num_sms,
         tile_bytes=tile_bytes,
         grads=grads,
+        banks=banks,
+        grad_banks=grad_banks,
         check=check,
         calibration=from_environment(engine),
     )
@@ -187,7 +198,7 @@ def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
         if options.engine == "cuda":
             raise
         return host.make_loopback_parts(options, topology)
-    options.refuse_check()
+    options.refuse_on_cuda()
     return make.make_loopback_parts(options, topology, device, kernels)
 
 

@@ -9,8 +9,10 @@ from typing import NoReturn
 import torch
 
 from ultraep_comm.errors import InvalidArgumentError, InvalidPlanError, UnsupportedError
+from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.checks import check_device_plan, check_plan_fits
 from ultraep_comm.group.health import GroupHealth, health_of
+from ultraep_comm.group.memory import GroupMemory, memory_of
 from ultraep_comm.group.names import register_group
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
@@ -29,8 +31,10 @@ class Group:
         topology: the group's constants.
         device: where weights and slots are.
         segments: the tensors of an expert, by name.
-        slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
+        slots: ``{name: [S, *shape]}``, views of this rank's slots in bank 0; addresses do not
+            change.
         slot_grads: the same for their gradients, initially zero; only segments with gradients.
+        banks: all sets of slots; see :meth:`bank`.
         name: the key by which operators find the group in this process.
         num_mains: M, the main instances on this rank.
         session: internal state, for the package's own modules.
@@ -46,10 +50,14 @@ class Group:
         self.name = session.name
         memory, layout = session.memory[0].local, session.layout
         count = session.topology.slots_per_rank
-        slots = _views(memory, layout.slot_offset, count, session.segments)
-        slot_grads = _views(memory, layout.grad_offset, count, grads)
-        self.slots = {name: with_own_storage(view) for name, view in slots.items()}
-        self.slot_grads = {name: with_own_storage(view) for name, view in slot_grads.items()}
+        slots = _bank_views(memory, layout.slot_offset, count, session.segments, session.banks)
+        slot_grads = _bank_views(memory, layout.grad_offset, count, grads, session.grad_banks)
+        self.banks = tuple(
+            Bank(session, i, slots[i], slot_grads[i % session.grad_banks])
+            for i in range(session.banks)
+        )
+        self.slots, self.slot_grads = slots[0], slot_grads[0]
+        self._grads = grads
         register_group(self)
         _ = self.topology.instances_per_rank  # caches it: torch.compile cannot trace its property
 
@@ -67,6 +75,29 @@ class Group:
         """
         self.session.refuse_capture("bytes_stored")
         return self.session.engine.bytes_stored
+
+    # ---- banks ----------------------------------------------------------------------------
+
+    def bank(self, index: int) -> Bank:
+        """Return one of the group's banks, for instance that of a layer.
+
+        Raises:
+            InvalidArgumentError: there is none of this index.
+        """
+        return self.banks[bank_index(index, self.session)]
+
+    def memory(self) -> GroupMemory:
+        """Return the bytes that the group has on each rank; see :func:`group_memory`."""
+        session = self.session
+        return memory_of(
+            session.layout,
+            session.topology.slots_per_rank,
+            session.segments,
+            self._grads,
+            session.banks,
+            session.grad_banks,
+            session.check,
+        )
 
     # ---- weights --------------------------------------------------------------------------
 
@@ -161,22 +192,32 @@ class Group:
         with torch.inference_mode(False):  # as in new_group
             return _views(region.local, layout.region_offset, self.num_mains, self.segments)
 
-    def expert_pointers(self, weights: Weights | BoundWeights) -> dict[str, torch.Tensor]:
+    def expert_pointers(
+        self, weights: Weights | BoundWeights, *, bank: Bank | int = 0
+    ) -> dict[str, torch.Tensor]:
         """Return addresses for grouped GEMMs: ``{name: int64 [M + S]}``, mains first, then slots.
+
+        Args:
+            weights: as for :meth:`bind`.
+            bank: whose slots are meant.
 
         Raises:
             InvalidWeightsError: as :meth:`bind`.
+            InvalidArgumentError: the bank is not one of this group.
             UnsupportedError: the current stream is being captured.
         """
         session = self.session
         session.refuse_capture("expert_pointers()")
+        first = bank_index(bank, session) * self.topology.slots_per_rank
         bound, mains = session.weights.addresses_of(weights), self.num_mains
         result = {}
         for i, (name, segment) in enumerate(self.segments.items()):
             if name not in bound.names:
                 continue
             base = session.memory[0].bases[self.rank] + session.layout.slot_offset[i]
-            slots = [base + s * segment.nbytes for s in range(self.topology.slots_per_rank)]
+            slots = [
+                base + (first + s) * segment.nbytes for s in range(self.topology.slots_per_rank)
+            ]
             own = bound.addresses[i * mains : (i + 1) * mains]
             result[name] = torch.tensor([*own, *slots], dtype=torch.int64, device=self.device)
         return result
@@ -380,6 +421,29 @@ class Group:
             f"Group(rank={self.rank}, num_ranks={t.num_ranks}, num_experts={t.num_experts},"
             f" slots_per_rank={t.slots_per_rank}, {self.session.state})"
         )
+
+
+def _bank_views(
+    storage: torch.Tensor,
+    offsets: Sequence[int],
+    count: int,
+    segments: Mapping[str, Segment],
+    banks: int,
+) -> list[dict[str, torch.Tensor]]:
+    """Return each bank's views of its slots, or of their gradients; bank 0 comes first."""
+    views = []
+    for bank in range(banks):
+        begins = [
+            offset + bank * count * segment.nbytes
+            for offset, segment in zip(offsets, segments.values(), strict=True)
+        ]
+        views.append(
+            {
+                name: with_own_storage(view)
+                for name, view in _views(storage, begins, count, segments).items()
+            }
+        )
+    return views
 
 
 def _views(

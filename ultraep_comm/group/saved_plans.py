@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -236,18 +236,20 @@ class PlanStore:
             microbatch = self._saved[layer]
         microbatch = self._number(microbatch, "microbatch", MICROBATCHES)
         shared = (self._local.home, self._local.domains)
+        plan = replace(plan, moves=None)  # what a later call moves is another matter
         fields = {
             name: tensor
-            for name, tensor in vars(plan).items()
-            if tensor is not None and not any(tensor is constant for constant in shared)
+            for name, tensor in plan.tensors().items()
+            if not any(tensor is constant for constant in shared)
         }
         entry, captured = None, False
+        copies: dict[str, Any] = {}
         if not self._local.holds(plan):
-            copies = {name: tensor.clone() for name, tensor in fields.items()}
+            copies.update({name: tensor.clone() for name, tensor in fields.items()})
         else:
             captured = self._local.is_capturing()
             entry = self._take_entry(captured)
-            copies = {name: entry.fields[name] for name in fields}
+            copies.update({name: entry.fields[name] for name in fields})
         saved = Saved(
             store=self,
             plan=replace(plan, **copies),

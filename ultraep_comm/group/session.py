@@ -37,8 +37,8 @@ class Session:
 
     Attributes:
         name: the key by which operators find the group in this process.
-        rank, topology, segments, layout, fabric, memory, engine, local, loads, check: as
-            :class:`Parts`.
+        rank, topology, segments, layout, fabric, memory, engine, local, loads, check,
+            banks, grad_banks: as :class:`Parts`.
         device: where weights and slots are.
         num_mains: M.
         weights: binds main weights.
@@ -67,6 +67,8 @@ class Session:
         self.local = parts.local
         self.loads = parts.loads
         self.check = parts.check
+        self.banks = parts.banks
+        self.grad_banks = parts.grad_banks
         self.device = parts.memory[0].local.device
         self.num_mains = parts.layout.num_mains[parts.rank]
         tables = self.local.address_tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,9 @@ class Plan:
         home_quota: ``[E]`` tokens for each main instance; None like ``slot_quota``.
         load: ``[G, E]`` tokens by source rank; None: the plan cannot be rerouted.
         domains: ``[G]``, or None for a single domain.
+        moves: bool ``[G, S]``, the slots that were to be written when the plan was made, on top of
+            what a bank held; None: all filled ones. A call finds out anew.
+        bank: the bank whose slots are meant; None: the slots count as empty.
     """
 
     slot_expert: torch.Tensor
@@ -44,6 +48,8 @@ class Plan:
     home_quota: torch.Tensor | None = None
     load: torch.Tensor | None = None
     domains: torch.Tensor | None = None
+    moves: torch.Tensor | None = None
+    bank: int | None = None
 
     def __post_init__(self) -> None:
         slots = self._field("slot_expert", 2)
@@ -56,22 +62,30 @@ class Plan:
             "home_quota": (num_experts,),
             "load": (num_ranks, num_experts),
             "domains": (num_ranks,),
+            "moves": (num_ranks, num_slots),
         }
         for name, shape in shapes.items():
             if getattr(self, name) is not None:
                 _shaped(self._field(name, len(shape)), name, shape)
+        if self.bank is not None and not 0 <= as_int(self.bank, "bank") <= MAX_COUNT:
+            raise InvalidPlanError(f"bank is {self.bank}; expected the index of a bank, or None")
 
     def _field(self, name: str, dims: int) -> torch.Tensor:
         value = getattr(self, name)
         if not isinstance(value, torch.Tensor):
             raise InvalidPlanError(f"{name} is a {type(value).__name__}; expected a tensor")
-        if value.dtype != torch.int32 or value.dim() != dims or not value.is_contiguous():
+        dtype = torch.bool if name == "moves" else torch.int32
+        if value.dtype != dtype or value.dim() != dims or not value.is_contiguous():
             raise InvalidPlanError(
                 f"{name} has shape {tuple(value.shape)}, dtype {value.dtype} and strides"
-                f" {value.stride()}; expected {dims} dimensions, contiguous int32. Plan.from_slots"
-                " converts other integers"
+                f" {value.stride()}; expected {dims} dimensions, contiguous {dtype}."
+                " Plan.from_slots converts other integers"
             )
         return value
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the plan has, by name."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
 
     @classmethod
     def from_slots(
@@ -85,6 +99,7 @@ class Plan:
         load: torch.Tensor | None = None,
         domains: IntsLike | None = None,
         allow_cross_domain: bool = False,
+        bank: int | None = None,
     ) -> Plan:
         """Make a plan by hand, or from another planner's output.
 
@@ -97,6 +112,8 @@ class Plan:
             load: integers ``[G, E]``; the quotas of an expert's instances must sum to its load.
             domains: integers ``[G]``; None: a single domain.
             allow_cross_domain: replicas may lie outside their home's domain.
+            bank: whose slots are meant, which a call then only writes to where they do not hold
+                their expert; None: the slots count as empty.
 
         Raises:
             InvalidPlanError: shapes or dtypes are wrong; an expert is out of range, in a slot of
@@ -124,6 +141,7 @@ class Plan:
             home_quota=_optional(home_quota, "home_quota", (num_experts,), slots.device),
             load=_optional(load, "load", (num_ranks, num_experts), slots.device),
             domains=_optional(domains, "domains", (num_ranks,), slots.device),
+            bank=None if bank is None else as_int(bank, "bank"),
         )
         plan.validate(allow_cross_domain=allow_cross_domain)
         return plan
@@ -132,7 +150,7 @@ class Plan:
         """Return the plan with its tensors on the CPU; from a device, this synchronises."""
         if self.slot_expert.device.type == "cpu":
             return self
-        moved = {name: t.cpu() for name, t in vars(self).items() if t is not None}
+        moved: dict[str, Any] = {name: t.cpu() for name, t in self.tensors().items()}
         return replace(self, **moved)
 
     # ---- rules ----------------------------------------------------------------------------
@@ -231,6 +249,11 @@ class Plan:
     def num_replicas(self) -> int:
         """Return the number of filled slots."""
         return int((self.slot_expert >= 0).sum())
+
+    @property
+    def num_moves(self) -> int:
+        """Return the number of slots that were to be written when the plan was made."""
+        return self.num_replicas if self.moves is None else int(self.moves.sum())
 
     @property
     def max_imports(self) -> int:

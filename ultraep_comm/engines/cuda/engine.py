@@ -89,6 +89,8 @@ class SharedLauncher:
 class CudaEngine:
     """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
 
+    banks = None
+
     def __init__(
         self,
         config: _core.EngineConfig,

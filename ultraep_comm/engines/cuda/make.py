@@ -136,7 +136,7 @@ def make_group_parts(
         answers = meeting.exchange(Hello(error=text))
         lacking = [rank for rank, answer in enumerate(answers) if answer.error]
         if not lacking:
-            options.refuse_check()  # on all ranks alike
+            options.refuse_on_cuda()  # on all ranks alike
             make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
             try:
                 return make(meeting, options, topology, given_domains, way.found)

@@ -20,7 +20,7 @@ from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import MAX_LOAD, MAX_TOTAL_LOAD, Costs
-from ultraep_comm.plan.topology import Topology
+from ultraep_comm.plan.topology import IntArray, Topology
 
 MIN_RUNS = 64  # reserved at the start: enough for 65536 ids, or 4096 tokens of a map
 ALIGNMENT = 16  # bytes; what torch.compile assumes of a tensor's address
@@ -192,7 +192,13 @@ class CudaStages(HostStages):
         return self._device.empty(shape, torch.int32)
 
     def plan(
-        self, load: Tensor, target_ppm: int, costs: Costs | None, *, apart: bool = False
+        self,
+        load: Tensor,
+        target_ppm: int,
+        costs: Costs | None,
+        *,
+        apart: bool = False,
+        residents: IntArray | None = None,
     ) -> Plan:
         """Launch the plan of a load of valid shape and dtype; see `plan_replicas`.
 
@@ -200,10 +206,14 @@ class CudaStages(HostStages):
         ``apart`` each tensor has its own memory, and ``load`` is the given tensor.
 
         Raises:
-            UnsupportedError: the group is too large for the kernel.
+            UnsupportedError: the group is too large for the kernel, or there are residents.
         """
         if not self.holds(load):
-            return super().plan(load, target_ppm, costs, apart=apart)
+            return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
+        if residents is not None:
+            raise UnsupportedError(
+                f"rank {self._rank}: plans on top of residents are made on the CPU; pass load.cpu()"
+            )
         if self.plan_warps == 0:
             needed = self._shape.plan_shared_bytes(1)
             most = most_ranks_planned(self._topology, self._device)

@@ -1,0 +1,167 @@
+"""Bank: a set of slots, and what they hold."""
+
+from __future__ import annotations
+
+import torch
+
+from ultraep_comm.engines.base import Banks
+from ultraep_comm.errors import (
+    GroupBusyError,
+    InvalidArgumentError,
+    InvalidPlanError,
+    UnsupportedError,
+)
+from ultraep_comm.group.session import Session
+from ultraep_comm.plan.topology import as_int
+
+
+class Bank:
+    """One set of S slots on every rank. Returned by :meth:`Group.bank`.
+
+    A slot holds its expert until a plan has another one there, so that a later plan of the bank
+    need not move it: a *resident*, bit for bit the home's weights of the same version. All ranks
+    know what all slots hold, from the calls that were made.
+
+    Attributes:
+        index: of the bank in its group.
+        slots: ``{name: [S, *shape]}``, views of this rank's slots; addresses do not change.
+        slot_grads: the same for their gradients; only segments with gradients. Banks share them,
+            but for what ``grad_banks`` in :func:`new_group` says.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        index: int,
+        slots: dict[str, torch.Tensor],
+        slot_grads: dict[str, torch.Tensor],
+    ) -> None:
+        self.index = index
+        self.slots = slots
+        self.slot_grads = slot_grads
+        self._session = session
+
+    @property
+    def residents(self) -> torch.Tensor:
+        """Return int32 ``[G, S]``, the expert in each slot after all submitted calls; -1: none.
+
+        After a call on the group has failed, slots hold nothing.
+
+        Raises:
+            UnsupportedError: the group uses the CUDA engine.
+        """
+        return torch.from_numpy(banks_of(self._session).residents(self.index))
+
+    @property
+    def version(self) -> int:
+        """Return the version of the main weights that residents are of; 0 at first."""
+        return banks_of(self._session).version(self.index)
+
+    def invalidate(self) -> None:
+        """Declare that main weights have changed: slots hold nothing, and the version is the next.
+
+        Local; every rank has to, between the same calls, for instance after each optimizer step.
+        Calls of ranks that differ in this raise PlanMismatchError.
+
+        Raises:
+            GroupBusyError: a call that fills the bank has not finished, and may read the weights.
+            GroupClosedError: the group is closed or failed earlier.
+            UnsupportedError: the group uses the CUDA engine.
+        """
+        session = self._session
+        session.require_open("invalidate")
+        banks = banks_of(session)
+        last = banks.last_call(self.index)
+        if not session.engine.is_completed(last):
+            raise GroupBusyError(
+                f"rank {session.rank}: invalidate() of bank {self.index} while call {last}, which"
+                " fills it, may still read the main weights; wait for the call first",
+                rank=session.rank,
+                live=[],
+            )
+        banks.invalidate(self.index)
+
+    def is_of(self, session: Session) -> bool:
+        """Return whether the bank is one of a group's."""
+        return self._session is session
+
+    def __repr__(self) -> str:
+        return f"Bank({self.index} of group {self._session.name!r})"
+
+
+def bank_index(bank: Bank | int, session: Session) -> int:
+    """Return the index of a bank of this group.
+
+    Raises:
+        InvalidArgumentError: there is none, or it is another group's.
+    """
+    if isinstance(bank, Bank):
+        if bank.is_of(session):
+            return bank.index
+        raise InvalidArgumentError(
+            f"rank {session.rank}: bank is {bank!r}; expected one of group {session.name!r}"
+        )
+    index = as_int(bank, "bank")
+    if not 0 <= index < session.banks:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: bank is {index}; expected 0 to {session.banks - 1}: the group"
+            f" was created with banks={session.banks}"
+        )
+    return index
+
+
+def banks_of(session: Session) -> Banks:
+    """Return what the slots of the group's banks hold.
+
+    Raises:
+        UnsupportedError: its engine has no banks.
+    """
+    banks = session.engine.banks
+    if banks is None:
+        raise UnsupportedError(
+            f"rank {session.rank}: banks require the host engine; plan without bank= on this group"
+        )
+    return banks
+
+
+def plan_bank(bank: int | None, session: Session) -> int:
+    """Return a plan's bank as the engine takes it; -1: none.
+
+    Raises:
+        InvalidPlanError: the group has no such bank.
+        UnsupportedError: its engine has no banks.
+    """
+    if bank is None:
+        return -1
+    banks_of(session)
+    if bank >= session.banks:
+        raise InvalidPlanError(
+            f"rank {session.rank}: the plan is for bank {bank}; expected 0 to {session.banks - 1}:"
+            f" the group was created with banks={session.banks}"
+        )
+    return bank
+
+
+def find_version(version: int | None, bank: int, session: Session) -> int:
+    """Return the version of the main weights of a call; without a bank: 0.
+
+    Raises:
+        InvalidArgumentError: it is older than the bank's, or is given without a bank.
+    """
+    if bank < 0:
+        if version is None:
+            return 0
+        raise InvalidArgumentError(
+            f"rank {session.rank}: version={version} was given with a plan without a bank, which"
+            " copies everything; plan with bank=, or leave the version out"
+        )
+    known = banks_of(session).version(bank)
+    if version is None:
+        return known
+    number = as_int(version, "version")
+    if not known <= number < 2**63:
+        raise InvalidArgumentError(
+            f"rank {session.rank}: version is {number}, and bank {bank} holds weights of version"
+            f" {known}; expected at least that: versions only grow, with each change of the weights"
+        )
+    return number
