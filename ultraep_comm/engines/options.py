@@ -60,11 +60,6 @@ class Options:
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
                 " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
             )
-        self.check = bool(env.check() if check is None else check)
-        if engine == "cuda":
-            self.refuse_on_cuda()
-        self.segments = make_segments(expert)
-        self.grads = make_grads(grads, self.segments)
         self.banks = as_int(banks, "banks")
         self.grad_banks = as_int(grad_banks, "grad_banks")
         if not 1 <= self.banks <= MAX_BANKS:
@@ -73,6 +68,11 @@ class Options:
             raise InvalidArgumentError(
                 f"grad_banks is {grad_banks}; expected 1 to {self.banks}, the number of banks"
             )
+        self.check = bool(env.check() if check is None else check)
+        if engine == "cuda":
+            self.refuse_on_cuda()
+        self.segments = make_segments(expert)
+        self.grads = make_grads(grads, self.segments)
         self.timeout = env.timeout() if timeout is None else timeout
         if self.timeout is not None and not (
             isinstance(self.timeout, int | float) and 0 <= self.timeout < 1e9
