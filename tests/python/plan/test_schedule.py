@@ -151,7 +151,9 @@ def problems(draw: st.DrawFn, max_ranks: int = 10, max_experts: int = 24) -> Pro
 @example(Problem(slot_expert=[[-1], [0], [0]], home=[0], segment_bytes=[]))
 @settings(max_examples=cases(50, 300))
 def test_both_definitions_agree_and_obey_every_rule(problem: Problem) -> None:
-    check(problem)
+    found = check(problem)
+    reached = max(*found.egress, max(imports(problem)) * 65536) / 65536
+    assert bound(problem) <= reached
 
 
 @given(problems(max_ranks=40, max_experts=4))
