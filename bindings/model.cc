@@ -1,7 +1,9 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <optional>
 
 #include "arrays.hpp"
 #include "bind.hpp"
@@ -87,6 +89,8 @@ void check_transfer(const model::Transfer& transfer, size_t num_slots) {
   if (!transfer.parent.empty()) require_equal("length of parent", transfer.parent.size(), replicas);
   for (const int32_t rank : transfer.parent)
     if (rank < 0 || rank >= t.num_ranks) reject("parent", rank, "a rank");
+  if (transfer.resident != nullptr && (transfer.reduces() || !transfer.parent.empty()))
+    throw nb::value_error("resident is given; expected None with parent or grad_types");
 }
 
 template <typename T>
@@ -115,7 +119,8 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
                       bool may_pull, const std::vector<int64_t>& cost,
                       const std::vector<double>& rates, const std::vector<int64_t>& times,
                       const Ints& counts, const std::vector<double>& cores, bool timeline,
-                      const Ints& parent, int32_t chunk_tiles, const Ints& grad_types, bool zero) {
+                      const Ints& parent, int32_t chunk_tiles, const Ints& grad_types, bool zero,
+                      const std::optional<Ints>& resident) {
   if (num_ranks < 1) reject("num_ranks", num_ranks, "at least 1");
   require_equal("length of cost", cost.size(), 5);
   const Ints domain(num_ranks);
@@ -127,6 +132,10 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
                        domain.data(),
                        true};
   transfer.slot_expert = slot_expert.data();
+  if (resident) {
+    require_equal("length of resident", resident->size(), slot_expert.size());
+    transfer.resident = resident->data();
+  }
   transfer.segment_bytes = segment_bytes;
   transfer.tile_bytes = tile_bytes;
   transfer.mode = number_of(mode);
@@ -167,7 +176,8 @@ void bind_model(nb::module_& m) {
   m.def("model_transfer", &model_transfer, "slot_expert"_a, "home"_a, "num_ranks"_a,
         "segment_bytes"_a, "tile_bytes"_a, "mode"_a.none(), "may_pull"_a, "cost"_a, "rates"_a,
         "times"_a, "counts"_a, "cores"_a, "timeline"_a, "parent"_a, "chunk_tiles"_a, "grad_types"_a,
-        "zero"_a, "See src/model. RuntimeError: the transfer does not finish.");
+        "zero"_a, "resident"_a = nb::none(),
+        "See src/model. RuntimeError: the transfer does not finish.");
 }
 
 }  // namespace uec::python

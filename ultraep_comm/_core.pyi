@@ -166,7 +166,7 @@ def reroute_map(routing_map: NDArray[numpy.uint8], load: NDArray[numpy.int32], s
 def make_schedule(slot_expert: Sequence[int], home: Sequence[int], domain: Sequence[int], slots_per_rank: int, allow_cross_domain: bool, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], resident: Sequence[int] | None = None) -> dict[str, Any]:
     """Returns a legal plan's schedule; `cost` is CostModel by field."""
 
-def model_transfer(slot_expert: Sequence[int], home: Sequence[int], num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], rates: Sequence[float], times: Sequence[int], counts: Sequence[int], cores: Sequence[float], timeline: bool, parent: Sequence[int], chunk_tiles: int, grad_types: Sequence[int], zero: bool) -> dict[str, Any]:
+def model_transfer(slot_expert: Sequence[int], home: Sequence[int], num_ranks: int, segment_bytes: Sequence[int], tile_bytes: int, mode: Mode | None, may_pull: bool, cost: Sequence[int], rates: Sequence[float], times: Sequence[int], counts: Sequence[int], cores: Sequence[float], timeline: bool, parent: Sequence[int], chunk_tiles: int, grad_types: Sequence[int], zero: bool, resident: Sequence[int] | None = None) -> dict[str, Any]:
     """See src/model. RuntimeError: the transfer does not finish."""
 
 def map_shared(fd: int, num_bytes: int) -> NDArray[numpy.uint8]: ...

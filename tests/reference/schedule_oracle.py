@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, vstack
 
 UNIT = Fraction(1, 1 << 16)  # egress is counted in these; 1 is an expert's bytes
 
@@ -23,6 +23,7 @@ class Problem:
 
     slot_expert: list[list[int]]  # [G][S], -1: empty
     home: list[int]  # [E]
+    residents: list[list[int]] | None = None  # [G][S], what slots hold already; -1: nothing
     segment_bytes: list[int] = field(default_factory=lambda: [37_748_736])
     tile_bytes: int = 32 << 10
 
@@ -34,18 +35,28 @@ class Problem:
     def num_bytes(self) -> int:
         return sum(self.segment_bytes)
 
+    def kept(self, rank: int, slot: int) -> bool:
+        """Whether the slot holds the plan's expert already."""
+        expert = self.slot_expert[rank][slot]
+        return self.residents is not None and 0 <= expert == self.residents[rank][slot]
+
     def replicas(self) -> dict[int, list[tuple[int, int]]]:
-        """(rank, slot) of the replicas of each replicated expert."""
+        """(rank, slot) of the replicas to be made of each expert that has any."""
         found = defaultdict(list)
         for rank, row in enumerate(self.slot_expert):
             for slot, expert in enumerate(row):
-                if expert >= 0:
+                if expert >= 0 and not self.kept(rank, slot):
                     found[expert].append((rank, slot))
         return dict(sorted(found.items()))
 
-    def members(self) -> dict[int, list[int]]:
-        """The ranks with an instance of each replicated expert, its home first."""
-        return {e: [self.home[e]] + [rank for rank, _ in at] for e, at in self.replicas().items()}
+    def holders(self) -> dict[int, list[tuple[int, int]]]:
+        """(rank, slot) where each such expert can be sent from: its home, with slot -1, first."""
+        found = {e: [(self.home[e], -1)] for e in self.replicas()}
+        for rank, row in enumerate(self.slot_expert):
+            for slot, expert in enumerate(row):
+                if expert in found and self.kept(rank, slot):
+                    found[expert].append((rank, slot))
+        return found
 
     def group_sizes(self, num_replicas: int) -> list[int]:
         """Bytes of each flag group, cut one by one."""
@@ -64,28 +75,43 @@ class Schedule:
     """An implementation's answer, in plain integers."""
 
     mode: str
+    sources: dict[int, tuple[int, int]]  # expert -> (rank, slot), -1: its main weights
     replicas: dict[int, list[tuple[int, int]]]  # expert -> (rank, slot)s
     pieces: list[tuple[int, int, int, int]]  # (expert, hub, begin, end) in flag groups
     egress: list[int]  # [G] in UNITs
 
+    def hubs(self, expert: int) -> list[int]:
+        """The ranks that may hand it out, its source first."""
+        return [self.sources[expert][0], *(rank for rank, _ in self.replicas[expert])]
 
-def exports(problem: Problem) -> list[int]:
-    """Replicated experts at home on each rank."""
-    homes = [ranks[0] for ranks in problem.members().values()]
-    return [homes.count(rank) for rank in range(problem.num_ranks)]
+
+def exports(problem: Problem, schedule: Schedule | None = None) -> list[int]:
+    """Experts with replicas to be made that are sent from each rank: by default, from the homes."""
+    ranks = [problem.home[e] for e in problem.replicas()]
+    if schedule is not None:
+        ranks = [rank for rank, _ in schedule.sources.values()]
+    return [ranks.count(rank) for rank in range(problem.num_ranks)]
 
 
 def imports(problem: Problem) -> list[int]:
-    """Filled slots on each rank."""
-    return [sum(expert >= 0 for expert in row) for row in problem.slot_expert]
+    """Slots to be filled on each rank."""
+    ranks = [rank for at in problem.replicas().values() for rank, _ in at]
+    return [ranks.count(rank) for rank in range(problem.num_ranks)]
 
 
 def violations(problem: Problem, schedule: Schedule) -> list[str]:
     """The names of the rules that the schedule breaks."""
     broken = set()
-    members, exported = problem.members(), exports(problem)
     if schedule.replicas != problem.replicas():
-        broken.add("the replicas are the plan's, by expert and rank")
+        return ["the replicas are the plan's, by expert and rank"]
+    holders = problem.holders()
+    if list(schedule.sources) != list(holders) or any(
+        at not in holders[e] for e, at in schedule.sources.items()
+    ):
+        return ["a source holds its expert"]
+    members, exported = {e: schedule.hubs(e) for e in holders}, exports(problem, schedule)
+    if max(exported) > max(exports(problem)):
+        broken.add("no rank is the source of more experts than some home would be")
 
     handed_out = {e: [0] * len(problem.group_sizes(len(at) - 1)) for e, at in members.items()}
     share: dict[tuple[int, int], int] = defaultdict(int)
@@ -104,7 +130,7 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
     if schedule.mode == "direct" and any(
         share[e, hub] for e, ranks in members.items() for hub in ranks[1:]
     ):
-        broken.add("in direct mode the home is the only hub")
+        broken.add("in direct mode the source is the only hub")
 
     sent = [Fraction(k) for k in exported]
     rounding = [Fraction()] * problem.num_ranks
@@ -120,7 +146,7 @@ def violations(problem: Problem, schedule: Schedule) -> list[str]:
     if sum(schedule.egress) * UNIT != sum(imports(problem)):
         broken.add("every replica is sent once")
     if any(egress * UNIT < k for egress, k in zip(schedule.egress, exported, strict=True)):
-        broken.add("every replicated expert leaves its home")
+        broken.add("every replicated expert leaves its source")
     if schedule.mode != "direct" and any(
         gap(problem, schedule, expert) > UNIT for expert in _settled(members)
     ):
@@ -141,9 +167,9 @@ def _settled(members: dict[int, list[int]]) -> set[int]:
 
 def gap(problem: Problem, schedule: Schedule, expert: int) -> Fraction:
     """How much fuller the fullest hub of an expert is than the emptiest rank that could help."""
-    ranks = problem.members()[expert]
+    ranks = schedule.hubs(expert)
     busy = [hub for e, hub, begin, end in schedule.pieces if e == expert and begin < end]
-    if len(ranks) == 2 or not busy:  # with one replica there is no copy but the home's
+    if len(ranks) == 2 or not busy:  # with one replica there is no copy but the source's
         return Fraction()
     return (max(schedule.egress[r] for r in busy) - min(schedule.egress[r] for r in ranks)) * UNIT
 
@@ -151,14 +177,13 @@ def gap(problem: Problem, schedule: Schedule, expert: int) -> Fraction:
 def sent_bytes(problem: Problem, schedule: Schedule) -> list[int]:
     """Bytes that each rank sends, counting every copy of every group."""
     sent = [0] * problem.num_ranks
-    members = problem.members()
     for expert, hub, begin, end in schedule.pieces:
-        home, *others = members[expert]
+        source, *others = schedule.hubs(expert)
         size = sum(problem.group_sizes(len(others))[begin:end])
-        if hub == home:
-            sent[home] += size * len(others)
+        if hub == source:
+            sent[source] += size * len(others)
         else:
-            sent[home] += size
+            sent[source] += size
             sent[hub] += size * (len(others) - 1)
     return sent
 
@@ -173,11 +198,13 @@ def slowest_link(problem: Problem, schedule: Schedule) -> Fraction:
 
 def densest(problem: Problem) -> Fraction:
     """The same T*, by trying every set of ranks: what only they can send, evenly shared."""
-    exported, best = exports(problem), Fraction(max(imports(problem)))
+    best = Fraction(max(imports(problem)))
+    replicas = {e: {rank for rank, _ in at} for e, at in problem.replicas().items()}
+    holders = {e: {rank for rank, _ in at} for e, at in problem.holders().items()}
     for bits in range(1, 1 << problem.num_ranks):
         ranks = {rank for rank in range(problem.num_ranks) if bits >> rank & 1}
-        must_send = sum(exported[rank] for rank in ranks)
-        must_send += sum(len(at) - 2 for at in problem.members().values() if ranks >= set(at))
+        must_send = sum(ranks >= at for at in holders.values())
+        must_send += sum(len(at) - 1 for e, at in replicas.items() if ranks >= at | holders[e])
         best = max(best, Fraction(must_send, len(ranks)))
     return best
 
@@ -186,17 +213,22 @@ def optimum(problem: Problem) -> float:
     """T* in experts: no schedule, of whatever kind, has a less busy slowest link.
 
     Unknowns: what each rank sends of each expert it has, and the time T. Of an expert with n
-    replicas the ranks send n in all, and the home at least 1.
+    replicas the ranks send n in all, and its holders at least 1.
     """
-    members = problem.members()
+    replicas, holders = problem.replicas(), problem.holders()
     pairs = [
-        (x, rank, rank == ranks[0]) for x, ranks in enumerate(members.values()) for rank in ranks
+        (x, rank, at is holders)
+        for at in (replicas, holders)
+        for x, where in enumerate(at.values())
+        for rank, _ in where
     ]
     if not pairs:
         return 0.0
     columns = np.arange(len(pairs))
-    expert, rank, at_home = (np.array(column) for column in zip(*pairs, strict=True))
-    in_all = coo_array((np.ones(len(pairs)), (expert, columns)), (len(members), len(pairs) + 1))
+    expert, rank, first = (np.array(column) for column in zip(*pairs, strict=True))
+    shape = (len(replicas), len(pairs) + 1)
+    in_all = coo_array((np.ones(len(pairs)), (expert, columns)), shape)
+    leaving = coo_array((-np.ones(first.sum()), (expert[first], columns[first])), shape)
     ranks = np.arange(problem.num_ranks)
     by_rank = coo_array(
         (
@@ -208,10 +240,10 @@ def optimum(problem: Problem) -> float:
     solution = linprog(
         np.append(np.zeros(len(pairs)), 1.0),
         A_eq=in_all,
-        b_eq=[len(at) - 1 for at in members.values()],
-        A_ub=by_rank,
-        b_ub=np.zeros(problem.num_ranks),
-        bounds=[(float(home), None) for home in at_home] + [(max(imports(problem)), None)],
+        b_eq=[len(at) for at in replicas.values()],
+        A_ub=vstack([by_rank, leaving]),
+        b_ub=np.append(np.zeros(problem.num_ranks), -np.ones(len(replicas))),
+        bounds=[(0, None)] * len(pairs) + [(max(imports(problem)), None)],
     )
     assert solution.success, solution.message
     return float(solution.fun)

@@ -58,26 +58,26 @@ def count_traffic(
 ) -> Traffic:
     """Count what every rank loads, stores and sends under a schedule.
 
-    A hub loads its range once for all replicas. In push the home stores the range into the slot of
-    a hub other than itself, and the hub loads it from there. In pull the hub loads the range from
-    the home's main weights and stores it to every replica, including its own.
+    A hub loads its range once for all replicas. In push the source stores the range into the slot
+    of a hub other than itself, and the hub loads it from there. In pull the hub loads the range
+    from the source and stores it to every replica, including its own.
     """
     loads, stores, egress = (np.zeros(num_ranks, np.int64) for _ in range(3))
     offsets = group_offsets(segment_bytes, tile_bytes)
     for x in range(schedule.num_experts):
-        home, num = int(schedule.home[x]), len(list(schedule.replicas(x)))
+        source, num = int(schedule.source_rank[x]), len(list(schedule.replicas(x)))
         for hub, begin, end in schedule.hubs(x):
             size = int(offsets[end] - offsets[begin])
             loads[hub] += size
-            if hub == home:
+            if hub == source:
                 stores[hub] += num * size
                 egress[hub] += num * size
                 continue
             egress[hub] += (num - 1) * size
-            egress[home] += size  # stored by the home, or loaded from it
+            egress[source] += size  # stored by the source, or loaded from it
             if schedule.mode == "push":
-                loads[home] += size
-                stores[home] += size
+                loads[source] += size
+                stores[source] += size
                 stores[hub] += (num - 1) * size
             else:
                 stores[hub] += num * size

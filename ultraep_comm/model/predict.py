@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
@@ -67,6 +67,7 @@ def predict(
     machine: str | Machine = "nvl72",
     mode: str = "auto",
     *,
+    residents: ArrayLike | None = None,
     may_pull: bool = False,
     device_plan: bool = False,
     timeline: bool = False,
@@ -78,6 +79,9 @@ def predict(
         expert_bytes: bytes of one expert; or of each segment, in a sequence or by name.
         machine: a name in ``MACHINES``, or a Machine.
         mode: "push", "pull", "direct", or "auto": by the cost model, with the machine's constants.
+        residents: ``[G, S]`` integers, the expert that each slot holds since earlier calls; -1:
+            none. Slots that hold what the plan has there are not filled, and can send it. None: all
+            slots are empty.
         may_pull: "auto" considers pull, that is, peers can read the main weights.
         device_plan: the plan is in device memory: a kernel makes the schedule.
         timeline: keep a timeline.
@@ -97,6 +101,7 @@ def predict(
         expert_bytes,
         machine,
         mode=MODES.get(mode),
+        residents=residents,
         may_pull=may_pull,
         device_plan=device_plan,
         timeline=timeline,
@@ -153,6 +158,7 @@ def run_transfer(
     machine: str | Machine,
     *,
     mode: _core.Mode | None,
+    residents: ArrayLike | None = None,
     may_pull: bool = False,
     device_plan: bool = False,
     timeline: bool = False,
@@ -164,7 +170,8 @@ def run_transfer(
     """Model a transfer as :func:`predict` does, or along trees of relays.
 
     Args:
-        plan, expert_bytes, machine, may_pull, device_plan, timeline: as in :func:`predict`.
+        plan, expert_bytes, machine, residents, may_pull, device_plan, timeline: as in
+            :func:`predict`; residents only of a transfer by the library's schedule.
         mode: None: chosen by the cost model.
         parent: ``[R]``, the rank that sends to each replica, by ascending expert and then rank;
             empty: the library's schedule.
@@ -183,11 +190,13 @@ def run_transfer(
             f"the plan has {len(slots)} ranks; expected at most {_MAX_RANKS}"
         )
     host.validate(allow_cross_domain=True)
+    held = _kept(residents, slots)
+    num_moves = int((slots != held).sum())
     crosses = _check_links(slots, home, on, mode)
     cross = on.cross_gbps or on.egress_gbps  # not used without such a link
     before = on.launch_us + on.call_us
     if device_plan:
-        before += on.schedule_us + on.schedule_replica_us * host.num_replicas
+        before += on.schedule_us + on.schedule_replica_us * num_moves
     try:
         found = _core.model_transfer(
             slot_expert=slots.ravel().tolist(),
@@ -197,7 +206,7 @@ def run_transfer(
             tile_bytes=on.tile_bytes,
             mode=mode,
             may_pull=may_pull and not crosses,
-            cost=_cost(on, len(slots), sum(segments) * host.num_replicas),
+            cost=_cost(on, len(slots), sum(segments) * num_moves),
             rates=[
                 1e3 / (gbps * efficiency)  # picoseconds per byte
                 for links in ((on.egress_gbps, on.ingress_gbps), (cross, cross))
@@ -228,15 +237,16 @@ def run_transfer(
             chunk_tiles=chunk_tiles,
             grad_types=[] if grads is None else [_GRAD_TYPES[grads]] * len(segments),
             zero=zero,
+            resident=None if residents is None else held.ravel().tolist(),
         )
     except OverflowError as error:
         raise InvalidArgumentError(
-            f"a transfer of {sum(segments)} bytes for each of {host.num_replicas} replicas cannot"
+            f"a transfer of {sum(segments)} bytes for each of {num_moves} replicas cannot"
             f" be modelled on machine {on.name!r}: {error}"
         ) from None
     return Prediction(
         time_us=float(found["finish_ps"].max()) / 1e6,
-        bound_us=transfer_bound_us(slots, home, sum(segments), on),
+        bound_us=transfer_bound_us(slots, home, sum(segments), on, residents=held),
         mode=found["mode"].name.lower(),
         finish_us=found["finish_ps"] / 1e6,
         egress_us=found["egress_ps"] / 1e6,
@@ -266,6 +276,17 @@ def _segment_bytes(expert_bytes: ExpertBytes, tile_bytes: int) -> list[int]:
             " bytes; use larger tiles"
         )
     return segments
+
+
+def _kept(residents: ArrayLike | None, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the residents that the plan has in the same slots; -1 elsewhere."""
+    held = np.full_like(slots, -1) if residents is None else np.asarray(residents)
+    if held.shape != slots.shape or (held.size and not np.issubdtype(held.dtype, np.integer)):
+        raise InvalidArgumentError(
+            f"residents is an array of {held.dtype} of shape {held.shape}; expected integers of"
+            f" shape {slots.shape}"
+        )
+    return np.where(held == slots, slots, -1)
 
 
 def _check_links(

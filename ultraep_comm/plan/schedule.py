@@ -2,9 +2,9 @@
 
 `src/core/schedule/schedule.hpp` is the fast one; the two agree in every integer. The unit
 of work is the flag group: a run of tiles with one ready flag. Each group of a replicated expert is
-handed to all its replicas by one rank, its hub: the home or a replica. Splitting an expert over
-hubs by water-filling keeps the busiest rank's egress close to `transfer_bound`, which no schedule
-can beat.
+handed to all its replicas by one rank, its hub: the source or a replica. The source is the home, or
+a rank that holds the expert in a slot since an earlier call. Splitting an expert over hubs by
+water-filling keeps the busiest rank's egress close to `transfer_bound`, which no schedule can beat.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ultraep_comm import _core
 MODES = {mode.name.lower(): mode for mode in _core.Mode}  # by the names that users give
 EGRESS_UNIT = 1 << 16  # one expert, in the fixed point that egress is counted in
 GROUP_BYTES = 32 << 10
+MAIN_SLOT = -1  # where an expert is sent from: its main weights
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -29,14 +30,17 @@ Int64Array = NDArray[np.int64]
 class Schedule:
     """Which rank hands out what. X experts are replicated, by ascending id; R slots are filled.
 
-    Replicas of expert `expert[x]` are entries `first[x]` to `first[x + 1]` of the replica arrays,
-    by ascending rank. Its hubs are the home and then the replicas. Hub i of x hands out the flag
-    groups `boundary[b + i]` to `boundary[b + i + 1]`, where b is `first[x] + 2 * x`.
+    Slots that hold their expert already are not filled, and are no replicas here. Replicas of
+    expert `expert[x]` are entries `first[x]` to `first[x + 1]` of the replica arrays, by ascending
+    rank. Its hubs are the source and then the replicas. Hub i of x hands out the flag groups
+    `boundary[b + i]` to `boundary[b + i + 1]`, where b is `first[x] + 2 * x`.
 
     Attributes:
         mode: one of `MODES`.
         expert: int32 `[X]`.
-        home: int32 `[X]`, the rank of each expert's main instance.
+        source_rank: int32 `[X]`, the rank that each expert leaves.
+        source_slot: int32 `[X]`, its slot that holds the expert; `MAIN_SLOT`: it is the home, and
+            sends its main weights.
         first: int32 `[X + 1]`.
         replica_rank: int32 `[R]`.
         replica_slot: int32 `[R]`.
@@ -47,7 +51,8 @@ class Schedule:
 
     mode: str
     expert: Int32Array
-    home: Int32Array
+    source_rank: Int32Array
+    source_slot: Int32Array
     first: Int32Array
     replica_rank: Int32Array
     replica_slot: Int32Array
@@ -74,9 +79,9 @@ class Schedule:
     def hubs(self, x: int) -> Iterator[tuple[int, int, int]]:
         """Iterate over (rank, begin, end) of the hubs of `expert[x]`, in flag groups.
 
-        The home comes first. A hub whose range is empty has nothing to hand out.
+        The source comes first. A hub whose range is empty has nothing to hand out.
         """
-        ranks = [int(self.home[x]), *(rank for rank, _ in self.replicas(x))]
+        ranks = [int(self.source_rank[x]), *(rank for rank, _ in self.replicas(x))]
         bounds = self.boundary[self.first[x] + 2 * x :][: len(ranks) + 1].tolist()
         for rank, (begin, end) in zip(ranks, pairwise(bounds), strict=True):
             yield rank, begin, end
@@ -98,6 +103,7 @@ def make_schedule(
     segment_bytes: Sequence[int],
     tile_bytes: int,
     mode: str,
+    residents: ArrayLike | None = None,
 ) -> Schedule:
     """Choose the hubs of a plan and the range of flag groups that each hands out.
 
@@ -106,121 +112,167 @@ def make_schedule(
         home: `[E]` integers, the rank of each expert's main instance.
         segment_bytes: bytes of one expert in each segment that is transferred.
         tile_bytes: the largest tile, at least 1.
-        mode: "push" and "pull" share the work among hubs; in "direct" homes do all of it.
+        mode: "push" and "pull" share the work among hubs; in "direct" sources do all of it.
+        residents: `[G, S]` integers, the expert that each slot holds since earlier calls; -1:
+            none. Slots that hold what the plan has there are not filled, and may be sources.
+            None: all slots are empty.
 
     Raises:
-        ValueError: the mode is unknown, or `slot_expert` is not two-dimensional.
+        ValueError: the mode is unknown, `slot_expert` is not two-dimensional, or `residents` has
+            another shape.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; expected one of {tuple(MODES)}")
-    replicas = _Replicas.of(slot_expert, home)
+    replicas = _Replicas.of(slot_expert, home, residents)
+    source_rank, source_slot = _choose_sources(replicas)
+    hubs = [np.append(r, at) for r, at in zip(source_rank, replicas.ranks, strict=True)]
+    exports = np.bincount(source_rank, minlength=len(replicas.imports))
     if mode == "direct":
         extra = [np.eye(1, n + 1, dtype=np.int64)[0] * (n - 1) * EGRESS_UNIT for n in replicas.num]
     else:
-        extra = _share(replicas, passes=4 if replicas.chained else 2)
+        chained = ((exports > 0) & (replicas.imports > 0)).any()
+        extra = _share(exports, hubs, [n - 1 for n in replicas.num], passes=4 if chained else 2)
 
     groups = num_groups(segment_bytes=segment_bytes, tile_bytes=tile_bytes)
     boundary = [np.zeros(0, np.int64)]
     for n, added in zip(replicas.num, extra, strict=True):
         total = (n - 1) * EGRESS_UNIT
-        # Rounded to the nearest group. A single replica gets everything from the home.
+        # Rounded to the nearest group. A single replica gets everything from the source.
         ends = (2 * added.cumsum() * groups + total) // (2 * total) if n > 1 else [groups, groups]
         boundary += [np.zeros(1, np.int64), np.asarray(ends)]
     return Schedule(
         mode=mode,
         expert=replicas.expert.astype(np.int32),
-        home=replicas.home.astype(np.int32),
+        source_rank=source_rank.astype(np.int32),
+        source_slot=source_slot.astype(np.int32),
         first=replicas.first.astype(np.int32),
         replica_rank=replicas.rank.astype(np.int32),
         replica_slot=replicas.slot.astype(np.int32),
         boundary=np.concatenate(boundary).astype(np.int32),
-        egress=_egress(replicas, extra),
+        egress=_egress(exports, hubs, extra),
     )
 
 
-def transfer_bound(slot_expert: ArrayLike, *, home: ArrayLike) -> float:
+def transfer_bound(
+    slot_expert: ArrayLike, *, home: ArrayLike, residents: ArrayLike | None = None
+) -> float:
     """Return a time that no schedule of the plan can beat, in experts sent over one link: T* B / W.
 
-    Each replicated expert leaves its home once and each slot is filled once. Where no rank both
-    exports and imports, the larger of the two maxima is the exact bound. Otherwise a set Q of ranks
-    must also send, for each expert with home and all n replicas in Q, the n - 1 copies that only
-    they can send; their even share is a bound too. The exact bound is its maximum over all Q. This
-    tries the k busiest ranks for every k, after many passes of water-filling: always a lower bound,
-    and exact where water-filling has converged.
+    Each slot to be filled is filled once, and each expert that fills some leaves its holders once,
+    in parts if that is better: its home and the slots that hold it already. Where holders are homes
+    alone, and no rank both exports and imports, the larger of the two maxima is the exact bound.
+    Otherwise a set Q of ranks must send each expert once whose holders are all in Q, and n - 1
+    copies more if its n replicas are too; their even share is a bound. The exact bound is its
+    maximum over all Q. This tries the k busiest ranks for every k, after many passes of
+    water-filling: always a lower bound, and exact where water-filling has converged.
+
+    Args:
+        slot_expert, home, residents: as in `make_schedule`, and checked likewise.
     """
-    replicas = _Replicas.of(slot_expert, home)
-    bound = float(max(replicas.exports.max(), replicas.imports.max()))
-    if not replicas.chained:
+    replicas = _Replicas.of(slot_expert, home, residents)
+    held_at_home = np.array([len(ranks) == 1 for ranks in replicas.holders], bool)
+    exports = np.bincount(replicas.home[held_at_home], minlength=len(replicas.imports))
+    bound = float(max(exports.max(), replicas.imports.max()))
+    if held_at_home.all() and not ((exports > 0) & (replicas.imports > 0)).any():
         return bound
-    egress = _egress(replicas, _share(replicas, passes=64))
+    # All else that is to be sent, and which ranks could: copies, and what leaves several holders.
+    senders = [np.append(a, b) for a, b in zip(replicas.holders, replicas.ranks, strict=True)]
+    senders += [ranks for ranks in replicas.holders if len(ranks) > 1]
+    copies = [n - 1 for n in replicas.num] + [1] * int((~held_at_home).sum())
+    egress = _egress(exports, senders, _share(exports, senders, copies, passes=64))
     order = np.argsort(-egress, kind="stable")
     place = np.argsort(order)
-    must_send = replicas.exports[order]
-    for n, ranks in zip(replicas.num, replicas.hubs, strict=True):
-        must_send[place[ranks].max()] += n - 1  # from this k on, Q has all of the expert's ranks
+    must_send = exports[order]
+    for n, ranks in zip(copies, senders, strict=True):
+        must_send[place[ranks].max()] += n  # from this k on, Q has all ranks that could
     return max(bound, float((must_send.cumsum() / np.arange(1, len(order) + 1)).max()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Replicas:
-    """The plan by expert, as in `Schedule`; `hubs` has the home and replica ranks of each."""
+    """The slots to be filled by expert, as in `Schedule`, and who has each expert already."""
 
     expert: Int64Array
     home: Int64Array
     first: Int64Array
     rank: Int64Array
     slot: Int64Array
-    num: list[int]
-    hubs: list[Int64Array]
-    exports: Int64Array  # [G] replicated experts at home on each rank
-    imports: Int64Array  # [G] filled slots
+    ranks: list[Int64Array]  # of the replicas of each
+    holders: list[Int64Array]  # ranks: the home, then those with a slot that keeps the expert
+    kept: list[Int64Array]  # such slots, in that order
+    imports: Int64Array  # [G] slots to be filled
 
     @classmethod
-    def of(cls, slot_expert: ArrayLike, home: ArrayLike) -> _Replicas:
+    def of(cls, slot_expert: ArrayLike, home: ArrayLike, residents: ArrayLike | None) -> _Replicas:
         slots = np.asarray(slot_expert, dtype=np.int64)
         if slots.ndim != 2:
             raise ValueError(f"slot_expert has shape {slots.shape}; expected [G, S]")
-        rank, slot = np.nonzero(slots >= 0)
+        held = np.full_like(slots, -1) if residents is None else np.asarray(residents, np.int64)
+        if held.shape != slots.shape:
+            raise ValueError(f"residents has shape {held.shape}; expected {slots.shape}")
+        keeps = (slots >= 0) & (held == slots)
+        filled = (slots >= 0) & ~keeps
+        rank, slot = np.nonzero(filled)
         by_expert = np.argsort(slots[rank, slot], kind="stable")
         rank, slot = rank[by_expert], slot[by_expert]
         expert, first = np.unique(slots[rank, slot], return_index=True)
         first = np.append(first, len(rank))
         homes = np.asarray(home, dtype=np.int64)[expert]
+        kept = [np.nonzero(keeps & (slots == e)) for e in expert]
         return cls(
             expert=expert,
             home=homes,
             first=first,
             rank=rank,
             slot=slot,
-            num=np.diff(first).tolist(),
-            hubs=[
-                np.append(h, rank[a:b]) for h, (a, b) in zip(homes, pairwise(first), strict=True)
-            ],
-            exports=np.bincount(homes, minlength=len(slots)),
-            imports=(slots >= 0).sum(axis=1),
+            ranks=[rank[a:b] for a, b in pairwise(first)],
+            holders=[np.append(h, ranks) for h, (ranks, _) in zip(homes, kept, strict=True)],
+            kept=[at for _, at in kept],
+            imports=filled.sum(axis=1),
         )
 
     @property
-    def chained(self) -> bool:
-        """Whether some rank both exports and imports."""
-        return bool(((self.exports > 0) & (self.imports > 0)).any())
+    def num(self) -> list[int]:
+        """Replicas of each expert."""
+        counts: list[int] = np.diff(self.first).tolist()
+        return counts
 
 
-def _share(replicas: _Replicas, *, passes: int) -> list[Int64Array]:
-    """Return what each hub of each expert sends beyond the one copy that leaves the home.
+def _choose_sources(replicas: _Replicas) -> tuple[Int64Array, Int64Array]:
+    """Return the rank and the slot, or `MAIN_SLOT`, that each expert is sent from.
+
+    By ascending id, an expert moves from its home to the holder with the fewest experts to send, if
+    that has fewer than the home has without it: to the first of several such slots.
+    """
+    exports = np.bincount(replicas.home, minlength=len(replicas.imports))
+    source_rank = replicas.home.copy()
+    source_slot = np.full_like(source_rank, MAIN_SLOT)
+    for x, (home, *ranks) in enumerate(replicas.holders):
+        exports[home] -= 1
+        best = min(range(len(ranks)), key=lambda i: exports[ranks[i]], default=-1)
+        if best >= 0 and exports[ranks[best]] < exports[home]:
+            source_rank[x], source_slot[x] = ranks[best], replicas.kept[x][best]
+        exports[source_rank[x]] += 1
+    return source_rank, source_slot
+
+
+def _share(
+    exports: Int64Array, senders: Sequence[Int64Array], copies: Sequence[int], *, passes: int
+) -> list[Int64Array]:
+    """Return how much each of some ranks sends of some copies, beyond what leaves ranks anyway.
 
     Experts with many replicas go first: they have the most to send, and the most hubs for it.
     """
-    extra = [np.zeros(n + 1, np.int64) for n in replicas.num]
-    egress = _egress(replicas, extra)
-    order = sorted((x for x, n in enumerate(replicas.num) if n > 1), key=lambda x: -replicas.num[x])
+    shares = [np.zeros(len(ranks), np.int64) for ranks in senders]
+    egress = _egress(exports, senders, shares)
+    order = sorted((i for i, n in enumerate(copies) if n), key=lambda i: -copies[i])
     for _ in range(passes):
-        for x in order:
-            hubs = replicas.hubs[x]
-            egress[hubs] -= extra[x]
-            extra[x] = _fill(egress[hubs], (replicas.num[x] - 1) * EGRESS_UNIT)
-            egress[hubs] += extra[x]
-    return extra
+        for i in order:
+            ranks = senders[i]
+            egress[ranks] -= shares[i]
+            shares[i] = _fill(egress[ranks], copies[i] * EGRESS_UNIT)
+            egress[ranks] += shares[i]
+    return shares
 
 
 def _fill(egress: Int64Array, total: int) -> Int64Array:
@@ -235,8 +287,10 @@ def _fill(egress: Int64Array, total: int) -> Int64Array:
     return extra
 
 
-def _egress(replicas: _Replicas, extra: list[Int64Array]) -> Int64Array:
-    egress = replicas.exports * EGRESS_UNIT
-    for ranks, added in zip(replicas.hubs, extra, strict=True):
-        egress[ranks] += added
+def _egress(
+    exports: Int64Array, senders: Sequence[Int64Array], shares: Sequence[Int64Array]
+) -> Int64Array:
+    egress = exports * EGRESS_UNIT
+    for ranks, share in zip(senders, shares, strict=True):
+        egress[ranks] += share
     return egress

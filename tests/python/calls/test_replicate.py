@@ -120,12 +120,12 @@ def test_each_rank_stores_what_the_schedule_gives_it(ranks: RankPool) -> None:
                 replicas = len(list(s.replicas(x)))
                 for rank, begin, end in s.hubs(x):
                     size = (end - begin) * tile
-                    at_home = rank == s.home[x]
+                    at_home = rank == s.source_rank[x]
                     # A hub hands its range to every replica; in pull its own copy is a store too.
                     own = mode == "pull" or at_home
                     expected[rank] += size * (replicas if own else replicas - 1)
                     if mode == "push" and not at_home:
-                        expected[s.home[x]] += size
+                        expected[s.source_rank[x]] += size
             assert [r[mode, i] for r in stored] == expected.tolist(), (mode, i)
 
 
