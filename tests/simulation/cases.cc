@@ -331,9 +331,10 @@ std::vector<Case> named_banks() {
       add(c, "residents send");
     }
     {
-      // What is to be filled with another expert cannot be sent from; rank 3 has nothing to do.
+      // What is to be filled with another expert cannot be sent from, though rank 1 is idle.
       Case c = start;
-      c.calls = {banked(c, mode, 1, {{0, 1}}), banked(c, mode, 1, {{4, 1}, {0, 2}, {1, 2}}),
+      c.calls = {banked(c, mode, 1, {{0, 1}, {0, 3}}),
+                 banked(c, mode, 1, {{4, 1}, {0, 3}, {0, 2}, {1, 2}, {6, 0}}),
                  banked(c, mode, 1, {})};
       add(c, "a resident gives way");
     }
@@ -433,6 +434,7 @@ Case draw_case(Random& random) {
     CallSpec spec{.gather = draw(random, 0, 5) == 0,
                   .mode = static_cast<Mode>(draw(random, 0, 2)),
                   .plan = planned.slot_expert};
+    if (spec.gather) spec.plan.assign(spec.plan.size(), -1);
     if (grads && !spec.gather && draw(random, 0, 2) != 0) {
       spec.reduce = true;
       spec.zero = draw(random, 0, 1) == 1;

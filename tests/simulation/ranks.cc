@@ -131,7 +131,7 @@ Simulation::Simulation(const Case& c) : case_(c), arena_(size_t{16} << 20) {
       world_->leave_behind(r, layout.gathered(peer), left);
       for (int32_t s = 0; s < g.slots_per_rank; ++s)
         world_->leave_behind(r, layout.done(s, peer), left);
-      for (int32_t m = 0; m < shape.max_mains; ++m)
+      for (int32_t m = -g.slots_per_rank; m < shape.max_mains; ++m)
         world_->leave_behind(r, layout.pulled(m, peer), left);
     }
     for (int32_t s = 0; s < g.slots_per_rank; ++s)

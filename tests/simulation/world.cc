@@ -32,7 +32,7 @@ World::World(const Shape& s, Arena& arena) : shape(s) {
     number(s.layout.abort(r));
     number(s.layout.gathered(r));
     for (int32_t i = 0; i < s.slots_per_rank; ++i) number(s.layout.done(i, r));
-    for (int32_t i = 0; i < s.max_mains; ++i) number(s.layout.pulled(i, r));
+    for (int32_t i = -s.slots_per_rank; i < s.max_mains; ++i) number(s.layout.pulled(i, r));
   }
   for (int32_t i = 0; i < s.slots_per_rank; ++i)
     for (int64_t g = 0; g < s.layout.max_groups; ++g) number(s.layout.ready(i, g));

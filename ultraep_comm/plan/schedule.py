@@ -241,18 +241,26 @@ class _Replicas:
 def _choose_sources(replicas: _Replicas) -> tuple[Int64Array, Int64Array]:
     """Return the rank and the slot, or `MAIN_SLOT`, that each expert is sent from.
 
-    By ascending id, an expert moves from its home to the holder with the fewest experts to send, if
-    that has fewer than the home has without it: to the first of several such slots.
+    A rank's load is 2 for each expert that it sends, and 1 for each of its slots that is filled
+    with an expert of several replicas, whose hub it may be. Twice, by ascending id, an expert goes
+    to another holder, the one with the least load, if that is at most its source's without it: to
+    the home before slots, and to the first of these. Steps sideways, and a second pass, let one
+    expert make room for another.
     """
-    exports = np.bincount(replicas.home, minlength=len(replicas.imports))
+    load = 2 * np.bincount(replicas.home, minlength=len(replicas.imports))
+    for n, ranks in zip(replicas.num, replicas.ranks, strict=True):
+        load[ranks] += n > 1
     source_rank = replicas.home.copy()
     source_slot = np.full_like(source_rank, MAIN_SLOT)
-    for x, (home, *ranks) in enumerate(replicas.holders):
-        exports[home] -= 1
-        best = min(range(len(ranks)), key=lambda i: exports[ranks[i]], default=-1)
-        if best >= 0 and exports[ranks[best]] < exports[home]:
-            source_rank[x], source_slot[x] = ranks[best], replicas.kept[x][best]
-        exports[source_rank[x]] += 1
+    for _ in range(2):
+        for x, holders in enumerate(replicas.holders):
+            slots = [MAIN_SLOT, *replicas.kept[x]]
+            load[source_rank[x]] -= 2
+            others = [i for i, rank in enumerate(holders) if rank != source_rank[x]]
+            best = min(others, key=lambda i: load[holders[i]], default=-1)
+            if best >= 0 and load[holders[best]] <= load[source_rank[x]]:
+                source_rank[x], source_slot[x] = holders[best], slots[best]
+            load[source_rank[x]] += 2
     return source_rank, source_slot
 
 

@@ -79,56 +79,80 @@ struct ScheduleScratch {
 
 namespace detail {
 
-// Has collected experts sent from slots that hold them where that takes load off their homes: one
-// expert after another moves to the rank with the fewest to send, if that is fewer than the home
-// has without it; of several such slots to the first. Returns the most that a rank sends.
+// Has collected experts sent from slots that hold them where that takes load off other ranks.
+//
+// A rank's load is 2 for each expert that it sends, and 1 for each of its slots that is filled with
+// an expert of several replicas, whose hub it may be. Twice, by ascending id, an expert goes to
+// another holder, the one with the least load, if that is at most its source's without it: to the
+// home before slots, and to the first of these. Steps sideways, and a second pass, let one expert
+// make room for another. Returns the most that a rank sends.
 template <class Team>
 UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32_t* slot_expert,
                                 const int32_t* resident, int32_t num_experts,
                                 const ScheduleScratch& arrays, const Schedule& schedule) {
+  constexpr uint32_t kNone = ~0u;
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
   const int32_t slots = t.slots_per_rank, num_slots = t.num_ranks * slots;
-  auto* const is_held = reinterpret_cast<uint8_t*>(scratch.order);  // [X] free until hubs are
+  auto* const is_held = reinterpret_cast<uint8_t*>(scratch.order);  // [X] both are free until hubs
+  auto* const load = reinterpret_cast<int32_t*>(s.egress);          // [G] are assigned
+  team.sync();                                                      // exports are counted
   UEC_ROLLED
   for (int32_t x = team.index(); x < num_experts; x += team.size()) is_held[x] = 0;
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size())
+    load[r] = 2 * scratch.exports[r];
   team.sync();
   // Rule: a slot that the call writes to is no source, though it still holds its old expert.
   const auto keeps = [&](int32_t at) {
     return resident[at] >= 0 && resident[at] == slot_expert[at];
   };
+  const auto find = [&](int32_t expert) {  // among those collected; -1: it is not
+    const int32_t x =
+        first_enough(Alone{}, 0, num_experts, [&](int32_t y) { return s.expert[y] >= expert; });
+    return x < num_experts && s.expert[x] == expert ? x : -1;
+  };
   UEC_ROLLED
   for (int32_t at = team.index(); at < num_slots; at += team.size()) {
-    if (!keeps(at)) continue;
-    const int32_t x = first_enough(Alone{}, 0, num_experts,
-                                   [&](int32_t y) { return s.expert[y] >= resident[at]; });
-    if (x < num_experts && s.expert[x] == resident[at]) team.set(&is_held[x]);
+    const int32_t x = find(slot_expert[at]);
+    if (x < 0) continue;
+    if (keeps(at))
+      team.set(&is_held[x]);
+    else if (s.num_replicas(x) > 1)
+      team.add(&load[at / slots], 1);
   }
   team.sync();
   UEC_ROLLED
-  for (int32_t x = 0; x < num_experts; ++x) {
+  for (int32_t i = 0; i < 2 * num_experts; ++i) {
+    const int32_t x = i < num_experts ? i : i - num_experts;
     if (!is_held[x]) continue;
-    const int32_t e = s.expert[x], home = s.source_rank[x];
-    auto fewest = static_cast<uint32_t>(scratch.exports[home] - 1);
-    int32_t first = num_slots;
+    const int32_t e = s.expert[x], home = t.home[e], source = s.source_rank[x];
+    auto least = kNone, first = kNone;  // 0: the home, and behind it the slots
+    if (home != source) {
+      least = static_cast<uint32_t>(load[home]);
+      first = 0;
+    }
     UEC_ROLLED
     for (int32_t at = team.index(); at < num_slots; at += team.size()) {
-      if (resident[at] != e || !keeps(at)) continue;
-      const auto exports = static_cast<uint32_t>(scratch.exports[at / slots]);
-      if (exports >= fewest) continue;
-      fewest = exports;
-      first = at;
-    }
-    const uint32_t least = team.lowest(fewest);
-    const auto at = static_cast<int32_t>(
-        team.lowest(static_cast<uint32_t>(fewest == least ? first : num_slots)));
-    if (team.leader() && at < num_slots) {
       const int32_t rank = at / slots;
-      --scratch.exports[home];
-      ++scratch.exports[rank];
+      if (resident[at] != e || !keeps(at) || rank == source) continue;
+      const auto own = static_cast<uint32_t>(load[rank]);
+      if (own >= least) continue;
+      least = own;
+      first = static_cast<uint32_t>(at) + 1;
+    }
+    const uint32_t lowest = team.lowest(least);
+    first = team.lowest(least == lowest ? first : kNone);
+    if (team.leader() && lowest != kNone && static_cast<int32_t>(lowest) <= load[source] - 2) {
+      const auto at = static_cast<int32_t>(first) - 1;
+      const int32_t rank = first == 0 ? home : at / slots;
       s.source_rank[x] = rank;
-      s.source_slot[x] = at - rank * slots;
+      s.source_slot[x] = first == 0 ? kMainSlot : at - rank * slots;
+      load[source] -= 2;
+      load[rank] += 2;
+      --scratch.exports[source];
+      ++scratch.exports[rank];
     }
     team.sync();  // the next one counts it
   }

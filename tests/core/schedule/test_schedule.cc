@@ -20,7 +20,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(s.first[0], 0);
   CHECK_EQ(s.first[s.num_experts], c.num_replicas());
   CHECK_EQ(a.shape.num_replicas, c.num_replicas());
-  std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks), from_homes(c.num_ranks);
+  std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks);
   int32_t max_fanout = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
     CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
@@ -34,7 +34,6 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
       CHECK_EQ(slot(source, s.source_slot[x]), s.expert[x]);
     }
     ++exports[source];
-    ++from_homes[c.home[s.expert[x]]];
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       CHECK(i == s.first[x] || s.replica_rank[i - 1] < s.replica_rank[i]);
       CHECK_EQ(slot(s.replica_rank[i], s.replica_slot[i]), s.expert[x]);
@@ -44,9 +43,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   }
   bool chained = false;
   for (int32_t r = 0; r < c.num_ranks; ++r) chained |= exports[r] > 0 && imports[r] > 0;
-  const int32_t most = *std::max_element(exports.begin(), exports.end());
-  CHECK_EQ(a.shape.max_exports, most);
-  CHECK(most <= *std::max_element(from_homes.begin(), from_homes.end()));
+  CHECK_EQ(a.shape.max_exports, *std::max_element(exports.begin(), exports.end()));
   CHECK_EQ(a.shape.max_imports, *std::max_element(imports.begin(), imports.end()));
   CHECK_EQ(a.shape.max_fanout, max_fanout);
   CHECK_EQ(a.shape.chained, chained);
@@ -126,8 +123,8 @@ void check_single_expert() {
   }
 }
 
-// Experts leave a busy home from the slots that hold them: one after another from the rank with the
-// fewest to send, and none from a slot that is written to.
+// Experts leave a busy home from the slots that hold them, on ranks that send less, and none from a
+// slot that is written to.
 void check_sources() {
   const Tiles tiles({64 << 20}, 32 << 10);
   PlanCase c = make_group(5, 15, 3);
@@ -136,9 +133,9 @@ void check_sources() {
   const ScheduleArrays a(c, tiles.map(), Mode::kPush);
   const uec::Schedule& s = a.schedule;
   CHECK_EQ(s.num_experts, 4);  // 0, 1, 2 and 5
-  CHECK_EQ(s.source_rank[0], 1);
-  CHECK_EQ(s.source_slot[0], 0);
-  CHECK_EQ(s.source_rank[1], 2);  // rank 1 sends expert 0, and rank 0 more
+  CHECK_EQ(s.source_rank[0], 0);  // rank 1 sends expert 5
+  CHECK_EQ(s.source_slot[0], uec::kMainSlot);
+  CHECK_EQ(s.source_rank[1], 2);  // which would have less to do than rank 1
   CHECK_EQ(s.source_slot[1], 0);
   CHECK_EQ(s.source_rank[2], 0);  // rank 2's slot is filled with another
   CHECK_EQ(s.source_slot[2], uec::kMainSlot);

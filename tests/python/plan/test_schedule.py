@@ -389,8 +389,8 @@ def test_moves_are_sent_close_to_the_bound(
         from_homes.append(max(homes.max_egress, most) / best)
     print(f"{shape}: over T*, mean {np.mean(ratios):.4f}, worst {max(ratios):.4f}")
     print(f"from homes alone: mean {np.mean(from_homes):.4f}, worst {max(from_homes):.4f}")
-    assert np.mean(ratios) < 1.03
-    assert max(ratios) <= 2
+    assert np.mean(ratios) < 1.01
+    assert max(ratios) <= 1.5
     assert np.mean(from_homes) > 1.03
 
 
@@ -527,19 +527,6 @@ def broken(problem: Problem, good: Schedule, rule: str) -> Schedule:
 def test_the_oracle_notices(rule: str) -> None:
     problem = placed([0, 0], [[], [0], [0], [0], [0], []], 2)
     assert rule in violations(problem, broken(problem, check(problem), rule))
-
-
-def test_the_oracle_notices_a_resident_that_does_all_the_work() -> None:
-    slots = [[-1, -1], [-1, -1], [0, 1], [0, -1], [1, -1]]
-    residents = [*[[-1, -1]] * 2, [0, 1], *[[-1, -1]] * 2]
-    problem = Problem(slot_expert=slots, home=[0, 1], residents=residents)
-    good = check(problem)
-    pieces = [(0, 2, 0, 0), (0, 3, 0, 1152), (1, 2, 0, 0), (1, 4, 0, 1152)]
-    egress = [0, 0, 2 * 65536, 0, 0]
-    bad = replace(good, sources={0: (2, 0), 1: (2, 1)}, pieces=pieces, egress=egress)
-    assert violations(problem, bad) == [
-        "no rank is the source of more experts than some home would be"
-    ]
 
 
 def test_the_oracle_notices_a_home_that_does_all_the_work() -> None:
