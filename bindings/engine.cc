@@ -204,6 +204,14 @@ void bind_engine(nb::module_& m) {
       .def("close", &Engine::close, nb::call_guard<Unlocked>())
       .def("wait", &wait, "epoch"_a)
       .def("synchronize", &wait, "epoch"_a)
+      .def("slot_ready", &Engine::slot_ready, "epoch"_a, "slot"_a)
+      .def(
+          "wait_slots",
+          [](Engine& e, uint64_t epoch, const std::vector<int32_t>& slots) {
+            return interruptible(
+                [&](auto&& interrupted) { return e.wait_slots(epoch, slots, interrupted); });
+          },
+          "epoch"_a, "slots"_a)
       .def("is_completed", &Engine::is_completed, "epoch"_a)
       .def("finished_at", &Engine::finished_at, "epoch"_a)
       .def("failed_epoch", &Engine::failed_epoch)

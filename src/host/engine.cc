@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "core/base/digest.hpp"
+#include "host/backoff.hpp"
 
 namespace uec::host {
 Engine::Engine(EngineConfig config)
@@ -307,6 +308,50 @@ bool Engine::wait(uint64_t epoch, const std::function<bool()>& interrupted) {
     if (interrupted && interrupted()) cancel();
   }
   return failed_.load() == 0 || failed_.load() > epoch;
+}
+
+bool Engine::slot_ready(uint64_t epoch, int32_t slot) const {
+  const std::lock_guard lock(submit_mutex_);  // the call's arrays stay its own
+  if (failed_.load() != 0 && failed_.load() <= epoch) return false;
+  if (completed_.load() >= epoch) return true;
+  if (submitted_.load() < epoch) return false;
+  const Call& call = calls_[epoch % kDepth]->call;
+  const Worklist& work = call.work;
+  // Pairs with Storer::finish_task() at each sender, as Finish::step() does.
+  for (int32_t i = 0; i < work.num_expected; ++i) {
+    const Expected& e = work.expected[i];
+    if (e.kind == Expected::kDone && e.idx == slot &&
+        memory_.observe(call.layout.done(slot, e.peer)) != epoch)
+      return false;
+  }
+  // A hub in pull is a sender of its own slot, and tells nobody; see Storer::finish_share().
+  for (int32_t p = 0; p < work.num_pieces; ++p) {
+    const Piece& piece = work.pieces[p];
+    const Destination* const to = work.destinations + piece.dst_first;
+    const bool is_own = std::any_of(to, to + piece.dst_count, [&](const Destination& d) {
+      return d.rank == config_.rank && d.slot == slot;
+    });
+    if (is_own && std::atomic_ref(call.arrived[piece.task]).load(std::memory_order_acquire) !=
+                      work.tasks[piece.task].num_groups)
+      return false;
+  }
+  return true;
+}
+
+bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots,
+                        const std::function<bool()>& interrupted) {
+  if (background_until_.load() < epoch) return wait(epoch, interrupted);
+  Backoff backoff(Doorbell(config_.bases[config_.rank] + layout_.symmetric.doorbell));
+  for (size_t next = 0; next < slots.size();) {
+    if (slot_ready(epoch, slots[next])) {
+      ++next;
+      continue;
+    }
+    if (failed_.load() != 0 && failed_.load() <= epoch) return false;
+    if (backoff.pause() && interrupted && interrupted()) cancel();
+  }
+  backoff.reset();
+  return true;
 }
 
 int64_t Engine::finished_at(uint64_t epoch) const {

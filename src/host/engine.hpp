@@ -74,6 +74,12 @@ class Engine {
   // True: the call has succeeded. False: it failed, and report() says how. `interrupted`, polled
   // now and then on the calling thread, ends the wait (and the call, if it runs on this thread).
   bool wait(uint64_t epoch, const std::function<bool()>& interrupted = {});
+  // Whether all that a call brings to this rank's slot is there, so that the slot may be read while
+  // the call goes on: at once where it brings nothing. False once the call has failed.
+  bool slot_ready(uint64_t epoch, int32_t slot) const;
+  // Waits for that of some slots, of a call in the background. Returns as wait() does.
+  bool wait_slots(uint64_t epoch, const std::vector<int32_t>& slots,
+                  const std::function<bool()>& interrupted = {});
   Report report() const;
 
   uint64_t failed_epoch() const { return failed_.load(); }  // 0: none

@@ -35,7 +35,7 @@ struct ReduceCase {
                              static_cast<int32_t>(uec::Mode::kDirect)};
     mode = modes[draw(random, 0, 2)];
     zero = draw(random, 0, 1) == 1;
-    if (draw(random, 0, 1) == 1) return;
+    if (draw(random, 0, 3) != 0) return;
     slot_expert = plan.slot_expert;
     for (int32_t& expert : plan.slot_expert) {
       slot_quota.push_back(draw(random, 0, 3) * 100);

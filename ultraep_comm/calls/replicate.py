@@ -108,7 +108,11 @@ def replicate_experts(
             own_home=call.plan.home is session.local.home,
             table=address(bound.table),
             bank=call.bank,
-            version=find_version(version, call.bank, session),
+            version=(
+                0
+                if version is None and call.bank < 0
+                else find_version(version, call.bank, session)
+            ),
         )
     except Exception as error:
         call.reject(error)

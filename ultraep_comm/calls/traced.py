@@ -118,10 +118,11 @@ class FinishedWork(Work):
     def __init__(self) -> None:
         self.mode = ""
 
-    def wait(self) -> None:
+    def wait(self, slots: Sequence[int] | None = None) -> None:
         """Return at once."""
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """Return at once."""
 
     def is_completed(self) -> bool:
         """Return True."""
@@ -149,8 +150,8 @@ class TracedWork(Work):
         # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
         self._arguments = (token, held, slot_expert, slots, names, ORDER, group_name)
 
-    def wait(self) -> None:
-        """See :meth:`Work.wait`."""
+    def wait(self, slots: Sequence[int] | None = None) -> None:
+        """See :meth:`Work.wait`: for the whole call."""
         torch.ops.ultraep_comm.wait_replicate_experts(*self._arguments, False)
 
     def synchronize(self) -> None:

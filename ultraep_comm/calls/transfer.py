@@ -56,7 +56,8 @@ class Call:
         self.plan, self.on_device = session.local.plan_for_call(plan, operation)
         try:
             self.view = check_plan(self.plan, self.on_device, session)
-            self.bank = plan_bank(self.plan.bank, session)
+            bank = self.plan.bank
+            self.bank = -1 if bank is None else plan_bank(bank, session)
         except Exception as error:
             self.reject(error)
             raise
@@ -88,14 +89,16 @@ class Call:
         session, given, plan = self._session, self._given, self.plan
         try:
             epoch, mode = session.engine.transfer(call)
+            on_host = None if self.on_device else plan
             work = session.submit(
                 epoch,
                 (bound, plan),
                 self._operation,
                 _NAMES[mode],
-                None if self.on_device else plan,
+                on_host,
                 self.tag,
                 expert_bytes,
+                None if spends else on_host,
             )
             if spends and isinstance(given, PlanHandle):
                 session.plans.spend(given.saved, on_device=self.on_device)

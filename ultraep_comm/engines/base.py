@@ -87,6 +87,12 @@ class Engine(Protocol):
         The host engine blocks; the CUDA engine makes the current stream wait.
         """
 
+    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
+        """Do :meth:`wait` for what a call brings to some of this rank's slots, or for all of it."""
+
+    def slot_ready(self, epoch: int, slot: int) -> bool:
+        """Return whether what a call brings to a slot of this rank is there."""
+
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
 

@@ -124,15 +124,13 @@ def banks_of(session: Session) -> Banks:
     return banks
 
 
-def plan_bank(bank: int | None, session: Session) -> int:
-    """Return a plan's bank as the engine takes it; -1: none.
+def plan_bank(bank: int, session: Session) -> int:
+    """Return a plan's bank.
 
     Raises:
         InvalidPlanError: the group has no such bank.
         UnsupportedError: its engine has no banks.
     """
-    if bank is None:
-        return -1
     banks_of(session)
     if bank >= session.banks:
         raise InvalidPlanError(
@@ -143,14 +141,12 @@ def plan_bank(bank: int | None, session: Session) -> int:
 
 
 def find_version(version: int | None, bank: int, session: Session) -> int:
-    """Return the version of the main weights of a call; without a bank: 0.
+    """Return the version of the main weights of a call.
 
     Raises:
         InvalidArgumentError: it is older than the bank's, or is given without a bank.
     """
     if bank < 0:
-        if version is None:
-            return 0
         raise InvalidArgumentError(
             f"rank {session.rank}: version={version} was given with a plan without a bank, which"
             " copies everything; plan with bank=, or leave the version out"

@@ -171,10 +171,12 @@ class Session:
         plan: Plan | None = None,
         tag: int = 0,
         expert_bytes: int = 0,
+        filled: Plan | None = None,
     ) -> Work:
         """Return the handle of a submitted call, and keep ``keep`` alive until it has finished.
 
-        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`.
+        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`; ``filled`` is the plan
+        of a transfer, for ``work.wait(slots=)``.
         """
         if epoch & _core.CUDA_CAPTURED:
             self._captured.append(keep)  # for replays, until the group is closed
@@ -185,7 +187,7 @@ class Session:
         in_flight.append((epoch, keep))  # before anything that may raise
         while in_flight and engine.failed_epoch() == 0 and engine.is_completed(in_flight[0][0]):
             in_flight.popleft()
-        return Work(self, epoch, operation, mode)
+        return Work(self, epoch, operation, mode, filled)
 
     def explain(self, epoch: int, operation: str) -> UltraEPError:
         """Return the error of a call that failed, or did not run because an earlier one failed."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine
-from ultraep_comm.errors import UltraEPError, UnsupportedError
+from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.topology import as_int
 
 
 class Submitter(Protocol):
@@ -37,24 +39,69 @@ class Work:
         epoch: the call's number on its group.
     """
 
-    def __init__(self, session: Submitter, epoch: int, operation: str, mode: str) -> None:
+    def __init__(
+        self,
+        session: Submitter,
+        epoch: int,
+        operation: str,
+        mode: str,
+        filled: Plan | None = None,
+    ) -> None:
         self.mode = mode
+        self._filled = filled
         self._session = session
         self.epoch = epoch
         self._operation = operation
 
-    def wait(self) -> None:
-        """Order everything that follows after the call.
+    def wait(self, slots: Sequence[int] | None = None) -> None:
+        """Order everything that follows after the call, or after its filling of some slots.
 
         On the host engine this blocks until the call has finished. On the CUDA engine the current
         stream waits, not the host; a failure that is not known yet surfaces in
         :meth:`synchronize`, :meth:`exception` or the next call on the group. Only ranks that share
         a launch (``new_loopback_groups``) block until all of them have called.
 
+        Args:
+            slots: of this rank, of the plan's bank: wait until these may be read, while the call
+                goes on. What they held before the call is there at once. The CUDA engine waits for
+                the whole call. None: the call has finished.
+
         Raises:
             TransferError: the call failed; the subclass and the text say how.
+            InvalidArgumentError: the call does not fill such a slot.
         """
-        self._finish(self._session.engine.wait)
+        if slots is None:
+            self._finish(self._session.engine.wait)
+            return
+        wanted = [self._filled_slot(slot) for slot in slots]
+        self._finish(lambda epoch: self._session.engine.wait_slots(epoch, wanted))
+
+    def slot_ready(self, slot: int) -> bool:
+        """Return whether a slot of this rank may be read, without blocking; as for :meth:`wait`.
+
+        Raises:
+            InvalidArgumentError: the call does not fill such a slot.
+        """
+        self._refuse_captured("slot_ready()")
+        self._session.require_own_process(f"slot_ready() of a {self._operation}")
+        return self._session.engine.slot_ready(self.epoch, self._filled_slot(slot))
+
+    def _filled_slot(self, slot: int) -> int:
+        """Return a slot that the call's plan has an expert in, on this rank."""
+        rank, index = self._session.rank, as_int(slot, "slot")
+        if self._filled is None:
+            raise InvalidArgumentError(
+                f"rank {rank}: slot {index} of a {self._operation}; expected a replicate_experts"
+                " with a plan on the CPU: other calls are waited for as a whole"
+            )
+        experts = self._filled.slot_expert[rank].tolist()
+        if not 0 <= index < len(experts) or experts[index] < 0:
+            filled = [s for s, expert in enumerate(experts) if expert >= 0]
+            raise InvalidArgumentError(
+                f"rank {rank}: slot {index} of a {self._operation}, whose plan fills the slots"
+                f" {filled} of this rank; expected one of them"
+            )
+        return index
 
     def synchronize(self) -> None:
         """Block until the call has finished.

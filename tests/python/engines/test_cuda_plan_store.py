@@ -50,7 +50,7 @@ def test_saved_plans_are_copies_on_the_device(
         assert emulated.holds(kept.slot_expert)
         assert group.session.local is not None
         assert kept.home is group.session.local.home  # known to be the group's
-        for name, tensor in vars(kept).items():
+        for name, tensor in kept.tensors().items():
             assert torch.equal(tensor, getattr(expected, name)), name
     weights = [make_weights(group) for group in groups]
     prepare_all(groups, weights, 1)

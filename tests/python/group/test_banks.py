@@ -324,6 +324,87 @@ def test_slots_without_tokens_have_no_gradient() -> None:
     close_all(groups)
 
 
+# ---- slot by slot ---------------------------------------------------------------------------
+
+
+def test_slots_are_ready_one_by_one() -> None:
+    """Rank 1 gets expert 0 while expert 6 cannot come: its home has not called."""
+    groups = _groups(4)
+    weights = _filled(groups, 0)
+    assert _replicate(groups, weights, _plan([[-1, -1], [-1, 4], [-1, -1], [-1, -1]])) == 1
+    plan = _plan([[-1, -1], [0, 4], [6, -1], [0, -1]])
+    works = start_all(groups[:3], weights, plan, mode="direct")
+    assert works[1].slot_ready(1)  # it held expert 4
+    works[1].wait(slots=[1, 0])
+    assert works[1].slot_ready(0)
+    assert not works[2].slot_ready(0)
+    assert not works[2].is_completed()
+    for index, (name, segment) in enumerate(MIXED.items()):
+        found = raw(groups[1].slots[name][0], segment)
+        assert torch.equal(found, expert_bytes(0, 0, index, segment))
+    for call in (works[1].slot_ready, lambda slot: works[1].wait(slots=[slot])):
+        with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0, 1\]"):
+            call(2)
+    with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[\]"):
+        works[0].wait(slots=[0])
+    (last,) = start_all(groups[3:], [None] * 3 + [weights[3]], plan, mode="direct")
+    works[2].wait(slots=[0])
+    synchronize_all([*works, last])
+    assert all(works[1].slot_ready(slot) for slot in (0, 1))
+    for group in groups:
+        _check_slots(
+            group, {(0, 1, 0): (0, 0), (0, 1, 1): (4, 0), (0, 2, 0): (6, 0), (0, 3, 0): (0, 0)}
+        )
+    close_all(groups)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull", "direct"])
+def test_what_is_ready_is_complete(mode: str) -> None:
+    num_ranks = 5
+    groups = uec.new_loopback_groups(
+        num_ranks,
+        num_experts=E,
+        slots_per_rank=S,
+        expert={"w": ((3 << 18,), torch.uint8)},
+        timeout=30.0,
+    )
+    weights = loopback(num_ranks, lambda r: groups[r].empty_weights())
+    for epoch in range(8):
+        plan = random_plan(epoch, num_ranks, E, S)
+        for group in groups:
+            fill_weights(group, weights[group.rank], epoch)
+
+        def wait_and_look(
+            rank: int, epoch: int = epoch, plan: uec.Plan = plan
+        ) -> list[tuple[int, bool]]:
+            group, seen = groups[rank], []
+            work = uec.replicate_experts(weights[rank], plan, group=group, async_op=True, mode=mode)
+            assert work is not None
+            for slot, expert in enumerate(plan.slot_expert[rank].tolist()):
+                if expert >= 0:
+                    work.wait(slots=[slot])
+                    right = expert_bytes(epoch, expert, 0, group.segments["w"])
+                    seen.append((expert, torch.equal(group.slots["w"][slot], right)))
+            work.wait()
+            return seen
+
+        for seen in loopback(num_ranks, wait_and_look):
+            assert all(right for _, right in seen)
+    close_all(groups)
+
+
+def test_waiting_for_slots_of_a_call_that_fails() -> None:
+    groups = _groups(2)
+    weights = _filled(groups, 0)
+    works = start_all(groups[1:], weights, _plan([[-1, -1], [0, -1]]))
+    groups[0].abort()
+    with pytest.raises(errors.TransferError):
+        works[0].wait(slots=[0])
+    assert not works[0].slot_ready(0)
+    for group in groups:
+        raised(group.close)
+
+
 # ---- misuse ---------------------------------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ def test_every_call_of_tensors_on_the_cpu(groups: list[uec.Group]) -> None:
             assert work is not None
             work.synchronize()
         uec.gather_and_plan(ids[rank], group=group)
-        tensors = [load, physical, *(v for v in vars(plan).values() if v is not None)]
+        tensors = [load, physical, *plan.tensors().values()]
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
         return plan, found
 

@@ -271,7 +271,7 @@ def test_gather_and_plan_is_one_after_the_other() -> None:
     for options in ({}, {"target": 1.5}, {"cost": cost}):
         plan = uec.gather_and_plan(ids, group=group, **options)
         expected = uec.plan_replicas(uec.gather_load(ids, group=group), group=group, **options)
-        for name, tensor in vars(expected).items():
+        for name, tensor in expected.tensors().items():
             assert torch.equal(getattr(plan, name), tensor), name
     with pytest.raises(errors.InvalidArgumentError, match="target"):
         uec.gather_and_plan(ids, group=group, target=0.5)

@@ -212,4 +212,4 @@ def test_all_tensors_of_a_plan_lie_where_its_slots_do(monkeypatch: pytest.Monkey
         load=[[1, 1, 1, 1], [1, 1, 1, 1]],
         domains=[0, 0],
     )
-    assert {tensor.device.type for tensor in vars(plan).values()} == {"meta"}
+    assert {tensor.device.type for tensor in plan.tensors().values()} == {"meta"}

@@ -181,6 +181,14 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
+    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
+        """Make the current stream wait for the whole call."""
+        return self.wait(epoch)
+
+    def slot_ready(self, epoch: int, slot: int) -> bool:
+        """Return whether the whole call has finished."""
+        return self.is_completed(epoch)
+
     def synchronize(self, epoch: int) -> bool:
         """Block until a call has finished; False if it has failed."""
         return _translated(self._engine.synchronize, epoch)
