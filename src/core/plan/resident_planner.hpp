@@ -195,10 +195,10 @@ class ResidentSearch {
   static constexpr int32_t kMaxTrials = 8, kMaxSources = 8;
 
   UEC_HD bool has_moved(int32_t slot) const { return now_.slot_expert[slot] != residents_[slot]; }
-  // Of what a slot holds: the load of its expert, shared by all replicas.
+  // Of what a slot holds: the load of its expert, shared by all replicas; -1 if it is empty.
   UEC_HD int64_t worth(int32_t slot) const {
     const int32_t e = now_.slot_expert[slot];
-    if (e < 0) return 0;
+    if (e < 0) return -1;
     int32_t replicas = 0;
     for (int32_t at = now_.first_slot[e]; at >= 0; at = now_.next_slot[at]) ++replicas;
     return divide(load_[e], replicas);
