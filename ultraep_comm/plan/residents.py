@@ -132,9 +132,9 @@ def plan_slots_with_residents(
     if (residents_ < 0).all():
         return from_empty()
     target_ppm = planner.target_to_ppm(target)
-    load_, home_ = planner._checked(load, home, domain, num_ranks, slots)
+    load_, home_ = planner.checked(load, home, domain, num_ranks, slots)
     pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
-    pools = planner._pools(load_, home_, pool_of, num_ranks, slots, target_ppm == PPM)
+    pools = planner.pools_of(load_, home_, pool_of, num_ranks, slots, target_ppm == PPM)
     mean = max(pool.mean for pool in pools)
     threshold = max(mean, int(load_.sum()) * target_ppm // (num_ranks * PPM))
     search = _Search(
@@ -228,9 +228,11 @@ class _Search:
         return self.now.slot_expert[slot] != self.residents[slot]
 
     def _worth(self, slot: int) -> int:
-        """Return the load of the slot's expert, shared by all replicas; -1 if it is empty."""
+        """Return the load of the slot's expert, halved by each other replica; -1 if it is empty."""
         expert = self.now.slot_expert[slot]
-        return self.load[expert] // len(self.now.slots_of[expert]) if expert >= 0 else -1
+        if expert < 0:
+            return -1
+        return self.load[expert] >> min(len(self.now.slots_of[expert]) - 1, 32)
 
     def _hold_residents(self) -> None:
         ranks = range(len(self.rank_load))
@@ -418,7 +420,7 @@ class _Search:
     ) -> bool:
         """Make a move that helps the ranks in reach; return whether one does.
 
-        It is the first that does nearly as much as expected, of the few that look best, or the one
+        It is the first that does all that is expected of it, of the few that look best, or the one
         that does most.
         """
         hot = [r for r in reach.ranks if self._excess(r) > 0]
@@ -429,7 +431,7 @@ class _Search:
             self.now = before.copy()
             self._make(move, hot)
             gain = total - self._total_excess()
-            if gain > 0 and 4 * gain >= 3 * (excess - move.left):
+            if gain > 0 and gain >= excess - move.left:
                 self._record(move.slot, move.expert)
                 return True
             if gain > most:

@@ -63,6 +63,7 @@ struct FlowScratch {
   int32_t* taken;     // [G] the instance that takes them
   int32_t* seen;      // [G] the search that reached a rank last
   int32_t* is_stuck;  // [G]
+  int32_t* rank_of;   // [G * S] of a slot: looked up faster than divided
   int64_t bytes;
 
   UEC_HD FlowScratch(const Topology& topology, std::byte* memory) {
@@ -75,6 +76,7 @@ struct FlowScratch {
     taken = cutter.take<int32_t>(g);
     seen = cutter.take<int32_t>(g);
     is_stuck = cutter.take<int32_t>(g);
+    rank_of = cutter.take<int32_t>(g * topology.slots_per_rank);
     bytes = round_up(cutter.used_bytes(), 8);
   }
 };
@@ -86,8 +88,11 @@ class Flow {
               const FlowScratch& scratch)
       : t_(topology), mains_begin_(mains_begin), mains_(mains), s_(scratch) {
     for (int32_t r = 0; r < t_.num_ranks; ++r) s_.seen[r] = 0;
+    for (int32_t r = 0; r < t_.num_ranks; ++r)
+      for (int32_t i = 0; i < t_.slots_per_rank; ++i) s_.rank_of[r * t_.slots_per_rank + i] = r;
   }
 
+  UEC_HD int32_t rank_of(int32_t slot) const { return s_.rank_of[slot]; }
   UEC_HD void set_threshold(int64_t threshold) { threshold_ = threshold; }
   UEC_HD int64_t threshold() const { return threshold_; }
   UEC_HD int64_t room(const Holding& h, int32_t rank) const { return threshold_ - h.tokens[rank]; }
@@ -169,14 +174,14 @@ class Flow {
         const int32_t e = mains_[m];
         if (h.home_quota[e] == 0) continue;
         for (int32_t to = h.first_slot[e]; to >= 0; to = h.next_slot[to])
-          if (has_room(to / slots, ~e, to)) return to / slots;
+          if (has_room(rank_of(to), ~e, to)) return rank_of(to);
       }
       for (int32_t given = from * slots; given < (from + 1) * slots; ++given) {
         if (h.slot_quota[given] == 0) continue;
         const int32_t e = h.slot_expert[given];
         if (has_room(t_.home[e], given, ~e)) return t_.home[e];
         for (int32_t to = h.first_slot[e]; to >= 0; to = h.next_slot[to])
-          if (to != given && has_room(to / slots, given, to)) return to / slots;
+          if (to != given && has_room(rank_of(to), given, to)) return rank_of(to);
       }
     }
     return -1;

@@ -195,13 +195,13 @@ class ResidentSearch {
   static constexpr int32_t kMaxTrials = 8, kMaxSources = 8;
 
   UEC_HD bool has_moved(int32_t slot) const { return now_.slot_expert[slot] != residents_[slot]; }
-  // Of what a slot holds: the load of its expert, shared by all replicas; -1 if it is empty.
+  // Of what a slot holds: its expert's load, halved by each other replica; -1 if it is empty.
   UEC_HD int64_t worth(int32_t slot) const {
     const int32_t e = now_.slot_expert[slot];
     if (e < 0) return -1;
-    int32_t replicas = 0;
-    for (int32_t at = now_.first_slot[e]; at >= 0; at = now_.next_slot[at]) ++replicas;
-    return divide(load_[e], replicas);
+    int32_t others = -1;
+    for (int32_t at = now_.first_slot[e]; at >= 0; at = now_.next_slot[at]) ++others;
+    return load_[e] >> min32(others, 32);
   }
   // Of the rank whose first slot that is; the slot after its last if it has none.
   UEC_HD int32_t slot_of(int32_t expert, int32_t begin) const {
@@ -231,7 +231,7 @@ class ResidentSearch {
     const int32_t e = now_.slot_expert[slot];
     now_.slot_quota[slot] += tokens;
     now_.home_quota[e] -= tokens;
-    now_.tokens[slot / t_.slots_per_rank] += tokens;
+    now_.tokens[flow_.rank_of(slot)] += tokens;
     now_.tokens[t_.home[e]] -= tokens;
   }
   // The slot's tokens go home. Returns the home, or -1 if there was nothing.
@@ -292,8 +292,8 @@ class ResidentSearch {
         int64_t supply = min64(flow_.supply(rank), now_.home_quota[e]);
         int32_t replicas = 0;
         for (int32_t at = now_.first_slot[e]; at >= 0; at = now_.next_slot[at], ++replicas)
-          if (now_.slot_quota[at] > 0 && flow_.is_reached(at / t_.slots_per_rank))
-            supply += min64(flow_.supply(at / t_.slots_per_rank), now_.slot_quota[at]);
+          if (now_.slot_quota[at] > 0 && flow_.is_reached(flow_.rank_of(at)))
+            supply += min64(flow_.supply(flow_.rank_of(at)), now_.slot_quota[at]);
         if (supply == 0) continue;
         const Source source{min64(supply, excess_), load_[e] >> min32(2 * replicas, 32), e};
         num_sources_ = insert(source, sources_, num_sources_, most);
@@ -316,9 +316,9 @@ class ResidentSearch {
       if (now_.home_quota[e] == 0) {
         int32_t at = now_.first_slot[e];
         while (now_.slot_quota[at] == 0) at = now_.next_slot[at];
-        other = at / slots;
+        other = flow_.rank_of(at);
       }
-      const int32_t a = leader(i / slots), b = leader(other);
+      const int32_t a = leader(flow_.rank_of(i)), b = leader(other);
       s_.group[max32(a, b)] = min32(a, b);
     }
     for (int32_t r = 0; r < t_.num_ranks; ++r) {
@@ -344,7 +344,7 @@ class ResidentSearch {
     for (int32_t i = 0; i < count; ++i) {
       make(moves[i]);
       const int64_t gain = total - flow_.excess(now_);
-      if (gain > 0 && 4 * gain >= 3 * (excess_ - moves[i].left)) return record(moves[i]);
+      if (gain > 0 && gain >= excess_ - moves[i].left) return record(moves[i]);
       if (gain > most) {
         most = gain;
         best = i;
@@ -361,7 +361,7 @@ class ResidentSearch {
     if (home >= 0) flow_.relieve(now_, home);
   }
   UEC_HD bool record(const Move& move) const {
-    ++s_.imports[move.slot / t_.slots_per_rank];
+    ++s_.imports[flow_.rank_of(move.slot)];
     if (s_.is_exported[move.expert] == 0) ++s_.exports[t_.home[move.expert]];
     s_.is_exported[move.expert] = 1;
     return true;
@@ -383,14 +383,14 @@ class ResidentSearch {
         int64_t back = 0;
         if (quota > 0) back = max64(quota - max64(flow_.room(now_, t_.home[old]), 0), 0);
         const int64_t room = max64(own + quota, shared);
-        const int64_t price = 8 * quota + 2 * worth(i);
         for (int32_t k = 0; k < num_sources_; ++k) {
           const Source& source = sources_[k];
           const int64_t gain = min64(source.supply, room);
-          const Move move{excess_ - gain + back, room - gain + price, source.expert, i};
-          if (count == kMaxTrials && !move.goes_before(moves[count - 1])) continue;
+          const int64_t left = excess_ - gain + back;
+          if (count == kMaxTrials && left > moves[count - 1].left) continue;
           if (!t_.may_hold(source.expert, r) || is_resident(source.expert, begin)) continue;
-          count = insert(move, moves, count, kMaxTrials);
+          const int64_t price = room - gain + 8 * quota + 2 * worth(i);
+          count = insert(Move{left, price, source.expert, i}, moves, count, kMaxTrials);
         }
       }
     }
