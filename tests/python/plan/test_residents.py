@@ -233,10 +233,10 @@ def test_illegal_residents_are_rejected(held: Slots, match: str) -> None:
 
 def test_moves_are_nearly_as_few_as_any_plan_needs() -> None:
     """Against the optimum, by mixed-integer programming, over steps that keep their residents."""
-    random = np.random.default_rng(5)
     ours, best = np.zeros(2), np.zeros(2)
-    for _ in range(cases(4, 40)):
-        skew = random.normal(size=8)
+    for seed in range(cases(10, 100)):
+        random = np.random.default_rng(seed)
+        skew = 1.5 * random.normal(size=8)
         problem = Problem(
             load=[],
             home=contiguous(8, 4),
@@ -248,23 +248,20 @@ def test_moves_are_nearly_as_few_as_any_plan_needs() -> None:
         held = nobody(problem)
         for step in range(5):
             share = np.exp(skew)
-            problem = replace(
-                problem, load=random.multinomial(40_000, share / share.sum()).tolist()
-            )
-            skew = 0.9 * skew + np.sqrt(1 - 0.9**2) * random.normal(size=8)
+            load = random.multinomial(40_000, share / share.sum())
+            problem = replace(problem, load=load.tolist())
+            skew = 0.9 * skew + 1.5 * np.sqrt(1 - 0.9**2) * random.normal(size=8)
             plan = plan_in_core(problem, held)
-            least = least_moves(problem, held, target_tokens(problem))
+            least = least_moves(problem, held, target_tokens(problem)) if step > 0 else None
             if least is not None and worst_rank_after(problem, plan) <= target_tokens(problem):
                 mine = moves_of(problem, plan, held)
                 assert mine >= least
                 assert (mine.count == 0) == (least[1] == 0)
-                if step > 0:
-                    ours += mine
-                    best += least
+                ours += mine
+                best += least
             held = plan.slot_expert
-    assert best[1] > 0
-    assert ours[0] <= 1.1 * best[0]
-    assert ours[1] <= 1.2 * best[1]
+    assert best[1] > 10
+    assert (ours <= 1.15 * best).all()
 
 
 # ---- loads as they come: means over a run's steps after the first, whose slots were empty
@@ -315,7 +312,7 @@ def layers(step_tokens: int, order: int) -> Iterator[list[np.ndarray]]:
     counts = counts.reshape(-1, joined, *counts.shape[1:]).sum(axis=1)
     if order > 0:
         counts = counts[np.random.default_rng(order).permutation(len(counts))]
-    for layer in range(0, 24, cases(4, 1)):
+    for layer in range(24):
         yield list(counts[:, layer])
 
 
@@ -326,7 +323,7 @@ def test_recorded_steps_of_many_tokens_move_little(order: int) -> None:
     assert result.replicas > 4
     assert result.moves <= 1.3
     assert result.transfer <= 0.9
-    assert result.idle >= (0.25 if order == 0 else 0.3)  # the best plan of each step: 0.21
+    assert result.idle >= 0.25  # as recorded, a plan with the fewest moves of each step has 0.21
 
 
 @pytest.mark.cases
@@ -359,7 +356,7 @@ def drifting(rho: float, seed: int, num_experts: int = 128) -> Iterator[list[np.
 
 
 @pytest.mark.cases
-@pytest.mark.parametrize(("rho", "share"), [(0.9, 0.28), (0.97, 0.19)])
+@pytest.mark.parametrize(("rho", "share"), [(0.9, 0.27), (0.97, 0.18)])
 def test_a_drifting_load_moves_a_part_of_what_empty_slots_need(rho: float, share: float) -> None:
     result = run(drifting(rho, seed=1), num_ranks=64)
     assert result.replicas > 35
