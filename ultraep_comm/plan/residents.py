@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from ultraep_comm.plan import planner
 from ultraep_comm.plan.planner import PPM, Int32Array
 
-MAX_TRIALS = 8
+MAX_TRIALS = 5
 MAX_SOURCES = 8
 
 
@@ -472,7 +472,7 @@ class _Search:
                 quota, old = now.slot_quota[slot], now.slot_expert[slot]
                 back = max(quota - max(self._room(self.home[old]), 0), 0) if quota > 0 else 0
                 room = max(self._room(rank) + quota, shared)
-                price = 8 * quota + 2 * self._worth(slot)
+                price = 2 * (quota + self._worth(slot))
                 for source in sources:
                     expert = source.expert
                     here = {self.residents[i] for i in slots}

@@ -154,25 +154,26 @@ class Flow {
   // Breadth first. Returns the first rank with room, or -1.
   UEC_HD int32_t search(const Holding& h, int32_t start, bool skip_stuck) {
     const int32_t slots = t_.slots_per_rank;
-    ++search_;
-    s_.seen[start] = search_;
+    // Copies of members, which stores to arrays might change for all that a compiler knows.
+    const int32_t mark = ++search_;
+    const int64_t threshold = threshold_;
+    int32_t count = 1, from = start;
+    s_.seen[start] = mark;
     s_.queue[0] = start;
-    count_ = 1;
-    int32_t from = start;
     const auto has_room = [&](int32_t rank, int32_t given, int32_t taken) {
-      if (s_.seen[rank] == search_ || (skip_stuck && s_.is_stuck[rank] != 0)) return false;
-      s_.seen[rank] = search_;
+      if (s_.seen[rank] == mark || (skip_stuck && s_.is_stuck[rank] != 0)) return false;
+      s_.seen[rank] = mark;
       s_.before[rank] = from;
       s_.given[rank] = given;
       s_.taken[rank] = taken;
-      s_.queue[count_++] = rank;
-      return h.tokens[rank] < threshold_;
+      s_.queue[count++] = rank;
+      return h.tokens[rank] < threshold;
     };
-    for (int32_t i = 0; i < count_; ++i) {
+    for (int32_t i = 0; i < count; ++i) {
       from = s_.queue[i];
       for (int32_t m = mains_begin_[from]; m < mains_begin_[from + 1]; ++m) {
         const int32_t e = mains_[m];
-        if (h.home_quota[e] == 0) continue;
+        if (h.first_slot[e] < 0 || h.home_quota[e] == 0) continue;
         for (int32_t to = h.first_slot[e]; to >= 0; to = h.next_slot[to])
           if (has_room(rank_of(to), ~e, to)) return rank_of(to);
       }
@@ -184,6 +185,7 @@ class Flow {
           if (to != given && has_room(rank_of(to), given, to)) return rank_of(to);
       }
     }
+    count_ = count;
     return -1;
   }
 

@@ -192,7 +192,7 @@ class ResidentSearch {
   }
 
  private:
-  static constexpr int32_t kMaxTrials = 8, kMaxSources = 8;
+  static constexpr int32_t kMaxTrials = 5, kMaxSources = 8;
 
   UEC_HD bool has_moved(int32_t slot) const { return now_.slot_expert[slot] != residents_[slot]; }
   // Of what a slot holds: its expert's load, halved by each other replica; -1 if it is empty.
@@ -389,7 +389,7 @@ class ResidentSearch {
           const int64_t left = excess_ - gain + back;
           if (count == kMaxTrials && left > moves[count - 1].left) continue;
           if (!t_.may_hold(source.expert, r) || is_resident(source.expert, begin)) continue;
-          const int64_t price = room - gain + 8 * quota + 2 * worth(i);
+          const int64_t price = room - gain + 2 * (quota + worth(i));
           count = insert(Move{left, price, source.expert, i}, moves, count, kMaxTrials);
         }
       }
