@@ -489,9 +489,13 @@ class _Search:
     # ---- what is left when no rank has too many
 
     def _undo_needless(self) -> None:
-        """Later moves may have made earlier ones needless."""
+        """Undo moves that later ones have made needless.
+
+        One with a large quota next to the room that all ranks have hardly ever is.
+        """
+        all_room = sum(map(self._room, range(len(self.rank_load))))
         for slot, resident in enumerate(self.residents):
-            if self._has_moved(slot):
+            if self._has_moved(slot) and 4 * self.now.slot_quota[slot] <= all_room:
                 before = self.now.copy()
                 home = self._replace(slot, resident)
                 assert home is not None  # whatever has moved there has one

@@ -416,10 +416,13 @@ class ResidentSearch {
     return false;
   }
 
-  // Later moves may have made earlier ones needless.
+  // Later moves may have made earlier ones needless. One with a large quota next to the room that
+  // all ranks have hardly ever is, and a search for that would find every rank full.
   UEC_HD void undo_needless() {
+    int64_t room = 0;
+    for (int32_t r = 0; r < t_.num_ranks; ++r) room += flow_.room(now_, r);
     for (int32_t i = 0; i < t_.num_ranks * t_.slots_per_rank; ++i) {
-      if (!has_moved(i)) continue;
+      if (!has_moved(i) || int64_t{4} * now_.slot_quota[i] > room) continue;
       before_.copy(now_);
       if (!flow_.relieve(now_, replace(i, residents_[i]))) now_.copy(before_);
     }
