@@ -331,8 +331,8 @@ class ResidentSearch {
     return rank;
   }
 
-  // Makes a move that helps the hot rank's reach: the first that does nearly as much as expected,
-  // of the few that look best, or the one that does most. By groups: what a rank cannot take
+  // Makes a move that helps the hot rank's reach: the first that does all that is expected of
+  // it, of the few that look best, or the one that does most. By groups: what a rank cannot take
   // itself, others of its group may. Returns whether one does help.
   UEC_HD bool try_moves(int32_t cap, bool by_groups) {
     Move moves[kMaxTrials];
