@@ -132,6 +132,9 @@ class DamageKind(enum.Enum):
 def plan_replicas(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], slots_per_rank: int, allow_cross_domain: bool, target_ppm: int, costs: tuple[int, int, int] | None = None) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""
 
+def plan_with_residents(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], residents: NDArray[numpy.int32], allow_cross_domain: bool, target_ppm: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
+    """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""
+
 class RerouteStatus:
     """The first fault found, or NONE; fields that do not apply are -1."""
 

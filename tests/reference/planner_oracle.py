@@ -253,3 +253,62 @@ def optimum(problem: Problem) -> int:
     )
     assert solution.success, solution.message
     return round(solution.fun)
+
+
+def least_moves(
+    problem: Problem, residents: list[list[int]], threshold: int
+) -> tuple[int, int] | None:
+    """Least (transfer, moves) of a plan that keeps every rank to the threshold; None: no plan does.
+
+    A mixed-integer program over replicas (e, r): tokens, whether it is there, whether the expert
+    moves at all. Whoever is not a resident moves, and a rank has its slots. For a few dozen pairs.
+    """
+    num_experts, num_ranks = len(problem.load), problem.num_ranks
+    pairs = [
+        (expert, rank)
+        for expert in range(num_experts)
+        for rank in range(num_ranks)
+        if problem.may_hold(expert, rank)
+    ]
+    num_pairs = len(pairs)
+    moving = [i for i, (expert, rank) in enumerate(pairs) if expert not in residents[rank]]
+    transfer = 2 * num_pairs + num_experts
+    rows, upper = [], []
+
+    def at_most(coefficients: dict[int, float], limit: float) -> None:
+        row = np.zeros(transfer + 1)
+        for column, value in coefficients.items():
+            row[column] = value
+        rows.append(row)
+        upper.append(limit)
+
+    for i, (expert, _) in enumerate(pairs):
+        at_most({i: 1, num_pairs + i: -problem.load[expert]}, 0)
+    for i in moving:
+        at_most({num_pairs + i: 1, 2 * num_pairs + pairs[i][0]: -1}, 0)
+    for expert, load in enumerate(problem.load):
+        at_most({i: 1 for i, (e, _) in enumerate(pairs) if e == expert}, load)
+    for rank, before in enumerate(tokens_before(problem)):
+        here = [i for i, (_, r) in enumerate(pairs) if r == rank]
+        mains = [e for e, home in enumerate(problem.home) if home == rank]
+        at_most({num_pairs + i: 1 for i in here}, problem.slots_per_rank)
+        at_most({num_pairs + i: 1 for i in here if i in moving} | {transfer: -1}, 0)
+        at_most({2 * num_pairs + e: 1 for e in mains} | {transfer: -1}, 0)
+        leaving = {i: -1.0 for i, (e, _) in enumerate(pairs) if e in mains}
+        at_most(dict.fromkeys(here, 1.0) | leaving, threshold - before)
+    largest = np.ones(transfer + 1)
+    largest[:num_pairs] = [problem.load[expert] for expert, _ in pairs]
+    largest[transfer] = num_experts + problem.slots_per_rank
+    cost = np.zeros(transfer + 1)
+    cost[[num_pairs + i for i in moving]] = 1
+    cost[transfer] = num_pairs + 1  # one less is worth any number of moves
+    solution = milp(
+        cost,
+        integrality=np.ones_like(cost),
+        bounds=Bounds(0, largest),
+        constraints=LinearConstraint(np.array(rows), -np.inf, upper),
+    )
+    if solution.x is None:
+        return None
+    present = solution.x[num_pairs : 2 * num_pairs].round()
+    return round(solution.x[transfer]), round(sum(present[i] for i in moving))

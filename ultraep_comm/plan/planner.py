@@ -138,10 +138,10 @@ def plan_slots(
         ValueError: a shape is wrong, or a load, home or target is out of range.
     """
     target_ppm = target_to_ppm(target)
-    load_, home_ = _checked(load, home, domain, num_ranks, slots_per_rank)
+    load_, home_ = checked(load, home, domain, num_ranks, slots_per_rank)
     pool_of = np.zeros(num_ranks, np.int64) if allow_cross_domain else np.asarray(domain)
     is_exact = target_ppm == PPM and costs is None
-    pools = _pools(load_, home_, pool_of, num_ranks, slots_per_rank, is_exact)
+    pools = pools_of(load_, home_, pool_of, num_ranks, slots_per_rank, is_exact)
     mean, fullest = max(pool.mean for pool in pools), pools[0].fullest
     wanted = mean
     if costs is None:
@@ -358,9 +358,10 @@ def _level(pool: _Pool, threshold: int, cap: int) -> Replicas | None:
     return replicas
 
 
-def _checked(
+def checked(
     load: ArrayLike, home: ArrayLike, domain: ArrayLike, num_ranks: int, slots_per_rank: int
 ) -> tuple[Int64Array, Int64Array]:
+    """Return load and home, int64 `[E]` each; raise ValueError as `plan_slots` does."""
     load_ = np.asarray(load, dtype=np.int64)
     home_ = np.asarray(home, dtype=np.int64)
     domain_ = np.asarray(domain, dtype=np.int64)
@@ -391,7 +392,7 @@ def _pad(rank_load: Int64Array) -> None:
     rank_load[np.argsort(-rank_load, kind="stable")[len(rank_load) - missing :]] += 1
 
 
-def _pools(
+def pools_of(
     load: Int64Array,
     home: Int64Array,
     pool_of: Int64Array,
