@@ -132,7 +132,7 @@ void check_sources() {
   c.slot_expert = {-1, -1, -1, 0, 1, -1, 1, 5, -1, 0, 1, 2, 0, -1, -1};
   const ScheduleArrays a(c, tiles.map(), Mode::kPush);
   const uec::Schedule& s = a.schedule;
-  CHECK_EQ(s.num_experts, 4);  // 0, 1, 2 and 5
+  CHECK_EQ(s.num_experts, 4);     // 0, 1, 2 and 5
   CHECK_EQ(s.source_rank[0], 0);  // rank 1 sends expert 5
   CHECK_EQ(s.source_slot[0], uec::kMainSlot);
   CHECK_EQ(s.source_rank[1], 2);  // which would have less to do than rank 1
