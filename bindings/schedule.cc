@@ -65,8 +65,8 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
 
   const size_t replicas = slot_expert.size(), ranks = domain.size(), experts = home.size();
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
-      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1),
-      source_rank(replicas + 1), source_slot(replicas + 1);
+      boundary(3 * replicas + 2), count(experts + 1), exports(ranks), order(replicas + 1);
+  std::vector<Sender> source(replicas + 1);
   std::vector<int64_t> egress(ranks), extra(2 * replicas + 2);
   Schedule s{.expert = expert.data(),
              .first = first.data(),
@@ -74,8 +74,7 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
              .replica_slot = slot.data(),
              .boundary = boundary.data(),
              .egress = egress.data(),
-             .source_rank = source_rank.data(),
-             .source_slot = source_slot.data()};
+             .source = source.data()};
   const ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
 
   Ints segment(segment_bytes.size());
@@ -103,8 +102,13 @@ Fields make(const Ints& slot_expert, const Ints& home, const Ints& domain, int32
   d["replica_slot"] = Ints(slot.begin(), slot.begin() + total);
   d["boundary"] = Ints(boundary.begin(), boundary.begin() + total + 2 * s.num_experts);
   d["egress"] = egress;
-  d["source_rank"] = Ints(source_rank.begin(), source_rank.begin() + s.num_experts);
-  d["source_slot"] = Ints(source_slot.begin(), source_slot.begin() + s.num_experts);
+  Ints source_rank, source_slot;
+  for (int32_t x = 0; x < s.num_experts; ++x) {
+    source_rank.push_back(source[x].rank);
+    source_slot.push_back(source[x].slot);
+  }
+  d["source_rank"] = source_rank;
+  d["source_slot"] = source_slot;
   d["max_exports"] = shape.max_exports;
   d["max_imports"] = shape.max_imports;
   d["chained"] = shape.chained;

@@ -91,7 +91,7 @@ class ModelMover : public DeliveryPolicy {
     hold();
     spent_.ps += world_.machine().fetch_ps;
     const Piece& piece = call_.work.pieces[stage.piece];
-    if (!is_remote(piece.source) || world_.machine().cores()) {
+    if (piece.source != Source::kRemote || world_.machine().cores()) {
       if (spent_.ps == 0) return;
       at(k).loaded = false;
       world_.schedule(world_.now() + spent_.ps, EventKind::kLoaded, worker_, k, 0);

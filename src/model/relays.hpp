@@ -18,7 +18,7 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
   detail::note_involved(Alone{}, t, s, w);
   w.num_tasks = w.num_pieces = w.num_destinations = w.num_expected = w.num_reductions = 0;
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int32_t first = s.first[x], end = s.first[x + 1], home = s.source_rank[x];
+    const int32_t first = s.first[x], end = s.first[x + 1], home = s.source[x].rank;
     const auto has_children = [&](int32_t i) {
       for (int32_t j = first; j < end; ++j)
         if (j != i && parent[j] == s.replica_rank[i]) return true;
@@ -42,7 +42,7 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
       for (int32_t i = first; i < end; ++i) {
         if (parent[i] != rank || !has_children(i)) continue;
         w.pieces[w.num_pieces++] = {
-            task, 0,   groups, Source::kMain, rank, main_idx[s.expert[x]], w.num_destinations,
+            task, 0,   groups, Source::kHeld, rank, main_idx[s.expert[x]], w.num_destinations,
             1,    true};
         add(i);
       }
@@ -54,8 +54,8 @@ inline void build_relays(const Topology& t, const Schedule& s, const std::vector
     if (num_leaves > 0) {
       const bool is_home = home == rank;
       w.pieces[w.num_pieces++] = {task,   0,
-                                  groups, is_home ? Source::kMain : Source::kSlot,
-                                  home,   is_home ? main_idx[s.expert[x]] : s.replica_slot[self],
+                                  groups, is_home ? Source::kHeld : Source::kSlot,
+                                  home,   is_home ? main_idx[s.expert[x]] : ~s.replica_slot[self],
                                   leaves, num_leaves,
                                   false};
     }

@@ -250,7 +250,7 @@ class TransferAgent {
   static int32_t waiter(const Call& call, int32_t workers, int64_t flag) {
     for (int32_t p = 0; p < call.work.num_pieces; ++p) {
       const Piece& piece = call.work.pieces[p];
-      const int64_t group = (flag - call.layout.ready(piece.source_idx, 0)) / 8;
+      const int64_t group = (flag - call.layout.ready(~piece.source_idx, 0)) / 8;
       if (piece.source == Source::kSlot && group >= piece.begin && group < piece.end)
         return Stripe{0, workers}.owner(p, static_cast<int32_t>(group));
     }

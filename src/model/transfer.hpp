@@ -19,7 +19,7 @@ namespace uec::model {
 struct Transfer {
   Topology topology;
   const int32_t* slot_expert = nullptr;  // [G][S], legal
-  const int32_t* resident = nullptr;     // [G][S] as in SlotChoice
+  const int32_t* resident = nullptr;     // [G][S] as in SlotsToFill
   std::vector<int64_t> segment_bytes;
   int64_t tile_bytes = 0;
   int32_t mode = -1;  // a Mode, or -1: by cost

@@ -135,7 +135,7 @@ void check_progress(const std::vector<WorklistArrays>& ranks, const uec::TileMap
         const uec::Piece& piece = w.pieces[p];
         const uec::Task& task = w.tasks[piece.task];
         for (int32_t& g = reached[r][p]; g < piece.end; ++g) {
-          if (piece.source == Source::kSlot && !ready.contains({r, piece.source_idx, g})) break;
+          if (piece.source == Source::kSlot && !ready.contains({r, ~piece.source_idx, g})) break;
           moved = true;
           --left[r][piece.task];
           for (int32_t d = piece.dst_first; d < piece.dst_first + piece.dst_count; ++d) {

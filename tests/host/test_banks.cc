@@ -141,7 +141,7 @@ void check_one_forgets() {
       mismatches += fault == uec::Fault::kMismatch;
       CHECK(engine.residents(0) == std::vector<int32_t>(first.size(), -1));
     });
-    CHECK(mismatches.load() > 0 == wiped);
+    CHECK((mismatches.load() > 0) == wiped);
   }
 }
 

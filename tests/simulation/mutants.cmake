@@ -150,7 +150,7 @@ mutant(destination_not_needed core/schedule/worklist.hpp
   REPLACE [[]])
 
 mutant(home_not_open core/transfer/fetcher.hpp
-  FIND [[    if (is_remote(piece.source) && !open[piece.source_rank]) return piece.source_rank;]]
+  FIND [[    if (piece.source == Source::kRemote && !open[piece.source_rank]) return piece.source_rank;]]
   REPLACE [[]])
 
 mutant(destination_not_open core/transfer/fetcher.hpp
@@ -158,9 +158,9 @@ mutant(destination_not_open core/transfer/fetcher.hpp
   REPLACE [[]])
 
 mutant(ready_ignored core/transfer/fetcher.hpp
-  FIND [[    return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),]]
+  FIND [[    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]]
   REPLACE [[    if (piece.end >= 0) return Verdict::kArrived;
-    return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),]])
+    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),]])
 
 mutant(digest_unchecked core/transfer/protocol.hpp
   FIND [[  if (seen.word == epoch.record.word) return Verdict::kArrived;
@@ -206,8 +206,8 @@ mutant(bank_not_in_the_digest core/transfer/prepare.hpp
   REPLACE [[  if (args.bank.index < 1) return digest;]])
 
 mutant(resident_read_while_it_is_filled core/schedule/worklist.hpp
-  FIND [[      expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));]]
-  REPLACE [[      if (slot == kMainSlot) expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));]])
+  FIND [[      expect_hubs(Expected::kPulled, x, -1, held);]]
+  REPLACE [[      if (held >= 0) expect_hubs(Expected::kPulled, x, -1, held);]])
 
 # ---- epochs ------------------------------------------------------------------------------------
 

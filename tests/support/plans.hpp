@@ -180,19 +180,17 @@ struct ScheduleArrays {
         order(max_experts),
         egress(c.num_ranks),
         extra(num_replicas + max_experts),
-        source_rank(max_experts),
-        source_slot(max_experts) {
+        source(max_experts) {
     schedule.expert = expert.data();
     schedule.first = first.data();
     schedule.replica_rank = replica_rank.data();
     schedule.replica_slot = replica_slot.data();
     schedule.boundary = boundary.data();
     schedule.egress = egress.data();
-    schedule.source_rank = source_rank.data();
-    schedule.source_slot = source_slot.data();
+    schedule.source = source.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
     shape = uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(),
-                                  {.resident = c.residents()}, scratch, schedule);
+                                  uec::SlotsToFill{c.residents()}, scratch, schedule);
     uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }
@@ -202,7 +200,7 @@ struct ScheduleArrays {
   int32_t num_replicas, max_experts;
   std::vector<int32_t> expert, first, replica_rank, replica_slot, boundary, count, exports, order;
   std::vector<int64_t> egress, extra;
-  std::vector<int32_t> source_rank, source_slot;
+  std::vector<uec::Sender> source;
   uec::Schedule schedule;
   uec::PlanShape shape;
 };

@@ -87,7 +87,7 @@ inline uint64_t sight_of(const uec::Schedule& s, const uec::PlanShape& shape, in
   for (int32_t i = 0; i < num_replicas; ++i) sight = uec::mix(sight, s.replica_rank[i]);
   for (int32_t r = 0; r < num_ranks; ++r) sight = uec::mix(sight, s.egress[r]);
   for (int32_t x = 0; x < s.num_experts; ++x)
-    sight = uec::mix(uec::mix(sight, s.source_rank[x]), s.source_slot[x]);
+    sight = uec::mix(uec::mix(sight, s.source[x].rank), s.source[x].slot);
   return sight;
 }
 
@@ -161,7 +161,7 @@ struct PrepareSeen {
     wide += given.shape.max_fanout >= 8;
     empty += given.shape.num_replicas == 0;
     const uec::Schedule& s = given.schedule.schedule;
-    for (int32_t x = 0; x < s.num_experts; ++x) held += s.source_slot[x] != uec::kMainSlot;
+    for (int32_t x = 0; x < s.num_experts; ++x) held += s.source[x].slot != uec::kMainSlot;
   }
   void require() const {
     for (const int count : faults) CHECK(count > 0);

@@ -117,8 +117,10 @@ inline void check_equal(const uec::Schedule& a, const uec::Schedule& b, int32_t 
   check_equal(a.replica_slot, b.replica_slot, replicas);
   check_equal(a.boundary, b.boundary, replicas + 2 * experts);
   check_equal(a.egress, b.egress, num_ranks);
-  check_equal(a.source_rank, b.source_rank, experts);
-  check_equal(a.source_slot, b.source_slot, experts);
+  for (int32_t x = 0; x < experts; ++x) {
+    CHECK_EQ(a.source[x].rank, b.source[x].rank);
+    CHECK_EQ(a.source[x].slot, b.source[x].slot);
+  }
 }
 
 inline void check_equal(const uec::Worklist& a, const uec::Worklist& b, int32_t num_ranks) {

@@ -48,20 +48,17 @@ inline void add_rank(const PlanCase& c, Mode mode, int32_t rank, const uec::Work
     groups[piece.task] += piece.end - piece.begin;
     const auto [source, held] = sums.sources.at(task.expert);
     CHECK_EQ(piece.source_rank, source);
-    if (!uec::is_remote(piece.source) && piece.source != Source::kSlot) CHECK_EQ(rank, source);
+    if (piece.source == Source::kHeld) CHECK_EQ(rank, source);
     if (piece.source == Source::kSlot) {
       CHECK(mode == Mode::kPush);
-      CHECK_EQ(slot_expert(rank, piece.source_idx), task.expert);
-      auto& awaited = sums.awaited[{rank, piece.source_idx}];
+      const int32_t slot = ~piece.source_idx;
+      CHECK_EQ(slot_expert(rank, slot), task.expert);
+      auto& awaited = sums.awaited[{rank, slot}];
       for (int32_t g = piece.begin; g < piece.end; ++g) ++awaited[g];
-    } else if (held == uec::kMainSlot) {
-      CHECK(piece.source == Source::kMain || piece.source == Source::kRemoteMain);
-      CHECK_EQ(piece.source_idx, main_idx[task.expert]);
     } else {
-      CHECK(piece.source == Source::kResident || piece.source == Source::kRemoteResident);
-      CHECK_EQ(piece.source_idx, held);
+      CHECK_EQ(piece.source_idx, uec::source_idx(held, main_idx[task.expert]));
     }
-    if (uec::is_remote(piece.source)) {
+    if (piece.source == Source::kRemote) {
       CHECK(mode == Mode::kPull && rank != source);
       sums.touches.insert({source, rank});
     }
@@ -108,8 +105,8 @@ inline void check_all(const PlanCase& c, const uec::TileMap& tiles, const uec::S
   Sums sums;
   sums.involved.assign(c.num_ranks, false);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    sums.sources[s.expert[x]] = {s.source_rank[x], s.source_slot[x]};
-    sums.involved[s.source_rank[x]] = true;
+    sums.sources[s.expert[x]] = {s.source[x].rank, s.source[x].slot};
+    sums.involved[s.source[x].rank] = true;
     const int64_t groups = tiles.num_groups();
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       const Slot slot{s.replica_rank[i], s.replica_slot[i]};

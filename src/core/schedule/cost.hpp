@@ -85,13 +85,13 @@ UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, cons
 }
 
 // All of it. The leader writes the shape, as it does the schedule's scalars. `resident`: as in
-// SlotChoice.
+// SlotsToFill.
 template <class Team>
 UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
                           const int32_t* slot_expert, const int32_t* resident, int32_t mode,
                           bool may_pull, const CostModel& cost, const ScheduleScratch& scratch,
                           PlanShape* shape, Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, {.resident = resident}, scratch, s);
+  const PlanShape own = collect_replicas(team, t, slot_expert, SlotsToFill{resident}, scratch, s);
   if (team.leader()) *shape = own;
   choose_hubs(team, t, tiles, own, mode, may_pull, cost, scratch, s);
 }

@@ -13,7 +13,7 @@ namespace detail {
 
 // Hub i of expert x: the source, then the replicas.
 UEC_HD inline int32_t hub_rank(const Schedule& s, int32_t x, int32_t hub) {
-  return hub == 0 ? s.source_rank[x] : s.replica_rank[s.first[x] + hub - 1];
+  return hub == 0 ? s.source[x].rank : s.replica_rank[s.first[x] + hub - 1];
 }
 
 // Sorts the experts by descending fan-out, then id, into `order`. Returns how many have several
@@ -187,7 +187,7 @@ UEC_STEP int32_t find_levels(Team team, const Topology& topology, int32_t num_sh
 UEC_HD inline void find_ranks(const Schedule& s, int32_t x, int32_t n,
                               int32_t (&rank)[kNarrowHubs]) {
   const int32_t* const replica = s.replica_rank + s.first[x] - 1;
-  rank[0] = s.source_rank[x];
+  rank[0] = s.source[x].rank;
   UEC_UNROLLED
   for (int32_t hub = 1; hub < kNarrowHubs; ++hub) rank[hub] = replica[min32(hub, n)];
 }
@@ -408,7 +408,7 @@ UEC_HD void assign_homes(Team team, const Topology& t, int32_t num_groups, Sched
     int32_t* const bounds = s.boundaries(x);
     bounds[0] = 0;
     for (int32_t hub = 1; hub <= n + 1; ++hub) bounds[hub] = num_groups;
-    team.add(&s.egress[s.source_rank[x]], n * kEgressUnit);
+    team.add(&s.egress[s.source[x].rank], n * kEgressUnit);
   }
   team.sync();
 }

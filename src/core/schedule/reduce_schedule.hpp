@@ -32,7 +32,7 @@ UEC_STEP void assign_sums(Team team, const Topology& t, int32_t num_groups, Mode
       if (shared)
         team.add(&s.egress[s.replica_rank[s.first[x] + hub - 1]], (n - 1) * kEgressUnit / n);
     }
-    team.add(&s.egress[s.source_rank[x]], (shared ? 1 : n) * kEgressUnit);
+    team.add(&s.egress[s.source[x].rank], (shared ? 1 : n) * kEgressUnit);
   }
   team.sync();
 }
@@ -90,13 +90,13 @@ UEC_HD void choose_sums(Team team, const Topology& t, const TileMap& tiles, cons
   }
 }
 
-// All of it, as make_schedule(). `quota`: as in SlotChoice.
+// All of it, as make_schedule(). `quota`: as in SlotsWithTokens.
 template <class Team>
 UEC_HD void make_reduction(Team team, const Topology& t, const TileMap& tiles,
                            const int32_t* slot_expert, const int32_t* quota, int32_t mode,
                            const CostModel& cost, const ScheduleScratch& scratch, PlanShape* shape,
                            Schedule& s) {
-  const PlanShape own = collect_replicas(team, t, slot_expert, {.quota = quota}, scratch, s);
+  const PlanShape own = collect_replicas(team, t, slot_expert, SlotsWithTokens{quota}, scratch, s);
   if (team.leader()) *shape = own;
   choose_sums(team, t, tiles, own, mode, cost, s);
 }

@@ -106,7 +106,7 @@ struct ReductionBuilder {
   // The replica at index `self` is this rank's.
   UEC_STEP void add_replica(int32_t x, int32_t self, int32_t main_idx) {
     const int32_t* const bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = s.source_rank[x];
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], home = s.source[x].rank;
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
     const int32_t begin = bounds[own], end = bounds[own + 1], first_reader = num_expected;
     if (end > begin) {

@@ -24,22 +24,31 @@ inline constexpr int32_t kNumModes = 3;
 // One expert's bytes, in the fixed-point unit of egress.
 inline constexpr int64_t kEgressUnit = 1 << 16;
 
-// Which slots of a plan a call takes: null: all that are filled.
-struct SlotChoice {
+// Which of a plan's filled slots a call takes. Null: all.
+struct SlotsToFill {
   // [G][S] what slots hold since earlier calls, -1: nothing. A slot that already holds what the
   // plan has there is left out, and may be a source.
   const int32_t* resident = nullptr;
-  const int32_t* quota = nullptr;  // [G][S]: slots without tokens are left out
-
-  UEC_HD int32_t expert(const int32_t* slot_expert, int32_t at) const {
-    const int32_t e = slot_expert[at];
-    if (resident != nullptr && resident[at] == e) return -1;
-    return quota != nullptr && quota[at] == 0 ? -1 : e;
+  UEC_HD bool takes(int32_t at, int32_t expert) const {
+    return resident == nullptr || resident[at] != expert;
   }
 };
+struct SlotsWithTokens {
+  static constexpr const int32_t* resident = nullptr;
+  const int32_t* quota = nullptr;  // [G][S]
+  UEC_HD bool takes(int32_t at, int32_t) const { return quota == nullptr || quota[at] != 0; }
+};
+struct AllSlots {
+  static constexpr const int32_t* resident = nullptr;
+  UEC_HD static constexpr bool takes(int32_t, int32_t) { return true; }
+};
 
-// Where an expert is sent from.
+// Where an expert is sent from: a rank's slot that holds it or, of its home, kMainSlot.
 inline constexpr int32_t kMainSlot = -1;
+struct Sender {
+  int32_t rank;
+  int32_t slot;
+};
 
 // Capacities: R = num_ranks * slots_per_rank replicas, X = min(num_experts, R) replicated experts.
 // Replicas of an expert stand in ascending rank order; its hubs are the source and then the
@@ -53,8 +62,7 @@ struct Schedule {
   int32_t* replica_slot = nullptr;  // [R]
   int32_t* boundary = nullptr;      // [R + 2X]
   int64_t* egress = nullptr;        // [G] sent, in kEgressUnit per expert, before rounding
-  int32_t* source_rank = nullptr;   // [X]
-  int32_t* source_slot = nullptr;   // [X] its slot, or kMainSlot: it is the home
+  Sender* source = nullptr;         // [X]
 
   UEC_HD int32_t num_replicas(int32_t x) const { return first[x + 1] - first[x]; }
   UEC_HD int32_t* boundaries(int32_t x) { return boundary + first[x] + 2 * x; }
@@ -127,7 +135,7 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
   for (int32_t i = 0; i < 2 * num_experts; ++i) {
     const int32_t x = i < num_experts ? i : i - num_experts;
     if (!is_held[x]) continue;
-    const int32_t e = s.expert[x], home = t.home[e], source = s.source_rank[x];
+    const int32_t e = s.expert[x], home = t.home[e], source = s.source[x].rank;
     auto least = kNone, first = kNone;  // 0: the home, and behind it the slots
     if (home != source) {
       least = static_cast<uint32_t>(load[home]);
@@ -147,8 +155,7 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     if (team.leader() && lowest != kNone && static_cast<int32_t>(lowest) <= load[source] - 2) {
       const auto at = static_cast<int32_t>(first) - 1;
       const int32_t rank = first == 0 ? home : at / slots;
-      s.source_rank[x] = rank;
-      s.source_slot[x] = first == 0 ? kMainSlot : at - rank * slots;
+      s.source[x] = {rank, first == 0 ? kMainSlot : at - rank * slots};
       load[source] -= 2;
       load[rank] += 2;
       --scratch.exports[source];
@@ -168,19 +175,22 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
 // Collects the replicas of each expert. For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
-template <class Team>
+template <class Team, class Slots>
 UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const int32_t* slot_expert,
-                                    const SlotChoice& choice, const ScheduleScratch& arrays,
+                                    Slots choice, const ScheduleScratch& arrays,
                                     Schedule& schedule) {
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
-  const SlotChoice taken = choice;
   PlanShape shape;
   const int32_t slots = t.slots_per_rank;
   const bool alone = team.size() == 1;
   const uint32_t num_legal = alone ? 1u << 31 : static_cast<uint32_t>(t.num_experts);
   const auto is_expert = [&](int32_t e) { return static_cast<uint32_t>(e) < num_legal; };
+  const auto expert_at = [&](int32_t at) {
+    const int32_t e = slot_expert[at];
+    return choice.takes(at, e) ? e : -1;
+  };
   int32_t* const count = scratch.count + 1;  // of empty slots too, at -1
   int32_t* const filled = s.boundary;        // [R] slots; free until hubs are assigned
   UEC_ROLLED
@@ -190,7 +200,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
   const Run ranks = Run::of(team, t.num_ranks);
   uint32_t own = 0;
   for (int32_t at = ranks.begin * slots; at < ranks.end * slots; ++at)
-    own += is_expert(taken.expert(slot_expert, at));
+    own += is_expert(expert_at(at));
   auto placed = static_cast<int32_t>(team.sum_before(own));  // all counts are zero from here on
   int32_t max_imports = 0;
   UEC_ROLLED
@@ -198,7 +208,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     const int32_t before = placed;
     UEC_ROLLED
     for (int32_t i = 0; i < slots; ++i, ++at) {
-      const int32_t e = taken.expert(slot_expert, at);
+      const int32_t e = expert_at(at);
       if (alone || is_expert(e)) {
         filled[placed] = at;
         team.add(&count[e], 1);
@@ -249,13 +259,12 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
   UEC_ROLLED
   for (int32_t i = team.index(); i < num_experts; i += team.size()) {
     const int32_t home = t.home[s.expert[i]];
-    s.source_rank[i] = home;
-    s.source_slot[i] = kMainSlot;
+    s.source[i] = {home, kMainSlot};
     max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
   }
-  if (taken.resident != nullptr)
-    max_exports = detail::choose_sources(team, t, slot_expert, taken.resident, num_experts, scratch,
-                                         schedule);
+  if (choice.resident != nullptr)
+    max_exports = detail::choose_sources(team, t, slot_expert, choice.resident, num_experts,
+                                         scratch, schedule);
   shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
   bool chained = false;
   UEC_ROLLED

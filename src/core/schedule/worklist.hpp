@@ -8,14 +8,10 @@
 namespace uec {
 
 enum class Source : int32_t {
-  kMain,            // this rank's main weights
-  kResident,        // this rank's slot, complete since an earlier call
-  kSlot,            // this rank's slot, as its tiles become ready (a hub in push)
-  kRemoteMain,      // the home's main weights, by remote load (a hub in pull)
-  kRemoteResident,  // the same, of another rank's slot
+  kHeld,    // what this rank holds: main weights, or a slot complete since an earlier call
+  kSlot,    // this rank's slot, as its tiles become ready (a hub in push)
+  kRemote,  // what the source holds, by remote load (a hub in pull)
 };
-
-UEC_HD constexpr bool is_remote(Source source) { return source >= Source::kRemoteMain; }
 
 struct Destination {
   int32_t rank;
@@ -39,7 +35,7 @@ struct Piece {
   int32_t begin, end;  // groups
   Source source;
   int32_t source_rank;  // the expert's source; kSlot: whose flags we wait for
-  int32_t source_idx;   // main index or slot
+  int32_t source_idx;   // as source_idx()
   int32_t dst_first;    // into destinations
   int32_t dst_count;
   bool sets_ready;  // push, source -> hub: flag each group at the hub
@@ -88,8 +84,8 @@ struct Worklist {
   Reduction* reductions = nullptr;
 };
 
-// Where an expert lies at its source, as one number: the index among the rank's mains, or of a slot
-// its complement.
+// Where an expert lies on a rank, as one number: the index among its mains, or the complement of a
+// slot.
 UEC_HD constexpr int32_t source_idx(int32_t slot, int32_t main_idx) {
   return slot == kMainSlot ? main_idx : ~slot;
 }
@@ -155,15 +151,13 @@ struct WorklistBuilder {
     ++num_pieces;
   }
 
-  // This rank is the source of x.
-  UEC_HD void add_source(int32_t x, int32_t main_idx) {
+  // This rank is the source of x. `held`: as source_idx().
+  UEC_HD void add_source(int32_t x, int32_t held) {
     const int32_t* bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), slot = s.source_slot[x];
-    const Source source = slot == kMainSlot ? Source::kMain : Source::kResident;
-    const int32_t at = slot == kMainSlot ? main_idx : slot;
+    const int32_t n = s.num_replicas(x);
     const bool to_all = bounds[1] > bounds[0], pushes = s.mode == Mode::kPush;
     if (s.mode == Mode::kPull) {
-      expect_hubs(Expected::kPulled, x, -1, source_idx(slot, main_idx));
+      expect_hubs(Expected::kPulled, x, -1, held);
       if (!to_all) return;
     }
     const int32_t all = num_destinations;
@@ -178,22 +172,23 @@ struct WorklistBuilder {
           const int32_t to = to_all ? all + hub - 1 : num_destinations + counted.before;
           if (!to_all) put_destination(to, s.first[x] + hub - 1);
           w.pieces[num_pieces + counted.before] = {
-              num_tasks, bounds[hub], bounds[hub + 1], source, rank, at, to, 1, true};
+              num_tasks, bounds[hub], bounds[hub + 1], Source::kHeld, rank, held, to, 1, true};
         }
         num_pieces += counted.all;
         if (!to_all) num_destinations += counted.all;
       }
     }
-    if (to_all) add_piece({num_tasks, bounds[0], bounds[1], source, rank, at, all, n, false});
+    if (to_all)
+      add_piece({num_tasks, bounds[0], bounds[1], Source::kHeld, rank, held, all, n, false});
     // Written to: all replicas if the source is a hub itself, else the hubs.
     add_task({s.expert[x], pushes ? bounds[n + 1] : bounds[1] - bounds[0], all,
               num_destinations - all, -1, -1});
   }
 
-  // The replica at index `self` is this rank's.
-  UEC_HD void add_replica(int32_t x, int32_t self, int32_t main_idx) {
+  // The replica at index `self` is this rank's. `held`: at the source, as source_idx().
+  UEC_HD void add_replica(int32_t x, int32_t self, int32_t held) {
     const int32_t* bounds = s.boundaries(x);
-    const int32_t n = s.num_replicas(x), expert = s.expert[x], from = s.source_rank[x];
+    const int32_t n = s.num_replicas(x), expert = s.expert[x], from = s.source[x].rank;
     const int32_t own = self - s.first[x] + 1, slot = s.replica_slot[self];
     const int32_t begin = bounds[own], end = bounds[own + 1];
     const bool is_hub = end > begin;
@@ -213,13 +208,10 @@ struct WorklistBuilder {
         team.set(&w.needs[from]);
       }
       ++num_destinations;
-      const int32_t held = s.source_slot[x];
-      const Source source = held == kMainSlot ? Source::kRemoteMain : Source::kRemoteResident;
-      const int32_t at = held == kMainSlot ? main_idx : held;
-      add_piece({num_tasks, begin, end, source, from, at, first, n, false});
-      add_task({expert, end - begin, first, n - 1, from, source_idx(held, main_idx)});
+      add_piece({num_tasks, begin, end, Source::kRemote, from, held, first, n, false});
+      add_task({expert, end - begin, first, n - 1, from, held});
     } else {
-      add_piece({num_tasks, begin, end, Source::kSlot, from, slot, first, n - 1, false});
+      add_piece({num_tasks, begin, end, Source::kSlot, from, ~slot, first, n - 1, false});
       add_task({expert, end - begin, first, n - 1, -1, -1});
     }
   }
@@ -232,7 +224,7 @@ UEC_HD void visit_experts(Team team, const Schedule& s, int32_t rank, OfSource&&
                           OfReplica&& of_replica) {
   const int32_t num_experts = s.num_experts, num_replicas = s.first[num_experts];
   const auto next_source = [&](int32_t from) {
-    return first_that(team, from, num_experts, [&](int32_t x) { return s.source_rank[x] == rank; });
+    return first_that(team, from, num_experts, [&](int32_t x) { return s.source[x].rank == rank; });
   };
   const auto next_replica = [&](int32_t from) {
     return first_that(team, from, num_replicas,
@@ -260,7 +252,7 @@ UEC_HD void note_involved(Team team, const Topology& t, const Schedule& s, const
   team.sync();
   UEC_ROLLED
   for (int32_t x = team.index(); x < s.num_experts; x += team.size())
-    team.set(&w.involved[s.source_rank[x]]);
+    team.set(&w.involved[s.source[x].rank]);
   UEC_ROLLED
   for (int32_t i = team.index(); i < s.first[s.num_experts]; i += team.size())
     team.set(&w.involved[s.replica_rank[i]]);
@@ -277,9 +269,10 @@ UEC_STEP void build_worklist(Team team, const Topology& t, const Schedule& sched
   const Schedule s = schedule;
   detail::note_involved(team, t, s, w);
   detail::WorklistBuilder<Team> build{team, s, rank, w};
+  const auto held = [&](int32_t x) { return source_idx(s.source[x].slot, main_idx[s.expert[x]]); };
   detail::visit_experts(
-      team, s, rank, [&](int32_t x) { build.add_source(x, main_idx[s.expert[x]]); },
-      [&](int32_t x, int32_t i) { build.add_replica(x, i, main_idx[s.expert[x]]); });
+      team, s, rank, [&](int32_t x) { build.add_source(x, held(x)); },
+      [&](int32_t x, int32_t i) { build.add_replica(x, i, held(x)); });
   if (team.leader()) {
     w.num_tasks = build.num_tasks;
     w.num_pieces = build.num_pieces;

@@ -35,7 +35,7 @@ struct TransferPieces {
       const int32_t r = call.work.destinations[piece.dst_first + i].rank;
       if (!open[r]) return r;
     }
-    if (is_remote(piece.source) && !open[piece.source_rank]) return piece.source_rank;
+    if (piece.source == Source::kRemote && !open[piece.source_rank]) return piece.source_rank;
     return -1;
   }
 
@@ -43,7 +43,7 @@ struct TransferPieces {
     const Piece& piece = call.work.pieces[p];
     for (int32_t i = 0; i < piece.dst_count; ++i)
       if (call.work.destinations[piece.dst_first + i].rank == r) return true;
-    return is_remote(piece.source) && piece.source_rank == r;
+    return piece.source == Source::kRemote && piece.source_rank == r;
   }
 
   // Pairs with the source's publish of `ready`: after it, the group's bytes in our slot may be read
@@ -53,7 +53,7 @@ struct TransferPieces {
                               Fault* fault) {
     const Piece& piece = call.work.pieces[p];
     uint64_t seen = 0;
-    return judge_flag(memory, call.layout.ready(piece.source_idx, piece.begin + at),
+    return judge_flag(memory, call.layout.ready(~piece.source_idx, piece.begin + at),
                       call.layout.call(piece.source_rank), piece.source_rank, call.epoch, fault,
                       &seen);
   }
@@ -61,7 +61,7 @@ struct TransferPieces {
   template <class Memory>
   UEC_HD static Wait wait(const Call& call, Memory& memory, int32_t p, int32_t at) {
     const Piece& piece = call.work.pieces[p];
-    const uint64_t ready = memory.observe(call.layout.ready(piece.source_idx, piece.begin + at));
+    const uint64_t ready = memory.observe(call.layout.ready(~piece.source_idx, piece.begin + at));
     return {FlagKind::kReady, piece.source_rank, expert(call, p), p, ready, call.epoch.number};
   }
 };
@@ -165,17 +165,13 @@ class Fetcher {
 
   UEC_HD const uint8_t* source(const Piece& piece, const TileSpan& span) const {
     const Addresses& a = call_.addresses;
-    const int32_t i = span.segment;
-    switch (piece.source) {
-      case Source::kMain:
-        return a.mains[i * a.num_mains + piece.source_idx] + span.offset;
-      case Source::kRemoteMain:
-        return a.regions[piece.source_rank] + a.region_offset[i] +
-               piece.source_idx * a.segment_bytes[i] + span.offset;
-      default:
-        return a.bases[is_remote(piece.source) ? piece.source_rank : call_.rank] +
-               a.slot_at(i, piece.source_idx) + span.offset;
-    }
+    const int32_t i = span.segment, at = piece.source_idx;
+    const bool is_remote = piece.source == Source::kRemote;
+    if (at < 0)
+      return a.bases[is_remote ? piece.source_rank : call_.rank] + a.slot_at(i, ~at) + span.offset;
+    if (!is_remote) return a.mains[i * a.num_mains + at] + span.offset;
+    return a.regions[piece.source_rank] + a.region_offset[i] + at * a.segment_bytes[i] +
+           span.offset;
   }
 
   const Call& call_;

@@ -36,8 +36,7 @@ struct ScheduleArrays {
     scratch.count = cutter.take<int32_t>(c.num_experts + 1);
     scratch.exports = cutter.take<int32_t>(c.num_ranks);
     scratch.order = cutter.take<int32_t>(experts);
-    s.source_rank = cutter.take<int32_t>(experts);
-    s.source_slot = cutter.take<int32_t>(experts);
+    s.source = cutter.take<Sender>(experts);
     return round_up(cutter.used_bytes(), 8);
   }
 };
@@ -57,7 +56,7 @@ struct GroupTables {
 struct Bank {
   int32_t index = -1;                 // -1: none, and all slots count as empty
   uint64_t version = 0;               // of the weights that its residents are of
-  const int32_t* resident = nullptr;  // [G][S] as in SlotChoice
+  const int32_t* resident = nullptr;  // [G][S] as in SlotsToFill
 };
 
 struct ReplicateArgs {
@@ -71,7 +70,7 @@ struct ReplicateArgs {
   int32_t region = -1;  // pull: which region the main weights lie in
   Bank bank{};
 
-  UEC_HD SlotChoice choice() const { return {.resident = bank.resident}; }
+  UEC_HD SlotsToFill slots() const { return {bank.resident}; }
 };
 
 // One thread fills the tiles of a call, ahead of the rest.
@@ -139,7 +138,7 @@ struct ReduceArgs {
   bool zero = true;                      // slot gradients are cleared
   int32_t bank = -1;                     // the plan's; -1: none
 
-  UEC_HD SlotChoice choice() const { return {.quota = slot_quota}; }
+  UEC_HD SlotsWithTokens slots() const { return {slot_quota}; }
 };
 
 // The same for a reduction. Main gradients are a rank's own business.
@@ -179,7 +178,7 @@ UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
-  const PlanShape own = collect_replicas(team, group.topology, args.slot_expert, args.choice(),
+  const PlanShape own = collect_replicas(team, group.topology, args.slot_expert, args.slots(),
                                          work.scratch, work.schedule);
   if (team.leader()) *shape = own;
   fill_call(team, group, args, own, work, call);

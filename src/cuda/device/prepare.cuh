@@ -135,7 +135,7 @@ UEC_APART Wait find_missing(const PrepareShared& made, const Capacity& capacity,
   uint32_t missing = ~0u;
   for (int32_t i = Warp::index(); i < count && missing == ~0u; i += Warp::size()) {
     const Piece& piece = made.call.work.pieces[i / num_segments];
-    if (piece.source == Source::kMain &&
+    if (piece.source == Source::kHeld && piece.source_idx >= 0 &&
         made.arrays.arrays.mains[segment_of(i) * capacity.num_mains + piece.source_idx] == nullptr)
       missing = static_cast<uint32_t>(i);
   }
@@ -156,6 +156,15 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.reduce;
   else
     return made.args;
+}
+
+// Which of the plan's slots a call takes.
+template <Operation kOperation>
+UEC_DEVICE auto slots_of(const DeviceCall& device) {
+  if constexpr (kOperation == Operation::kReduce)
+    return SlotsWithTokens{reinterpret_cast<const int32_t*>(device.slot_quota)};
+  else
+    return AllSlots{};
 }
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
@@ -201,12 +210,9 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
   if (warp == 0) {
     ScheduleArrays& work = made.arrays.schedule;
     place_spare(known.spare.schedule, made, &work);
-    const int32_t* const quota = kOperation == Operation::kReduce
-                                     ? reinterpret_cast<const int32_t*>(device.slot_quota)
-                                     : nullptr;
-    const PlanShape shape = collect_replicas(Warp{}, topology_of(known),
-                                             reinterpret_cast<const int32_t*>(device.slot_expert),
-                                             {.quota = quota}, work.scratch, work.schedule);
+    const PlanShape shape = collect_replicas(
+        Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
+        slots_of<kOperation>(device), work.scratch, work.schedule);
     if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();

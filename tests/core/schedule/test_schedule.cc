@@ -26,12 +26,12 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
     CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
     CHECK(s.num_replicas(x) > 0);
     max_fanout = std::max(max_fanout, s.num_replicas(x));
-    const int32_t source = s.source_rank[x];
-    if (s.source_slot[x] == uec::kMainSlot) {
+    const int32_t source = s.source[x].rank;
+    if (s.source[x].slot == uec::kMainSlot) {
       CHECK_EQ(source, c.home[s.expert[x]]);
     } else {  // the slot holds the expert, and is not written to
-      CHECK_EQ(c.resident[source * c.slots_per_rank + s.source_slot[x]], s.expert[x]);
-      CHECK_EQ(slot(source, s.source_slot[x]), s.expert[x]);
+      CHECK_EQ(c.resident[source * c.slots_per_rank + s.source[x].slot], s.expert[x]);
+      CHECK_EQ(slot(source, s.source[x].slot), s.expert[x]);
     }
     ++exports[source];
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
@@ -55,7 +55,7 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
   // Egress that the ranges imply, and how far rounding to whole groups may take it off.
   std::vector<double> implied(c.num_ranks), slack(c.num_ranks);
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    const int32_t n = s.num_replicas(x), source = s.source_rank[x];
+    const int32_t n = s.num_replicas(x), source = s.source[x].rank;
     const int64_t groups = tiles.num_groups();
     const int32_t* bounds = s.boundaries(x);
     CHECK_EQ(bounds[0], 0);
@@ -133,13 +133,13 @@ void check_sources() {
   const ScheduleArrays a(c, tiles.map(), Mode::kPush);
   const uec::Schedule& s = a.schedule;
   CHECK_EQ(s.num_experts, 4);     // 0, 1, 2 and 5
-  CHECK_EQ(s.source_rank[0], 0);  // rank 1 sends expert 5
-  CHECK_EQ(s.source_slot[0], uec::kMainSlot);
-  CHECK_EQ(s.source_rank[1], 2);  // which would have less to do than rank 1
-  CHECK_EQ(s.source_slot[1], 0);
-  CHECK_EQ(s.source_rank[2], 0);  // rank 2's slot is filled with another
-  CHECK_EQ(s.source_slot[2], uec::kMainSlot);
-  CHECK_EQ(s.source_rank[3], 1);
+  CHECK_EQ(s.source[0].rank, 0);  // rank 1 sends expert 5
+  CHECK_EQ(s.source[0].slot, uec::kMainSlot);
+  CHECK_EQ(s.source[1].rank, 2);  // which would have less to do than rank 1
+  CHECK_EQ(s.source[1].slot, 0);
+  CHECK_EQ(s.source[2].rank, 0);  // rank 2's slot is filled with another
+  CHECK_EQ(s.source[2].slot, uec::kMainSlot);
+  CHECK_EQ(s.source[3].rank, 1);
   CHECK_EQ(a.shape.max_exports, 2);
   CHECK_EQ(a.shape.num_replicas, 5);
 }

@@ -142,6 +142,7 @@ void check_overtaken_worker() {
   Lone fast[] = {{sender.call, memory, {0, 3}}, {sender.call, memory, {1, 3}}};
   uec::Piece to_nobody = sender.pieces[0];
   to_nobody.source = uec::Source::kSlot;
+  to_nobody.source_idx = ~0;
   to_nobody.source_rank = 1;
   to_nobody.dst_count = 0;
   uec::Call own = sender.call;
@@ -177,7 +178,7 @@ void check_peer_ahead() {
 void check_wait_for_an_own_group() {
   Sender sender(3);
   sender.pieces[0].source = uec::Source::kSlot;
-  sender.pieces[0].source_idx = 0;
+  sender.pieces[0].source_idx = ~0;
   sender.pieces[0].source_rank = 1;
   FakeMemory memory{sender.words, sender.published, nullptr};
   Lone second(sender.call, memory, {1, 2});

@@ -297,7 +297,7 @@ int32_t busiest_rank(const PlanCase& group, Mode mode, bool sends) {
     const uec::Worklist& w = part.worklist.list;
     int32_t count = 0;
     for (int32_t p = 0; p < w.num_pieces && sends; ++p)
-      count += w.pieces[p].source == uec::Source::kMain ? 1 : 4;
+      count += w.pieces[p].source == uec::Source::kHeld ? 1 : 4;
     for (int32_t i = 0; i < w.num_expected && !sends; ++i)
       count += w.expected[i].kind == uec::Expected::kDone ? 1 : 4;
     if (count <= most) continue;
