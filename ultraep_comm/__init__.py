@@ -14,6 +14,7 @@ from ultraep_comm import errors as errors
 _HOMES = {
     "calls.gather": ("gather_and_plan", "gather_load"),
     "calls.plan": ("plan_replicas",),
+    "calls.prefetch": ("prefetch_experts",),
     "calls.reduce": ("reduce_expert_grads",),
     "calls.replicate": ("replicate_experts",),
     "calls.reroute": ("reroute", "reroute_map"),
@@ -25,6 +26,7 @@ _HOMES = {
     "group.saved_plans": ("PlanHandle",),
     "group.work": ("Work",),
     "plan.certificate": ("PlanCertificate", "verify_plan"),
+    "plan.forecast": ("LoadForecast",),
     "plan.plan": ("Plan", "PlanCost"),
     "plan.topology": ("slots_for_exact",),
     "recording.recorder": ("Recorder",),

@@ -1,6 +1,7 @@
 from ultraep_comm import errors, ops
 from ultraep_comm.calls.gather import gather_and_plan, gather_load
 from ultraep_comm.calls.plan import plan_replicas
+from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_map
@@ -12,6 +13,7 @@ from ultraep_comm.group.memory import GroupMemory, group_memory
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.certificate import PlanCertificate, verify_plan
+from ultraep_comm.plan.forecast import LoadForecast
 from ultraep_comm.plan.plan import Plan, PlanCost
 from ultraep_comm.plan.topology import slots_for_exact
 from ultraep_comm.recording.recorder import Recorder
@@ -24,6 +26,7 @@ __all__ = [
     "Group",
     "GroupHealth",
     "GroupMemory",
+    "LoadForecast",
     "Plan",
     "PlanCertificate",
     "PlanCost",
@@ -39,6 +42,7 @@ __all__ = [
     "new_loopback_groups",
     "ops",
     "plan_replicas",
+    "prefetch_experts",
     "reduce_expert_grads",
     "replicate_experts",
     "reroute",

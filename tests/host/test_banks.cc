@@ -89,8 +89,14 @@ void run(const PlanCase& group, const GroupOptions& options, const std::vector<B
         const int32_t expert = call.slot_expert[at];
         if (expert < 0) continue;
         if (rank == 0 && resident[at] != expert) moved += expert_bytes;
-        if (call.bank >= 0) resident[at] = expert;
         held[bank][at] = {expert, version};
+      }
+      for (size_t at = 0; at < slots && call.bank >= 0; ++at) {
+        const int32_t expert = call.slot_expert[at];
+        if (expert < 0) continue;
+        const auto row = resident.begin() + at / group.slots_per_rank * group.slots_per_rank;
+        std::replace(row, row + group.slots_per_rank, expert, -1);  // one of a rank
+        resident[at] = expert;
       }
       CHECK(engine.residents(bank) == resident);
       for (int32_t b = 0; b < options.banks; ++b)

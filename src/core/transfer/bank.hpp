@@ -44,14 +44,26 @@ UEC_HD void expire_residents(Team team, const Topology& t, uint64_t version, uin
   clear_residents(team, t, table.resident);
 }
 
-// Behind a call that has been prepared: every slot of its plan then holds its expert.
+// Behind a call that has been prepared: every slot of its plan then holds its expert. A rank has
+// one resident of an expert: what another slot, which the plan leaves alone, holds of it is
+// forgotten.
 template <class Team>
 UEC_HD void note_residents(Team team, const Topology& t, const int32_t* slot_expert,
                            const BankTable& table) {
-  const int32_t slots = t.num_ranks * t.slots_per_rank;
+  const int32_t slots = t.slots_per_rank;
   UEC_ROLLED
-  for (int32_t at = team.index(); at < slots; at += team.size())
-    if (slot_expert[at] >= 0) table.resident[at] = slot_expert[at];
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) {
+    const int32_t* const planned = slot_expert + r * slots;
+    int32_t* const resident = table.resident + r * slots;
+    UEC_ROLLED
+    for (int32_t i = 0; i < slots; ++i) {
+      const int32_t expert = planned[i];
+      UEC_ROLLED
+      for (int32_t other = 0; other < slots && expert >= 0; ++other)
+        if (planned[other] < 0 && resident[other] == expert) resident[other] = -1;
+      if (expert >= 0) resident[i] = expert;
+    }
+  }
   team.sync();
 }
 

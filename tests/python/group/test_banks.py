@@ -79,6 +79,15 @@ def _check_slots(group: uec.Group, held: Held) -> None:
                     assert torch.equal(found, expert_bytes(epoch, expert, index, segment))
 
 
+def _check_residents(bank: uec.Bank, rank: int) -> None:
+    """Check every byte of what this rank's slots are said to hold, of weights of epoch 0."""
+    for slot, expert in enumerate(bank.residents[rank].tolist()):
+        for index, (name, segment) in enumerate(MIXED.items()):
+            if expert >= 0:
+                found = raw(bank.slots[name][slot], segment)
+                assert torch.equal(found, expert_bytes(0, expert, index, segment))
+
+
 def _walk(seed: int, num_ranks: int, steps: int) -> list[tuple[int, int, list[list[int]]]]:
     """Return (bank, epoch of the weights, slots) of calls that have much in common."""
     generator = random.Random(seed)
@@ -108,12 +117,13 @@ def _expected(
             versions[bank] = epoch
         moved = 0
         for rank, row in enumerate(slots):
-            for slot, expert in enumerate(row):
-                if expert < 0:
-                    continue
-                at = (bank, rank, slot)
-                moved += resident.get(at) != (expert, epoch)
-                held[at] = resident[at] = (expert, epoch)
+            new = {(bank, rank, s): (expert, epoch) for s, expert in enumerate(row) if expert >= 0}
+            moved += sum(resident.get(at) != value for at, value in new.items())
+            # A rank has one resident of an expert.
+            gone = {at for at in resident if at[:2] == (bank, rank)}
+            gone = {at for at in gone if resident[at] in new.values()} - set(new)
+            resident = {at: value for at, value in resident.items() if at not in gone} | new
+            held |= new
         result.append((dict(held), moved))
     return result
 
@@ -536,3 +546,78 @@ def _too_many_banks(rank: int, process_group: dist.ProcessGroup) -> str:
 def test_more_banks_than_memory(ranks: RankPool) -> None:
     for text in ranks.run(2, _too_many_banks):
         assert f"{1 << 16} banks of 2 slots" in text
+
+
+# ---- prefetch -------------------------------------------------------------------------------
+
+
+def _loads(num_ranks: int, steps: int, seed: int = 3) -> list[torch.Tensor]:
+    """Return loads of one layer that drift."""
+    generator = torch.Generator().manual_seed(seed)
+    level = torch.randn(E, generator=generator)
+    loads = []
+    for _ in range(steps):
+        level = 0.95 * level + 0.3 * torch.randn(E, generator=generator)
+        share = torch.softmax(2 * level, 0)
+        noise = torch.randint(0, 20, (num_ranks, E), generator=generator)
+        loads.append((share * 4000).int()[None] + noise.int())
+    return loads
+
+
+@pytest.mark.parametrize("method", ["last", "mean", lambda loads: loads[-1].flip(0)])
+def test_the_exact_plan_moves_what_the_forecast_missed(method: Any) -> None:
+    num_ranks = 4
+    groups = _groups(num_ranks)
+    weights = _filled(groups, 0)
+    forecasts = [uec.LoadForecast(method) for _ in groups]
+    fetched, missed = [], []
+    for step, load in enumerate(_loads(num_ranks, 8)):
+        other = random_plan(step, num_ranks, E, S).slot_expert.tolist()
+        _replicate(groups, weights, _plan(other, bank=1))  # another layer shares the bank
+        before = _stored(groups)
+        works = [
+            uec.prefetch_experts(weights[r], forecasts[r], bank=1, group=groups[r])
+            for r in range(num_ranks)
+        ]
+        plans = [uec.plan_replicas(load, group=group, bank=1) for group in groups]
+        exact = start_all(groups, weights, plans)  # while the prefetch is under way
+        synchronize_all(exact)
+        for work in works:
+            assert (work is None) == (not fetched)
+            assert work is None or work.is_completed()
+        missed.append(plans[0].num_moves)
+        fetched.append(_stored(groups) - before - missed[-1])
+        assert plans[0].imbalance <= max(1.01, uec.plan_replicas(load, group=groups[0]).imbalance)
+        for group in groups:
+            _check_residents(group.bank(1), group.rank)
+        for forecast in forecasts:
+            forecast.update(load)
+    assert fetched[0] == 0
+    assert sum(fetched) > 0
+    close_all(groups)
+
+
+def test_a_forecast_that_comes_true_leaves_nothing_to_move() -> None:
+    groups = _groups(4)
+    weights, (load,) = _filled(groups, 0), _loads(4, 1)
+    for group in groups:
+        uec.prefetch_experts(weights[group.rank], load, bank=group.bank(0), group=group)
+    plan = uec.plan_replicas(load, group=groups[0], bank=0)
+    assert plan.num_moves == 0
+    assert plan.num_replicas > 0
+    assert _replicate(groups, weights, plan) == plan.num_replicas  # the prefetch, which was waiting
+    close_all(groups)
+
+
+def test_a_bad_forecast_is_told_to_the_peers() -> None:
+    groups = _groups(2)
+    weights = _filled(groups, 0)
+    load = torch.tensor([900] + [1] * (E - 1))  # rank 1 is to have expert 0
+    work = uec.prefetch_experts(weights[1], load, bank=0, group=groups[1])
+    with pytest.raises(errors.InvalidLoadError, match="shape"):
+        uec.prefetch_experts(weights[0], torch.ones(E + 1).int(), bank=0, group=groups[0])
+    assert work is not None
+    with pytest.raises(errors.PeerRejectedError):
+        work.synchronize()
+    for group in groups:
+        raised(group.close)
