@@ -52,8 +52,8 @@ bool make_plan(Work& w) {
 
 template <int32_t mode>
 bool make_schedule(Work& w) {
-  uec::make_schedule(uec::Alone{}, w.topology, w.tiles, w.slot_expert, mode, /*may_pull=*/true,
-                     kCost, w.schedule_scratch, &w.shape, w.schedule);
+  uec::make_schedule(uec::Alone{}, w.topology, w.tiles, w.slot_expert, /*resident=*/nullptr, mode,
+                     /*may_pull=*/true, kCost, w.schedule_scratch, &w.shape, w.schedule);
   return true;
 }
 
@@ -105,6 +105,7 @@ int main() {
   Ints expert(replicas + 1), first(replicas + 2), rank(replicas + 1), slot(replicas + 1),
       boundary(3 * replicas + 2), count(num_experts + 1), exports(num_ranks), order(replicas + 1);
   std::vector<int64_t> egress(num_ranks), extra(2 * replicas + 2);
+  std::vector<uec::Sender> source(replicas + 1);
   Work work{.topology = topology,
             .tiles = {2, kSegments.data(), kSegmentBytes.data(), first_tile.data(), kTileBytes,
                       uec::TileMap::tiles_per_group(kTileBytes)},
@@ -112,7 +113,7 @@ int main() {
             .reroute_scratch = &reroute_scratch,
             .schedule_scratch = {count.data(), exports.data(), order.data(), extra.data()},
             .schedule = {uec::Mode::kDirect, 0, expert.data(), first.data(), rank.data(),
-                         slot.data(), boundary.data(), egress.data()},
+                         slot.data(), boundary.data(), egress.data(), source.data()},
             .shape = {},
             .load = load.data(),
             .load_by_rank = load_by_rank.data(),

@@ -537,4 +537,16 @@ ultraep_add_core_mutant(gradients_of_32_bits PROGRAM transfer/test_reduce_large
   FIND [=[           int64_t{call_.addresses.first_slot + at.slot} * g.bytes[span.segment] + span.offset;]=]
   REPLACE [=[           static_cast<uint32_t>(at.slot * g.bytes[span.segment] + span.offset);]=])
 
+# ---- sources ------------------------------------------------------------------------------------
+
+ultraep_add_core_mutant(exports_not_counted_yet PROGRAM transfer/test_prepare_teams
+  FILE core/schedule/schedule.hpp
+  FIND [[  team.sync();                                                      // exports are counted]]
+  REPLACE [[]])
+
+ultraep_add_core_mutant(source_not_counted_yet PROGRAM transfer/test_prepare_teams
+  FILE core/schedule/schedule.hpp
+  FIND [[    team.sync();  // the next one counts it]]
+  REPLACE [[]])
+
 ultraep_add_mutants(core _ultraep_core_program)

@@ -20,6 +20,7 @@ from ultraep_comm.bench.commands import (
     reduce,
     replicate,
     show,
+    steady,
     validate,
 )
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
@@ -32,6 +33,7 @@ COMMANDS = (
     reduce.COMMAND,
     plan.COMMAND,
     imbalance.COMMAND,
+    steady.COMMAND,
     model.COMMAND,
     critical_path.COMMAND,
     layer.COMMAND,

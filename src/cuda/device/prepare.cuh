@@ -68,6 +68,7 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
     made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
   reduce.slot_expert = args.slot_expert;
+  reduce.bank = -1;
   reduce.tag = tag;
   reduce.main_type = made.main_type;
   reduce.mode = device.mode;

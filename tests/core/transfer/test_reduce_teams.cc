@@ -1,4 +1,6 @@
 // A reduction prepared by several threads is the one that one thread prepares, to the last integer.
+#include <algorithm>
+
 #include "core/crowd.hpp"
 #include "core/reduce_cases.hpp"
 #include "support/check.hpp"
@@ -50,6 +52,17 @@ Answer prepare(Team team, const ReduceCase& c, int32_t rank, Given& given) {
   return answer;
 }
 
+// The home of the expert with the most replicas: it has the most to add.
+int32_t busiest_home(const PlanCase& plan) {
+  const auto replicas = [&](int32_t e) {
+    return std::count(plan.slot_expert.begin(), plan.slot_expert.end(), e);
+  };
+  int32_t most = 0;
+  for (int32_t e = 1; e < plan.num_experts; ++e)
+    if (replicas(e) > replicas(most)) most = e;
+  return plan.home[most];
+}
+
 }  // namespace
 
 int main() {
@@ -59,7 +72,8 @@ int main() {
   for (int32_t seed = 0; seed < 50; ++seed) {
     Random random(static_cast<uint32_t>(seed));
     const ReduceCase c(draw_case(random, seed % 8 == 0 ? 40 : 12), random);
-    const int32_t rank = draw(random, 0, c.plan.num_ranks - 1);
+    int32_t rank = draw(random, 0, c.plan.num_ranks - 1);
+    if (seed % 2 == 1) rank = busiest_home(c.plan);
     Given expected(c.capacity(rank));
     const Answer answer = prepare(uec::Alone{}, c, rank, expected);
     wide += expected.shape.max_fanout >= 8;
