@@ -5,6 +5,7 @@ timeline  what every rank did when: recorded calls, or a predicted transfer; or 
           critical paths (PNG, Perfetto JSON)
 bound     time over the least possible time, by mode (PNG)
 frontier  imbalance against transfer time, by planner (PNG)
+steady    what each layer moves, step after step (PNG)
 
 "COMMAND --help" has an example of each. PNG pictures need matplotlib:
 pip install -c constraints.txt -e '.[viz]'.
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -32,8 +33,12 @@ from ultraep_comm.viz.bound import draw_bound, load_results
 from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
 from ultraep_comm.viz.frontier import draw_frontier, load_points
 from ultraep_comm.viz.loads import LoadSeries, draw_load, make_page, plan_trace, series_of
+from ultraep_comm.viz.steady import draw_steady, load_panels
 from ultraep_comm.viz.style import save_png, save_text, short
 from ultraep_comm.viz.timeline import draw_timeline, format_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FAILED = 2
 MOST = 1 << 20  # limit of ranks, slots, tokens per rank, and layers
@@ -71,6 +76,10 @@ fan_out and over_bound; see docs/pictures.md.
 FRONTIER_EXAMPLES = """example:
   python -m ultraep_comm.viz frontier against.json --out frontier.png
 Results are from python -m ultraep_comm.bench plan --against --json.
+"""
+STEADY_EXAMPLES = """example:
+  python -m ultraep_comm.viz steady steady.json --out steady.png
+Results are from python -m ultraep_comm.bench steady --json.
 """
 
 
@@ -231,24 +240,20 @@ def _epochs(text: str | None) -> range | None:
     return range(begin, end + 1)
 
 
-def _bound(options: argparse.Namespace) -> None:
-    writers: Writers[Path] = {
-        ".png": lambda file, path: save_png(
-            draw_bound(load_results(file), source=short(file.name)), path
-        )
-    }
-    _check_outputs(options.out, writers)
-    _write(options.file, options.out, writers)
+def _of_results(draw: Callable[[Path], Figure]) -> Callable[[argparse.Namespace], None]:
+    """Return a command that draws a file of results."""
+    writers: Writers[Path] = {".png": lambda file, path: save_png(draw(file), path)}
+
+    def run(options: argparse.Namespace) -> None:
+        _check_outputs(options.out, writers)
+        _write(options.file, options.out, writers)
+
+    return run
 
 
-def _frontier(options: argparse.Namespace) -> None:
-    writers: Writers[Path] = {
-        ".png": lambda file, path: save_png(
-            draw_frontier(load_points(file), source=short(file.name)), path
-        )
-    }
-    _check_outputs(options.out, writers)
-    _write(options.file, options.out, writers)
+_bound = _of_results(lambda file: draw_bound(load_results(file), source=short(file.name)))
+_frontier = _of_results(lambda file: draw_frontier(load_points(file), source=short(file.name)))
+_steady = _of_results(lambda file: draw_steady(load_panels(file), source=short(file.name)))
 
 
 # ---- shared by the commands ---------------------------------------------------------------------
@@ -369,6 +374,18 @@ def _parser() -> argparse.ArgumentParser:
     frontier.add_argument("file", type=Path, metavar="FILE.json", help="results")
     _add_out(frontier, {".png": lambda _shown, _path: None})
     frontier.set_defaults(run=_frontier)
+
+    steady = commands.add_parser(
+        "steady",
+        help="what each layer moves, step after step",
+        description="Draw the experts that each layer moves in each step, from empty slots, on top"
+        " of residents, and after a prefetch.",
+        epilog=STEADY_EXAMPLES,
+        formatter_class=plain,
+    )
+    steady.add_argument("file", type=Path, metavar="FILE.json", help="results")
+    _add_out(steady, {".png": lambda _shown, _path: None})
+    steady.set_defaults(run=_steady)
     return parser
 
 
