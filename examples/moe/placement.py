@@ -10,9 +10,10 @@ The forward pass runs the left column downwards, the backward pass the right col
     combine                             exchange of the results' gradients
     after_combine                       start to replicate again
 
-All layers share the slots. When the backward pass reaches a layer, they hold the replicas of a
-later call, so the layer's own replicas have to be restored before its experts read them. The slot
-gradients have to be reduced before another layer's backward pass accumulates into them.
+Each layer has a bank of slots. When the backward pass reaches a layer, its replicas are still
+there, and to restore them moves nothing; with one bank for all layers, the slots would hold the
+replicas of a later call. The slot gradients, which all layers share, have to be reduced before
+another layer's backward pass accumulates into them.
 """
 
 from __future__ import annotations
@@ -95,12 +96,13 @@ class Replicated(AtHome):
         *,
         group: uec.Group,
     ) -> None:
-        plan = uec.gather_and_plan(topk_ids, group=group)
+        bank = group.bank(layer)
+        plan = uec.plan_replicas(uec.gather_load(topk_ids, group=group), group=group, bank=bank)
         handle = group.save(plan, layer=layer)  # the reduction ends it
         self._transfer = uec.replicate_experts(weights, handle, group=group, async_op=True)
         self._pass = ExpertPass(handle, weights, main_grads=grads)
         self.physical_ids = uec.reroute(topk_ids, handle, group=group)
-        self.instances = [*_instances(weights, grads), *_instances(group.slots, group.slot_grads)]
+        self.instances = [*_instances(weights, grads), *_instances(bank.slots, bank.slot_grads)]
         self.instances_per_rank = group.topology.instances_per_rank
 
     def before_dispatch(self, tokens: torch.Tensor) -> torch.Tensor:

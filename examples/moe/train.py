@@ -103,6 +103,7 @@ def run_experiments(rank: int, options: argparse.Namespace) -> int:
         slots_per_rank=options.slots,
         expert=shape.expert(),
         grads=torch.float32,
+        banks=options.layers,
         engine="host",
     ) as group:
         mains = group.topology.mains(rank).tolist()

@@ -37,6 +37,7 @@ class Trainer:
         experts = {id(p) for moe in model.moe for p in moe.experts.values()}
         self._dense = [p for p in model.parameters() if id(p) not in experts]
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self._invalidate()
 
     def run(self, step: int, place: Place, routing: Sequence[torch.Tensor] | None = None) -> Pass:
         """Compute the loss and all gradients of one step."""
@@ -58,6 +59,12 @@ class Trainer:
     def update(self) -> None:
         """Run the optimizer."""
         self._optimizer.step()
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        """Let slots hold nothing: these are other weights."""
+        for bank in self._group.banks:
+            bank.invalidate()
 
     def grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all parameters' gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         num_tokens: int = T,
         engine: str = "host",
+        banks: int = 1,  # more: one for each layer
     ) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         self.num_ranks, self.num_experts = num_ranks, num_experts
@@ -57,6 +59,7 @@ class Model:
             expert={"w1": ((H, H), dtype), "w2": ((H, H), dtype), "scale": ((1,), dtype)},
             grads={"w1": torch.float32, "w2": torch.float32},
             engine=engine,
+            banks=banks,
             timeout=120.0,  # the first rank to call waits while others compile
         )
         self.home = torch.from_numpy(self.groups[0].topology.home)
@@ -67,6 +70,8 @@ class Model:
         ]
         calls = [(layer, mb) for layer in range(num_layers) for mb in range(num_microbatches)]
         self.plans = {call: self.plan() for call in calls}
+        if banks > 1:
+            self.plans = {call: replace(plan, bank=call[0]) for call, plan in self.plans.items()}
         self.instances = {
             (rank, *call): self.choose(rank, self.plans[call], num_tokens)
             for rank in range(num_ranks)

@@ -118,5 +118,6 @@ def replicate_experts(
         call.reject(error)
         raise
     work = call.submit(transfer, bound, selection.nbytes, async_op)
-    session.filled_by = plan  # after submit: a call that the engine refused fills nothing
+    # After submit: a call that the engine refused fills nothing.
+    session.filled_by[max(call.bank, 0)] = plan
     return work

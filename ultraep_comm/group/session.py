@@ -45,7 +45,7 @@ class Session:
         grads: binds main gradients.
         selections: checks ``segments=``.
         plans: saved plans.
-        filled_by: the plan or handle of the last transfer.
+        filled_by: the plan or handle of the last transfer to each bank; without one: to bank 0.
         recorder: records calls; None: recording is off.
         run: names this group in its recordings; the same on all ranks.
         on_close: called at the end of a close.
@@ -96,7 +96,7 @@ class Session:
             local=self.local,
             engine=self.engine,
         )
-        self.filled_by: Plan | PlanHandle | None = None
+        self.filled_by: dict[int, Plan | PlanHandle] = {}
         self.recorder: Recorder | None = None
         self.run = ""
         self.on_close: Callable[[], object] | None = None

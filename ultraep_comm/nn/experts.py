@@ -22,7 +22,9 @@ class ReplicatedExperts(torch.nn.Module):
     The forward pass saves the plan and replicates its experts; the backward pass restores the
     replicas, reduces their gradients, and returns complete gradients of the main weights. All of it
     is collective: every rank runs the same layers and microbatches in the same order. Layers whose
-    experts have the same shape can share a group and its slots; they run one after the other.
+    experts have the same shape can share a group and its slots; they run one after the other. With
+    plans of a bank for each layer, what the forward pass has filled is still there in the backward
+    pass; invalidate the banks after each optimizer step.
 
     The input is already dispatched, so nothing overlaps the transfers and the reduction. A layer
     that dispatches between :func:`join_reduction` and :func:`start_reduction` hides them.
@@ -96,12 +98,13 @@ class ReplicatedExperts(torch.nn.Module):
                 mode=self._mode,
                 segments=self._segments,
             )
+        filled = group.bank(plan.bank or 0).slots
         if not torch.is_grad_enabled():
             uec.replicate_experts(weights, plan, group=group, mode=self._mode)
-            return self.experts(x, weights, dict(group.slots), *args)
+            return self.experts(x, weights, dict(filled), *args)
         handle = group.save(plan, layer=self.layer, microbatch=microbatch)
         run = ExpertPass(handle, weights, mode=self._mode, segments=self._segments)
         uec.replicate_experts(weights, handle, group=group, mode=self._mode)
         x, mains = join_reduction(x, run, weights)
-        x, mains, slots = start_reduction(x, run, mains, group.slots)
+        x, mains, slots = start_reduction(x, run, mains, filled)
         return restore_replicas(self.experts(x, mains, slots, *args), run, anchor=x)

@@ -92,6 +92,11 @@ class ExpertPass:
         self.calls = PassCalls()
         weakref.finalize(self, handle.saved.release_unless_captured).atexit = False
 
+    @property
+    def bank(self) -> uec.Bank:
+        """Return the bank of the handle's plan; the first for a plan without one."""
+        return self.handle.group.bank(self.handle.saved.plan.bank or 0)
+
 
 # ---- what the backward pass calls ----------------------------------------------------------------
 
@@ -124,7 +129,7 @@ def _replicate(run: ExpertPass) -> uec.Work:
 def _check_slots(run: ExpertPass, direction: str) -> None:
     """Raise InvalidArgumentError if another pass has filled the slots since this one's transfer."""
     group, mine = run.handle.group, run.handle
-    last = group.session.filled_by
+    last = group.session.filled_by.get(run.bank.index)
     if last is None or _brings_the_same(last, mine):
         return
     found = "another plan"
@@ -150,7 +155,7 @@ def _start(run: ExpertPass, grads: Grads, mains: Tensors, slots: Sequence[str]) 
         return (grad_x,)
     for name, grad in zip(slots, rest[len(mains) :], strict=True):
         # Copied, not added: no reduction clears the gradients of empty slots.
-        slot_grad = run.handle.group.slot_grads[name]
+        slot_grad = run.bank.slot_grads[name]
         slot_grad.zero_() if grad is None else slot_grad.copy_(grad)
     own = [_own_gradient(main, grad) for main, grad in zip(mains.values(), rest, strict=False)]
     run.calls.reducing = uec.reduce_expert_grads(
@@ -278,7 +283,7 @@ def start_reduction(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
-    Gradients of slots go to ``group.slot_grads``. Gradients of main weights are copied, the
+    Gradients of slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of main weights are copied, the
     reduction adds the replicas' to them, and they go on to :func:`join_reduction`: take ``mains``
     from there, and use them for nothing else.
 
@@ -287,7 +292,7 @@ def start_reduction(
         pass_: of this layer and microbatch.
         mains: ``{name: [M, *shape]}``; None: the pass has ``main_grads``, and whatever computes the
             gradient of ``x`` has by then accumulated into those and into ``group.slot_grads``.
-        slots: ``{name: [S, *shape]}``, ``group.slots``.
+        slots: ``{name: [S, *shape]}``, ``group.slots``, or those of the plan's bank.
 
     Raises:
         InvalidArgumentError: both ``mains`` and ``main_grads``, or neither; main weights whose

@@ -36,6 +36,27 @@ def test_gradients_are_those_without_replicas(
         group.close()  # says nothing: every handle has ended
 
 
+def test_a_bank_for_each_layer_keeps_what_the_backward_pass_needs(
+    models: Callable[..., Model],
+) -> None:
+    """Between passes of other microbatches, only what these have replaced is restored."""
+    stored = {}
+    for name, order in (("in turn", ONE_AFTER_THE_OTHER), ("1F1B", ONE_F_ONE_B)):
+        for banks in (1, 2):
+            model = models(5, banks=banks)
+            assert model.error(model.train(order), [0, 1, 2]) < 1e-5
+            stored[name, banks] = sum(group.bytes_stored for group in model.groups)
+            if banks > 1:
+                for group in model.groups:
+                    assert all(not g.any() for b in group.banks for g in b.slot_grads.values())
+    num_replicas = sum(plan.num_replicas for plan in model.plans.values())
+    expert_bytes = sum(s.nbytes for s in model.groups[0].segments.values())
+    # A transfer in each direction, and the reductions: the same in both.
+    assert stored["in turn", 1] == stored["1F1B", 1] > 2 * num_replicas * expert_bytes
+    assert stored["in turn", 2] <= stored["in turn", 1] - num_replicas * expert_bytes
+    assert stored["in turn", 2] < stored["1F1B", 2] < stored["1F1B", 1]
+
+
 def test_gradients_of_bfloat16_parameters(models: Callable[..., Model]) -> None:
     model = models(0, dtype=torch.bfloat16)
     assert model.error(model.train(ONE_F_ONE_B), [0, 1, 2]) < 3e-2
