@@ -283,9 +283,9 @@ def start_reduction(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Return the experts' input and weights; their gradients start the reduction.
 
-    Gradients of slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of main weights are copied, the
-    reduction adds the replicas' to them, and they go on to :func:`join_reduction`: take ``mains``
-    from there, and use them for nothing else.
+    Gradients of slots go to ``slot_grads`` of the group, or of the plan's bank. Gradients of main
+    weights are copied, the reduction adds the replicas' to them, and they go on to
+    :func:`join_reduction`: take ``mains`` from there, and use them for nothing else.
 
     Args:
         x: the experts' input.
