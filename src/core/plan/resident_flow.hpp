@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "core/base/common.hpp"
 #include "core/base/mains.hpp"
@@ -37,9 +38,7 @@ struct Holding {
   }
 
   UEC_HD void copy(const Holding& from) const {
-    const auto* const source = reinterpret_cast<const uint64_t*>(from.tokens);
-    auto* const target = reinterpret_cast<uint64_t*>(tokens);
-    for (int64_t i = 0; i < bytes / 8; ++i) target[i] = source[i];
+    std::memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
   }
 
   UEC_HD void add(int32_t slot, int32_t expert) const {
@@ -113,7 +112,11 @@ class Flow {
       if (relieve(h, r, true)) continue;
       for (int32_t i = 0; i < count_; ++i) s_.is_stuck[s_.queue[i]] = 1;
     }
+    forget();  // the reach of such a search lacks ranks that were stuck before
   }
+
+  // To be called when holders or quotas have changed in another way.
+  UEC_HD void forget() { stuck_ = -1; }
 
   // The reach of the last rank that could not be relieved: in the order of the search.
   UEC_HD int32_t count() const { return count_; }
@@ -136,8 +139,13 @@ class Flow {
 
   UEC_HD bool relieve(const Holding& h, int32_t rank, bool skip_stuck) {
     while (excess(h, rank) > 0) {
+      if (rank == stuck_) return false;
+      stuck_ = -1;
       const int32_t end = search(h, rank, skip_stuck);
-      if (end < 0) return false;
+      if (end < 0) {
+        stuck_ = rank;
+        return false;
+      }
       int64_t tokens = min64(excess(h, rank), room(h, end));
       for (int32_t r = end; r != rank; r = s_.before[r])
         tokens = min64(tokens, quota(h, s_.given[r]));
@@ -195,6 +203,7 @@ class Flow {
   const FlowScratch s_;
   int64_t threshold_ = 0;
   int32_t search_ = 0, count_ = 0;
+  int32_t stuck_ = -1;  // the rank of the last search, if that failed and nothing has changed
 };
 
 }  // namespace uec

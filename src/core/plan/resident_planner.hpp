@@ -211,6 +211,7 @@ class ResidentSearch {
   }
 
   UEC_HD void hold_residents() {
+    flow_.forget();
     for (int32_t r = 0; r < t_.num_ranks; ++r) {
       now_.tokens[r] = rank_load_[r];
       s_.imports[r] = s_.exports[r] = 0;
@@ -235,7 +236,8 @@ class ResidentSearch {
     now_.tokens[t_.home[e]] -= tokens;
   }
   // The slot's tokens go home. Returns the home, or -1 if there was nothing.
-  UEC_HD int32_t replace(int32_t slot, int32_t expert) const {
+  UEC_HD int32_t replace(int32_t slot, int32_t expert) {
+    flow_.forget();
     const int32_t old = now_.slot_expert[slot];
     if (old >= 0) {
       give(slot, -now_.slot_quota[slot]);
@@ -243,6 +245,11 @@ class ResidentSearch {
     }
     if (expert >= 0) now_.add(slot, expert);
     return old < 0 ? -1 : t_.home[old];
+  }
+
+  UEC_HD void go_back() {
+    flow_.forget();
+    now_.copy(before_);
   }
 
   UEC_HD int32_t next_hot(bool fullest_first) const {
@@ -349,7 +356,7 @@ class ResidentSearch {
         most = gain;
         best = i;
       }
-      now_.copy(before_);
+      go_back();
     }
     if (best < 0) return false;
     make(moves[best]);
@@ -424,7 +431,7 @@ class ResidentSearch {
     for (int32_t i = 0; i < t_.num_ranks * t_.slots_per_rank; ++i) {
       if (!has_moved(i) || int64_t{4} * now_.slot_quota[i] > room) continue;
       before_.copy(now_);
-      if (!flow_.relieve(now_, replace(i, residents_[i]))) now_.copy(before_);
+      if (!flow_.relieve(now_, replace(i, residents_[i]))) go_back();
     }
   }
   // Residents give their tokens back to homes that have room.
