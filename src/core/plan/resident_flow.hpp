@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "core/base/common.hpp"
 #include "core/base/mains.hpp"
@@ -38,7 +37,7 @@ struct Holding {
   }
 
   UEC_HD void copy(const Holding& from) const {
-    std::memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
+    __builtin_memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
   }
 
   UEC_HD void add(int32_t slot, int32_t expert) const {
