@@ -149,9 +149,9 @@ class ResidentSearch {
   UEC_HD bool repair(int64_t threshold, int32_t last_cap) {
     flow_.set_threshold(threshold);
     for (int32_t cap = 1; cap < 2 * last_cap; cap = next_cap(cap, t_.slots_per_rank)) {
-      for (const bool is_retry : {false, true}) {
+      for (int32_t retry = 0; retry < 2; ++retry) {
         hold_residents();
-        if (!move_all(cap, is_retry)) continue;
+        if (!move_all(cap, retry == 1)) continue;
         undo_needless();
         empty_slots();
         keep_better();
