@@ -66,9 +66,14 @@ class Bank:
         Raises:
             GroupBusyError: a call that fills the bank has not finished, and may read the weights.
             GroupClosedError: the group is closed or failed earlier.
-            UnsupportedError: the group uses the CUDA engine.
+            UnsupportedError: the group uses the CUDA engine; or in a compiled function.
         """
         session = self._session
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                f"invalidate() of bank {self.index} in a compiled function, where no operator"
+                " stands for it; call it outside, or give replicate_experts a larger version="
+            )
         session.require_open("invalidate")
         banks = banks_of(session)
         last = banks.last_call(self.index)
