@@ -129,20 +129,25 @@ def test_compiled_steps_move_what_eager_ones_do(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plans_of_one_load_are_made_one_by_one(backend: str, groups: list[uec.Group]) -> None:
-    """Equal arguments, and different results: the transfer between them fills the bank."""
+    """Equal arguments, and different results: the transfer between them fills the bank.
 
-    def calls(load: torch.Tensor, weights: Any, group: uec.Group) -> Tensors:
+    With a gradient, as compilers merge equal operators in training graphs.
+    """
+
+    def calls(x: torch.Tensor, load: torch.Tensor, weights: Any, group: uec.Group) -> Tensors:
         first = uec.plan_replicas(load, group=group, bank=0)
         uec.replicate_experts(weights, first, group=group)
         second = uec.plan_replicas(load, group=group, bank=0)
         uec.replicate_experts(weights, first, group=group)  # restores, and moves nothing
         assert first.moves is not None
         assert second.moves is not None
-        return [first.moves.sum(), second.moves.sum(), second.slot_expert - first.slot_expert]
+        y = (x * group.slots["w"]).sum()
+        return [first.moves.sum(), second.moves.sum(), second.slot_expert - first.slot_expert, y]
 
     load, compiled = make_loads(1)[0], torch.compile(calls, fullgraph=True, backend=backend)
-    found = loopback(RANKS, lambda r: compiled(load, make_weights(r), groups[r]))
-    for first, second, difference in found:
+    x = torch.ones(SHAPE, requires_grad=True)
+    found = loopback(RANKS, lambda r: compiled(x, load, make_weights(r), groups[r]))
+    for first, second, difference, _ in found:
         assert first > 0
         assert second == 0
         assert not difference.any()
