@@ -364,9 +364,7 @@ def _reduce(
 # copied there, the results are copied back, and the group's memory is restored.
 
 
-def _copies_among(
-    slots: list[Tensor], names: list[str], group: Group, bank: int | None
-) -> Copies:
+def _copies_among(slots: list[Tensor], names: list[str], group: Group, bank: int | None) -> Copies:
     """Return the slots that are copies, each paired with the group's own."""
     held = bank_of(bank, group).slots
     own = [held[name] for name in names if name in held]

@@ -14,7 +14,6 @@ from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidLoadError,
     InvalidPlanError,
-    UnsupportedError,
 )
 from ultraep_comm.group.bank import Bank, bank_index, banks_of
 from ultraep_comm.group.group import Group

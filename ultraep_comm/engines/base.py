@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
@@ -98,6 +100,12 @@ class Engine(Protocol):
 
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
+
+    def moves(self) -> NDArray[np.bool_] | None:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
+
+        None: not known, as the device finds out. Without a bank that is all filled slots.
+        """
 
     def finished_at(self, epoch: int) -> int:
         """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.
