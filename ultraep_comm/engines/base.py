@@ -45,6 +45,9 @@ class Banks(Protocol):
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version."""
 
+    def moves(self) -> NDArray[np.bool_]:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads."""
+
 
 class Engine(Protocol):
     """One rank of one group. Calls are numbered by epochs from 1."""
@@ -100,12 +103,6 @@ class Engine(Protocol):
 
     def is_completed(self, epoch: int) -> bool:
         """Return whether a call has finished or failed."""
-
-    def moves(self) -> NDArray[np.bool_] | None:
-        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
-
-        None: not known, as the device finds out. Without a bank that is all filled slots.
-        """
 
     def finished_at(self, epoch: int) -> int:
         """Return when a call finished, in nanoseconds of the monotonic clock; 0: unknown.

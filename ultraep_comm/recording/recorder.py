@@ -42,8 +42,8 @@ class Recorder:
     - when the caller entered the call, and when this rank's part of it finished, waited for or not.
       Calls of the CUDA engine are stream-ordered and have no end;
     - the first call that failed; it and later ones have no end;
-    - slots, quotas and load of a plan on the CPU, and which slots the call moves. Plans on a device are not recorded, as reading
-      them would synchronise.
+    - slots, quotas and load of a plan on the CPU, and which slots the call moves. Plans on a device
+      are not recorded, as reading them would synchronise.
 
     Calls captured into a CUDA graph are not recorded: the host does not see their replays. Neither
     are calls that do not reach the engine: rejected ones, and loads exchanged by the process group.
@@ -59,7 +59,7 @@ class Recorder:
         loads: bool,
         finished_at: Callable[[int], int],
         on_stop: Callable[[], None],
-        moves: Callable[[], NDArray[np.bool_] | None] = lambda: None,
+        moves: Callable[[], NDArray[np.bool_]] | None = None,
         failed_epoch: Callable[[], int] = lambda: 0,
         run: str = "",
     ) -> None:
@@ -71,7 +71,7 @@ class Recorder:
         self._calls = np.full(count, -1, CALL)
         self._epochs, self._ends = self._calls["epoch"], self._calls["end_ns"]  # views
         self._slot_expert = np.full(slots, -1, np.int32)
-        self._moves = np.full(slots, False, np.bool_)
+        self._kept = np.full(slots, False, np.bool_)
         self._slot_quota = np.full(slots, 0, np.int32)
         self._home_quota = np.full((count, experts), 0, np.int32)
         self._load = np.full((count if loads else 0, t.num_ranks, experts), 0, np.int32)
@@ -83,7 +83,7 @@ class Recorder:
         self._begin = 0
         self._unfinished: deque[tuple[int, int]] = deque()  # index in the ring, epoch
         self._finished_at = finished_at
-        self._moves_of_last = moves
+        self._moves = moves
         self._failed_epoch = failed_epoch
         self._run = run
         self._on_stop: Callable[[], None] | None = on_stop
@@ -97,7 +97,7 @@ class Recorder:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the ring."""
-        slots = (self._slot_expert, self._slot_quota, self._moves)
+        slots = (self._slot_expert, self._slot_quota, self._kept)
         arrays = (self._calls, *slots, self._home_quota, self._load)
         return sum(array.nbytes for array in arrays)
 
@@ -144,8 +144,7 @@ class Recorder:
     def _copy_plan(self, i: int, plan: Plan) -> int:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
-        moves = self._moves_of_last()
-        self._moves[i] = self._slot_expert[i] >= 0 if moves is None else moves
+        self._kept[i] = False if plan.bank is None or self._moves is None else ~self._moves()
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
             self._slot_quota[i] = plan.slot_quota.numpy()
@@ -162,7 +161,6 @@ class Recorder:
 
     def _forget_plan(self, i: int) -> None:
         self._slot_expert[i] = -1
-        self._moves[i] = False
         self._slot_quota[i] = self._home_quota[i] = 0
         if self._loads:
             self._load[i] = 0
@@ -198,7 +196,7 @@ class Recorder:
             domain=self._topology.domain,
             calls=self._calls[order],
             slot_expert=self._slot_expert[order],
-            moves=self._moves[order],
+            moves=(self._slot_expert[order] >= 0) & ~self._kept[order],
             slot_quota=self._slot_quota[order],
             home_quota=self._home_quota[order],
             load=self._load[order] if self._loads else self._load,

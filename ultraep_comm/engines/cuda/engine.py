@@ -200,9 +200,6 @@ class CudaEngine:
         except _core.DriverError as error:
             _raise_typed(error)
 
-    def moves(self) -> None:
-        """Return None: the device finds out."""
-
     def finished_at(self, epoch: int) -> int:
         """Return 0: the host does not see when a call finishes."""
         return 0
