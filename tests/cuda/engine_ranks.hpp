@@ -62,6 +62,7 @@ class Ranks {
                      recorder::kOwnStream,
                      recorder::kCapturedStream,
                      recorder::kKernel,
+                     recorder::kBankKernel,
                      recorder::kReduce,
                      recorder::kNotice,
                      recorder::kLoad,
