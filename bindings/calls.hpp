@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "core/base/digest.hpp"
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
 #include "engine/health.hpp"
-#include "arrays.hpp"
 #include "modes.hpp"
 #include "unlocked.hpp"
 

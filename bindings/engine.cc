@@ -142,7 +142,8 @@ void bind_engine(nb::module_& m) {
   nb::class_<TransferCall>(m, "TransferCall",
                            "Arguments of an engine's transfer; see bindings/calls.hpp.")
       .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
-                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t, uint64_t>(),
+                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t,
+                    uint64_t>(),
            "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
            "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
            "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,

@@ -92,8 +92,8 @@ int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
             "cuOccupancyMaxActiveBlocksPerMultiprocessor");
     return blocks;
   };
-  const int32_t blocks = std::min(fitting(replicate_blocks(c, c.kernel)),
-                                  fitting(replicate_blocks(c, c.bank_kernel)));
+  const int32_t blocks =
+      std::min(fitting(replicate_blocks(c, c.kernel)), fitting(replicate_blocks(c, c.bank_kernel)));
   return c.reduce == nullptr ? blocks : std::min(blocks, fitting(reduce_blocks(c)));
 }
 

@@ -119,8 +119,7 @@ class BankedGroup : public EmulatedGroup {
         const Content& is = content(bank, r * slots + s, i);
         const uint8_t* const bytes = slot(r, i, bank * slots + s);
         for (int64_t at = 0; at < options().segment_bytes[i]; ++at)
-          CHECK_EQ(bytes[at],
-                   is.expert < 0 ? kPoison : payload(is.weights, is.expert, i, at));
+          CHECK_EQ(bytes[at], is.expert < 0 ? kPoison : payload(is.weights, is.expert, i, at));
       }
   }
 
@@ -163,8 +162,8 @@ int64_t check_random(uint32_t seed) {
   int64_t bytes = 0, kept = 0;
   for (int call = 0; call < 8; ++call) {
     if (draw(random, 0, 4) == 0) ranks.change_weights();
-    if (draw(random, 0, 5) == 0) segments = segments.size() == 2 ? std::vector<int32_t>{1}
-                                                                 : std::vector<int32_t>{0, 1};
+    if (draw(random, 0, 5) == 0)
+      segments = segments.size() == 2 ? std::vector<int32_t>{1} : std::vector<int32_t>{0, 1};
     const int32_t bank = draw(random, 0, options.banks - 1);
     PlanCase& plan = planned[bank];
     for (int32_t& expert : plan.slot_expert)

@@ -63,7 +63,8 @@ def check_load_values(load: Tensor) -> None:
         return
     low, high = (int(bound) for bound in load.aminmax())
     if low < 0 or high >= 2**31:
-        at = tuple(((load < 0) | (load >= 2**31)).nonzero()[0].tolist())
+        wide = load.long()  # 2**31 is no int32
+        at = tuple(((wide < 0) | (wide >= 2**31)).nonzero()[0].tolist())
         raise InvalidLoadError(
             f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
         )

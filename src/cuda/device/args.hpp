@@ -122,9 +122,9 @@ struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
-  int64_t counted = 1;  // 0: a captured call, which the host has no number for
-  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
-  int32_t bank = -1;    // of plans on the device; -1: none
+  int64_t counted = 1;     // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;        // of plans on the device, as in ReplicateArgs
+  int32_t bank = -1;       // of plans on the device; -1: none
   int32_t first_slot = 0;  // of that, or of its gradients
   DeviceCall on_device[kMaxLaunchRanks];
 };

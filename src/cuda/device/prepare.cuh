@@ -184,8 +184,8 @@ UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device,
-                         const LaunchArgs& launch, PrepareShared& made) {
+UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const LaunchArgs& launch,
+                         PrepareShared& made) {
   place_spare(known.spare.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
     gather_arguments(known, device, launch, made);

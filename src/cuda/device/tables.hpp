@@ -1,5 +1,5 @@
-// A rank's tables in device memory, which its RankState points to. All but the counts and the banks'
-// are constant.
+// A rank's tables in device memory, which its RankState points to. All but the counts and the
+// banks' are constant.
 #pragma once
 
 #include "core/transfer/bank.hpp"

@@ -170,8 +170,8 @@ int32_t cuStreamSynchronize(void* stream) {
 }
 
 int32_t cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void* stream) {
-  Streams::instance().enqueue(
-      stream, [=] { std::fill_n(reinterpret_cast<unsigned*>(to), count, value); });
+  Streams::instance().enqueue(stream,
+                              [=] { std::fill_n(reinterpret_cast<unsigned*>(to), count, value); });
   return kSuccess;
 }
 
