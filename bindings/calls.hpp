@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.hpp"
 #include "core/base/digest.hpp"
 #include "core/plan/check.hpp"
 #include "core/transfer/prepare.hpp"
@@ -75,6 +76,7 @@ struct TransferCall {
   uint64_t in_use;      // reduction on the device: the saved plan's mark to clear; 0: none
   int32_t bank;         // the plan's; -1: none
   uint64_t version;     // transfer to a bank: of the main weights
+  uint64_t known;       // transfer to a bank of a plan on the device: slot_expert on the CPU, or 0
 
   uint64_t plan_digest(const Topology& t) const {
     return digest_quotas(Alone{}, t, at<const int32_t>(plan.slot_quota),
@@ -105,6 +107,14 @@ struct TransferCall {
             .bank = bank};
   }
 };
+
+// int32 [G][S].
+inline auto residents_array(const Topology& t, const std::vector<int32_t>& residents) {
+  auto copy = std::make_unique_for_overwrite<int32_t[]>(residents.size());
+  std::copy(residents.begin(), residents.end(), copy.get());
+  return to_numpy(std::move(copy),
+                  {static_cast<size_t>(t.num_ranks), static_cast<size_t>(t.slots_per_rank)});
+}
 
 inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
   return {c.replicate, c.reduce, c.gather, c.rejected};

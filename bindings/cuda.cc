@@ -96,6 +96,7 @@ std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Han
                                       .main_types = bits_of(call),
                                       .mode = number_of(call.mode),
                                       .zero = call.zero,
+                                      .bank = call.bank,
                                       .in_use = call.in_use};
     return {e.reduce_on_device(args, call.background, stream, interrupted), call.mode};
   }
@@ -108,7 +109,10 @@ std::pair<uint64_t, GivenMode> transfer(Engine& e, const TransferCall& call, Han
                                        .table = call.table,
                                        .segments = bits_of(call),
                                        .mode = number_of(call.mode),
-                                       .region = call.region};
+                                       .region = call.region,
+                                       .bank = call.bank,
+                                       .version = call.version,
+                                       .known = at<const int32_t>(call.known)};
   return {e.replicate_on_device(args, call.background, stream, interrupted), call.mode};
 }
 
@@ -174,14 +178,16 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](LauncherConfig* self, const Driver& driver, uint64_t context, uint64_t stream,
-             uint64_t captured_stream, uint64_t kernel, uint64_t reduce, uint64_t notice,
-             uint64_t load, uint64_t load_plan, int32_t plan_warps, int32_t warp_size,
-             int32_t first_rank, int32_t num_ranks, int32_t num_sms, const EngineConfig& config) {
+             uint64_t captured_stream, uint64_t kernel, uint64_t bank_kernel, uint64_t reduce,
+             uint64_t notice, uint64_t load, uint64_t load_plan, int32_t plan_warps,
+             int32_t warp_size, int32_t first_rank, int32_t num_ranks, int32_t num_sms,
+             const EngineConfig& config) {
             new (self) LauncherConfig{driver,
                                       handle(context),
                                       handle(stream),
                                       handle(captured_stream),
                                       handle(kernel),
+                                      handle(bank_kernel),
                                       handle(reduce),
                                       handle(notice),
                                       handle(load),
@@ -198,8 +204,8 @@ void bind_cuda(nb::module_& m) {
                                       config.call_timeout};
           },
           nb::kw_only(), "driver"_a, "context"_a, "stream"_a, "captured_stream"_a, "kernel"_a,
-          "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a, "warp_size"_a,
-          "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
+          "bank_kernel"_a, "reduce"_a, "notice"_a, "load"_a, "load_plan"_a, "plan_warps"_a,
+          "warp_size"_a, "first_rank"_a, "num_ranks"_a, "num_sms"_a, "config"_a)
       .def_prop_ro("device_bytes", &Launcher::device_bytes)
       .def_prop_ro("pinned_bytes", &Launcher::pinned_bytes)
       .def("blocks_per_multiprocessor", &Launcher::blocks_per_multiprocessor);
@@ -261,6 +267,24 @@ void bind_cuda(nb::module_& m) {
           },
           "ids"_a, "count"_a, "id_bytes"_a, "load"_a, "plan"_a, "stages"_a, "target_ppm"_a,
           "costs"_a.none(), "stream"_a)
+      .def(
+          "residents",
+          [](Engine& e, int32_t bank, uint64_t stream) {
+            return residents_array(e.topology(), interruptible([&](auto&& interrupted) {
+                                     return e.residents(bank, handle(stream), interrupted);
+                                   }));
+          },
+          "bank"_a, "stream"_a)
+      .def("version", &Engine::version, "bank"_a)
+      .def(
+          "invalidate",
+          [](Engine& e, int32_t bank, uint64_t stream) {
+            interruptible([&](auto&& interrupted) {
+              e.invalidate(bank, handle(stream), interrupted);
+              return true;
+            });
+          },
+          "bank"_a, "stream"_a)
       .def("bad_id", &Engine::bad_id)
       .def("reject", &Engine::reject, nb::call_guard<Unlocked>())
       .def("abort", &Engine::abort, nb::call_guard<Unlocked>())

@@ -142,11 +142,12 @@ void bind_engine(nb::module_& m) {
   nb::class_<TransferCall>(m, "TransferCall",
                            "Arguments of an engine's transfer; see bindings/calls.hpp.")
       .def(nb::init<Operation, PlanView, uint64_t, int32_t, GivenMode, bool, uint64_t, uint64_t,
-                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t>(),
+                    int32_t, uint64_t, bool, bool, bool, uint64_t, uint64_t, int32_t, uint64_t,
+                    uint64_t>(),
            "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
            "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
            "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
-           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0);
+           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0, "known"_a = 0);
 
   nb::class_<Engine> engine(m, "Engine", "One rank's host engine; see src/host/engine.hpp.");
   bind_plan_questions(engine);
@@ -182,12 +183,7 @@ void bind_engine(nb::module_& m) {
       .def(
           "residents",
           [](const Engine& e, int32_t bank) {
-            const std::vector<int32_t> residents = e.residents(bank);
-            auto copy = std::make_unique_for_overwrite<int32_t[]>(residents.size());
-            std::copy(residents.begin(), residents.end(), copy.get());
-            const Topology& t = e.topology();
-            return to_numpy(std::move(copy), {static_cast<size_t>(t.num_ranks),
-                                              static_cast<size_t>(t.slots_per_rank)});
+            return residents_array(e.topology(), e.residents(bank));
           },
           "bank"_a)
       .def("version", &Engine::version, "bank"_a)

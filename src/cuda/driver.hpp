@@ -29,6 +29,7 @@ inline constexpr Result kCaptureImplicit = 906;
   F(cuMemcpyHtoD, (Address to, const void* from, size_t bytes))                                   \
   F(cuMemcpyDtoH, (void* to, Address from, size_t bytes))                                         \
   F(cuMemcpyHtoDAsync, (Address to, const void* from, size_t bytes, Handle stream))               \
+  F(cuMemsetD32Async, (Address to, unsigned value, size_t count, Handle stream))                  \
   F(cuEventCreate, (Handle * event, unsigned flags))                                              \
   F(cuEventDestroy, (Handle event))                                                               \
   F(cuEventRecord, (Handle event, Handle stream))                                                 \

@@ -24,10 +24,17 @@ Engine::Engine(host::EngineConfig config, const PeerConfig& peers,
       tables_(layout_.tables(config_)),
       capacity_(layout_.capacity(config_)) {
   const int64_t tables = Launcher::tables_bytes(capacity_);
-  memory_.resize((tables + arrays_.cut(nullptr, capacity_)) / 8);
+  const int64_t banks = Launcher::banks_bytes(capacity_);
+  memory_.resize((tables + banks + arrays_.cut(nullptr, capacity_)) / 8);
   auto* const begin = reinterpret_cast<std::byte*>(memory_.data());
   Tables::cut(begin, capacity_, &own_tables_);
-  arrays_.cut(begin + tables, capacity_);
+  BankTables::cut(begin + tables, capacity_, &own_banks_);
+  arrays_.cut(begin + tables + banks, capacity_);
+  banks_.resize(config_.banks);
+  for (BankState& bank : banks_) {
+    bank.resident.assign(capacity_.replicas(), -1);
+    bank.table.resident = bank.resident.data();
+  }
   write_state();
 }
 
@@ -43,12 +50,13 @@ void Engine::write_state() {
   auto* const begin = reinterpret_cast<std::byte*>(memory_.data());
   const Address at = launcher_->tables(config_.rank);
   RankState state = make_rank_state(config_, layout_, peers_.far, peers_.pes, own_tables_,
-                                    at - reinterpret_cast<uint64_t>(begin));
+                                    own_banks_, at - reinterpret_cast<uint64_t>(begin));
   state.staging = peers_.staging;
   state.status = reinterpret_cast<uint64_t>(&status());
   const ContextScope current = launcher_->scope();
   const Driver& driver = launcher_->config().driver;
-  copy_to_device(driver, at, begin, Launcher::tables_bytes(capacity_));
+  copy_to_device(driver, at, begin,
+                 Launcher::tables_bytes(capacity_) + Launcher::banks_bytes(capacity_));
   copy_to_device(driver, launcher_->state(config_.rank), &state, sizeof(state));
 }
 
@@ -166,6 +174,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
                            const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
+    note_call({}, 0, 0);
     return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
                              call);
   };
@@ -206,6 +215,8 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
   const std::lock_guard lock(submit_mutex_);
   Request request;
   request.tag = args.tag;
+  request.bank = args.bank;
+  request.first_slot = std::max(args.bank, 0) * topology_.slots_per_rank;
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
@@ -215,12 +226,16 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .segments = args.segments,
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
-  return submit_from_device(
+  const bool is_other = args.bank >= 0 && args.version != banks_[args.bank].version;
+  if (is_other && !is_over()) set_version(args.bank, args.version, stream, interrupted);
+  const uint64_t call = submit_from_device(
       request,
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
       " on the device; bind them with group.bind() before the capture and pass what it returns,"
       " or pass group.weight_table, as compiled functions have to",
       args.mains, num_addresses(), background, stream, interrupted);
+  note_call(args, call, capture_in(stream));
+  return call;
 }
 
 uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background, Handle stream,
@@ -230,6 +245,8 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
   Request request;
   request.operation = Operation::kReduce;
   request.tag = args.tag;
+  request.bank = args.bank;
+  request.first_slot = first_grad_slot(args.bank);
   request.device = {.slot_expert = args.slot_expert,
                     .slot_quota = args.slot_quota,
                     .home_quota = args.home_quota,
@@ -246,6 +263,98 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
       " returns",
       args.mains, num_grad_addresses(), background, stream, interrupted);
 }
+
+// ---- banks --------------------------------------------------------------------------------------
+
+Address Engine::bank_table(int32_t bank) const {
+  const auto own = reinterpret_cast<uint64_t>(own_banks_.tables + bank);
+  return launcher_->tables(config_.rank) + own - reinterpret_cast<uint64_t>(memory_.data());
+}
+
+uint64_t Engine::version(int32_t bank) const {
+  const std::lock_guard lock(submit_mutex_);
+  return banks_[bank].version;
+}
+
+std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
+                                       const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  BankState& state = banks_[bank];
+  if (is_over()) return std::vector<int32_t>(state.resident.size(), -1);
+  if (state.known) return state.resident;
+  if (capture_in(stream) != 0)
+    throw refusal(
+        "the stream is being captured into a CUDA graph, and what a bank holds is read by the host;"
+        " plan before the capture");
+  // Replays are on the caller's stream, if anywhere.
+  const Driver& driver = launcher_->config().driver;
+  require(driver, driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
+  const uint64_t last = submitted_.load();
+  std::vector<int32_t> resident(state.resident.size(), -1);
+  if (last > 0 && !synchronize(last, interrupted)) return resident;
+  BankTable table;
+  require(driver, driver.cuMemcpyDtoH(&table, bank_table(bank), sizeof(table)), "cuMemcpyDtoH");
+  if (table.segments != 0)
+    require(driver,
+            driver.cuMemcpyDtoH(resident.data(), reinterpret_cast<Address>(table.resident),
+                                resident.size() * sizeof(int32_t)),
+            "cuMemcpyDtoH");
+  state.table.segments = table.segments;
+  std::copy(resident.begin(), resident.end(), state.resident.begin());
+  state.known = !state.in_graphs;
+  return resident;
+}
+
+void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture) {
+  BankState& bank = banks_[std::max(args.bank, 0)];
+  bank.in_graphs |= capture != 0;
+  if (args.bank < 0) {
+    clear_residents(Alone{}, topology_, bank.table.resident);
+    bank.known = !bank.in_graphs;
+    return;
+  }
+  bank.last_call = call;
+  bank.capture = capture;
+  bank.known = bank.known && args.known != nullptr && capture == 0;
+  if (!bank.known) return;
+  expire_residents(Alone{}, topology_, bank.version, args.segments, bank.table);
+  note_residents(Alone{}, topology_, args.known, bank.table);
+}
+
+void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
+                         const Interrupted& interrupted) {
+  BankState& state = banks_[bank];
+  const uint64_t capture = capture_in(stream);
+  // Calls read the table. Replays of other captures are ordered by the caller.
+  if (state.last_call != 0 && state.capture == capture &&
+      !wait(state.last_call, stream, interrupted))
+    return;
+  const Driver& driver = launcher_->config().driver;
+  const auto set = [&](size_t offset, uint64_t value) {
+    for (const uint64_t half : {value & 0xFFFFFFFF, value >> 32}) {
+      require(driver,
+              driver.cuMemsetD32Async(bank_table(bank) + offset, static_cast<unsigned>(half), 1,
+                                      stream),
+              "cuMemsetD32Async");
+      offset += 4;
+    }
+  };
+  set(offsetof(BankTable, segments), 0);
+  set(offsetof(BankTable, version), version);
+  state.version = version;
+  clear_residents(Alone{}, topology_, state.resident.data());
+  state.in_graphs |= capture != 0;
+  state.known = !state.in_graphs;
+}
+
+void Engine::invalidate(int32_t bank, Handle stream, const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  if (!is_over()) set_version(bank, banks_[bank].version + 1, stream, interrupted);
+}
+
+// ---- ending -------------------------------------------------------------------------------------
 
 void Engine::fail_here() {
   const uint64_t from = launcher_->end(config_.rank, Fault::kCancelled, false);

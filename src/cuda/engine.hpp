@@ -2,6 +2,7 @@
 // launches a call; nothing waits for the device except where it says so.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "core/plan/check.hpp"
+#include "core/transfer/bank.hpp"
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/tables.hpp"
 #include "cuda/launcher.hpp"
@@ -38,6 +40,9 @@ struct DeviceReplicateArgs {
   uint32_t segments = 0;            // bits
   int32_t mode = -1;                // a Mode, or -1: by cost
   int32_t region = -1;              // pull: which region the main weights lie in
+  int32_t bank = -1;                // whose slots are filled; -1: none, and so all slots
+  uint64_t version = 0;             // of the main weights, for a bank
+  const int32_t* known = nullptr;   // for a bank: slot_expert, if the host knows it too
 };
 
 // The same for a reduction.
@@ -52,6 +57,7 @@ struct DeviceReduceArgs {
   uint32_t main_types = 0;  // bit i: the GradType of main gradients of segment i
   int32_t mode = -1;        // kPull, kDirect, or -1: by cost
   bool zero = true;         // slot gradients are cleared
+  int32_t bank = -1;        // the plan's; -1: none
   Address in_use = 0;       // the mark of a saved plan, as SaveArgs has it, or 0
 };
 
@@ -88,6 +94,15 @@ class Engine {
                   const Interrupted& interrupted, Mode* mode);
   uint64_t reduce_on_device(const DeviceReduceArgs& args, bool background, Handle stream,
                             const Interrupted& interrupted);
+
+  // What the slots of a bank hold [G][S], after all submitted calls; nothing once the group has
+  // failed. Unless the host knows the plans of all, this waits for them, and for `stream`, which
+  // has to come after the replays of graphs.
+  std::vector<int32_t> residents(int32_t bank, Handle stream, const Interrupted& interrupted);
+  uint64_t version(int32_t bank) const;
+  // The main weights have changed, by what `stream` holds: the bank's next call is of the next
+  // version. On the stream, after the calls that were submitted for the bank; can be captured.
+  void invalidate(int32_t bank, Handle stream, const Interrupted& interrupted);
 
   // Counts ids on the device and exchanges the counts. Captured calls as above. With `plan`, the
   // address of a PlanOutput, it also plans them, in the same launch.
@@ -133,6 +148,9 @@ class Engine {
                               const Interrupted& interrupted);
   uint64_t submit_captured(uint64_t capture, const Request& request, bool background,
                            Handle stream);
+  // Under submit_mutex_: from here on in `stream`, the bank is empty and of this version.
+  void set_version(int32_t bank, uint64_t version, Handle stream, const Interrupted& interrupted);
+  Address bank_table(int32_t bank) const;
   CaptureError refusal(const std::string& why) const;  // of a call that is being captured
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool succeeded(uint64_t epoch) const;
@@ -143,6 +161,9 @@ class Engine {
   }
   int64_t num_grad_addresses() const {  // of main gradients
     return int64_t{capacity_.num_grad_segments} * capacity_.num_mains;
+  }
+  int32_t first_grad_slot(int32_t bank) const {
+    return std::max(bank, 0) % config_.grad_banks * topology_.slots_per_rank;
   }
   Status& status() const { return launcher_->status(config_.rank); }
   void write_state();
@@ -156,6 +177,7 @@ class Engine {
   Capacity capacity_;
   std::vector<uint64_t> memory_;  // of what follows
   Tables own_tables_;             // as on the device
+  BankTables own_banks_;          // at first
   PrepareArrays arrays_;
   PlanShape shape_;
   struct Region {
@@ -164,7 +186,20 @@ class Engine {
   };
   std::vector<Region> regions_;
 
-  std::mutex submit_mutex_;
+  struct BankState {
+    uint64_t version = 0;
+    uint64_t last_call = 0;  // that was submitted, with its mark if it was captured; 0: none
+    uint64_t capture = 0;    // that this was in; 0: none
+    // What the device's table is after all calls, if `known`; never, where graphs may be replayed.
+    std::vector<int32_t> resident;  // [G][S]
+    BankTable table;
+    bool known = true, in_graphs = false;
+  };
+  // Under submit_mutex_, behind a call that has been submitted to the bank.
+  void note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture);
+  std::vector<BankState> banks_;  // under submit_mutex_
+
+  mutable std::mutex submit_mutex_;
   host::CallCounter calls_made_;
   std::atomic<uint64_t> submitted_{0};
   std::atomic<uint64_t> failed_{0};  // by the host's own finding; 0: none

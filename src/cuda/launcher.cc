@@ -49,7 +49,7 @@ bool poll(Done&& done, const Interrupted& interrupted) {
 
 // Addresses differ from rank to rank; what decides the plan must not.
 bool Request::goes_with(const Request& other) const {
-  return operation == other.operation && tag == other.tag &&
+  return operation == other.operation && tag == other.tag && bank == other.bank &&
          (load.load != 0) == (other.load.load != 0) && (plan != 0) == (other.plan != 0) &&
          (plan == 0 || plan_args.objective == other.plan_args.objective);
 }
@@ -58,8 +58,12 @@ int64_t Launcher::tables_bytes(const Capacity& c) {
   Tables tables;
   return round_up(Tables::cut(nullptr, c, &tables), 128);
 }
+int64_t Launcher::banks_bytes(const Capacity& c) {
+  BankTables banks;
+  return round_up(BankTables::cut(nullptr, c, &banks), 128);
+}
 Launcher::DeviceLayout::DeviceLayout(const LauncherConfig& c)
-    : rank_tables(tables_bytes(c.capacity)),
+    : rank_tables(tables_bytes(c.capacity) + banks_bytes(c.capacity)),
       call_block(call_block_bytes(c.capacity)),
       tables(round_up(c.num_ranks * kStateBytes, 128)),
       blocks(tables + c.num_ranks * rank_tables),
@@ -71,8 +75,8 @@ int64_t Launcher::pinned_bytes(const LauncherConfig& c) {
   return c.num_ranks * (kStatusBytes + static_cast<int64_t>(kDepth) * call_block_bytes(c.capacity));
 }
 
-Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c) {
-  return {c.kernel, kNumThreads, shared_bytes(c.capacity, c.tile_bytes)};
+Launcher::BlockShape Launcher::replicate_blocks(const LauncherConfig& c, Handle kernel) {
+  return {kernel, kNumThreads, shared_bytes(c.capacity, c.tile_bytes)};
 }
 Launcher::BlockShape Launcher::reduce_blocks(const LauncherConfig& c) {
   return {c.reduce, kReduceWarps * c.warp_size, reduce_shared_bytes(c.capacity)};
@@ -88,14 +92,16 @@ int32_t Launcher::blocks_per_multiprocessor(const LauncherConfig& c) {
             "cuOccupancyMaxActiveBlocksPerMultiprocessor");
     return blocks;
   };
-  const int32_t blocks = fitting(replicate_blocks(c));
+  const int32_t blocks =
+      std::min(fitting(replicate_blocks(c, c.kernel)), fitting(replicate_blocks(c, c.bank_kernel)));
   return c.reduce == nullptr ? blocks : std::min(blocks, fitting(reduce_blocks(c)));
 }
 
 Launcher::Launcher(const LauncherConfig& config)
     : config_(config),
       layout_(config),
-      replicate_(replicate_blocks(config)),
+      replicate_(replicate_blocks(config, config.kernel)),
+      to_bank_(replicate_blocks(config, config.bank_kernel)),
       reduce_(reduce_blocks(config)) {
   const ContextScope current = scope();
   noticed_ = make_event();
@@ -282,10 +288,13 @@ void Launcher::launch_transfer(const Entry& e, uint64_t call, Handle stream) {
   args.calls = device_block(c.first_rank, call);
   args.call_bytes = layout_.call_block;
   args.counted = !is_captured(call);
-  args.tag = e.requests.front().tag;
+  const Request& first = e.requests.front();
+  args.tag = first.tag;
+  args.bank = first.bank;
+  args.first_slot = first.first_slot;
   for (int32_t i = 0; i < c.num_ranks; ++i) args.on_device[i] = e.requests[i].device;
-  const bool reduces = e.requests.front().operation == Operation::kReduce;
-  launch_together(reduces ? reduce_ : replicate_, &args, stream);
+  const bool reduces = first.operation == Operation::kReduce;
+  launch_together(reduces ? reduce_ : first.bank >= 0 ? to_bank_ : replicate_, &args, stream);
 }
 
 void Launcher::launch_load(const Entry& e, uint64_t call, Handle stream) {

@@ -36,8 +36,10 @@ inline constexpr uint64_t kCaptured = uint64_t{1} << 62;
 // What a rank submits: a replication, a reduction or, if there is a destination for it, a load.
 struct Request {
   Operation operation = Operation::kReplicate;  // of what is not a load
-  uint64_t tag = 0;   // of the plan's handle, the same for all ranks of a launch
-  DeviceCall device;  // of a plan on the device; else the host has filled the call's block
+  uint64_t tag = 0;        // of the plan's handle, the same for all ranks of a launch
+  int32_t bank = -1;       // of a plan on the device, likewise
+  int32_t first_slot = 0;  // as in LaunchArgs
+  DeviceCall device;       // of a plan on the device; else the host has filled the call's block
   // For a plan on the device: addresses of main weights, or of their gradients, in the block.
   int64_t mains_bytes = 0;
   LoadCall load;
@@ -56,10 +58,11 @@ struct LauncherConfig {
   Handle stream = nullptr;  // the group's own
   // The same for captured calls: a stream in a capture takes no other calls until that has ended.
   Handle captured_stream = nullptr;
-  Handle kernel = nullptr;  // ultraep_replicate_<tile_bytes>[_far]
-  Handle reduce = nullptr;  // ultraep_reduce; null: slots hold no gradients
-  Handle notice = nullptr;  // ultraep_replicate_notice
-  Handle load = nullptr;    // ultraep_load[_far]
+  Handle kernel = nullptr;       // ultraep_replicate[_far]
+  Handle bank_kernel = nullptr;  // ultraep_replicate_bank[_far]
+  Handle reduce = nullptr;       // ultraep_reduce; null: slots hold no gradients
+  Handle notice = nullptr;       // ultraep_replicate_notice
+  Handle load = nullptr;         // ultraep_load[_far]
   // ultraep_load_plan; null: the group is too large for it, or has far peers.
   Handle load_plan = nullptr;
   int32_t plan_warps = 0;  // of a block that plans
@@ -94,11 +97,12 @@ class Launcher {
   ContextScope scope() const { return {config_.driver, config_.context}; }
 
   Address state(int32_t rank) const;   // of its RankState
-  Address tables(int32_t rank) const;  // of its tables, which Engine lays out
+  Address tables(int32_t rank) const;  // of its tables and banks, which Engine lays out
   Status& status(int32_t rank) const;
   std::byte* block(int32_t rank, uint64_t call) const;  // the host's
   Address device_block(int32_t rank, uint64_t call) const;
-  static int64_t tables_bytes(const Capacity& capacity);
+  static int64_t tables_bytes(const Capacity& capacity);  // without the banks'
+  static int64_t banks_bytes(const Capacity& capacity);   // behind them
 
   // Waits until the storage of `call` is free. False: the launcher has ended, or `interrupted`.
   bool await_storage(int32_t rank, uint64_t call, const Interrupted& interrupted);
@@ -175,7 +179,7 @@ class Launcher {
   static uint64_t number(uint64_t call) { return call & ~kCaptured; }
   Line& line(uint64_t call) { return is_captured(call) ? captured_ : line_; }
   const Line& line(uint64_t call) const { return is_captured(call) ? captured_ : line_; }
-  static BlockShape replicate_blocks(const LauncherConfig& config);
+  static BlockShape replicate_blocks(const LauncherConfig& config, Handle kernel);
   static BlockShape reduce_blocks(const LauncherConfig& config);
   Line make_line() const;
   void destroy(const Line& line) const;
@@ -199,7 +203,7 @@ class Launcher {
 
   LauncherConfig config_;
   const DeviceLayout layout_;
-  const BlockShape replicate_, reduce_;
+  const BlockShape replicate_, to_bank_, reduce_;
   Handle noticed_ = nullptr;  // event after a notice
 
   mutable std::mutex mutex_;

@@ -13,11 +13,11 @@
 
 namespace uec::cuda {
 
-// Fills `tables`, and returns a state that names them, `moved` behind where they are now. Empty
-// `far`, `pes`: not needed.
+// Fills `tables` and `banks`, and returns a state that names them, `moved` behind where they are
+// now. Empty `far`, `pes`: not needed.
 inline RankState make_rank_state(const host::EngineConfig& config, const host::EngineLayout& layout,
                                  const std::vector<uint8_t>& far, const std::vector<int32_t>& pes,
-                                 const Tables& tables, uint64_t moved) {
+                                 const Tables& tables, const BankTables& banks, uint64_t moved) {
   const auto nanoseconds = [](double seconds) { return static_cast<uint64_t>(seconds * 1e9); };
   const auto put = [&](const auto& from, auto* to) {
     std::transform(from.begin(), from.end(), to, [](auto value) {
@@ -46,6 +46,13 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
   state.main_idx = put(layout.main_idx, tables.main_idx);
   std::fill_n(tables.counts, config.num_experts, 0);
   state.counts = reinterpret_cast<uint64_t>(tables.counts) + moved;
+  const int64_t slots = state.capacity.replicas();
+  std::fill_n(banks.resident, config.banks * slots, -1);
+  for (int32_t i = 0; i < config.banks; ++i) {
+    const uint64_t at = reinterpret_cast<uint64_t>(banks.resident + i * slots) + moved;
+    banks.tables[i] = {.resident = reinterpret_cast<int32_t*>(at)};
+  }
+  state.banks = reinterpret_cast<uint64_t>(banks.tables) + moved;
   state.tile_bytes = config.tile_bytes;
   state.cost = config.cost;
   state.allow_cross_domain = config.allow_cross_domain;

@@ -65,7 +65,8 @@ Capacity EngineLayout::capacity(const EngineConfig& c) const {
           c.slots_per_rank,
           num_mains[c.rank],
           static_cast<int32_t>(c.segment_bytes.size()),
-          static_cast<int32_t>(c.grad_bytes.size())};
+          static_cast<int32_t>(c.grad_bytes.size()),
+          c.banks};
 }
 
 }  // namespace uec::host

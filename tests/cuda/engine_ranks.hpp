@@ -43,6 +43,7 @@ inline EngineConfig make_config(const PlanCase& group, double call_timeout = 60)
   c.grad_bytes = {200'000, 140};
   c.grad_type = {uec::GradType::kFloat32, uec::GradType::kBFloat16};
   c.tile_bytes = 16 << 10;
+  c.banks = 2;
   c.call_timeout = call_timeout;
   c.wait_timeout = 2.5;
   c.cost = {1000, 500, 2000, 2000, 100};
@@ -62,6 +63,7 @@ class Ranks {
                      recorder::kOwnStream,
                      recorder::kCapturedStream,
                      recorder::kKernel,
+                     recorder::kBankKernel,
                      recorder::kReduce,
                      recorder::kNotice,
                      recorder::kLoad,

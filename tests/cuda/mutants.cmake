@@ -74,4 +74,20 @@ ultraep_add_cuda_mutant(launcher_one_stream_in_and_out_of_captures PROGRAM test_
   FIND [[config_.captured_stream]]
   REPLACE [[config_.stream]])
 
+# ---- what slots hold -----------------------------------------------------------------------------
+
+ultraep_add_cuda_mutant(engine_version_not_told PROGRAM test_engine_plans FILE cuda/engine.cc
+  FIND [[  set(offsetof(BankTable, segments), 0);]]
+  REPLACE [[]])
+
+ultraep_add_cuda_mutant(engine_knows_what_replays_do PROGRAM test_engine_plans FILE cuda/engine.cc
+  FIND [[  bank.in_graphs |= capture != 0;]]
+  REPLACE [[]])
+
+ultraep_add_cuda_mutant(engine_knows_plans_of_the_device PROGRAM test_engine_plans
+  FILE cuda/engine.cc
+  FIND [[bank.known && args.known != nullptr && capture == 0;]]
+  REPLACE [[bank.known && capture == 0;
+  if (args.known == nullptr) return;]])
+
 ultraep_add_mutants(cuda _ultraep_cuda_program)

@@ -25,6 +25,7 @@ using uec::cuda::Result;
 inline const Handle kOwnStream = reinterpret_cast<Handle>(0x51);
 inline const Handle kCapturedStream = reinterpret_cast<Handle>(0x52);
 inline const Handle kKernel = reinterpret_cast<Handle>(0xA1);
+inline const Handle kBankKernel = reinterpret_cast<Handle>(0xA6);
 inline const Handle kReduce = reinterpret_cast<Handle>(0xA5);
 inline const Handle kNotice = reinterpret_cast<Handle>(0xA2);
 inline const Handle kLoad = reinterpret_cast<Handle>(0xA3);
@@ -106,7 +107,7 @@ inline Result launch(Handle kernel, const unsigned (&grid)[3], const unsigned (&
     launch.notice = *static_cast<int64_t*>(arguments[1]);
   } else if (kernel == kLoad) {
     launch.load = *static_cast<uec::cuda::LoadArgs*>(arguments[0]);
-  } else if (kernel == kKernel || kernel == kReduce) {
+  } else if (kernel == kKernel || kernel == kBankKernel || kernel == kReduce) {
     launch.args = *static_cast<uec::cuda::LaunchArgs*>(arguments[0]);
   }
   {
@@ -137,8 +138,7 @@ inline Driver make_driver() {
   };
   d.cuStreamSynchronize = [](Handle stream) {
     const std::lock_guard lock(state().mutex);
-    CHECK(stream == nullptr);
-    deliver_staged();
+    if (stream == nullptr) deliver_staged();
     return 0;
   };
   d.cuMemcpyHtoD = [](Address to, const void* from, size_t bytes) {
@@ -157,6 +157,12 @@ inline Driver make_driver() {
     const std::lock_guard lock(state().mutex);
     std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     note("copy " + std::to_string(bytes) + " on " + name_of(stream));
+    return 0;
+  };
+  d.cuMemsetD32Async = [](Address to, unsigned value, size_t count, Handle stream) {
+    const std::lock_guard lock(state().mutex);
+    std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
+    note("set " + std::to_string(count) + " on " + name_of(stream));
     return 0;
   };
   d.cuEventCreate = [](Handle* event, unsigned) {

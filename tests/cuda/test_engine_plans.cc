@@ -317,7 +317,93 @@ void check_operations_agree() {
 
 }  // namespace
 
+// What slots hold is in device memory, and known to the host as long as it knows all plans.
+void check_banks() {
+  const PlanCase plan = make_plan();
+  Ranks ranks(plan, 1, 1);
+  Engine& engine = *ranks.engines[0];
+  const std::vector<int32_t> nothing(plan.slot_expert.size(), -1);
+  const auto* const table =
+      reinterpret_cast<const uec::BankTable*>(ranks.state(1).banks) + 1;  // of bank 1
+  CHECK(std::equal(nothing.begin(), nothing.end(), table->resident));
+  uec::cuda::DeviceReplicateArgs args = device_args(ranks, 1);
+  args.bank = 1;
+  args.known = plan.slot_expert.data();
+  const auto call = [&] {
+    recorder::take_log();
+    engine.replicate_on_device(args, false, kUserStream, {});
+    return recorder::take_log();
+  };
+  const auto residents = [&](int32_t bank) { return engine.residents(bank, kUserStream, {}); };
+  const std::string set = "set 1" + on(kUserStream), launch = "launch" + on(kUserStream);
+
+  CHECK(call().back().starts_with("record"));
+  const recorder::Launch last = recorder::state().launches.back();
+  CHECK(last.kernel == recorder::kBankKernel);
+  CHECK_EQ(last.args.bank, 1);
+  CHECK_EQ(last.args.first_slot, plan.slots_per_rank);
+  CHECK(residents(1) == plan.slot_expert);
+  CHECK(residents(0) == nothing);
+
+  // Of other weights: the table is emptied ahead of the launch, in the caller's stream.
+  args.version = (uint64_t{7} << 32) + 3;
+  const auto log = call();
+  const auto first = std::find(log.begin(), log.end(), set);
+  CHECK_EQ(std::count(log.begin(), log.end(), set), 4);  // halves of two words
+  CHECK(first < std::find(log.begin(), log.end(), launch));
+  CHECK_EQ(table->version, args.version);
+  CHECK_EQ(table->segments, uint64_t{0});  // no kernel has run
+  CHECK_EQ(engine.version(1), args.version);
+  CHECK(residents(1) == plan.slot_expert);
+  const auto again = call();
+  CHECK_EQ(std::count(again.begin(), again.end(), set), 0);
+  engine.invalidate(1, kUserStream, {});
+  CHECK_EQ(engine.version(1), args.version + 1);
+  CHECK(residents(1) == nothing);
+
+  // Behind a plan that only the device knows, its table is read.
+  args.version = engine.version(1);
+  args.known = nullptr;
+  call();
+  auto* const known = const_cast<uec::BankTable*>(table);
+  known->segments = 3;
+  known->resident[0] = 5;
+  CHECK_EQ(residents(1)[0], 5);
+  known->segments = 0;
+  CHECK_EQ(residents(1)[0], 5);  // is known again
+  args.known = plan.slot_expert.data();
+  call();
+  CHECK(residents(1) != nothing);
+
+  // Replays change it behind the host's back; a capture cannot read it.
+  args.mains = nullptr;
+  args.table = 0x9000;
+  recorder::state().capturing = 1;
+  call();
+  bool refused = false;
+  try {
+    residents(1);
+  } catch (const uec::cuda::CaptureError&) {
+    refused = true;
+  }
+  CHECK(refused);
+  recorder::state().capturing = 0;
+  CHECK(residents(1) == nothing);  // as the table says
+  known->segments = 3;
+  CHECK_EQ(residents(1)[0], 5);
+
+  // Without a bank, the slots of bank 0 are filled.
+  args.bank = 0;
+  args.version = 0;
+  call();
+  CHECK(residents(0) == plan.slot_expert);
+  ranks.call(0, plan, false);
+  CHECK(recorder::state().launches.back().kernel == recorder::kKernel);
+  CHECK(residents(0) == nothing);
+}
+
 int main() {
+  check_banks();
   check_reductions();
   check_operations_agree();
   check_plans_on_device();

@@ -63,6 +63,8 @@ struct Options {
   std::vector<uec::GradType> grad_type{};
   int64_t tile_bytes = kTile;
   int32_t max_blocks = 4;
+  int32_t banks = 1;
+  int32_t grad_banks = 1;
 };
 
 class EmulatedGroup {
@@ -76,6 +78,7 @@ class EmulatedGroup {
         plans_(group.num_ranks),
         tables_(group.num_ranks),
         rank_tables_(group.num_ranks),
+        rank_banks_(group.num_ranks),
         table_memory_(group.num_ranks) {
     const int32_t ranks = group.num_ranks;
     const auto segments = static_cast<int32_t>(options.segment_bytes.size());
@@ -91,6 +94,8 @@ class EmulatedGroup {
       config.grad_bytes = options.grad_bytes;
       config.grad_type = options.grad_type;
       config.tile_bytes = options.tile_bytes;
+      config.banks = options.banks;
+      config.grad_banks = options.grad_banks;
       configs_.push_back(config);
       pes_.push_back(r);
     }
@@ -158,7 +163,7 @@ class EmulatedGroup {
 
   // Gives every rank its next call: fresh weights, and poison in all slots.
   void prepare(Mode mode, const std::vector<int32_t>& segments) {
-    ++call_;
+    weights_ = ++call_;
     selected_ = segments;
     for (int32_t r = 0; r < group_.num_ranks; ++r) prepare_rank(r, mode, group_.slot_expert);
     poison_slots();
@@ -210,7 +215,7 @@ class EmulatedGroup {
         const bool filled = expert >= 0 && std::count(selected_.begin(), selected_.end(), i) > 0;
         const uint8_t* const bytes = slot(r, i, s);
         for (int64_t at = 0; at < options_.segment_bytes[i]; ++at)
-          if (bytes[at] != (filled ? payload(call_, expert, i, at) : kPoison)) {
+          if (bytes[at] != (filled ? payload(weights_, expert, i, at) : kPoison)) {
             std::fprintf(stderr, "%s:%d: call %llu: rank %d, slot %d, segment %d, byte %lld\n",
                          __FILE__, __LINE__, static_cast<unsigned long long>(call_), r, s, i,
                          static_cast<long long>(at));
@@ -246,10 +251,12 @@ class EmulatedGroup {
       emulation::launch(name, args, grid, [&](std::byte* memory) { kernel(args, memory); });
     };
     using namespace uec::cuda;
-    if (options_.far)
-      launch("ultraep_replicate_far", replicate<true>);
+    if (args.bank >= 0)
+      options_.far ? launch("ultraep_replicate_bank_far", replicate<true, true>)
+                   : launch("ultraep_replicate_bank", replicate<false, true>);
     else
-      launch("ultraep_replicate", replicate<false>);
+      options_.far ? launch("ultraep_replicate_far", replicate<true, false>)
+                   : launch("ultraep_replicate", replicate<false, false>);
   }
 
   static constexpr uint8_t kPoison = 0xEE;
@@ -261,6 +268,8 @@ class EmulatedGroup {
     args.calls = reinterpret_cast<uint64_t>(blocks_->data() + first * call_bytes_);
     args.call_bytes = call_bytes_;
     args.counted = counted;
+    args.bank = bank_;
+    args.first_slot = std::max(bank_, 0) * group_.slots_per_rank;
     std::copy_n(device_.begin() + first, count, args.on_device);
     // As the launcher does: blocks wait for each other.
     run(args, {.blocks = num_blocks, .ranks = count, .first_rank = first, .together = true});
@@ -302,12 +311,15 @@ class EmulatedGroup {
     config.call_timeout = options_.call_timeout;
     config.wait_timeout = options_.wait_timeout;
     const uec::Capacity capacity = layouts_[r].capacity(config);
-    table_memory_[r].resize(uec::cuda::Tables::cut(nullptr, capacity, &rank_tables_[r]) / 8);
-    uec::cuda::Tables::cut(reinterpret_cast<std::byte*>(table_memory_[r].data()), capacity,
-                           &rank_tables_[r]);
+    using namespace uec::cuda;
+    const int64_t tables = Tables::cut(nullptr, capacity, &rank_tables_[r]);
+    table_memory_[r].resize((tables + BankTables::cut(nullptr, capacity, &rank_banks_[r])) / 8);
+    auto* const begin = reinterpret_cast<std::byte*>(table_memory_[r].data());
+    Tables::cut(begin, capacity, &rank_tables_[r]);
+    BankTables::cut(begin + tables, capacity, &rank_banks_[r]);
     const std::vector<uint8_t> far(far_.begin() + r * ranks, far_.begin() + (r + 1) * ranks);
-    state = uec::cuda::make_rank_state(config, layouts_[r], options_.far ? far : decltype(far){},
-                                       pes_, rank_tables_[r], 0);
+    state = make_rank_state(config, layouts_[r], options_.far ? far : decltype(far){}, pes_,
+                            rank_tables_[r], rank_banks_[r], 0);
     state.staging = reinterpret_cast<uint64_t>(memory_[r]->data() + state.layout.total);
     state.status = reinterpret_cast<uint64_t>(&statuses_[r]);
   }
@@ -382,7 +394,7 @@ class EmulatedGroup {
         int32_t expert = 0;
         while (group_.home[expert] != r || layouts_[0].main_idx[expert] != m) ++expert;
         for (int64_t at = 0; at < options_.segment_bytes[i]; ++at)
-          to[at] = payload(call_, expert, i, at);
+          to[at] = payload(weights_, expert, i, at);
       }
   }
 
@@ -400,6 +412,7 @@ class EmulatedGroup {
   std::vector<std::vector<int32_t>> plans_;          // [ranks]
   std::vector<std::vector<const uint8_t*>> tables_;  // [ranks] of main weights
   std::vector<uec::cuda::Tables> rank_tables_;
+  std::vector<uec::cuda::BankTables> rank_banks_;
   std::vector<std::vector<uint64_t>> table_memory_;  // of these
   std::vector<uec::host::EngineConfig> configs_;
   std::vector<uec::host::EngineLayout> layouts_;
@@ -412,6 +425,8 @@ class EmulatedGroup {
   int64_t call_bytes_ = 0;
   std::vector<int32_t> selected_;
   uint64_t call_ = 0;
+  uint64_t weights_ = 0;  // the call whose weights these are
+  int32_t bank_ = -1;
 };
 
 }  // namespace device_tests

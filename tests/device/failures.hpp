@@ -35,11 +35,11 @@ inline void launch_without_the_last(EmulatedGroup& ranks) {
 }
 
 // One rank has been given another call: some rank says so, and no rank succeeds.
-inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks) {
+inline void launch_mismatch(EmulatedGroup& ranks, int32_t num_blocks, uint64_t call = 1) {
   ranks.launch(num_blocks);
   int mismatches = 0;
   for (int32_t r = 0; r < 3; ++r) {
-    CHECK_EQ(ranks.status(r).failed_call, uint64_t{1});
+    CHECK_EQ(ranks.status(r).failed_call, call);
     const Fault fault = ranks.status(r).report.fault;
     CHECK(fault == Fault::kMismatch || fault == Fault::kAborted);
     mismatches += fault == Fault::kMismatch;

@@ -29,6 +29,15 @@ def put_plan(group: uec.Group, plan: uec.Plan) -> uec.Plan:
     return uec.Plan(slot_expert=stages.put(plan.slot_expert), home=stages.put(plan.home))
 
 
+def hold(engine: str) -> None:
+    """Keep the current stream busy for a few tenths of a second."""
+    if engine == "cuda":
+        torch.cuda._sleep(LONG)
+    else:
+        found: Any = device.find_device()
+        found.delay(300_000)
+
+
 class Rank:
     """One rank's weights and slots."""
 
@@ -156,12 +165,8 @@ class Ranks:
         device.find_device().settle()
 
     def hold(self) -> None:
-        """Keep the current stream busy for a few tenths of a second."""
-        if self.engine == "cuda":
-            torch.cuda._sleep(LONG)
-        else:
-            found: Any = device.find_device()
-            found.delay(300_000)
+        """Do :func:`hold` for this engine."""
+        hold(self.engine)
 
     def shared(self) -> list[dict[str, torch.Tensor]]:
         """Return weights that peers can address."""

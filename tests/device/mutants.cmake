@@ -224,6 +224,29 @@ ultraep_add_device_mutant(device_replay_counted FILE cuda/device/call.cuh
   FIND [[      state.last_call = shared.known.last_call + counted;]]
   REPLACE [[      state.last_call = shared.known.last_call + 1;]])
 
+# ---- what slots hold -----------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_bank_not_noted PROGRAM test_banks FILE cuda/device/prepare.cuh
+  FIND [[    note_residents(Warp{},]]
+  REPLACE [[    if (false) note_residents(Warp{},]])
+
+ultraep_add_device_mutant(device_bank_not_expired PROGRAM test_banks FILE cuda/device/prepare.cuh
+  FIND [[  expire_residents(Warp{}, topology_of(known), table.version, segments, table);]]
+  REPLACE [[  if (table.segments == segments) return table.resident;
+  if (Warp::leader()) table.segments = segments;]])
+
+ultraep_add_device_mutant(device_bank_not_in_digest PROGRAM test_banks FILE cuda/device/prepare.cuh
+  FIND [[{bank, table.version, table.resident};]]
+  REPLACE [[{};]])
+
+ultraep_add_device_mutant(device_bank_0_kept PROGRAM test_banks FILE cuda/device/replicate.cuh
+  FIND [[    if constexpr (!kBanked) bank_of]]
+  REPLACE [[    if constexpr (kBanked) bank_of]])
+
+ultraep_add_device_mutant(device_bank_of_another PROGRAM test_banks FILE cuda/device/prepare.cuh
+  FIND [[  addresses.first_slot = launch.first_slot;]]
+  REPLACE [[  addresses.first_slot = 0;]])
+
 # ---- the reroute ---------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute

@@ -152,6 +152,7 @@ class Kernels:
 
 PROGRAMS_OF = {
     "ultraep_replicate_notice": ["replicate"],
+    "ultraep_replicate_bank": ["banks"],
     "ultraep_replicate": ["replicate", "scenarios"],
     "ultraep_reduce": ["reduce", "scenarios"],
     "ultraep_load_plan": ["load_plan"],
@@ -160,9 +161,19 @@ PROGRAMS_OF = {
     "ultraep_reroute": ["reroute"],
     "ultraep_save": ["save"],
     "educ": ["reduce", "scenarios"],
-    "": ["replicate", "reduce", "scenarios"],
+    "": ["replicate", "banks", "reduce", "scenarios"],
 }
-QUICKEST = ["save", "reroute", "load", "load_plan", "plan", "replicate", "reduce", "scenarios"]
+QUICKEST = [
+    "save",
+    "reroute",
+    "load",
+    "load_plan",
+    "plan",
+    "banks",
+    "replicate",
+    "reduce",
+    "scenarios",
+]
 
 
 def programs_of(fault: Fault) -> list[str]:

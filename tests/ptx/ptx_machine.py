@@ -14,7 +14,17 @@ from cpp_build import ROOT, CppBuild
 
 HERE = Path(__file__).parent
 RACE_FREE, VIOLATED, TRAPPED = 0, 43, 44  # exit statuses; others are a program's own
-PROGRAMS = ["save", "plan", "load", "load_plan", "reroute", "replicate", "reduce", "scenarios"]
+PROGRAMS = [
+    "save",
+    "plan",
+    "load",
+    "load_plan",
+    "reroute",
+    "replicate",
+    "banks",
+    "reduce",
+    "scenarios",
+]
 
 
 def line_of(file: str, text: str) -> int:

@@ -20,7 +20,7 @@ from ultraep_comm.fabrics.nvshmem import Heap
 
 NOT_READY = 600
 # Kernels whose blocks wait for each other.
-TOGETHER = re.compile(r"ultraep_(replicate_\d+(_far)?|reduce)$")
+TOGETHER = re.compile(r"ultraep_(replicate(_bank)?(_far)?|reduce)$")
 _POINTER = ctypes.c_void_p
 _RESULT = ctypes.c_int32
 _ARGUMENTS = {
@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "cuMemcpyHtoD": [ctypes.c_uint64, _POINTER, ctypes.c_size_t],
     "cuMemcpyDtoH": [_POINTER, ctypes.c_uint64, ctypes.c_size_t],
     "cuMemcpyHtoDAsync": [ctypes.c_uint64, _POINTER, ctypes.c_size_t, _POINTER],
+    "cuMemsetD32Async": [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, _POINTER],
     "cuEventCreate": [ctypes.POINTER(_POINTER), ctypes.c_uint],
     "cuEventDestroy": [_POINTER],
     "cuEventRecord": [_POINTER, _POINTER],
@@ -212,6 +213,10 @@ class FakeDevice:
 
     def _driver_memcpy_hto_d_async(self, to: int, source: int, num_bytes: int, stream: int) -> int:
         return self._driver_memcpy_hto_d(to, source, num_bytes)
+
+    def _driver_memset_d32_async(self, to: int, value: int, count: int, stream: int) -> int:
+        (ctypes.c_uint32 * count).from_address(to)[:] = [value] * count
+        return 0
 
     def _driver_event_create(self, event: Any, flags: int) -> int:
         self._events += 1

@@ -55,7 +55,8 @@ def make_weights(group: uec.Group) -> dict[str, torch.Tensor]:
     """Return stacked weights for a group's main instances."""
     result = {}
     for name, segment in group.segments.items():
-        storage = torch.zeros(group.num_mains * segment.nbytes, dtype=torch.uint8)
+        count = group.num_mains * segment.nbytes
+        storage = torch.zeros(count, dtype=torch.uint8, device=group.device)
         result[name] = segment.view(storage, group.num_mains)
     return result
 

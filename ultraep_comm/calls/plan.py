@@ -9,13 +9,13 @@ import torch
 
 from ultraep_comm.calls import traced
 from ultraep_comm.engines.base import LocalStages
-from ultraep_comm.engines.host import HostStages
+from ultraep_comm.engines.host import HostStages, check_load_values
 from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidLoadError,
     InvalidPlanError,
 )
-from ultraep_comm.group.bank import Bank, bank_index, banks_of
+from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.group import Group
 from ultraep_comm.plan.plan import Plan, PlanCost, as_int_tensor
 from ultraep_comm.plan.planner import Costs, target_to_ppm
@@ -47,8 +47,10 @@ def plan_replicas(
     experts that any rank exports or imports; the number of replicas. With ``cost`` it minimises the
     total time instead, over a set of plans from no replicas to the best balanced.
 
-    With a bank, slots keep what they hold: it minimises the imbalance, down to the target; the
-    transfer of the *moves*, the slots that have to be written; their number; the instances in use.
+    With a bank, a load on the device is planned on the CPU, for which the host waits, and the plan
+    is copied to the device. Slots keep what they hold: it minimises the imbalance, down
+    to the target; the transfer of the *moves*, the slots that have to be written; their number; the
+    instances in use.
     ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
     quota of 0, until another expert needs the slot.
 
@@ -73,8 +75,8 @@ def plan_replicas(
             more tokens, or a total of 2**40 or more.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range; a
             bank of another group; residents that are no legal plan, or together with ``cost``.
-        UnsupportedError: the load is on the device, and the group is too large to plan there; or
-            the group's engine has no banks.
+        UnsupportedError: the load is on the device, and the group is too large to plan there, or
+            a plan with a bank is captured into a CUDA graph.
         DeviceError: the CUDA driver refused the launch.
     """
     constants = (slots_per_rank, num_ranks, home, domains)
@@ -180,7 +182,7 @@ def _plan(
     if bank is None:
         return local.plan(load, *plan_objective(target, cost, group), apart=apart)
     index = bank_index(bank, group.session)
-    residents = banks_of(group.session).residents(index)
+    residents = group.session.engine.residents(index)
     plan = _on_residents(local, load, target, cost, group, residents, apart=apart)
     return replace(plan, bank=index)
 
@@ -212,13 +214,8 @@ def _check_load(load: torch.Tensor, devices: Sequence[str], *, on_device: bool =
             f"load is {load.dtype} on {load.device}; expected int32 or int64 on"
             f" {' or '.join(devices)}"
         )
-    if load.numel() and not on_device:
-        low, high = (int(bound) for bound in load.aminmax())
-        if low < 0 or high >= 2**31:
-            at = tuple(((load < 0) | (load >= 2**31)).nonzero()[0].tolist())
-            raise InvalidLoadError(
-                f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
-            )
+    if not on_device:
+        check_load_values(load)
 
 
 def _check_shape(load: torch.Tensor, topology: Topology) -> None:

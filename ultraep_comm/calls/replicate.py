@@ -113,6 +113,7 @@ def replicate_experts(
                 if version is None and call.bank < 0
                 else find_version(version, call.bank, session)
             ),
+            known=call.known,
         )
     except Exception as error:
         call.reject(error)

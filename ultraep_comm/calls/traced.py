@@ -173,7 +173,7 @@ class TracedWork(Work):
 
 
 def plan_replicas(
-    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, bank: int | None
+    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, bank: int | None = None
 ) -> Plan:
     """Trace :func:`ultraep_comm.plan_replicas` with a group."""
     t = group.topology

@@ -10,7 +10,7 @@ from ultraep_comm import _core
 from ultraep_comm.engines.reports import name_call
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
 from ultraep_comm.group.bank import plan_bank
-from ultraep_comm.group.checks import check_plan
+from ultraep_comm.group.checks import check_plan, view_of
 from ultraep_comm.group.saved_plans import PlanHandle
 from ultraep_comm.group.session import Session
 from ultraep_comm.group.work import Work
@@ -35,9 +35,21 @@ class Call:
         on_device: a kernel reads it.
         tag: the handle's tag, which ranks compare besides the plan; 0: no handle was given.
         bank: the plan's; -1: none.
+        known: for a bank: the address of the plan's slot_expert on the CPU, if ``on_device``; or 0.
     """
 
-    __slots__ = ("_given", "_operation", "_session", "bank", "on_device", "plan", "tag", "view")
+    __slots__ = (
+        "_given",
+        "_on_host",
+        "_operation",
+        "_session",
+        "bank",
+        "known",
+        "on_device",
+        "plan",
+        "tag",
+        "view",
+    )
 
     def __init__(self, session: Session, given: Plan | PlanHandle, operation: str) -> None:
         self._session, self._given, self.tag = session, given, 0
@@ -56,11 +68,21 @@ class Call:
         self.plan, self.on_device = session.local.plan_for_call(plan, operation)
         try:
             self.view = check_plan(self.plan, self.on_device, session)
+            self._on_host = None if self.on_device else self.plan
             bank = self.plan.bank
-            self.bank = -1 if bank is None else plan_bank(bank, session)
+            self.bank, self.known = -1, 0
+            if bank is not None:
+                self.bank = plan_bank(bank, session)
+                self._enter_bank(session)
         except Exception as error:
             self.reject(error)
             raise
+
+    def _enter_bank(self, session: Session) -> None:
+        self.plan, self.on_device = session.local.plan_for_bank(self.plan)
+        if self.on_device:
+            self.view = view_of(self.plan)
+            self.known = address(session.local.slots_on_host(self.plan))
 
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""
@@ -89,7 +111,7 @@ class Call:
         session, given, plan = self._session, self._given, self.plan
         try:
             epoch, mode = session.engine.transfer(call)
-            on_host = None if self.on_device else plan
+            on_host = self._on_host
             work = session.submit(
                 epoch,
                 (bound, plan),

@@ -30,25 +30,6 @@ from ultraep_comm.weights.segments import Segment
 Tensor = torch.Tensor
 
 
-class Banks(Protocol):
-    """What the slots of each bank hold, on one rank; see `BankTable` in the core."""
-
-    def residents(self, bank: int) -> IntArray:
-        """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls."""
-
-    def version(self, bank: int) -> int:
-        """Return the version of the weights of a bank's residents."""
-
-    def last_call(self, bank: int) -> int:
-        """Return the last epoch that was submitted for a bank; 0: none."""
-
-    def invalidate(self, bank: int) -> None:
-        """Let a bank hold nothing, of the next version."""
-
-    def moves(self) -> NDArray[np.bool_]:
-        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads."""
-
-
 class Engine(Protocol):
     """One rank of one group. Calls are numbered by epochs from 1."""
 
@@ -73,9 +54,29 @@ class Engine(Protocol):
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
 
-    @property
-    def banks(self) -> Banks | None:
-        """Return what slots hold from call to call; None: they keep nothing."""
+    def residents(self, bank: int) -> IntArray:
+        """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls.
+
+        The CUDA engine waits for these, unless the host knows all their plans.
+        """
+
+    def version(self, bank: int) -> int:
+        """Return the version of the weights of a bank's residents."""
+
+    def moves(self) -> NDArray[np.bool_] | None:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
+
+        None: not known, as the device finds out.
+        """
+
+    def reader(self, bank: int) -> int:
+        """Return the call to a bank that :meth:`invalidate` would have to wait for; 0: none."""
+
+    def invalidate(self, bank: int) -> None:
+        """Let a bank hold nothing, of the next version.
+
+        The CUDA engine does so on the current stream, after the calls so far.
+        """
 
     @property
     def plans_at_once(self) -> bool:
@@ -212,6 +213,17 @@ class LocalStages(Protocol):
         Raises:
             UnsupportedError: it has to be copied, and the current stream is being captured.
         """
+
+    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
+        """Return a valid plan of a bank where the engine reads it, and whether on the device.
+
+        Raises:
+            UnsupportedError: it has to be copied, and the current stream is being captured; or the
+                group has too many segments.
+        """
+
+    def slots_on_host(self, plan: Plan) -> Tensor | None:
+        """Return the ``slot_expert`` of a plan on the device, if it is known on the CPU too."""
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy on the group's device."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Banks, LocalStages, Parts, ProcessGroupLoads, make_parts
+from ultraep_comm.engines.base import LocalStages, Parts, ProcessGroupLoads, make_parts
 from ultraep_comm.engines.options import Options
 from ultraep_comm.engines.reports import bad_id_error, raise_fault
 from ultraep_comm.errors import (
@@ -38,10 +38,10 @@ class HostEngine(_core.Engine):
 
     plans_at_once = False
 
-    @property
-    def banks(self) -> Banks:
-        """Return the engine itself."""
-        return self
+    def reader(self, bank: int) -> int:
+        """Return the call that fills a bank, if it has not finished, else 0."""
+        last = self.last_call(bank)
+        return 0 if self.is_completed(last) else last
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange counts ``[E]`` into ``load [G, E]``; return the call's epoch."""
@@ -55,6 +55,19 @@ class HostEngine(_core.Engine):
 
     def bad_id(self) -> None:
         """Return None: ids and plans are checked before they reach the engine."""
+
+
+def check_load_values(load: Tensor) -> None:
+    """Raise InvalidLoadError for values of a load on the CPU that no plan can have."""
+    if load.numel() == 0:
+        return
+    low, high = (int(bound) for bound in load.aminmax())
+    if low < 0 or high >= 2**31:
+        wide = load.long()  # 2**31 is no int32
+        at = tuple(((wide < 0) | (wide >= 2**31)).nonzero()[0].tolist())
+        raise InvalidLoadError(
+            f"load{list(at)} is {int(load[at])}; expected at least 0, below 2**31"
+        )
 
 
 class HostStages:
@@ -92,6 +105,14 @@ class HostStages:
     def plan_for_call(self, plan: Plan, operation: str) -> tuple[Plan, bool]:
         """Return the plan as it is, and False."""
         return plan, False
+
+    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
+        """Return the plan as it is, and False."""
+        return plan, False
+
+    def slots_on_host(self, plan: Plan) -> Tensor | None:
+        """Return None: the plan is on the CPU."""
+        return None
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy."""

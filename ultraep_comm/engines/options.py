@@ -100,12 +100,7 @@ class Options:
             )
 
     def refuse_on_cuda(self) -> None:
-        """Raise UnsupportedError for what CUDA groups cannot do: check mode, and banks."""
-        if self.banks > 1:
-            raise UnsupportedError(
-                f"banks={self.banks} requires the host engine, but this group would use the CUDA"
-                " engine; pass engine='host', or banks=1"
-            )
+        """Raise UnsupportedError for what CUDA groups cannot do: check mode."""
         if self.check:
             raise UnsupportedError(
                 "check=True, or ULTRAEP_CHECK=1, requires the host engine, but this group would use"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ultraep_comm.engines.base import Banks
 from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
@@ -45,17 +44,19 @@ class Bank:
     def residents(self) -> torch.Tensor:
         """Return int32 ``[G, S]``, the expert in each slot after all submitted calls; -1: none.
 
-        After a call on the group has failed, slots hold nothing.
+        After a call on the group has failed, slots hold nothing. On the CUDA engine this waits for
+        the calls so far, and for the current stream, unless the host knows the plans of all: they
+        were made by ``plan_replicas`` with this bank, or on the CPU, and none was captured.
 
         Raises:
-            UnsupportedError: the group uses the CUDA engine.
+            UnsupportedError: the current stream is being captured into a CUDA graph.
         """
-        return torch.from_numpy(banks_of(self._session).residents(self.index))
+        return torch.from_numpy(self._session.engine.residents(self.index))
 
     @property
     def version(self) -> int:
         """Return the version of the main weights that residents are of; 0 at first."""
-        return banks_of(self._session).version(self.index)
+        return self._session.engine.version(self.index)
 
     def invalidate(self) -> None:
         """Declare that main weights have changed: slots hold nothing, and the version is the next.
@@ -63,10 +64,14 @@ class Bank:
         Local; every rank has to, between the same calls, for instance after each optimizer step.
         Calls of ranks that differ in this raise PlanMismatchError.
 
+        On the CUDA engine it is work of the current stream, as the optimizer's step is: it makes
+        the stream wait for the bank's calls, never blocks the host, and can be captured.
+
         Raises:
-            GroupBusyError: a call that fills the bank has not finished, and may read the weights.
+            GroupBusyError: on the host engine: a call that fills the bank has not finished, and may
+                read the weights.
             GroupClosedError: the group is closed or failed earlier.
-            UnsupportedError: the group uses the CUDA engine; or in a compiled function.
+            UnsupportedError: in a compiled function.
         """
         session = self._session
         if torch.compiler.is_dynamo_compiling():
@@ -75,16 +80,15 @@ class Bank:
                 " stands for it; call it outside, or give replicate_experts a larger version="
             )
         session.require_open("invalidate")
-        banks = banks_of(session)
-        last = banks.last_call(self.index)
-        if not session.engine.is_completed(last):
+        reader = session.engine.reader(self.index)
+        if reader:
             raise GroupBusyError(
-                f"rank {session.rank}: invalidate() of bank {self.index} while call {last}, which"
+                f"rank {session.rank}: invalidate() of bank {self.index} while call {reader}, which"
                 " fills it, may still read the main weights; wait for the call first",
                 rank=session.rank,
                 live=[],
             )
-        banks.invalidate(self.index)
+        session.engine.invalidate(self.index)
 
     def is_of(self, session: Session) -> bool:
         """Return whether the bank is one of a group's."""
@@ -115,28 +119,12 @@ def bank_index(bank: Bank | int, session: Session) -> int:
     return index
 
 
-def banks_of(session: Session) -> Banks:
-    """Return what the slots of the group's banks hold.
-
-    Raises:
-        UnsupportedError: its engine has no banks.
-    """
-    banks = session.engine.banks
-    if banks is None:
-        raise UnsupportedError(
-            f"rank {session.rank}: banks require the host engine; plan without bank= on this group"
-        )
-    return banks
-
-
 def plan_bank(bank: int, session: Session) -> int:
     """Return a plan's bank.
 
     Raises:
         InvalidPlanError: the group has no such bank.
-        UnsupportedError: its engine has no banks.
     """
-    banks_of(session)
     if bank >= session.banks:
         raise InvalidPlanError(
             f"rank {session.rank}: the plan is for bank {bank}; expected 0 to {session.banks - 1}:"
@@ -156,7 +144,7 @@ def find_version(version: int | None, bank: int, session: Session) -> int:
             f"rank {session.rank}: version={version} was given with a plan without a bank, which"
             " copies everything; plan with bank=, or leave the version out"
         )
-    known = banks_of(session).version(bank)
+    known = session.engine.version(bank)
     if version is None:
         return known
     number = as_int(version, "version")

@@ -59,7 +59,7 @@ class Recorder:
         loads: bool,
         finished_at: Callable[[int], int],
         on_stop: Callable[[], None],
-        moves: Callable[[], NDArray[np.bool_]] | None = None,
+        moves: Callable[[], NDArray[np.bool_] | None] = lambda: None,
         failed_epoch: Callable[[], int] = lambda: 0,
         run: str = "",
     ) -> None:
@@ -144,7 +144,8 @@ class Recorder:
     def _copy_plan(self, i: int, plan: Plan) -> int:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
-        self._kept[i] = False if plan.bank is None or self._moves is None else ~self._moves()
+        moves = None if plan.bank is None else self._moves()
+        self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
             self._slot_quota[i] = plan.slot_quota.numpy()

@@ -16,6 +16,7 @@ struct Capacity {
   int32_t num_mains = 0;  // of this rank
   int32_t num_segments = 0;
   int32_t num_grad_segments = 0;
+  int32_t num_banks = 1;
 
   UEC_HD int64_t replicas() const { return static_cast<int64_t>(num_ranks) * slots_per_rank; }
   UEC_HD int64_t pieces() const { return num_mains + replicas() + slots_per_rank; }

@@ -9,6 +9,7 @@
 
 #include "core/plan/search.hpp"
 #include "core/schedule/cost.hpp"
+#include "core/transfer/bank.hpp"
 #include "core/transfer/call_arrays.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
@@ -73,6 +74,7 @@ struct alignas(16) RankState {
   uint64_t grad_type = 0;      // [grad segments] GradType, in a slot
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
+  uint64_t banks = 0;          // [banks] BankTable
   uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
   PrepareArrays spare;         // as if PrepareShared lay there
   int64_t tiles_at = 0;        // tiles_offset()
@@ -120,8 +122,10 @@ struct LaunchArgs {
   uint64_t states = 0;  // [ranks] RankState
   uint64_t calls = 0;   // [ranks] blocks of call_bytes
   int64_t call_bytes = 0;
-  int64_t counted = 1;  // 0: a captured call, which the host has no number for
-  uint64_t tag = 0;     // of plans on the device, as in ReplicateArgs
+  int64_t counted = 1;     // 0: a captured call, which the host has no number for
+  uint64_t tag = 0;        // of plans on the device, as in ReplicateArgs
+  int32_t bank = -1;       // of plans on the device; -1: none
+  int32_t first_slot = 0;  // of that, or of its gradients
   DeviceCall on_device[kMaxLaunchRanks];
 };
 static_assert(sizeof(LaunchArgs) <= 4096, "a kernel's arguments");
@@ -296,6 +300,9 @@ inline constexpr int32_t kLayout[] = {
     offsetof(DeviceCall, zero),
     sizeof(Reduction),
     offsetof(RankState, grad_bytes),
+    offsetof(RankState, banks),
+    offsetof(LaunchArgs, bank),
+    sizeof(BankTable),
     sizeof(SaveArgs),
     offsetof(SaveArgs, in_use),
     offsetof(StageFaults, save),

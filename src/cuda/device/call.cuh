@@ -137,13 +137,15 @@ UEC_ROLE void finish(CallShared& shared, bool counted) {
 
 // A kernel of calls, by all threads of its grid. `Kernel` has
 //   Shared, Memory, kOperation    a CallShared, a DeviceMemory, an Operation
+//   kBanked                       a bank's slots are filled, as far as they do not hold the plan's
+//                                 experts; the plan is on the device
 //   begin(shared)                 by one thread, before the others
 //   spare(known)                  where the call's block can be made, before there is work
 //   has_work(call)
 //   work(shared)                  all of a block's work, by all its threads
 //   kLeaver                       the warp that leaves: one that publishes nothing in work() does
 //                                 not wait for stores
-//   leave(device)                 by one thread, after all that the rank's blocks have done, also
+//   leave(known, device)          by one thread, after all that the rank's blocks have done, also
 //                                 where the call has failed
 template <class Kernel>
 UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
@@ -159,8 +161,8 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   begin_block(shared.block, known, state, on_host);
   if (ptx::thread_idx() == ptx::kWarpSize) Kernel::begin(shared);
   if (!on_host && shared.enters)
-    prepare<Memory, Kernel::kOperation>(shared, device, args.tag,
-                                        shared_memory + Kernel::spare(known), call_block);
+    prepare<Memory, Kernel::kOperation, Kernel::kBanked>(
+        shared, device, args, shared_memory + Kernel::spare(known), call_block);
   else
     ptx::sync_block();
   if (shared.prepared) take_call(shared, call_block, shared_memory + sizeof(shared));
@@ -188,7 +190,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   if (!Warp::share(last)) return;
   finish<Memory>(shared, args.counted != 0);
-  if (Warp::leader()) Kernel::leave(device);
+  if (Warp::leader()) Kernel::leave(known, device);
 }
 
 }  // namespace uec::cuda

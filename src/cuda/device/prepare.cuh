@@ -6,6 +6,7 @@
 
 #include "core/plan/check.hpp"
 #include "core/transfer/announce.hpp"
+#include "core/transfer/bank.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/block.hpp"
@@ -32,8 +33,8 @@ UEC_DEVICE Topology topology_of(const RankState& known) {
 }
 
 // By one thread: the arguments of fill_call(), from what the group and the call give.
-UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device, uint64_t tag,
-                                PrepareShared& made) {
+UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device,
+                                const LaunchArgs& launch, PrepareShared& made) {
   const Capacity& c = known.capacity;
   GroupTables& tables = made.tables;
   const PrepareArrays& arrays = made.arrays;
@@ -53,13 +54,13 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   addresses.slot_offset = reinterpret_cast<const int64_t*>(known.slot_offset);
   addresses.region_offset = reinterpret_cast<const int64_t*>(known.region_offset);
   addresses.num_mains = c.num_mains;
-  addresses.first_slot = 0;
+  addresses.first_slot = launch.first_slot;
   ReplicateArgs& args = made.args;
   args.num_segments = 0;
   for (int32_t i = 0; i < c.num_segments; ++i)
     if ((device.segments >> i & 1) != 0) made.segments[args.num_segments++] = i;
   args.slot_expert = reinterpret_cast<const int32_t*>(device.slot_expert);
-  args.tag = tag;
+  args.tag = launch.tag;
   args.segments = made.segments;
   args.mode = device.mode;
   args.region = device.regions == 0 ? -1 : device.region;
@@ -68,8 +69,8 @@ UEC_APART void gather_arguments(const RankState& known, const DeviceCall& device
   for (int32_t i = 0; i < c.num_grad_segments; ++i)
     made.main_type[i] = static_cast<GradType>(device.segments >> i & 1);
   reduce.slot_expert = args.slot_expert;
-  reduce.bank = -1;
-  reduce.tag = tag;
+  reduce.bank = launch.bank;
+  reduce.tag = launch.tag;
   reduce.main_type = made.main_type;
   reduce.mode = device.mode;
   reduce.zero = device.zero != 0;
@@ -159,34 +160,53 @@ UEC_DEVICE const auto& arguments_of(const PrepareShared& made) {
     return made.args;
 }
 
-// Which of the plan's slots a call takes.
-template <Operation kOperation>
-UEC_DEVICE auto slots_of(const DeviceCall& device) {
+UEC_DEVICE BankTable& bank_of(const RankState& known, int32_t bank) {
+  return reinterpret_cast<BankTable*>(known.banks)[bank];
+}
+
+// By a warp: what a bank's slots hold ahead of a call that transfers `segments`.
+UEC_APART const int32_t* take_residents(const RankState& known, uint64_t segments, int32_t bank) {
+  BankTable& table = bank_of(known, bank);
+  expire_residents(Warp{}, topology_of(known), table.version, segments, table);
+  return table.resident;
+}
+
+// By a warp: which of the plan's slots a call takes.
+template <Operation kOperation, bool kBanked>
+UEC_DEVICE auto slots_of(const RankState& known, const DeviceCall& device, int32_t bank) {
   if constexpr (kOperation == Operation::kReduce)
     return SlotsWithTokens{reinterpret_cast<const int32_t*>(device.slot_quota)};
+  else if constexpr (kBanked)
+    return SlotsToFill{take_residents(known, device.segments, bank)};
   else
     return AllSlots{};
 }
 
 // By a warp, while another one collects the plan's replicas: the arguments, and the call's tiles.
 template <Operation kOperation>
-UEC_APART void take_plan(const RankState& known, const DeviceCall& device, uint64_t tag,
+UEC_APART void take_plan(const RankState& known, const DeviceCall& device, const LaunchArgs& launch,
                          PrepareShared& made) {
   place_spare(known.spare.arrays, made, &made.arrays.arrays);
   if (Warp::leader()) {
-    gather_arguments(known, device, tag, made);
+    gather_arguments(known, device, launch, made);
     fill_segments(made.tables, arguments_of<kOperation>(made), made.arrays.arrays, &made.call);
   }
 }
 
 // By the same, while the other makes the schedule: what does not depend on it.
-template <Operation kOperation>
-UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, PrepareShared& made) {
+template <Operation kOperation, bool kBanked>
+UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, int32_t bank,
+                           PrepareShared& made) {
   const auto* const mains = reinterpret_cast<const uint64_t*>(device.mains);
   const Capacity& c = known.capacity;
   const int32_t segments = kOperation == Operation::kReduce ? c.num_grad_segments : c.num_segments;
   for (int32_t i = Warp::index(); i < segments * c.num_mains; i += Warp::size())
     made.arrays.arrays.mains[i] = reinterpret_cast<const uint8_t*>(mains[i]);
+  if constexpr (kBanked) {
+    const BankTable& table = bank_of(known, bank);
+    if (Warp::leader()) made.args.bank = {bank, table.version, table.resident};
+    Warp::sync();
+  }
   const Topology& t = made.tables.topology;
   const uint64_t quotas =
       digest_quotas(Warp{}, t, reinterpret_cast<const int32_t*>(device.slot_quota),
@@ -197,14 +217,14 @@ UEC_APART void digest_plan(const RankState& known, const DeviceCall& device, Pre
 
 // By all threads: makes the call in shared memory, where `made` is. A refusal has its reason in
 // `seen`, in all threads of the warp that has found it, and `prepared` is false.
-template <Operation kOperation>
-UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, uint64_t tag,
-                            PrepareShared& made, int32_t& prepared) {
+template <Operation kOperation, bool kBanked>
+UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
+                            const LaunchArgs& launch, PrepareShared& made, int32_t& prepared) {
   const int32_t warp = ptx::thread_idx() / ptx::kWarpSize;
   const bool is_last = warp == ptx::num_threads() / ptx::kWarpSize - 1;
   Wait refusal;
   if (is_last) {
-    take_plan<kOperation>(known, device, tag, made);
+    take_plan<kOperation>(known, device, launch, made);
     refusal = find_refusal(known, device);
     if (Warp::leader()) prepared = refusal.seen == 0;
   }
@@ -213,18 +233,20 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
     place_spare(known.spare.schedule, made, &work);
     const PlanShape shape = collect_replicas(
         Warp{}, topology_of(known), reinterpret_cast<const int32_t*>(device.slot_expert),
-        slots_of<kOperation>(device), work.scratch, work.schedule);
+        slots_of<kOperation, kBanked>(known, device, launch.bank), work.scratch, work.schedule);
     if (Warp::leader()) made.shape = shape;
   }
   ptx::sync_block();
   if (!prepared) return refusal;
-  if (is_last) digest_plan<kOperation>(known, device, made);
+  if (is_last) digest_plan<kOperation, kBanked>(known, device, launch.bank, made);
   if (warp == 0)
     fill_call(Warp{}, made.tables, arguments_of<kOperation>(made), made.shape, made.arrays.schedule,
               &made.call);
   ptx::sync_block();
   Wait missing;
   if (warp != 0) return missing;
+  if constexpr (kBanked)  // the digest and the schedule are of what was there before
+    note_residents(Warp{}, topology_of(known), made.args.slot_expert, bank_of(known, launch.bank));
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;
@@ -239,12 +261,13 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device, ui
 
 // By the whole of the first block: makes the call's block, or fails the call and tells the peers.
 // `spare` is shared memory that is free.
-template <class Memory, Operation kOperation>
-UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, uint64_t tag,
+template <class Memory, Operation kOperation, bool kBanked>
+UEC_DEVICE void make_block(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
                            std::byte* spare, std::byte* call_block) {
   RankState& state = *shared.block.state;
   auto& made = *reinterpret_cast<PrepareShared*>(spare);
-  const Wait refusal = prepare_call<kOperation>(shared.known, device, tag, made, shared.prepared);
+  const Wait refusal =
+      prepare_call<kOperation, kBanked>(shared.known, device, launch, made, shared.prepared);
   if (refusal.seen != 0) {
     Memory memory(shared.block);
     reject(shared.block, memory, refusal);
@@ -276,12 +299,12 @@ UEC_DEVICE bool await_block(const RankState& state, uint64_t epoch) {
 }
 
 // By all threads. Sets shared.prepared and, if so, the header.
-template <class Memory, Operation kOperation>
-UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, uint64_t tag,
+template <class Memory, Operation kOperation, bool kBanked>
+UEC_DEVICE void prepare(CallShared& shared, const DeviceCall& device, const LaunchArgs& launch,
                         std::byte* spare, std::byte* call_block) {
   ptx::sync_block();
   if (shared.first)
-    make_block<Memory, kOperation>(shared, device, tag, spare, call_block);
+    make_block<Memory, kOperation, kBanked>(shared, device, launch, spare, call_block);
   else if (ptx::thread_idx() == 0)
     shared.prepared = await_block(*shared.block.state, shared.block.call.epoch.number);
   ptx::sync_block();

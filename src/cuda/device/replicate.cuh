@@ -58,19 +58,23 @@ UEC_ROLE void store_all(BlockShared& shared) {
   while (storer.drain_step() != Step::kFinished) ptx::pause();
 }
 
-template <bool kFar>
+template <bool kFar, bool kWithBank>
 struct Replicate {
   using Shared = BlockShared;
   using Memory = DeviceMemory<kFar>;
   using Mover = DeviceMover<kFar>;
   static constexpr Operation kOperation = Operation::kReplicate;
+  static constexpr bool kBanked = kWithBank;
   static constexpr int32_t kLeaver = 0;
 
   UEC_DEVICE static void begin(BlockShared& shared) { init_ring(shared.ring); }
   UEC_DEVICE static int64_t spare(const RankState& known) { return known.tiles_at; }
   UEC_DEVICE static bool has_work(const Call& call) { return call.work.num_pieces > 0; }
 
-  UEC_DEVICE static void leave(const DeviceCall&) {}
+  // Without a bank a call writes to the slots of bank 0, of which nothing is known from then on.
+  UEC_DEVICE static void leave(const RankState& known, const DeviceCall&) {
+    if constexpr (!kBanked) bank_of(known, 0).segments = 0;
+  }
 
   UEC_DEVICE static void work(BlockShared& shared) {
     if (ptx::thread_idx() < ptx::kWarpSize) return fetch_all<Memory, Mover>(shared);
@@ -80,9 +84,9 @@ struct Replicate {
   }
 };
 
-template <bool kFar>
+template <bool kFar, bool kBanked>
 UEC_DEVICE void replicate(const LaunchArgs& args, std::byte* shared_memory) {
-  run_call<Replicate<kFar>>(args, shared_memory);
+  run_call<Replicate<kFar, kBanked>>(args, shared_memory);
 }
 
 }  // namespace uec::cuda

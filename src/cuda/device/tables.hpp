@@ -1,6 +1,8 @@
-// A rank's tables in device memory, which its RankState points to. All but the counts are constant.
+// A rank's tables in device memory, which its RankState points to. All but the counts and the
+// banks' are constant.
 #pragma once
 
+#include "core/transfer/bank.hpp"
 #include "core/transfer/call_arrays.hpp"
 
 namespace uec::cuda {
@@ -36,6 +38,19 @@ struct Tables {
     tables->domain = cutter.take<int32_t>(c.num_ranks);
     tables->main_idx = cutter.take<int32_t>(c.num_experts);
     tables->counts = cutter.take<int32_t>(c.num_experts);
+    return round_up(cutter.used_bytes(), 8);
+  }
+};
+
+// What the rank knows of the slots of all ranks, which its calls keep up to date.
+struct BankTables {
+  BankTable* tables;  // [banks]
+  int32_t* resident;  // [banks][G][S]
+
+  UEC_HD static int64_t cut(std::byte* base, const Capacity& c, BankTables* banks) {
+    ScratchCutter cutter(base);
+    banks->tables = cutter.take<BankTable>(c.num_banks);
+    banks->resident = cutter.take<int32_t>(c.num_banks * c.replicas());
     return round_up(cutter.used_bytes(), 8);
   }
 };

@@ -60,7 +60,9 @@ struct Kernel {
   bool together = false;  // blocks of a launch wait for each other
 };
 const Kernel kKernels[] = {
-    {"ultraep_replicate", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false>>, 2, true},
+    {"ultraep_replicate", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false, false>>, 2, true},
+    {"ultraep_replicate_bank", run<uec::cuda::LaunchArgs, uec::cuda::replicate<false, true>>, 2,
+     true},
     {"ultraep_replicate_notice", notify, 1},
     {"ultraep_reduce", run<uec::cuda::LaunchArgs, uec::cuda::reduce>, 0, true},
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},
@@ -159,9 +161,17 @@ int32_t cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
 }
 
 int32_t cuStreamSynchronize(void* stream) {
-  if (stream != nullptr) return kInvalid;  // only the legacy stream is used
   if (Streams::instance().refuses()) return emulation::kCaptureUnsupported;
-  Streams::instance().settle_legacy();
+  if (stream != nullptr)
+    Streams::instance().settle(stream);
+  else
+    Streams::instance().settle_legacy();
+  return kSuccess;
+}
+
+int32_t cuMemsetD32Async(uint64_t to, unsigned value, size_t count, void* stream) {
+  Streams::instance().enqueue(stream,
+                              [=] { std::fill_n(reinterpret_cast<unsigned*>(to), count, value); });
   return kSuccess;
 }
 

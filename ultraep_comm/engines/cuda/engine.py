@@ -15,6 +15,7 @@ from ultraep_comm.engines.cuda.stages import CudaStages
 from ultraep_comm.errors import DeviceError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.topology import IntArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +61,7 @@ class SharedLauncher:
             stream=stream,
             captured_stream=captured_stream,
             kernel=kernels.replicate,
+            bank_kernel=kernels.to_bank,
             reduce=kernels.reduce,
             notice=kernels.notice,
             load=kernels.load,
@@ -88,8 +90,6 @@ class SharedLauncher:
 
 class CudaEngine:
     """One rank. Calls run on the current stream, or on the group's stream ordered after it."""
-
-    banks = None
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class CudaEngine:
         self.failed_epoch = self._engine.failed_epoch
         self.report = self._engine.report
         self.bad_id = self._engine.bad_id
+        self.version = self._engine.version
 
     def add_region(self, bases: list[int]) -> int:
         """Register a region of main weights at the ranks' addresses ``[G]``; return its index."""
@@ -137,6 +138,27 @@ class CudaEngine:
         """
         try:
             return self._engine.transfer(call, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def residents(self, bank: int) -> IntArray:
+        """Return int32 ``[G, S]``, what the slots of a bank hold; see `Engine`."""
+        try:
+            return self._engine.residents(bank, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def reader(self, bank: int) -> int:
+        """Return 0: :meth:`invalidate` follows the calls so far on the device."""
+        return 0
+
+    def moves(self) -> None:
+        """Return None: the device finds out."""
+
+    def invalidate(self, bank: int) -> None:
+        """Let a bank hold nothing, of the next version, from here on in the current stream."""
+        try:
+            self._engine.invalidate(bank, self._current_stream())
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 

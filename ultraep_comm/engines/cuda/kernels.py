@@ -228,6 +228,7 @@ class GroupKernels:
     """Handles of the kernels of one group."""
 
     replicate: int
+    to_bank: int
     notice: int
     load: int
     load_plan: int  # 0: the group is too large for it, or has far peers
@@ -251,8 +252,10 @@ class GroupKernels:
 
         plan_warps = 0 if far else choose_plan_warps(plan_bytes, device)
         suffix = "_far" if far else ""
+        transfer_bytes = _core.cuda_shared_bytes(config)
         return cls(
-            replicate=kernels.handle(f"ultraep_replicate{suffix}", _core.cuda_shared_bytes(config)),
+            replicate=kernels.handle(f"ultraep_replicate{suffix}", transfer_bytes),
+            to_bank=kernels.handle(f"ultraep_replicate_bank{suffix}", transfer_bytes),
             notice=kernels.handle(NOTICE, 0),
             load=kernels.handle(
                 f"ultraep_load{suffix}",

@@ -6,16 +6,18 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.cuda.tables import WeightTables
-from ultraep_comm.engines.host import HostStages, find_ends
+from ultraep_comm.engines.host import HostStages, check_load_values, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -55,6 +57,9 @@ class CudaStages(HostStages):
         self._device = device
         self._num_segments = num_segments
         self._shape = shape = stage_shape(topology, rank, device)
+        self._slots_on_host: Any = (
+            WeakTensorKeyDictionary()
+        )  # of plans that were copied to the device
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
@@ -162,6 +167,53 @@ class CudaStages(HostStages):
             )
         return self.plan_on_host(plan), False
 
+    def plan_for_bank(self, plan: Plan) -> tuple[Plan, bool]:
+        """Return a plan of a bank on the device, where the table of what slots hold is.
+
+        Raises:
+            UnsupportedError: it has to be copied, and the current stream is being captured; or the
+                group has too many segments.
+        """
+        if self.holds(plan) or self._topology.slots_per_rank == 0:  # no slots: nothing is moved
+            return plan, self.holds(plan)
+        if self._num_segments > _core.CUDA_MAX_DEVICE_SEGMENTS:
+            raise UnsupportedError(
+                f"rank {self._rank}: a plan of bank {plan.bank} on a group with"
+                f" {self._num_segments} segments; the CUDA engine has banks for at most"
+                f" {_core.CUDA_MAX_DEVICE_SEGMENTS}: create it with fewer, larger ones, or plan"
+                " without bank="
+            )
+        if self.is_capturing():
+            raise UnsupportedError(
+                f"rank {self._rank}: a plan of bank {plan.bank} is on the CPU, and the current"
+                " stream is being captured into a CUDA graph; pass a plan on the device"
+            )
+        return self._put_plan(plan), True
+
+    def slots_on_host(self, plan: Plan) -> Tensor | None:
+        """Return the ``slot_expert`` of a plan on the device, if that was copied there."""
+        found: Tensor | None = self._slots_on_host.get(plan.slot_expert)
+        return found
+
+    def _put_plan(self, plan: Plan, load: Tensor | None = None) -> Plan:
+        """Return a plan on the device; ``load`` is there."""
+
+        def put(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else self.put(tensor)
+
+        slots = self.put(plan.slot_expert)
+        self._slots_on_host[slots] = plan.slot_expert
+        return replace(
+            plan,
+            slot_expert=slots,
+            home=self.home,
+            slot_quota=put(plan.slot_quota),
+            home_quota=put(plan.home_quota),
+            load=load,
+            domains=self.domains,
+            moves=put(plan.moves),
+        )
+
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor on the device."""
         return self._device.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -206,14 +258,20 @@ class CudaStages(HostStages):
         ``apart`` each tensor has its own memory, and ``load`` is the given tensor.
 
         Raises:
-            UnsupportedError: the group is too large for the kernel, or there are residents.
+            UnsupportedError: the group is too large for the kernel; or there are residents, for
+                which the load is copied to the CPU, and the current stream is being captured.
+            InvalidLoadError: with residents: bad values.
         """
         if not self.holds(load):
             return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
-        if residents is not None:
-            raise UnsupportedError(
-                f"rank {self._rank}: plans on top of residents are made on the CPU; pass load.cpu()"
-            )
+        if residents is not None:  # no kernel plans on top of them
+            loads = self.on_host(load, "the load")
+            check_load_values(loads)
+            rows = load.to(torch.int32, copy=not apart) if load.dim() == 2 else None
+            plan = self._put_plan(super().plan(loads, target_ppm, costs, residents=residents), rows)
+            if not apart:
+                return plan
+            return replace(plan, home=self.put(self.home), domains=self.put(self.domains))
         if self.plan_warps == 0:
             needed = self._shape.plan_shared_bytes(1)
             most = most_ranks_planned(self._topology, self._device)

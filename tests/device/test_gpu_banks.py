@@ -1,0 +1,298 @@
+"""Banks on every engine: slots keep what they hold, and what is moved is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from bank_cases import (
+    EXPERT_BYTES,
+    E,
+    Held,
+    S,
+    check_slots,
+    expected_slots,
+    filled_weights,
+    new_groups,
+    plan_of,
+    replicate,
+    stored,
+    walk,
+)
+from graphs import MAKERS, on_each
+from loopback_ranks import hold, put_plan
+from ranks import MIXED, close_all, fill_weights, loopback, raised, start_all, synchronize_all
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.engines.cuda import device
+
+
+@pytest.mark.parametrize("mode", ["auto", "push", "pull", "direct"])
+def test_only_what_is_missing_is_moved(engine: str, mode: str) -> None:
+    num_ranks, now = 4, 0
+    groups = new_groups(num_ranks, engine=engine, check=engine == "host")
+    weights = loopback(num_ranks, lambda r: groups[r].empty_weights())
+    for group in groups:
+        fill_weights(group, weights[group.rank], 0)
+    calls = walk(7, num_ranks, 12)
+    kept = 0
+    for (bank, epoch, slots), (held, moved) in zip(calls, expected_slots(calls), strict=True):
+        if epoch != now:
+            for group in groups:
+                fill_weights(group, weights[group.rank], epoch)
+            now = epoch
+        plan = plan_of(slots, bank)
+        assert replicate(groups, weights, plan, mode=mode, version=epoch) == moved
+        kept += plan.num_replicas - moved
+        for group in groups:
+            check_slots(group, held)
+            assert group.bank(bank).version == epoch
+    assert kept > 10
+    close_all(groups)
+
+
+def test_a_restored_plan_moves_what_has_gone_since(engine: str) -> None:
+    groups = new_groups(4, engine=engine)
+    weights = filled_weights(groups, 0)
+    first = plan_of([[-1, -1], [0, 1], [0, -1], [0, -1]], bank=1)
+    handles = [group.save(first, layer=3) for group in groups]
+    assert replicate(groups, weights, handles) == 4
+    assert replicate(groups, weights, handles) == 0
+    assert replicate(groups, weights, plan_of([[-1, -1], [6, -1], [6, 7], [-1, -1]], bank=1)) == 3
+    assert groups[0].bank(1).residents.tolist() == [[-1, -1], [6, 1], [6, 7], [0, -1]]
+    assert replicate(groups, weights, handles) == 2
+    assert groups[2].bank(1).residents.tolist() == [[-1, -1], [0, 1], [0, 7], [0, -1]]
+    assert groups[3].bank(0).residents.tolist() == [[-1, -1]] * 4
+    for handle in handles:
+        handle.release()
+    close_all(groups)
+
+
+def test_new_weights_move_everything(engine: str) -> None:
+    groups = new_groups(3, engine=engine)
+    weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
+    assert replicate(groups, weights, plan) == 2
+    for group in groups:
+        fill_weights(group, weights[group.rank], 1)
+        group.bank(0).invalidate()
+        assert group.bank(0).version == 1
+        assert group.bank(0).residents.tolist() == [[-1, -1]] * 3
+    assert replicate(groups, weights, plan) == 2
+    held: Held = {(0, rank, 0): (0, 1) for rank in (1, 2)}
+    for group in groups:
+        check_slots(group, held)
+    assert replicate(groups, weights, plan, version=1) == 0
+    assert replicate(groups, weights, plan, version=2) == 2
+    assert groups[0].bank(0).version == 2
+    close_all(groups)
+
+
+def test_other_segments_are_another_matter(engine: str) -> None:
+    """What a bank's last call did not copy is not there."""
+    groups = new_groups(3, engine=engine)
+    weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
+    part = MIXED["w13"].nbytes
+    synchronize_all(start_all(groups, weights, plan, segments=["w13"]))
+    assert sum(group.bytes_stored for group in groups) == 2 * part
+    synchronize_all(start_all(groups, weights, plan))
+    assert sum(group.bytes_stored for group in groups) == 2 * (part + EXPERT_BYTES)
+    for group in groups:
+        check_slots(group, {(0, rank, 0): (0, 0) for rank in (1, 2)})
+    close_all(groups)
+
+
+def test_a_plan_without_a_bank_leaves_bank_0_empty(engine: str) -> None:
+    groups = new_groups(3, engine=engine)
+    weights = filled_weights(groups, 0)
+    slots = [[-1, -1], [0, -1], [0, -1]]
+    assert replicate(groups, weights, plan_of(slots)) == 2
+    assert replicate(groups, weights, plan_of(slots, bank=1)) == 2
+    assert replicate(groups, weights, plan_of(slots, bank=None)) == 2
+    assert groups[0].bank(0).residents.tolist() == [[-1, -1]] * 3
+    assert groups[0].bank(1).residents.tolist() == slots
+    assert replicate(groups, weights, plan_of(slots)) == 2
+    close_all(groups)
+
+
+def test_plans_on_top_of_a_bank_move_little(engine: str) -> None:
+    num_ranks, seen = 4, 0
+    groups = new_groups(num_ranks, engine=engine)
+    weights = filled_weights(groups, 0)
+    generator = torch.Generator().manual_seed(5)
+    load = torch.randint(0, 400, (num_ranks, E), generator=generator)
+    load[:, 0] += 900
+    for step in range(6):
+        load = load + torch.randint(0, 40, load.shape, generator=generator)
+        plans = [uec.plan_replicas(load, group=group, bank=group.bank(1)) for group in groups]
+        plan = plans[0]
+        assert plan.bank == 1
+        assert plan.moves is not None
+        assert all(torch.equal(plan.slot_expert, other.slot_expert) for other in plans)
+        apart = uec.plan_replicas(
+            load, num_ranks=num_ranks, slots_per_rank=S, residents=groups[0].bank(1).residents
+        )
+        assert torch.equal(apart.slot_expert, plan.slot_expert)
+        assert torch.equal(apart.moves, plan.moves)
+        assert apart.bank is None
+        from_empty = uec.plan_replicas(load, group=groups[0])
+        assert plan.imbalance <= max(1.01, from_empty.imbalance)
+        if step == 0:
+            assert torch.equal(plan.slot_expert, from_empty.slot_expert)
+        assert replicate(groups, weights, plan) == plan.num_moves <= from_empty.num_moves
+        seen += plan.num_moves == 0
+        uec.verify_plan(plan, load)
+    assert seen > 0
+    close_all(groups)
+
+
+def test_slots_without_tokens_have_no_gradient(engine: str) -> None:
+    """What a slot keeps for later is neither added up nor cleared."""
+    groups = uec.new_loopback_groups(
+        3,
+        num_experts=3,
+        slots_per_rank=1,
+        expert={"w": ((4,), torch.float32)},
+        grads=torch.float32,
+        banks=3,
+        grad_banks=2,
+        timeout=30.0,
+    )
+    for index in range(3):
+        for group in groups:
+            for rank, bank in enumerate(group.banks):
+                bank.slot_grads["w"].fill_(10.0 * (rank + 1))
+            assert group.bank(2).slot_grads["w"].data_ptr() == group.slot_grads["w"].data_ptr()
+            group.bank(index).slot_grads["w"].fill_(group.rank + 1)
+        plan = uec.Plan.from_slots(
+            [[-1], [0], [0]],
+            num_experts=3,
+            slot_quota=torch.tensor([[0], [5], [0]]),
+            home_quota=torch.tensor([5, 0, 0]),
+            bank=index,
+        )
+        mains = [{"w": torch.full((1, 4), 100.0)} for _ in groups]
+        synchronize_all(start_all(groups, mains, plan, call=uec.reduce_expert_grads))
+        assert [main["w"].unique().tolist() for main in mains] == [[102.0], [100.0], [100.0]]
+        left = [group.bank(index).slot_grads["w"].unique().tolist() for group in groups]
+        assert left == [[1.0], [0.0], [3.0]]
+        other = groups[0].bank(1 - index % 2).slot_grads["w"]
+        assert other.unique().tolist() != [0.0]
+    close_all(groups)
+
+
+# ---- what only a device has -----------------------------------------------------------------
+
+
+def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) -> uec.Plan:
+    plan = put_plan(group, plan_of(slots))
+    return replace(plan, home=group.session.local.home, bank=bank)
+
+
+def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
+    groups = new_groups(4, engine=streams)
+    weights, load = filled_weights(groups, 0), torch.ones(4, E, dtype=torch.int32)
+    load[:, 0] = 20
+    given = groups[0].session.local.put(load)
+    plans = [uec.plan_replicas(given, group=group, bank=1) for group in groups]
+    on_cpu = uec.plan_replicas(load, group=groups[0], bank=1)
+    for plan in plans:
+        assert groups[0].session.local.holds(plan)
+        for name, tensor in on_cpu.tensors().items():
+            assert torch.equal(getattr(plan, name).cpu(), tensor), name
+    assert replicate(groups, weights, plans) == on_cpu.num_moves > 0
+    assert uec.plan_replicas(given, group=groups[0], bank=1).num_moves == 0
+    load[1, 2] = -1
+    with pytest.raises(errors.InvalidLoadError, match=r"load\[1, 2\] is -1"):
+        uec.plan_replicas(groups[0].session.local.put(load), group=groups[0], bank=1)
+    close_all(groups)
+
+
+def test_the_host_knows_what_it_has_planned(streams: str) -> None:
+    """It waits for the device only where it does not: behind plans that are there alone."""
+    groups = new_groups(4, engine=streams)
+    weights, slots = filled_weights(groups, 0), [[-1, -1], [0, 1], [0, -1], [0, -1]]
+    hold(streams)
+    works = start_all(groups, weights, plan_of(slots))
+    assert groups[0].bank(0).residents.tolist() == slots
+    assert not works[0].is_completed()
+    synchronize_all(works)
+    other = [[-1, -1], [4, 1], [0, -1], [0, -1]]
+    plans = [_slots_on_device(group, other) for group in groups]
+    hold(streams)
+    works = start_all(groups, weights, plans)
+    assert groups[0].bank(0).residents.tolist() == other
+    assert all(work.is_completed() for work in works)
+    close_all(groups)
+
+
+def test_invalidate_follows_the_calls_on_the_stream(streams: str) -> None:
+    """A call under way still finds what slots hold; the next one does not."""
+    groups = new_groups(3, engine=streams)
+    weights, plan = filled_weights(groups, 0), plan_of([[-1, -1], [0, -1], [0, -1]])
+    assert replicate(groups, weights, plan) == 2
+    before = stored(groups)
+    hold(streams)
+    works = start_all(groups, weights, plan)
+    for group in groups:
+        group.bank(0).invalidate()
+    assert not works[0].is_completed()
+    works += start_all(groups, weights, plan)
+    synchronize_all(works)
+    assert stored(groups) - before == 2
+    close_all(groups)
+
+
+@pytest.mark.parametrize("tells", [False, True], ids=["", "invalidate"])
+def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
+    """The table is the device's, so that a graph of two plans of a bank goes on where it was."""
+    groups = new_groups(3, engine=streams)
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+    weights = filled_weights(groups, 0)
+    bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
+    first = [_slots_on_device(g, [[-1, -1], [0, -1], [0, 1]]) for g in groups]
+    second = [_slots_on_device(g, [[-1, -1], [0, 6], [-1, -1]]) for g in groups]
+    device.find_device().settle()
+
+    def calls(rank: int) -> None:
+        for plan in (first[rank], second[rank]):
+            uec.replicate_experts(bound[rank], plan, group=groups[rank])
+        if tells:
+            groups[rank].bank(0).invalidate()
+
+    replicate(groups, weights, first)  # loads the kernels
+    _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
+    moved = []
+    for _ in range(3):
+        before = stored(groups)
+        replay()
+        device.find_device().settle()
+        moved.append(stored(groups) - before)
+    assert moved == ([1, 4, 4] if tells else [1, 0, 0])
+    held: Held = {(0, 1, 0): (0, 0), (0, 2, 0): (0, 0), (0, 2, 1): (1, 0), (0, 1, 1): (6, 0)}
+    for group in groups:
+        check_slots(group, held)
+    expected = [[-1, -1]] * 3 if tells else [[-1, -1], [0, 6], [0, 1]]
+    assert groups[0].bank(0).residents.tolist() == expected
+    # Behind a replay nobody knows but the device.
+    assert replicate(groups, weights, plan_of([[-1, -1], [0, 6], [0, 1]])) == (4 if tells else 0)
+    close_all(groups)
+
+
+def test_what_a_capture_cannot_hold(streams: str) -> None:
+    groups = new_groups(2, engine=streams)
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+    bound = [group.bind(own) for group, own in zip(groups, filled_weights(groups, 0), strict=True)]
+    plan, found = plan_of([[-1, -1], [0, -1]]), []
+    replicate(groups, bound, [_slots_on_device(g, [[-1, -1], [0, -1]]) for g in groups])
+
+    def calls() -> None:
+        found.append(raised(lambda: groups[0].bank(0).residents))
+        found.append(raised(lambda: uec.replicate_experts(bound[0], plan, group=groups[0])))
+
+    graphs.capture(calls)
+    assert [type(error) for error in found] == [errors.UnsupportedError] * 2
+    assert "what a bank holds is read by the host" in str(found[0])
+    assert "a plan of bank 0 is on the CPU" in str(found[1])
+    close_all(groups)
