@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
@@ -60,6 +62,12 @@ class Engine(Protocol):
 
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
+
+    def moves(self) -> NDArray[np.bool_] | None:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
+
+        None: not known, as the device finds out.
+        """
 
     def reader(self, bank: int) -> int:
         """Return the call to a bank that :meth:`invalidate` would have to wait for; 0: none."""

@@ -8,6 +8,7 @@ from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
     InvalidPlanError,
+    UnsupportedError,
 )
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import as_int
@@ -70,8 +71,14 @@ class Bank:
             GroupBusyError: on the host engine: a call that fills the bank has not finished, and may
                 read the weights.
             GroupClosedError: the group is closed or failed earlier.
+            UnsupportedError: in a compiled function.
         """
         session = self._session
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                f"invalidate() of bank {self.index} in a compiled function, where no operator"
+                " stands for it; call it outside, or give replicate_experts a larger version="
+            )
         session.require_open("invalidate")
         reader = session.engine.reader(self.index)
         if reader:

@@ -152,6 +152,9 @@ class CudaEngine:
         """Return 0: :meth:`invalidate` follows the calls so far on the device."""
         return 0
 
+    def moves(self) -> None:
+        """Return None: the device finds out."""
+
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
         try:
