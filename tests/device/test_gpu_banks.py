@@ -280,6 +280,29 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     close_all(groups)
 
 
+def test_a_stream_waits_for_single_slots(streams: str) -> None:
+    groups = new_groups(4, engine=streams)
+    weights = filled_weights(groups, 0)
+    replicate(groups, weights, plan_of([[-1, -1], [-1, 4], [-1, -1], [-1, -1]], bank=1))
+    hold(streams)
+    works = start_all(groups, weights, plan_of([[-1, -1], [0, 4], [6, -1], [-1, -1]], bank=1))
+    assert not works[1].slot_ready(1)  # the host learns of the whole call
+    works[1].wait(slots=[0, 1])
+    works[2].wait(slots=[0])
+    with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0\]"):
+        works[2].wait(slots=[1])
+    device.find_device().settle()  # what the stream waits for has come
+    assert works[1].slot_ready(1)
+    ready = [group.bank(1).ready.tolist() for group in groups]
+    assert ready == [[0, 0], [2, 2], [2, 0], [0, 0]]
+    assert works[0].epoch == 2
+    assert groups[1].bank(0).ready.tolist() == [0, 0]
+    held: Held = {(1, 1, 0): (0, 0), (1, 1, 1): (4, 0), (1, 2, 0): (6, 0)}
+    for group in groups:
+        check_slots(group, held)
+    close_all(groups)
+
+
 def test_what_a_capture_cannot_hold(streams: str) -> None:
     groups = new_groups(2, engine=streams)
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
@@ -291,8 +314,13 @@ def test_what_a_capture_cannot_hold(streams: str) -> None:
         found.append(raised(lambda: groups[0].bank(0).residents))
         found.append(raised(lambda: uec.replicate_experts(bound[0], plan, group=groups[0])))
 
+        found.append(raised(lambda: work.wait(slots=[0])))
+
+    (_, work) = start_all(groups, bound, plan)
+    work.synchronize()
     graphs.capture(calls)
-    assert [type(error) for error in found] == [errors.UnsupportedError] * 2
+    assert [type(error) for error in found] == [errors.UnsupportedError] * 3
     assert "what a bank holds is read by the host" in str(found[0])
     assert "a plan of bank 0 is on the CPU" in str(found[1])
+    assert "wait for the whole call" in str(found[2])
     close_all(groups)

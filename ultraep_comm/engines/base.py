@@ -96,6 +96,13 @@ class Engine(Protocol):
     def wait_slots(self, epoch: int, slots: list[int]) -> bool:
         """Do :meth:`wait` for what a call brings to some of this rank's slots, or for all of it."""
 
+    def ready(self, bank: int) -> Tensor:
+        """Return int64 ``[S]`` on the device: by which call each of this rank's slots was complete.
+
+        Raises:
+            UnsupportedError: there is no device.
+        """
+
     def slot_ready(self, epoch: int, slot: int) -> bool:
         """Return whether what a call brings to a slot of this rank is there."""
 

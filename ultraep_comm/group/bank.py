@@ -54,6 +54,18 @@ class Bank:
         return torch.from_numpy(self._session.engine.residents(self.index))
 
     @property
+    def ready(self) -> torch.Tensor:
+        """Return int64 ``[S]`` on the device, for kernels that wait for single slots; a view.
+
+        A slot's word is the ``epoch`` of the last call by which it was complete; see ready.cuh in
+        :func:`get_include`.
+
+        Raises:
+            UnsupportedError: the group uses the host engine.
+        """
+        return self._session.engine.ready(self.index)
+
+    @property
     def version(self) -> int:
         """Return the version of the main weights that residents are of; 0 at first."""
         return self._session.engine.version(self.index)
