@@ -294,7 +294,8 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   std::vector<int32_t> resident(state.resident.size(), -1);
   if (last > 0 && !synchronize(last, interrupted)) return resident;
   BankTable table;
-  require(driver, driver.cuMemcpyDtoH(&table, on_device(own_banks_.tables + bank), sizeof(table)), "cuMemcpyDtoH");
+  require(driver, driver.cuMemcpyDtoH(&table, on_device(own_banks_.tables + bank), sizeof(table)),
+          "cuMemcpyDtoH");
   if (table.segments != 0)
     require(driver,
             driver.cuMemcpyDtoH(resident.data(), reinterpret_cast<Address>(table.resident),

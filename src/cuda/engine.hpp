@@ -155,7 +155,7 @@ class Engine {
                            Handle stream);
   // Under submit_mutex_: from here on in `stream`, the bank is empty and of this version.
   void set_version(int32_t bank, uint64_t version, Handle stream, const Interrupted& interrupted);
-  Address on_device(const void* own) const;  // where that, in memory_, is on the device
+  Address on_device(const void* own) const;            // where that, in memory_, is on the device
   CaptureError refusal(const std::string& why) const;  // of a call that is being captured
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool succeeded(uint64_t epoch) const;
@@ -202,7 +202,7 @@ class Engine {
   };
   // Under submit_mutex_, behind a call that has been submitted to the bank.
   void note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture);
-  std::vector<BankState> banks_;  // under submit_mutex_
+  std::vector<BankState> banks_;            // under submit_mutex_
   int32_t bank_of_[Launcher::kDepth] = {};  // of the latest calls, by number; likewise
 
   mutable std::mutex submit_mutex_;

@@ -205,7 +205,7 @@ class CudaEngine:
             _raise_typed(error)
 
     def wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        """Make the current stream wait for some slots; False if the call is known to have failed."""
+        """Make the current stream wait for some slots; False: the call is known to have failed."""
         try:
             return self._engine.wait_slots(epoch, slots, self._current_stream())
         except (_core.DriverError, _core.CaptureError) as error:
