@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001
 """slot_gemm.cu in Triton: programs wait for their own slot, while a call still fills others.
 
 Run on a GPU, with `ready` and `slots` of `group.bank(i)` and `number` = `work.epoch`::
