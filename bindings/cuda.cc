@@ -275,7 +275,7 @@ void bind_cuda(nb::module_& m) {
                                    }));
           },
           "bank"_a, "stream"_a)
-      .def("version", &Engine::version, "bank"_a)
+      .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("ready", &Engine::ready, "bank"_a)
       .def(
           "wait_slots",

@@ -183,12 +183,17 @@ void bind_engine(nb::module_& m) {
       .def(
           "residents",
           [](const Engine& e, int32_t bank) {
-            return residents_array(e.topology(), e.residents(bank));
+            std::vector<int32_t> residents;
+            {
+              const Unlocked unlocked;  // a call may hold the engine's lock, and ask for signals
+              residents = e.residents(bank);
+            }
+            return residents_array(e.topology(), residents);
           },
           "bank"_a)
-      .def("version", &Engine::version, "bank"_a)
-      .def("last_call", &Engine::last_call, "bank"_a)
-      .def("invalidate", &Engine::invalidate, "bank"_a)
+      .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
+      .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
+      .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
       .def("moves",
            [](const Engine& e) {
              const std::vector<uint8_t> moves = e.moves();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -241,6 +242,31 @@ def test_invalidate_follows_the_calls_on_the_stream(streams: str) -> None:
     works += start_all(groups, weights, plan)
     synchronize_all(works)
     assert stored(groups) - before == 2
+    close_all(groups)
+
+
+def test_who_asks_for_the_version_leaves_the_interpreter_to_others(streams: str) -> None:
+    """The engine's lock is held while the host waits for the device, and looks for Ctrl-C."""
+    groups = new_groups(3, engine=streams)
+    weights, slots = filled_weights(groups, 0), [[-1, -1], [0, -1], [0, -1]]
+    bank, graphs = groups[0].bank(0), MAKERS["torch" if streams == "cuda" else "emulated"]()
+    other = graphs.new_stream()
+
+    def ask() -> None:
+        with graphs.on(other):  # which holds nothing: the host polls the call
+            bank.residents  # noqa: B018
+
+    for _ in range(3):
+        hold(streams)
+        works = start_all(groups, weights, [_slots_on_device(group, slots) for group in groups])
+        threads = [threading.Thread(target=ask, daemon=True)]
+        threads += [threading.Thread(target=lambda: bank.version, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+        synchronize_all(works)
     close_all(groups)
 
 
