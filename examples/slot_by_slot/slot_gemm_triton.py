@@ -32,7 +32,7 @@ def slot_gemm(
     slot = tl.load(slots_used + tl.program_id(0) // blocks)
     # Acquire at the device's scope, by one thread, and a barrier: pairs with the release of the
     # kernel that fills the slot. Triton's plain loads have no order.
-    while tl.atomic_add(ready + slot, 0, sem="acquire", scope="gpu") < number:
+    while tl.atomic_add(ready + slot, 0, sem="acquire", scope="gpu") <= number:
         pass
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < n

@@ -175,6 +175,7 @@ uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle st
                            const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
     note_call({}, submitted_.load() + 1, 0);
+    if (args.bank.index >= 0) banks_[args.bank.index].version = args.bank.version;  // no slots
     return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
                              call);
   };
@@ -227,7 +228,9 @@ uint64_t Engine::replicate_on_device(const DeviceReplicateArgs& args, bool backg
                     .mode = static_cast<int8_t>(args.mode),
                     .region = static_cast<int16_t>(args.region)};
   const bool is_other = args.bank >= 0 && args.version != banks_[args.bank].version;
-  if (is_other && !is_over()) set_version(args.bank, args.version, stream, interrupted);
+  const bool is_refused = args.table == 0 && num_addresses() > 0 && capture_in(stream) != 0;
+  if (is_other && !is_over() && !is_refused)
+    set_version(args.bank, args.version, stream, interrupted);
   const uint64_t call = submit_from_device(
       request,
       "the stream is being captured into a CUDA graph, and the addresses of the weights are not"
@@ -301,6 +304,7 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
             driver.cuMemcpyDtoH(resident.data(), reinterpret_cast<Address>(table.resident),
                                 resident.size() * sizeof(int32_t)),
             "cuMemcpyDtoH");
+  state.table.version = table.version;
   state.table.segments = table.segments;
   std::copy(resident.begin(), resident.end(), state.resident.begin());
   state.known = !state.in_graphs;
@@ -316,8 +320,8 @@ void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t 
     bank.known = !bank.in_graphs;
     return;
   }
-  bank.last_call = call;
-  bank.capture = capture;
+  (capture == 0 ? bank.last_call : bank.last_captured) = call;
+  bank.capture = capture != 0 ? capture : bank.capture;
   bank.known = bank.known && args.known != nullptr && capture == 0;
   if (!bank.known) return;
   expire_residents(Alone{}, topology_, bank.version, args.segments, bank.table);
@@ -329,9 +333,10 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
   BankState& state = banks_[bank];
   const uint64_t capture = capture_in(stream);
   // Calls read the table. Replays of other captures are ordered by the caller.
-  if (state.last_call != 0 && state.capture == capture &&
-      !wait(state.last_call, stream, interrupted))
-    return;
+  const uint64_t last = capture == 0               ? state.last_call
+                        : state.capture == capture ? state.last_captured
+                                                   : 0;
+  if (last != 0 && !wait(last, stream, interrupted)) return;
   const Driver& driver = launcher_->config().driver;
   const auto set = [&](size_t offset, uint64_t value) {
     for (const uint64_t half : {value & 0xFFFFFFFF, value >> 32}) {
@@ -462,11 +467,12 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handl
     throw refusal("wait(slots=) in a capture into a CUDA graph; wait for the whole call");
   if (epoch + Launcher::kDepth <= submitted_.load()) return true;  // its storage is used again
   const Driver& driver = launcher_->config().driver;
-  constexpr unsigned kAtLeast = 0;  // CU_STREAM_WAIT_VALUE_GEQ
+  constexpr unsigned kAtLeast = 0;    // CU_STREAM_WAIT_VALUE_GEQ
+  const uint64_t wanted = epoch + 1;  // as in ready.cuh
   for (const int32_t slot : slots)
     require(driver,
             driver.cuStreamWaitValue64(
-                stream, ready(bank_of_[epoch % Launcher::kDepth]) + slot * sizeof(uint64_t), epoch,
+                stream, ready(bank_of_[epoch % Launcher::kDepth]) + slot * sizeof(uint64_t), wanted,
                 kAtLeast),
             "cuStreamWaitValue64");
   return true;

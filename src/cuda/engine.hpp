@@ -193,8 +193,9 @@ class Engine {
 
   struct BankState {
     uint64_t version = 0;
-    uint64_t last_call = 0;  // that was submitted, with its mark if it was captured; 0: none
-    uint64_t capture = 0;    // that this was in; 0: none
+    uint64_t last_call = 0;      // that was submitted; 0: none
+    uint64_t last_captured = 0;  // likewise
+    uint64_t capture = 0;        // that this was in
     // What the device's table is after all calls, if `known`; never, where graphs may be replayed.
     std::vector<int32_t> resident;  // [G][S]
     BankTable table;

@@ -399,7 +399,7 @@ void check_banks() {
   CHECK(engine.wait_slots(epoch, {1}, kUserStream, {}));
   const auto words = reinterpret_cast<const uint64_t*>(ranks.state(1).slot_words);
   const auto at = reinterpret_cast<uint64_t>(words + plan.slots_per_rank + 1);
-  const std::vector<std::string> wanted{"wait for " + std::to_string(epoch) + " at " +
+  const std::vector<std::string> wanted{"wait for " + std::to_string(epoch + 1) + " at " +
                                         std::to_string(at) + on(kUserStream)};
   CHECK(recorder::take_log() == wanted);
   CHECK_EQ(engine.ready(1), at - sizeof(uint64_t));

@@ -228,6 +228,43 @@ def test_the_host_knows_what_it_has_planned(streams: str) -> None:
     close_all(groups)
 
 
+def test_who_has_read_the_table_knows_what_the_others_know(streams: str) -> None:
+    groups = new_groups(3, engine=streams)
+    weights = filled_weights(groups, 0)
+    for group in groups:
+        group.bank(0).invalidate()
+    slots = [[-1, -1], [0, 1], [0, -1]]
+    assert replicate(groups, weights, [_slots_on_device(group, slots) for group in groups]) == 3
+    assert groups[0].bank(0).residents.tolist() == slots
+    assert replicate(groups, weights, plan_of([[-1, -1], [6, -1], [-1, -1]])) == 1
+    for group in groups:
+        assert group.bank(0).residents.tolist() == [[-1, -1], [6, 1], [0, -1]]
+    close_all(groups)
+
+
+def test_a_plan_that_was_written_to_is_not_known(streams: str) -> None:
+    groups = new_groups(3, engine=streams)
+    weights, load = filled_weights(groups, 0), torch.ones(3, E, dtype=torch.int32)
+    load[:, 7] = 20  # of rank 2
+    plans = [
+        uec.plan_replicas(group.session.local.put(load), group=group, bank=0) for group in groups
+    ]
+    (work, *_) = works = start_all(groups, weights, plans)
+    slot = next(s for s, expert in enumerate(plans[0].slot_expert[0].tolist()) if expert >= 0)
+    work.wait(slots=[slot])  # the host knows it
+    synchronize_all(works)
+    other = torch.tensor([[6, -1], [6, -1], [-1, -1]], dtype=torch.int32)
+    for plan in plans:
+        plan.slot_expert.copy_(other)
+    (work, *_) = works = start_all(groups, weights, plans)
+    with pytest.raises(errors.InvalidArgumentError, match="that the host knows"):
+        work.wait(slots=[0])
+    synchronize_all(works)
+    for group in groups:
+        assert group.bank(0).residents[0, 0] == 6
+    close_all(groups)
+
+
 def test_invalidate_follows_the_calls_on_the_stream(streams: str) -> None:
     """A call under way still finds what slots hold; the next one does not."""
     groups = new_groups(3, engine=streams)
@@ -320,7 +357,7 @@ def test_a_stream_waits_for_single_slots(streams: str) -> None:
     device.find_device().settle()  # what the stream waits for has come
     assert works[1].slot_ready(1)
     ready = [group.bank(1).ready.tolist() for group in groups]
-    assert ready == [[0, 0], [2, 2], [2, 0], [0, 0]]
+    assert ready == [[0, 0], [3, 3], [3, 0], [0, 0]]
     assert works[0].epoch == 2
     assert groups[1].bank(0).ready.tolist() == [0, 0]
     held: Held = {(1, 1, 0): (0, 0), (1, 1, 1): (4, 0), (1, 2, 0): (6, 0)}

@@ -47,12 +47,11 @@ def plan_replicas(
     experts that any rank exports or imports; the number of replicas. With ``cost`` it minimises the
     total time instead, over a set of plans from no replicas to the best balanced.
 
-    With a bank, a load on the device is planned on the CPU, for which the host waits, and the plan
-    is copied to the device. Slots keep what they hold: it minimises the imbalance, down
-    to the target; the transfer of the *moves*, the slots that have to be written; their number; the
-    instances in use.
+    With a bank, slots keep what they hold: it minimises the imbalance, down to the target; the
+    transfer of the *moves*, the slots that have to be written; their number; the instances in use.
     ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
-    quota of 0, until another expert needs the slot.
+    quota of 0, until another expert needs the slot. A load on the device of a CUDA group is then
+    planned on the CPU, for which the host waits, and the plan is copied to the device.
 
     Args:
         load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns it; or

@@ -84,6 +84,12 @@ class Call:
             self.view = view_of(self.plan)
             self.known = address(session.local.slots_on_host(self.plan))
 
+    def _filled(self) -> torch.Tensor | None:
+        """Return the plan's slot_expert on the CPU, if it is known there."""
+        if self._on_host is not None:
+            return self._on_host.slot_expert
+        return self._session.local.slots_on_host(self.plan) if self.bank >= 0 else None
+
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""
         if self.tag:
@@ -120,7 +126,7 @@ class Call:
                 on_host,
                 self.tag,
                 expert_bytes,
-                None if spends else on_host,
+                None if spends else self._filled(),
             )
             if spends and isinstance(given, PlanHandle):
                 session.plans.spend(given.saved, on_device=self.on_device)

@@ -57,8 +57,8 @@ class Bank:
     def ready(self) -> torch.Tensor:
         """Return int64 ``[S]`` on the device, for kernels that wait for single slots; a view.
 
-        A slot's word is the ``epoch`` of the last call by which it was complete; see ready.cuh in
-        :func:`get_include`.
+        A slot's word is more than the ``epoch`` of every call by which it was complete; see
+        ready.cuh in :func:`get_include`.
 
         Raises:
             UnsupportedError: the group uses the host engine.

@@ -8,6 +8,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine, Parts
 from ultraep_comm.engines.reports import failure_of
@@ -171,12 +173,12 @@ class Session:
         plan: Plan | None = None,
         tag: int = 0,
         expert_bytes: int = 0,
-        filled: Plan | None = None,
+        filled: torch.Tensor | None = None,
     ) -> Work:
         """Return the handle of a submitted call, and keep ``keep`` alive until it has finished.
 
-        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`; ``filled`` is the plan
-        of a transfer, for ``work.wait(slots=)``.
+        ``plan``, ``tag`` and ``expert_bytes`` are for :meth:`Recorder.add`; ``filled`` is the
+        ``slot_expert`` of a transfer, on the CPU, for ``work.wait(slots=)``.
         """
         if epoch & _core.CUDA_CAPTURED:
             self._captured.append(keep)  # for replays, until the group is closed

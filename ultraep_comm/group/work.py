@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Engine
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError, UnsupportedError
-from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.topology import as_int
 
 
@@ -45,7 +46,7 @@ class Work:
         epoch: int,
         operation: str,
         mode: str,
-        filled: Plan | None = None,
+        filled: torch.Tensor | None = None,
     ) -> None:
         self.mode = mode
         self._filled = filled
@@ -94,9 +95,9 @@ class Work:
         if self._filled is None:
             raise InvalidArgumentError(
                 f"rank {rank}: slot {index} of a {self._operation}; expected a replicate_experts"
-                " with a plan on the CPU: other calls are waited for as a whole"
+                " with a plan that the host knows: other calls are waited for as a whole"
             )
-        experts = self._filled.slot_expert[rank].tolist()
+        experts = self._filled[rank].tolist()
         if not 0 <= index < len(experts) or experts[index] < 0:
             filled = [s for s, expert in enumerate(experts) if expert >= 0]
             raise InvalidArgumentError(

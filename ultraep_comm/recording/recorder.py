@@ -42,8 +42,9 @@ class Recorder:
     - when the caller entered the call, and when this rank's part of it finished, waited for or not.
       Calls of the CUDA engine are stream-ordered and have no end;
     - the first call that failed; it and later ones have no end;
-    - slots, quotas and load of a plan on the CPU, and which slots the call moves. Plans on a device
-      are not recorded, as reading them would synchronise.
+    - slots, quotas and load of a plan on the CPU, and which slots the call moves (on the CUDA
+      engine: which it was planned to). Plans on a device are not recorded, as reading them would
+      synchronise.
 
     Calls captured into a CUDA graph are not recorded: the host does not see their replays. Neither
     are calls that do not reach the engine: rejected ones, and loads exchanged by the process group.
@@ -145,6 +146,8 @@ class Recorder:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
         moves = None if plan.bank is None else self._moves()
+        if moves is None and plan.bank is not None and plan.moves is not None:
+            moves = plan.moves.numpy()  # as it was made: the device finds out
         self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS

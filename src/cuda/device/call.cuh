@@ -138,6 +138,8 @@ UEC_ROLE void finish(CallShared& shared, bool counted) {
     }
   } else if (!Warp::share(state.settled)) {
     settle(block, memory);
+  } else if (Warp::leader()) {
+    release_slots(state);  // a replay's stream may have cleared the words
   }
   if (!Warp::leader()) return;
   state.entered = 0;

@@ -1,13 +1,18 @@
 // For kernels of yours: waiting for one slot, while replicate_experts() still fills others.
 //
-// `ready` is group.bank(i).ready, a word for each of the bank's slots on this rank: the number of
-// the last call by which the slot was complete, 0 before the first. A call sets the words of the
-// slots that its plan has an expert in: at once where a bank's slot holds that expert already, else
-// when its last sender has reported. After a failed call all words are kGroupFailed, so that nobody
-// waits for ever: what slots hold then is undefined, and the next call on the group says why.
+// `ready` is group.bank(i).ready, a word for each of the bank's slots on this rank: more than the
+// number of each call by which the slot was complete, 0 before the first. A call sets the words of
+// the slots that its plan has an expert in: at once where a bank's slot holds that expert already,
+// else when its last sender has reported and this rank has sent what it owes. After a failed call
+// all words are kGroupFailed, so that nobody waits for ever: what slots hold then is undefined, and
+// the next call on the group says why.
 //
 // Wait for `work.epoch`. In a CUDA graph, whose replays have no number of their own, clear the
-// words on the stream before the call (group.bank(i).ready.zero_()), and wait for 1.
+// words on the stream before the call (group.bank(i).ready.zero_()), and wait for 0.
+//
+// A call's blocks begin together, so a kernel that waits must not keep them from the device: leave
+// room for the group's num_sms blocks, or have its stream wait for one slot, work.wait(slots=[s]):
+// then the call has begun.
 //
 // Compile with -I<ultraep_comm.get_include()>, for sm_90 or later.
 #pragma once
@@ -20,6 +25,11 @@ namespace uec::cuda {
 
 inline constexpr uint64_t kGroupFailed = uint64_t{1} << 62;
 
+// Whether it may be read now, as after wait_slot().
+UEC_DEVICE bool is_ready(const uint64_t* ready, int32_t slot, uint64_t number) {
+  return ptx::load_acquire_device(ready + slot) > number;
+}
+
 // By one thread, or by each of a block's that reads the slot. True: the slot may be read by
 // ordinary loads; before bulk copies (TMA) of it comes fence.proxy.async. False: after `timeout_ns`
 // nanoseconds it was not there; 0: no limit.
@@ -29,7 +39,7 @@ inline constexpr uint64_t kGroupFailed = uint64_t{1} << 62;
 UEC_DEVICE bool wait_slot(const uint64_t* ready, int32_t slot, uint64_t number,
                           uint64_t timeout_ns = 0) {
   const uint64_t start = timeout_ns == 0 ? 0 : ptx::nanoseconds();
-  while (ptx::load_acquire_device(ready + slot) < number) {
+  while (!is_ready(ready, slot, number)) {
     if (timeout_ns != 0 && ptx::nanoseconds() - start > timeout_ns) return false;
     ptx::pause();
   }

@@ -13,11 +13,10 @@ UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t first_slot) {
   return reinterpret_cast<uint64_t*>(known.slot_words) + first_slot;
 }
 
-// What words are set to: the host's number of the call. Replays have none, and take that of the
-// call before them.
+// What words are set to: more than the host's number of the call. Replays have none, and take that
+// of the call before them.
 UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t counted) {
-  const uint64_t number = known.last_call + static_cast<uint64_t>(counted);
-  return number == 0 ? 1 : number;
+  return known.last_call + static_cast<uint64_t>(counted) + 1;
 }
 
 // By a warp, ahead of note_residents(): slots that hold what the plan has there stay as they are.

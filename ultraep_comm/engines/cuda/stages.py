@@ -57,9 +57,8 @@ class CudaStages(HostStages):
         self._device = device
         self._num_segments = num_segments
         self._shape = shape = stage_shape(topology, rank, device)
-        self._slots_on_host: Any = (
-            WeakTensorKeyDictionary()
-        )  # of plans that were copied to the device
+        # Of plans that were copied to the device: what they are on the CPU, and their version.
+        self._slots_on_host: Any = WeakTensorKeyDictionary()
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
@@ -192,8 +191,9 @@ class CudaStages(HostStages):
 
     def slots_on_host(self, plan: Plan) -> Tensor | None:
         """Return the ``slot_expert`` of a plan on the device, if that was copied there."""
-        found: Tensor | None = self._slots_on_host.get(plan.slot_expert)
-        return found
+        found: tuple[Tensor, int] | None = self._slots_on_host.get(plan.slot_expert)
+        # Not once it has been written to.
+        return None if found is None or found[1] != _version(plan.slot_expert) else found[0]
 
     def _put_plan(self, plan: Plan, load: Tensor | None = None) -> Plan:
         """Return a plan on the device; ``load`` is there."""
@@ -202,7 +202,7 @@ class CudaStages(HostStages):
             return None if tensor is None else self.put(tensor)
 
         slots = self.put(plan.slot_expert)
-        self._slots_on_host[slots] = plan.slot_expert
+        self._slots_on_host[slots] = plan.slot_expert, _version(slots)
         return replace(
             plan,
             slot_expert=slots,
@@ -628,6 +628,11 @@ class _MoveProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (instances,) = ctx.saved_tensors
         return gather_gradient(grads[1], instances), None, None, None
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
