@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from tiers import sampled
 
 from ultraep_comm.bench.launch import (
     Launched,
@@ -169,11 +170,14 @@ def scratch() -> Iterator[str]:
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize(
     ("number", "to_all", "status"),
-    [
-        (signal.SIGINT, True, 130),  # a terminal's
-        (signal.SIGTERM, False, 128 + signal.SIGTERM),
-        (signal.SIGKILL, False, -signal.SIGKILL),
-    ],
+    sampled(
+        [
+            (signal.SIGINT, True, 130),  # a terminal's
+            (signal.SIGTERM, False, 128 + signal.SIGTERM),
+            (signal.SIGKILL, False, -signal.SIGKILL),
+        ],
+        lambda case: case[0] != signal.SIGTERM,
+    ),
 )
 def test_nothing_outlives_a_run(
     tmp_path: Path, scratch: str, number: signal.Signals, to_all: bool, status: int
