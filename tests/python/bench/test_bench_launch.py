@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from tiers import sampled
 
 from ultraep_comm.bench.launch import (
     Launched,
@@ -170,14 +169,11 @@ def scratch() -> Iterator[str]:
 @pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize(
     ("number", "to_all", "status"),
-    sampled(
-        [
-            (signal.SIGINT, True, 130),  # a terminal's
-            (signal.SIGTERM, False, 128 + signal.SIGTERM),
-            (signal.SIGKILL, False, -signal.SIGKILL),
-        ],
-        lambda case: case[0] != signal.SIGTERM,
-    ),
+    [
+        (signal.SIGINT, True, 130),  # a terminal's
+        pytest.param(signal.SIGTERM, False, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
+        (signal.SIGKILL, False, -signal.SIGKILL),
+    ],
 )
 def test_nothing_outlives_a_run(
     tmp_path: Path, scratch: str, number: signal.Signals, to_all: bool, status: int
