@@ -52,7 +52,7 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
     models: Callable[..., Model], backend: str
 ) -> None:
     """All layers of a group in one graph, and a backward pass before the next forward pass."""
-    model = models(11, num_ranks=2)
+    model = models(11, num_ranks=2, num_experts=4)
     counter = CompileCounterWithBackend(backend)
     for modules in model.modules:
         for module in modules:
