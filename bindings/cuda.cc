@@ -275,7 +275,16 @@ void bind_cuda(nb::module_& m) {
                                    }));
           },
           "bank"_a, "stream"_a)
-      .def("version", &Engine::version, "bank"_a)
+      .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
+      .def("ready", &Engine::ready, "bank"_a)
+      .def(
+          "wait_slots",
+          [](Engine& e, uint64_t epoch, const std::vector<int32_t>& slots, uint64_t stream) {
+            return interruptible([&](auto&& interrupted) {
+              return e.wait_slots(epoch, slots, handle(stream), interrupted);
+            });
+          },
+          "epoch"_a, "slots"_a, "stream"_a)
       .def(
           "invalidate",
           [](Engine& e, int32_t bank, uint64_t stream) {

@@ -183,12 +183,26 @@ void bind_engine(nb::module_& m) {
       .def(
           "residents",
           [](const Engine& e, int32_t bank) {
-            return residents_array(e.topology(), e.residents(bank));
+            std::vector<int32_t> residents;
+            {
+              const Unlocked unlocked;  // a call may hold the engine's lock, and ask for signals
+              residents = e.residents(bank);
+            }
+            return residents_array(e.topology(), residents);
           },
           "bank"_a)
-      .def("version", &Engine::version, "bank"_a)
-      .def("last_call", &Engine::last_call, "bank"_a)
-      .def("invalidate", &Engine::invalidate, "bank"_a)
+      .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
+      .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
+      .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
+      .def("moves",
+           [](const Engine& e) {
+             const std::vector<uint8_t> moves = e.moves();
+             auto copy = std::make_unique_for_overwrite<bool[]>(moves.size());
+             std::copy(moves.begin(), moves.end(), copy.get());
+             const Topology& t = e.topology();
+             return to_numpy(std::move(copy), {static_cast<size_t>(t.num_ranks),
+                                               static_cast<size_t>(t.slots_per_rank)});
+           })
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {

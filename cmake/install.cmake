@@ -5,7 +5,8 @@ include(CMakePackageConfigHelpers)
 install(TARGETS ultraep_core ultraep_engine ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY src/core src/engine src/host src/cuda COMPONENT dev
-  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp")
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp"
+  PATTERN "ready.cuh" PATTERN "ptx.cuh")
 install(EXPORT ultraep_comm NAMESPACE ultraep_comm:: FILE ultraep_comm-targets.cmake COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/ultraep_comm)
 configure_package_config_file(cmake/ultraep_comm-config.cmake.in ultraep_comm-config.cmake

@@ -18,6 +18,7 @@ _HOMES = {
     "calls.reduce": ("reduce_expert_grads",),
     "calls.replicate": ("replicate_experts",),
     "calls.reroute": ("reroute", "reroute_map"),
+    "engines.cuda.kernels": ("get_include",),
     "group.bank": ("Bank",),
     "group.create": ("new_group", "new_loopback_groups"),
     "group.group": ("Group",),

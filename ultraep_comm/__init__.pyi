@@ -5,6 +5,7 @@ from ultraep_comm.calls.prefetch import prefetch_experts
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_map
+from ultraep_comm.engines.cuda.kernels import get_include
 from ultraep_comm.group.bank import Bank
 from ultraep_comm.group.create import new_group, new_loopback_groups
 from ultraep_comm.group.group import Group
@@ -37,6 +38,7 @@ __all__ = [
     "errors",
     "gather_and_plan",
     "gather_load",
+    "get_include",
     "group_memory",
     "new_group",
     "new_loopback_groups",

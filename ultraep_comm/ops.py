@@ -20,7 +20,7 @@ from ultraep_comm.calls.plan import plan_apart
 from ultraep_comm.calls.reduce import reduce_expert_grads
 from ultraep_comm.calls.replicate import replicate_experts
 from ultraep_comm.calls.reroute import reroute, reroute_gradient, reroute_map
-from ultraep_comm.calls.traced import TABLE
+from ultraep_comm.calls.traced import TABLE, bank_of
 from ultraep_comm.group.group import Group
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
@@ -73,18 +73,21 @@ def _fake_plan(
 def _plan_replicas(
     load: Tensor, _g: int, _e: int, _s: int, target: float, cost: list[float], group: str
 ) -> tuple[Tensor | None, ...]:
-    plan_cost = None
-    if cost:
-        token, expert_byte, replica, *expert_bytes = cost
-        plan_cost = PlanCost(
-            token=token,
-            expert_byte=expert_byte,
-            replica=replica,
-            expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
-        )
     # An operator's results must not share memory: a graph reuses each after its last use.
-    plan = plan_apart(load, find_group(group), target, plan_cost)
+    plan = plan_apart(load, find_group(group), target, _cost_of(cost))
     return plan.slot_expert, plan.slot_quota, plan.home_quota, plan.home, plan.domains
+
+
+def _cost_of(cost: list[float]) -> PlanCost | None:
+    if not cost:
+        return None
+    token, expert_byte, replica, *expert_bytes = cost
+    return PlanCost(
+        token=token,
+        expert_byte=expert_byte,
+        replica=replica,
+        expert_bytes=int(expert_bytes[0]) if expert_bytes else None,
+    )
 
 
 _PLAN = "Tensor slot_expert, Tensor home, Tensor? slot_quota, Tensor? home_quota"
@@ -96,9 +99,15 @@ def _plan_of(
     slot_quota: Tensor | None,
     home_quota: Tensor | None,
     load: Tensor | None = None,
+    bank: int | None = None,
 ) -> Plan:
     return Plan(
-        slot_expert=slot_expert, home=home, slot_quota=slot_quota, home_quota=home_quota, load=load
+        slot_expert=slot_expert,
+        home=home,
+        slot_quota=slot_quota,
+        home_quota=home_quota,
+        load=load,
+        bank=bank,
     )
 
 
@@ -167,9 +176,41 @@ torch.library.register_autograd(
     "ultraep_comm::reroute_map", _differentiate, setup_context=_save_routing, lib=_LIBRARY
 )
 
-# ---- collective ----------------------------------------------------------------------------
+# ---- in order ------------------------------------------------------------------------------
 #
-# They declare a write to ``order`` and do not touch it.
+# They declare a write to ``order`` and do not touch it: collective calls, and what reads the table
+# of a bank, which these change.
+
+
+def _fake_plan_in_bank(
+    load: Tensor, num_ranks: int, num_experts: int, slots_per_rank: int, *_: Any
+) -> tuple[Tensor, ...]:
+    moves = load.new_empty((num_ranks, slots_per_rank), dtype=torch.bool)
+    return *_fake_plan(load, num_ranks, num_experts, slots_per_rank), moves
+
+
+@_operator(
+    "plan_replicas_in_bank(Tensor load, int num_ranks, int num_experts, int slots_per_rank,"
+    " float target, float[] cost, Tensor(a!) order, int bank, str group)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_plan_in_bank,
+)
+def _plan_replicas_in_bank(
+    load: Tensor,
+    _g: int,
+    _e: int,
+    _s: int,
+    target: float,
+    cost: list[float],
+    _order: Tensor,
+    bank: int,
+    group: str,
+) -> tuple[Tensor | None, ...]:
+    plan = plan_apart(load, find_group(group), target, _cost_of(cost), bank)
+    return (
+        *(plan.slot_expert, plan.slot_quota, plan.home_quota),
+        *(plan.home, plan.domains, plan.moves),
+    )
 
 
 def _fake_gather(topk_ids: Tensor, num_ranks: int, num_experts: int, *_: Any) -> Tensor:
@@ -187,10 +228,12 @@ def _gather_load(topk_ids: Tensor, _g: int, _e: int, _order: Tensor, group: str)
 
 _WEIGHTS = f"Tensor[] weights, int[] counts, str[] given, {_PLAN}"
 _SLOTS = "Tensor(a!)[] slots, str[] names, Tensor(b!) order"
+# Versions grow from step to step: as a SymInt, a new one compiles nothing anew.
+_HOW = "str how, int? bank, SymInt? version, str group"
 
 
 @_operator(
-    f"replicate_experts({_WEIGHTS}, {_SLOTS}, str how, str group) -> ()",
+    f"replicate_experts({_WEIGHTS}, {_SLOTS}, {_HOW}) -> ()",
     lambda *_: None,
 )
 def _replicate(*arguments: Any) -> None:
@@ -198,7 +241,7 @@ def _replicate(*arguments: Any) -> None:
 
 
 @_operator(
-    f"start_replicate_experts({_WEIGHTS}, {_SLOTS}, str how, str group) -> Tensor",
+    f"start_replicate_experts({_WEIGHTS}, {_SLOTS}, {_HOW}) -> Tensor",
     lambda *_: torch.empty(1, dtype=torch.int64, device="cpu"),
 )
 def _start_replicate(*arguments: Any) -> Tensor:
@@ -212,8 +255,8 @@ def _start_replicate(*arguments: Any) -> Tensor:
 
 
 @_operator(
-    f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, str group,"
-    " bool synchronize) -> ()",
+    f"wait_replicate_experts(Tensor token, Tensor[] held, Tensor slot_expert, {_SLOTS}, int? bank,"
+    " str group, bool synchronize) -> ()",
     lambda *_: None,
 )
 def _wait_replicate(
@@ -223,6 +266,7 @@ def _wait_replicate(
     slots: list[Tensor],
     names: list[str],
     _order: Tensor,
+    bank: int | None,
     group_name: str,
     synchronize: bool,
 ) -> None:
@@ -232,7 +276,7 @@ def _wait_replicate(
     group = find_group(group_name)
     work = Work(group.session, epoch, "replicate_experts", "")
     work.synchronize() if synchronize else work.wait()
-    copies = _copies_among(slots, names, group)
+    copies = _copies_among(slots, names, group, bank)
     _take(copies, _filled(slot_expert, group) if copies else [])
 
 
@@ -248,6 +292,8 @@ def _transfer_of(
     names: list[str],
     _order: Tensor,
     mode: str,
+    bank: int | None,
+    version: int | None,
     group_name: str,
 ) -> tuple[Copies, list[int], Callable[..., Work | None]]:
     """Return the slots that are copies, the rows that the plan fills, and the call."""
@@ -256,12 +302,13 @@ def _transfer_of(
     call = partial(
         replicate_experts,
         tensors[0] if given == [TABLE] else weights,
-        _plan_of(slot_expert, home, slot_quota, home_quota),
+        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank),
         group=group,
         mode=mode,
         segments=names,
+        version=version,
     )
-    copies = _copies_among(slots, names, group)
+    copies = _copies_among(slots, names, group, bank)
     return copies, _filled(slot_expert, group) if copies else [], call
 
 
@@ -275,7 +322,7 @@ def _by_name(tensors: list[Tensor], counts: list[int], given: list[str]) -> Weig
 
 @_operator(
     f"reduce_expert_grads(Tensor(a!)[] grads, int[] counts, str[] given, {_PLAN},"
-    " Tensor(b!)[] slot_grads, Tensor(c!) order, str how, bool zero, str group) -> ()",
+    " Tensor(b!)[] slot_grads, Tensor(c!) order, str how, bool zero, int? bank, str group) -> ()",
     lambda *_: None,
 )
 def _reduce(
@@ -290,18 +337,19 @@ def _reduce(
     _order: Tensor,
     mode: str,
     zero: bool,
+    bank: int | None,
     group_name: str,
 ) -> None:
     group = find_group(group_name)
     # Like slots, slot gradients may be copies; the call reads the group's memory.
-    pairs = zip(slot_grads, group.slot_grads.values(), strict=True)
+    pairs = zip(slot_grads, bank_of(bank, group).slot_grads.values(), strict=True)
     copies = [(copy, own) for copy, own in pairs if copy.data_ptr() != own.data_ptr()]
     kept = [own.clone() for _, own in copies]
     for copy, own in copies:
         own.copy_(copy)
     reduce_expert_grads(
         _by_name(grads, counts, given),
-        _plan_of(slot_expert, home, slot_quota, home_quota),
+        _plan_of(slot_expert, home, slot_quota, home_quota, bank=bank),
         group=group,
         mode=mode,
         zero=zero,
@@ -312,13 +360,14 @@ def _reduce(
 
 
 # A functionalized graph passes copies of the slots, and may still read the originals. Transfers
-# always write to the group's memory: so the results are copied to the copies, and the group's
-# memory is restored.
+# always use the group's memory: so the copies' contents, which a bank keeps and sends on, are
+# copied there, the results are copied back, and the group's memory is restored.
 
 
-def _copies_among(slots: list[Tensor], names: list[str], group: Group) -> Copies:
+def _copies_among(slots: list[Tensor], names: list[str], group: Group, bank: int | None) -> Copies:
     """Return the slots that are copies, each paired with the group's own."""
-    own = [group.slots[name] for name in names if name in group.slots]
+    held = bank_of(bank, group).slots
+    own = [held[name] for name in names if name in held]
     return [(a, b) for a, b in zip(slots, own, strict=True) if a.data_ptr() != b.data_ptr()]
 
 
@@ -333,6 +382,9 @@ def _filled(slot_expert: Tensor, group: Group) -> list[int]:
 def _run(copies: Copies, filled: list[int], call: Callable[..., Work | None]) -> None:
     """Make the call, move its effect to the slots that were passed, and restore the group's."""
     kept = [(own[slot], own[slot].clone()) for _, own in copies for slot in filled]
+    for copy, own in copies:
+        for slot in filled:
+            own[slot].copy_(copy[slot])
     call(async_op=False)
     _take(copies, filled)
     for memory, before in kept:

@@ -35,6 +35,7 @@ inline constexpr Result kCaptureImplicit = 906;
   F(cuEventRecord, (Handle event, Handle stream))                                                 \
   F(cuEventQuery, (Handle event))                                                                 \
   F(cuStreamWaitEvent, (Handle stream, Handle event, unsigned flags))                             \
+  F(cuStreamWaitValue64, (Handle stream, Address at, uint64_t value, unsigned flags))             \
   F(cuStreamGetCaptureInfo, (Handle stream, int32_t* status, uint64_t* id, void** graph,          \
                              const void** nodes, size_t* num_nodes))                              \
   F(cuThreadExchangeStreamCaptureMode, (int32_t* mode))                                           \

@@ -174,7 +174,7 @@ uint64_t Engine::submit_from_host(Operation operation, uint64_t tag, Prepare&& p
 uint64_t Engine::replicate(const ReplicateArgs& args, bool background, Handle stream,
                            const Interrupted& interrupted, Mode* mode) {
   const auto prepare = [&](Call* call) {
-    note_call({}, 0, 0);
+    note_call({}, submitted_.load() + 1, 0);
     return prepare_replicate(Alone{}, tables_, args, arrays_.arrays, arrays_.schedule, &shape_,
                              call);
   };
@@ -266,9 +266,9 @@ uint64_t Engine::reduce_on_device(const DeviceReduceArgs& args, bool background,
 
 // ---- banks --------------------------------------------------------------------------------------
 
-Address Engine::bank_table(int32_t bank) const {
-  const auto own = reinterpret_cast<uint64_t>(own_banks_.tables + bank);
-  return launcher_->tables(config_.rank) + own - reinterpret_cast<uint64_t>(memory_.data());
+Address Engine::on_device(const void* own) const {
+  const auto at = reinterpret_cast<uint64_t>(own) - reinterpret_cast<uint64_t>(memory_.data());
+  return launcher_->tables(config_.rank) + at;
 }
 
 uint64_t Engine::version(int32_t bank) const {
@@ -294,7 +294,8 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   std::vector<int32_t> resident(state.resident.size(), -1);
   if (last > 0 && !synchronize(last, interrupted)) return resident;
   BankTable table;
-  require(driver, driver.cuMemcpyDtoH(&table, bank_table(bank), sizeof(table)), "cuMemcpyDtoH");
+  require(driver, driver.cuMemcpyDtoH(&table, on_device(own_banks_.tables + bank), sizeof(table)),
+          "cuMemcpyDtoH");
   if (table.segments != 0)
     require(driver,
             driver.cuMemcpyDtoH(resident.data(), reinterpret_cast<Address>(table.resident),
@@ -307,6 +308,7 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
 }
 
 void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture) {
+  if (capture == 0) bank_of_[call % Launcher::kDepth] = std::max(args.bank, 0);
   BankState& bank = banks_[std::max(args.bank, 0)];
   bank.in_graphs |= capture != 0;
   if (args.bank < 0) {
@@ -334,8 +336,8 @@ void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
   const auto set = [&](size_t offset, uint64_t value) {
     for (const uint64_t half : {value & 0xFFFFFFFF, value >> 32}) {
       require(driver,
-              driver.cuMemsetD32Async(bank_table(bank) + offset, static_cast<unsigned>(half), 1,
-                                      stream),
+              driver.cuMemsetD32Async(on_device(own_banks_.tables + bank) + offset,
+                                      static_cast<unsigned>(half), 1, stream),
               "cuMemsetD32Async");
       offset += 4;
     }
@@ -440,6 +442,33 @@ bool Engine::wait(uint64_t epoch, Handle stream, const Interrupted& interrupted)
   } catch (const CaptureError& error) {
     throw refusal(error.what());
   }
+  return true;
+}
+
+Address Engine::ready(int32_t bank) const {
+  return on_device(own_banks_.ready + int64_t{bank} * topology_.slots_per_rank);
+}
+
+bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handle stream,
+                        const Interrupted& interrupted) {
+  if (!succeeded(epoch)) return false;
+  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
+    if (succeeded(epoch)) fail_here();
+    return false;
+  }
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  if (capture_in(stream) != 0)
+    throw refusal("wait(slots=) in a capture into a CUDA graph; wait for the whole call");
+  if (epoch + Launcher::kDepth <= submitted_.load()) return true;  // its storage is used again
+  const Driver& driver = launcher_->config().driver;
+  constexpr unsigned kAtLeast = 0;  // CU_STREAM_WAIT_VALUE_GEQ
+  for (const int32_t slot : slots)
+    require(driver,
+            driver.cuStreamWaitValue64(
+                stream, ready(bank_of_[epoch % Launcher::kDepth]) + slot * sizeof(uint64_t), epoch,
+                kAtLeast),
+            "cuStreamWaitValue64");
   return true;
 }
 

@@ -121,6 +121,11 @@ class Engine {
   // Makes `stream` wait for the call; blocks only until all ranks of a shared launch have called.
   // False: the call is known to have failed.
   bool wait(uint64_t epoch, Handle stream, const Interrupted& interrupted);
+  // The same for some slots of this rank that the call fills or finds filled.
+  bool wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handle stream,
+                  const Interrupted& interrupted);
+  // [S] words in device memory, as in ready.cuh.
+  Address ready(int32_t bank) const;
   // Blocks until the call has finished. True: it has succeeded.
   bool synchronize(uint64_t epoch, const Interrupted& interrupted);
   bool is_completed(uint64_t epoch);
@@ -150,7 +155,7 @@ class Engine {
                            Handle stream);
   // Under submit_mutex_: from here on in `stream`, the bank is empty and of this version.
   void set_version(int32_t bank, uint64_t version, Handle stream, const Interrupted& interrupted);
-  Address bank_table(int32_t bank) const;
+  Address on_device(const void* own) const;            // where that, in memory_, is on the device
   CaptureError refusal(const std::string& why) const;  // of a call that is being captured
   uint64_t capture_in(Handle stream) const;            // as capture_of()
   bool succeeded(uint64_t epoch) const;
@@ -197,7 +202,8 @@ class Engine {
   };
   // Under submit_mutex_, behind a call that has been submitted to the bank.
   void note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture);
-  std::vector<BankState> banks_;  // under submit_mutex_
+  std::vector<BankState> banks_;            // under submit_mutex_
+  int32_t bank_of_[Launcher::kDepth] = {};  // of the latest calls, by number; likewise
 
   mutable std::mutex submit_mutex_;
   host::CallCounter calls_made_;

@@ -53,6 +53,8 @@ inline RankState make_rank_state(const host::EngineConfig& config, const host::E
     banks.tables[i] = {.resident = reinterpret_cast<int32_t*>(at)};
   }
   state.banks = reinterpret_cast<uint64_t>(banks.tables) + moved;
+  std::fill_n(banks.ready, int64_t{config.banks} * config.slots_per_rank, 0);
+  state.slot_words = reinterpret_cast<uint64_t>(banks.ready) + moved;
   state.tile_bytes = config.tile_bytes;
   state.cost = config.cost;
   state.allow_cross_domain = config.allow_cross_domain;

@@ -111,6 +111,19 @@ uint64_t Engine::last_call(int32_t bank) const {
   return banks_[bank].last_call;
 }
 
+std::vector<uint8_t> Engine::moves() const {
+  const std::lock_guard lock(submit_mutex_);
+  const int32_t slots = topology_.slots_per_rank;
+  std::vector<uint8_t> moves(int64_t{topology_.num_ranks} * slots);
+  const Prepared& last = *calls_[submitted_.load() % kDepth];
+  if (last.call.epoch.number != submitted_.load() || last.operation == Operation::kGather)
+    return moves;
+  const Schedule& s = last.schedule.schedule;
+  for (int32_t i = 0; i < s.first[s.num_experts]; ++i)
+    moves[s.replica_rank[i] * slots + s.replica_slot[i]] = 1;
+  return moves;
+}
+
 void Engine::invalidate(int32_t bank) {
   const std::lock_guard lock(submit_mutex_);
   ++banks_[bank].table.version;

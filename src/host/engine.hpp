@@ -60,6 +60,8 @@ class Engine {
   void invalidate(int32_t bank);
   // The last call that was submitted for a bank; 0: none.
   uint64_t last_call(int32_t bank) const;
+  // [G][S] the slots that the last call writes to or, of a reduction, reads.
+  std::vector<uint8_t> moves() const;
 
   // This rank's input was bad: takes an epoch, tells the peers and poisons the group.
   void reject(const std::function<bool()>& interrupted = {});

@@ -198,6 +198,12 @@ inline Driver make_driver() {
     note("wait for " + name_of(event) + " on " + name_of(stream));
     return 0;
   };
+  d.cuStreamWaitValue64 = [](Handle stream, Address at, uint64_t value, unsigned) {
+    const std::lock_guard lock(state().mutex);
+    note("wait for " + std::to_string(value) + " at " + std::to_string(at) + " on " +
+         name_of(stream));
+    return 0;
+  };
   d.cuStreamGetCaptureInfo = [](Handle, int32_t* status, uint64_t* id, void**, const void**,
                                 size_t*) {
     *status = state().capturing;

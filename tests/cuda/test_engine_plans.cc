@@ -392,6 +392,18 @@ void check_banks() {
   known->segments = 3;
   CHECK_EQ(residents(1)[0], 5);
 
+  // A stream waits for a slot's word, of the call's own bank.
+  recorder::state().capturing = 0;
+  recorder::take_log();
+  const uint64_t epoch = engine.epoch();
+  CHECK(engine.wait_slots(epoch, {1}, kUserStream, {}));
+  const auto words = reinterpret_cast<const uint64_t*>(ranks.state(1).slot_words);
+  const auto at = reinterpret_cast<uint64_t>(words + plan.slots_per_rank + 1);
+  const std::vector<std::string> wanted{"wait for " + std::to_string(epoch) + " at " +
+                                        std::to_string(at) + on(kUserStream)};
+  CHECK(recorder::take_log() == wanted);
+  CHECK_EQ(engine.ready(1), at - sizeof(uint64_t));
+
   // Without a bank, the slots of bank 0 are filled.
   args.bank = 0;
   args.version = 0;

@@ -247,6 +247,24 @@ ultraep_add_device_mutant(device_bank_of_another PROGRAM test_banks FILE cuda/de
   FIND [[  addresses.first_slot = launch.first_slot;]]
   REPLACE [[  addresses.first_slot = 0;]])
 
+ultraep_add_device_mutant(device_residents_told_late PROGRAM test_ready
+  FILE cuda/device/slot_words.cuh
+  FIND [[  ptx::sync_warp();  // the table changes now]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_slot_told_early PROGRAM test_ready FILE cuda/device/slot_words.cuh
+  FIND [[all || memory.observe(call.layout.done(e.idx, e.peer)) == call.epoch.number;]]
+  REPLACE [[true;]])
+
+ultraep_add_device_mutant(device_slots_not_released PROGRAM test_ready FILE cuda/device/wait.cuh
+  FIND [[  release_slots(state);]]
+  REPLACE [[]])
+
+ultraep_add_device_mutant(device_slot_not_released PROGRAM test_ready
+  FILE cuda/device/slot_words.cuh
+  FIND [[if (is_filled && is_complete) ptx::store_release_device(words + s, number);]]
+  REPLACE [[if (is_filled && is_complete) words[s] = number;]])
+
 # ---- the reroute ---------------------------------------------------------------------------------
 
 ultraep_add_device_mutant(reroute_counts_not_acquired PROGRAM test_reroute

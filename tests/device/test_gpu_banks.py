@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -247,6 +248,31 @@ def test_invalidate_follows_the_calls_on_the_stream(streams: str) -> None:
     close_all(groups)
 
 
+def test_who_asks_for_the_version_leaves_the_interpreter_to_others(streams: str) -> None:
+    """The engine's lock is held while the host waits for the device, and looks for Ctrl-C."""
+    groups = new_groups(3, engine=streams)
+    weights, slots = filled_weights(groups, 0), [[-1, -1], [0, -1], [0, -1]]
+    bank, graphs = groups[0].bank(0), MAKERS["torch" if streams == "cuda" else "emulated"]()
+    other = graphs.new_stream()
+
+    def ask() -> None:
+        with graphs.on(other):  # which holds nothing: the host polls the call
+            bank.residents  # noqa: B018
+
+    for _ in range(3):
+        hold(streams)
+        works = start_all(groups, weights, [_slots_on_device(group, slots) for group in groups])
+        threads = [threading.Thread(target=ask, daemon=True)]
+        threads += [threading.Thread(target=lambda: bank.version, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+        synchronize_all(works)
+    close_all(groups)
+
+
 @pytest.mark.parametrize("tells", [False, True], ids=["", "invalidate"])
 def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     """The table is the device's, so that a graph of two plans of a bank goes on where it was."""
@@ -283,6 +309,29 @@ def test_replays_move_what_is_missing(streams: str, tells: bool) -> None:
     close_all(groups)
 
 
+def test_a_stream_waits_for_single_slots(streams: str) -> None:
+    groups = new_groups(4, engine=streams)
+    weights = filled_weights(groups, 0)
+    replicate(groups, weights, plan_of([[-1, -1], [-1, 4], [-1, -1], [-1, -1]], bank=1))
+    hold(streams)
+    works = start_all(groups, weights, plan_of([[-1, -1], [0, 4], [6, -1], [-1, -1]], bank=1))
+    assert not works[1].slot_ready(1)  # the host learns of the whole call
+    works[1].wait(slots=[0, 1])
+    works[2].wait(slots=[0])
+    with pytest.raises(errors.InvalidArgumentError, match=r"fills the slots \[0\]"):
+        works[2].wait(slots=[1])
+    device.find_device().settle()  # what the stream waits for has come
+    assert works[1].slot_ready(1)
+    ready = [group.bank(1).ready.tolist() for group in groups]
+    assert ready == [[0, 0], [2, 2], [2, 0], [0, 0]]
+    assert works[0].epoch == 2
+    assert groups[1].bank(0).ready.tolist() == [0, 0]
+    held: Held = {(1, 1, 0): (0, 0), (1, 1, 1): (4, 0), (1, 2, 0): (6, 0)}
+    for group in groups:
+        check_slots(group, held)
+    close_all(groups)
+
+
 def test_what_a_capture_cannot_hold(streams: str) -> None:
     groups = new_groups(2, engine=streams)
     graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
@@ -294,8 +343,13 @@ def test_what_a_capture_cannot_hold(streams: str) -> None:
         found.append(raised(lambda: groups[0].bank(0).residents))
         found.append(raised(lambda: uec.replicate_experts(bound[0], plan, group=groups[0])))
 
+        found.append(raised(lambda: work.wait(slots=[0])))
+
+    (_, work) = start_all(groups, bound, plan)
+    work.synchronize()
     graphs.capture(calls)
-    assert [type(error) for error in found] == [errors.UnsupportedError] * 2
+    assert [type(error) for error in found] == [errors.UnsupportedError] * 3
     assert "what a bank holds is read by the host" in str(found[0])
     assert "a plan of bank 0 is on the CPU" in str(found[1])
+    assert "wait for the whole call" in str(found[2])
     close_all(groups)

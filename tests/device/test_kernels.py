@@ -296,15 +296,16 @@ def test_calls_order_the_making_of_a_block(
     instructions = code[arch][kernel]
     assert absent(instructions, OF_MADE_BLOCKS) == set()
 
-    # The word that is released is the one that is acquired.
+    # Of the words that are released, for its blocks and for kernels of users, one is acquired.
     def offsets(instruction: str) -> set[str]:
         lines = (re.match(instruction, line) for line in instructions)
         return {line[1] for line in lines if line}
 
     at = r".*\[R\d+\.64(\+0x[0-9a-f]+)?\]"
     released = offsets(r"STG?\.E\.64\.STRONG\.GPU" + at)
-    assert released == offsets(r"LDG?\.E\.64\.STRONG\.GPU" + at)
-    assert len(released) == 1
+    acquired = offsets(r"LDG?\.E\.64\.STRONG\.GPU" + at)
+    assert len(acquired) == 1
+    assert acquired <= released <= {*acquired, None}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Launch(c.Structure):
     _fields_ = [
         ("kernel", c.c_char_p), ("blocks", c.c_uint32), ("ranks", c.c_uint32),
         ("threads", c.c_uint32), ("shared_bytes", c.c_int64), ("args", c.POINTER(c.c_void_p)),
-        ("first_rank", c.c_int32), ("together", c.c_int32),
+        ("first_rank", c.c_int32), ("together", c.c_int32), ("beside", c.c_int32),
     ]
 shape = json.loads(sys.argv[1])
 machine = c.CDLL(os.environ["UEC_PTX_MACHINE"])

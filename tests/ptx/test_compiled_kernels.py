@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from measure import BUDGET, CLOCKS, ROWS, measure, nvcc_version, summary
-from ptx_machine import PROGRAMS, RACE_FREE, PtxMachine
+from ptx_machine import PROGRAMS, RACE_FREE, VIOLATED, PtxMachine
 from tiers import sampled
 
 TOLERANCE = 0.1
@@ -23,6 +25,19 @@ QUICK_ROWS = ["empty:8,16,0", "plan:64,256,2,16", "fan_out:2,4096,64,16,0"]
 def test_kernels_run_without_a_race(machine: PtxMachine, name: str, seed: int) -> None:
     outcome = machine.run_program(name, seed=seed)
     assert outcome.status == RACE_FREE, outcome.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.builds("cpu", "ptx", "ptx_example_90")
+def test_a_kernel_of_a_user_waits_for_its_slots(machine: PtxMachine, tmp_path: Path) -> None:
+    kernels = machine.build("cpu", "ptx", "ptx_example_90") / "tests" / "ptx" / "example_90.ptx"
+    outcome = machine.run_program("ready", kernels)
+    assert outcome.status == RACE_FREE, outcome.text
+    before, own, after = re.split(r"(\.entry slot_gemm.*?\n}\n)", kernels.read_text(), flags=re.S)
+    weaker = tmp_path / "weaker.ptx"
+    weaker.write_text(before + own.replace("ld.acquire.gpu", "ld.relaxed.gpu") + after)
+    outcome = machine.run_program("ready", weaker)
+    assert outcome.status == VIOLATED, outcome.text
 
 
 @pytest.mark.exhaustive

@@ -37,6 +37,7 @@ _ARGUMENTS = {
     "cuEventRecord": [_POINTER, _POINTER],
     "cuEventQuery": [_POINTER],
     "cuStreamWaitEvent": [_POINTER, _POINTER, ctypes.c_uint],
+    "cuStreamWaitValue64": [_POINTER, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint],
     "cuStreamGetCaptureInfo": [
         _POINTER,
         ctypes.POINTER(ctypes.c_int32),
@@ -216,6 +217,10 @@ class FakeDevice:
 
     def _driver_memset_d32_async(self, to: int, value: int, count: int, stream: int) -> int:
         (ctypes.c_uint32 * count).from_address(to)[:] = [value] * count
+        return 0
+
+    def _driver_stream_wait_value64(self, stream: int, at: int, value: int, flags: int) -> int:
+        self.log.append(("wait for slot", at, stream))
         return 0
 
     def _driver_event_create(self, event: Any, flags: int) -> int:

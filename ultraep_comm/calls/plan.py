@@ -14,7 +14,6 @@ from ultraep_comm.errors import (
     InvalidArgumentError,
     InvalidLoadError,
     InvalidPlanError,
-    UnsupportedError,
 )
 from ultraep_comm.group.bank import Bank, bank_index
 from ultraep_comm.group.group import Group
@@ -93,12 +92,8 @@ def plan_replicas(
             "plan_replicas needs bank= with a group, and residents= without one"
         )
     if group is not None and torch.compiler.is_dynamo_compiling():
-        if bank is not None:
-            raise UnsupportedError(
-                "plan_replicas was given a bank in a compiled function, whose operators know no"
-                " banks; plan outside of it"
-            )
-        return traced.plan_replicas(load, group, target, cost)
+        index = bank_index(bank, group.session) if isinstance(bank, Bank) else bank
+        return traced.plan_replicas(load, group, target, cost, index)
     if group is not None:
         return _plan(load, group, target, cost, bank=bank)
     _check_load(load, ["cpu"])
@@ -146,20 +141,29 @@ def _on_residents(
     cost: PlanCost | None,
     group: Group | None,
     residents: IntArray | None,
+    *,
+    apart: bool = False,
 ) -> Plan:
     if residents is not None and cost is not None:
         raise InvalidArgumentError(
             "plan_replicas was given a cost and residents, or a bank; expected a target with these"
         )
-    return local.plan(load, *plan_objective(target, cost, group), residents=residents)
+    objective = plan_objective(target, cost, group)
+    return local.plan(load, *objective, apart=apart, residents=residents)
 
 
-def plan_apart(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
+def plan_apart(
+    load: torch.Tensor,
+    group: Group,
+    target: float,
+    cost: PlanCost | None,
+    bank: int | None = None,
+) -> Plan:
     """Do :func:`plan_replicas`, but share no memory among the plan's tensors or with the group.
 
     The plan's ``load`` may be the caller's.
     """
-    return _plan(load, group, target, cost, apart=True)
+    return _plan(load, group, target, cost, apart=True, bank=bank)
 
 
 def _plan(
@@ -179,7 +183,7 @@ def _plan(
         return local.plan(load, *plan_objective(target, cost, group), apart=apart)
     index = bank_index(bank, group.session)
     residents = group.session.engine.residents(index)
-    plan = _on_residents(local, load, target, cost, group, residents)
+    plan = _on_residents(local, load, target, cost, group, residents, apart=apart)
     return replace(plan, bank=index)
 
 

@@ -77,7 +77,7 @@ def replicate_experts(
     session = group.session
     if torch.compiler.is_dynamo_compiling():
         plan = plan_of(plan, "replicate_experts", session)
-        return traced.replicate_experts(weights, plan, group, async_op, mode, segments)
+        return traced.replicate_experts(weights, plan, group, async_op, mode, segments, version)
 
     call = Call(session, plan, "replicate_experts")
     try:

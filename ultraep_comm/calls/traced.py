@@ -1,6 +1,7 @@
 """The calls as torch.compile traces them: operators of ``ops``.
 
-All of them declare a write to one tensor, so that a compiler keeps each of them, once, in order.
+All that are collective, or read what these change, declare a write to one tensor, so that a
+compiler keeps each of them, once, in order.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ultraep_comm.errors import UltraEPError, UnsupportedError
+from ultraep_comm.errors import UltraEPError
 from ultraep_comm.group.names import find_group
 from ultraep_comm.group.work import Work
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.weights.segments import BoundWeights, Weights
 
 if TYPE_CHECKING:
+    from ultraep_comm.group.bank import Bank
     from ultraep_comm.group.group import Group
     from ultraep_comm.plan.plan import PlanCost
 
@@ -43,10 +45,10 @@ def replicate_experts(
     async_op: bool,
     mode: str,
     segments: Sequence[str] | None,
+    version: int | None = None,
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.replicate_experts`."""
-    _refuse_bank(plan, "replicate_experts")
     given: Weights
     if isinstance(weights, torch.Tensor):  # group.weight_table
         given = {TABLE: weights}
@@ -59,18 +61,19 @@ def replicate_experts(
         counts.append(-1 if isinstance(value, torch.Tensor) else len(listed))
         tensors += [tensor.detach() for tensor in listed]  # a transfer has no gradient
     names = list(group.slots) if segments is None else list(segments)
-    slots = [group.slots[name] for name in names if name in group.slots]
+    held_slots = bank_of(plan.bank, group).slots
+    slots = [held_slots[name] for name in names if name in held_slots]
     plan_fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
     arguments: tuple[Any, ...] = (
         *(tensors, counts, list(given), *plan_fields),
-        *(slots, names, order, mode, group.name),
+        *(slots, names, order, mode, plan.bank, version, group.name),
     )
     if not async_op:
         torch.ops.ultraep_comm.replicate_experts(*arguments)
         return None
     token = torch.ops.ultraep_comm.start_replicate_experts(*arguments)
     held = [*tensors, *(field for field in plan_fields if field is not None)]
-    return TracedWork(token, held, plan.slot_expert, slots, names, mode, group.name)
+    return TracedWork(token, held, plan.slot_expert, slots, names, plan.bank, mode, group.name)
 
 
 def reduce_expert_grads(
@@ -83,7 +86,6 @@ def reduce_expert_grads(
     order: torch.Tensor = ORDER,
 ) -> Work | None:
     """Trace :func:`ultraep_comm.reduce_expert_grads`, which always completes in place."""
-    _refuse_bank(plan, "reduce_expert_grads")
     counts: list[int] = []  # tensors of each segment; -1: one stacked tensor
     tensors: list[torch.Tensor] = []
     for value in grads.values():
@@ -95,21 +97,19 @@ def reduce_expert_grads(
         counts,
         list(grads),
         *(plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota),
-        list(group.slot_grads.values()),
+        list(bank_of(plan.bank, group).slot_grads.values()),
         order,
         mode,
         zero,
+        plan.bank,
         group.name,
     )
     return FinishedWork() if async_op else None
 
 
-def _refuse_bank(plan: Plan, operation: str) -> None:
-    if plan.bank is not None:
-        raise UnsupportedError(
-            f"{operation} was given a plan of bank {plan.bank} in a compiled function, whose"
-            " operators know no banks; plan without bank= there, or call it outside"
-        )
+def bank_of(index: int | None, group: Group) -> Bank:
+    """Return the bank that a plan's calls use; the first if they will reject the plan."""
+    return group.banks[index if index is not None and index < len(group.banks) else 0]
 
 
 class FinishedWork(Work):
@@ -143,12 +143,13 @@ class TracedWork(Work):
         slot_expert: torch.Tensor,
         slots: list[torch.Tensor],
         names: list[str],
+        bank: int | None,
         mode: str,
         group_name: str,
     ) -> None:
         self.mode = mode
         # The wait takes the transfer's inputs too, or a compiler might reuse their memory earlier.
-        self._arguments = (token, held, slot_expert, slots, names, ORDER, group_name)
+        self._arguments = (token, held, slot_expert, slots, names, ORDER, bank, group_name)
 
     def wait(self, slots: Sequence[int] | None = None) -> None:
         """See :meth:`Work.wait`: for the whole call."""
@@ -171,7 +172,9 @@ class TracedWork(Work):
         return Work(find_group(group_name).session, int(token), "replicate_experts", self.mode)
 
 
-def plan_replicas(load: torch.Tensor, group: Group, target: float, cost: PlanCost | None) -> Plan:
+def plan_replicas(
+    load: torch.Tensor, group: Group, target: float, cost: PlanCost | None, bank: int | None = None
+) -> Plan:
     """Trace :func:`ultraep_comm.plan_replicas` with a group."""
     t = group.topology
     costs: list[float] = []
@@ -179,9 +182,14 @@ def plan_replicas(load: torch.Tensor, group: Group, target: float, cost: PlanCos
         costs = [cost.token, cost.expert_byte, cost.replica]
         if cost.expert_bytes is not None:
             costs.append(cost.expert_bytes)
-    slot_expert, slot_quota, home_quota, home, domains = torch.ops.ultraep_comm.plan_replicas(
-        load, t.num_ranks, t.num_experts, t.slots_per_rank, target, costs, group.name
-    )
+    sizes = (t.num_ranks, t.num_experts, t.slots_per_rank)
+    if bank is None:
+        fields = torch.ops.ultraep_comm.plan_replicas(load, *sizes, target, costs, group.name)
+    else:
+        fields = torch.ops.ultraep_comm.plan_replicas_in_bank(
+            load, *sizes, target, costs, ORDER, bank, group.name
+        )
+    slot_expert, slot_quota, home_quota, home, domains, *moves = fields
     return Plan(
         slot_expert=slot_expert,
         home=home,
@@ -189,6 +197,8 @@ def plan_replicas(load: torch.Tensor, group: Group, target: float, cost: PlanCos
         home_quota=home_quota,
         load=load.to(torch.int32, copy=True).contiguous() if load.dim() == 2 else None,
         domains=domains,
+        moves=None if bank is None else moves[0],
+        bank=bank,
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.options import Options
@@ -61,6 +63,12 @@ class Engine(Protocol):
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
 
+    def moves(self) -> NDArray[np.bool_] | None:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads.
+
+        None: not known, as the device finds out.
+        """
+
     def reader(self, bank: int) -> int:
         """Return the call to a bank that :meth:`invalidate` would have to wait for; 0: none."""
 
@@ -87,6 +95,13 @@ class Engine(Protocol):
 
     def wait_slots(self, epoch: int, slots: list[int]) -> bool:
         """Do :meth:`wait` for what a call brings to some of this rank's slots, or for all of it."""
+
+    def ready(self, bank: int) -> Tensor:
+        """Return int64 ``[S]`` on the device: by which call each of this rank's slots was complete.
+
+        Raises:
+            UnsupportedError: there is no device.
+        """
 
     def slot_ready(self, epoch: int, slot: int) -> bool:
         """Return whether what a call brings to a slot of this rank is there."""

@@ -38,6 +38,13 @@ class HostEngine(_core.Engine):
 
     plans_at_once = False
 
+    def ready(self, bank: int) -> Tensor:
+        """Raise UnsupportedError: there is no device."""
+        raise UnsupportedError(
+            "the words that kernels wait for are of the CUDA engine; use work.wait(slots=) or"
+            " work.slot_ready() on the host engine"
+        )
+
     def reader(self, bank: int) -> int:
         """Return the call that fills a bank, if it has not finished, else 0."""
         last = self.last_call(bank)

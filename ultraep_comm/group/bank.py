@@ -8,6 +8,7 @@ from ultraep_comm.errors import (
     GroupBusyError,
     InvalidArgumentError,
     InvalidPlanError,
+    UnsupportedError,
 )
 from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import as_int
@@ -53,6 +54,18 @@ class Bank:
         return torch.from_numpy(self._session.engine.residents(self.index))
 
     @property
+    def ready(self) -> torch.Tensor:
+        """Return int64 ``[S]`` on the device, for kernels that wait for single slots; a view.
+
+        A slot's word is the ``epoch`` of the last call by which it was complete; see ready.cuh in
+        :func:`get_include`.
+
+        Raises:
+            UnsupportedError: the group uses the host engine.
+        """
+        return self._session.engine.ready(self.index)
+
+    @property
     def version(self) -> int:
         """Return the version of the main weights that residents are of; 0 at first."""
         return self._session.engine.version(self.index)
@@ -70,8 +83,14 @@ class Bank:
             GroupBusyError: on the host engine: a call that fills the bank has not finished, and may
                 read the weights.
             GroupClosedError: the group is closed or failed earlier.
+            UnsupportedError: in a compiled function.
         """
         session = self._session
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                f"invalidate() of bank {self.index} in a compiled function, where no operator"
+                " stands for it; call it outside, or give replicate_experts a larger version="
+            )
         session.require_open("invalidate")
         reader = session.engine.reader(self.index)
         if reader:

@@ -257,6 +257,7 @@ class Session:
             capacity=capacity,
             loads=loads,
             finished_at=self.engine.finished_at,
+            moves=self.engine.moves,
             on_stop=stop,
             failed_epoch=self.engine.failed_epoch,
             run=self.run,

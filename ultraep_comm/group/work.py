@@ -63,8 +63,8 @@ class Work:
 
         Args:
             slots: of this rank, of the plan's bank: wait until these may be read, while the call
-                goes on. What they held before the call is there at once. The CUDA engine waits for
-                the whole call. None: the call has finished.
+                goes on. What they held before the call is there at once. None: the call has
+                finished.
 
         Raises:
             TransferError: the call failed; the subclass and the text say how.
@@ -78,6 +78,8 @@ class Work:
 
     def slot_ready(self, slot: int) -> bool:
         """Return whether a slot of this rank may be read, without blocking; as for :meth:`wait`.
+
+        The CUDA engine says so once the whole call has finished.
 
         Raises:
             InvalidArgumentError: the call does not fill such a slot.

@@ -125,6 +125,7 @@ def predict_reduction(
 
     Args:
         plan, machine, device_plan: as in :func:`predict`; within a domain, on ranks with links.
+            Slots without quota have no gradient; a plan without quotas has one in each slot.
         grad_bytes: bytes of one expert's gradients in a slot; or of each segment.
         mode: "pull", "direct", or "auto".
         grads: their dtype, float32 or bfloat16.
@@ -190,6 +191,8 @@ def run_transfer(
             f"the plan has {len(slots)} ranks; expected at most {_MAX_RANKS}"
         )
     host.validate(allow_cross_domain=True)
+    if grads is not None and host.slot_quota is not None:
+        slots = np.where(host.slot_quota.numpy() != 0, slots, -1)  # the others have no gradient
     held = _kept(residents, slots)
     num_moves = int((slots != held).sum())
     crosses = _check_links(slots, home, on, mode)

@@ -35,10 +35,10 @@ class _Restore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        group, mode, segments, names = ctx.how
+        group, bank, mode, segments, names = ctx.how
         slot_expert, home, *weights = ctx.saved_tensors
         given = dict(zip(names, weights, strict=True))
-        plan = uec.Plan(slot_expert=slot_expert, home=home)
+        plan = uec.Plan(slot_expert=slot_expert, home=home, bank=bank)
         grad = grad.clone()
         traced.replicate_experts(given, plan, group, False, mode, segments, order=grad)
         return None, grad, *(None for _ in range(len(weights) + 3))
@@ -51,24 +51,32 @@ class _Start(torch.autograd.Function):
         how: tuple[Any, ...],
         slot_expert: Tensor,
         home: Tensor,
+        slot_quota: Tensor | None,
+        home_quota: Tensor | None,
         x: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.how = how
-        ctx.save_for_backward(slot_expert, home)
+        ctx.save_for_backward(slot_expert, home, slot_quota, home_quota)
         return tuple(tensor.view_as(tensor) for tensor in (x, *weights))
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple[Any, ...]:
-        group, names = ctx.how
-        slot_expert, home = ctx.saved_tensors
+        group, bank, names = ctx.how
+        slot_expert, home, slot_quota, home_quota = ctx.saved_tensors
         own = {name: grads[i].clone() for i, name in enumerate(names)}
         for i, name in enumerate(names):
-            group.slot_grads[name].copy_(grads[len(names) + i])
-        plan = uec.Plan(slot_expert=slot_expert, home=home)
+            traced.bank_of(bank, group).slot_grads[name].copy_(grads[len(names) + i])
+        plan = uec.Plan(
+            slot_expert=slot_expert,
+            home=home,
+            slot_quota=slot_quota,
+            home_quota=home_quota,
+            bank=bank,
+        )
         grad_x = grad_x.clone()
         traced.reduce_expert_grads(own, plan, group, False, "auto", True, order=grad_x)
-        return None, None, None, grad_x, *own.values(), *(None for _ in names)
+        return *(None for _ in range(5)), grad_x, *own.values(), *(None for _ in names)
 
 
 def run_experts(
@@ -83,7 +91,8 @@ def run_experts(
     segments: Sequence[str] | None,
 ) -> Tensor:
     """Trace :class:`ReplicatedExperts`."""
-    slots = dict(group.slots)
+    bank = plan.bank
+    slots = dict(traced.bank_of(bank, group).slots)
     trained = find_trained(weights, group) if torch.is_grad_enabled() else []
     uec.replicate_experts(weights, plan, group=group, mode=mode)
     if not torch.is_grad_enabled():
@@ -92,12 +101,13 @@ def run_experts(
     mains = dict(weights)
     if names:
         tensors = (*(mains[name] for name in names), *(slots[name] for name in names))
-        x, *rest = _Start.apply((group, names), plan.slot_expert, plan.home, x, *tensors)  # type: ignore[no-untyped-call]
+        fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
+        x, *rest = _Start.apply((group, bank, names), *fields, x, *tensors)  # type: ignore[no-untyped-call]
         mains.update(zip(names, rest[: len(names)], strict=True))
         slots.update(zip(names, rest[len(names) :], strict=True))
     restored = list(weights) if segments is None else list(segments)
     saved = (plan.slot_expert, plan.home, *(weights[name].detach() for name in restored))
     y = experts(x, mains, slots, *args)
-    how = (group, mode, segments, restored)
+    how = (group, bank, mode, segments, restored)
     result: Tensor = _Restore.apply(how, y, x, *saved)  # type: ignore[no-untyped-call]
     return result

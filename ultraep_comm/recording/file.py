@@ -14,6 +14,8 @@ An ``.npz`` file of plain arrays. N calls, oldest first; G ranks, S slots, E exp
 | ``home [E]``, ``domain [G]`` | the group's constants                                        |
 | ``calls [N]`` of ``CALL``    | each call: operation, times, what is known of its plan       |
 | ``slot_expert [N, G, S]``    | -1 where the plan is not known                               |
+| ``moves [N, G, S]``          | slots that the call writes to or, of a reduction, reads;     |
+|                              | older files lack it: all filled ones                         |
 | ``slot_quota [N, G, S]``     | 0 where quotas are not known                                 |
 | ``home_quota [N, E]``        | likewise                                                     |
 | ``load [N, G, E]``           | 0 where not known; no rows if loads were not recorded        |
@@ -88,6 +90,7 @@ class Recording:
         domain: int32 ``[G]``.
         calls: ``[N]`` of :data:`CALL`, oldest first.
         slot_expert: int32 ``[N, G, S]``.
+        moves: bool ``[N, G, S]``, the slots that a call writes to or, of a reduction, reads.
         slot_quota: int32 ``[N, G, S]``.
         home_quota: int32 ``[N, E]``.
         load: int32 ``[N, G, E]``, or ``[0, G, E]``: loads were not recorded.
@@ -104,6 +107,7 @@ class Recording:
     domain: NDArray[np.int32]
     calls: NDArray[np.void]
     slot_expert: NDArray[np.int32]
+    moves: NDArray[np.bool_]
     slot_quota: NDArray[np.int32]
     home_quota: NDArray[np.int32]
     load: NDArray[np.int32]
@@ -128,9 +132,9 @@ class Recording:
 
         -1 where the plan is not known; 0 for calls without a plan.
         """
-        filled = (self.slot_expert[:, self.rank] >= 0).sum(axis=1)
+        moves = self.moves[:, self.rank].sum(axis=1)
         known = self.calls["known"] & Known.PLACEMENT > 0
-        moved: NDArray[np.int64] = np.where(known, filled * self.calls["expert_bytes"], -1)
+        moved: NDArray[np.int64] = np.where(known, moves * self.calls["expert_bytes"], -1)
         return np.where(_has_plan(self.calls), moved, 0)
 
 
@@ -204,6 +208,9 @@ class _Checker:
                 " Read it with the ultraep_comm that wrote it"
             )
 
+    def has(self, name: str) -> bool:
+        return name in self._file.names
+
     def shape(self, name: str, dtype: np.dtype[Any], shape: Sequence[int | None]) -> list[int]:
         """Check an array's dtype and shape (None: any length) and return the shape, unread."""
         if name not in self._file.names:
@@ -253,6 +260,9 @@ def _read(check: _Checker, loads: bool) -> Recording:
     num_ranks, num_experts = len(domain), len(home)
     calls = check.array("calls", CALL, [None])
     slot_expert = check.array("slot_expert", i32, [len(calls), num_ranks, None])
+    moves = slot_expert >= 0
+    if check.has("moves"):
+        moves = check.array("moves", np.dtype(np.bool_), slot_expert.shape)
     rows = check.shape("load", i32, [None, num_ranks, num_experts])[0]
     if rows not in (0, len(calls)):
         raise check.fail(f"load has {rows} rows; expected {len(calls)}, or none")
@@ -272,6 +282,7 @@ def _read(check: _Checker, loads: bool) -> Recording:
         domain=domain,
         calls=calls,
         slot_expert=slot_expert,
+        moves=moves,
         slot_quota=check.array("slot_quota", i32, slot_expert.shape),
         home_quota=check.array("home_quota", i32, [len(calls), num_experts]),
         load=load,
@@ -309,6 +320,8 @@ def _check_values(check: _Checker, recording: Recording) -> None:
         raise check.fail("calls['end_ns'] has a call that ends before it begins")
     if (r.slot_quota[r.slot_expert < 0] != 0).any():
         raise check.fail("slot_quota has tokens for an empty slot")
+    if r.moves[r.slot_expert < 0].any():
+        raise check.fail("moves has an empty slot")
     unknown = (calls["known"] & Known.PLACEMENT) == 0
     if (r.slot_expert[unknown] >= 0).any() or (calls["known"][unknown] != 0).any():
         raise check.fail("slot_expert has replicas in a call whose plan is not known")

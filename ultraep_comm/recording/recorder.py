@@ -42,8 +42,8 @@ class Recorder:
     - when the caller entered the call, and when this rank's part of it finished, waited for or not.
       Calls of the CUDA engine are stream-ordered and have no end;
     - the first call that failed; it and later ones have no end;
-    - slots, quotas and load of a plan on the CPU. Plans on a device are not recorded, as reading
-      them would synchronise.
+    - slots, quotas and load of a plan on the CPU, and which slots the call moves. Plans on a device
+      are not recorded, as reading them would synchronise.
 
     Calls captured into a CUDA graph are not recorded: the host does not see their replays. Neither
     are calls that do not reach the engine: rejected ones, and loads exchanged by the process group.
@@ -59,6 +59,7 @@ class Recorder:
         loads: bool,
         finished_at: Callable[[int], int],
         on_stop: Callable[[], None],
+        moves: Callable[[], NDArray[np.bool_] | None] = lambda: None,
         failed_epoch: Callable[[], int] = lambda: 0,
         run: str = "",
     ) -> None:
@@ -70,6 +71,7 @@ class Recorder:
         self._calls = np.full(count, -1, CALL)
         self._epochs, self._ends = self._calls["epoch"], self._calls["end_ns"]  # views
         self._slot_expert = np.full(slots, -1, np.int32)
+        self._kept = np.full(slots, False, np.bool_)
         self._slot_quota = np.full(slots, 0, np.int32)
         self._home_quota = np.full((count, experts), 0, np.int32)
         self._load = np.full((count if loads else 0, t.num_ranks, experts), 0, np.int32)
@@ -81,6 +83,7 @@ class Recorder:
         self._begin = 0
         self._unfinished: deque[tuple[int, int]] = deque()  # index in the ring, epoch
         self._finished_at = finished_at
+        self._moves = moves
         self._failed_epoch = failed_epoch
         self._run = run
         self._on_stop: Callable[[], None] | None = on_stop
@@ -94,7 +97,8 @@ class Recorder:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the ring."""
-        arrays = (self._calls, self._slot_expert, self._slot_quota, self._home_quota, self._load)
+        slots = (self._slot_expert, self._slot_quota, self._kept)
+        arrays = (self._calls, *slots, self._home_quota, self._load)
         return sum(array.nbytes for array in arrays)
 
     # ---- what the group calls ---------------------------------------------------------------
@@ -140,6 +144,8 @@ class Recorder:
     def _copy_plan(self, i: int, plan: Plan) -> int:
         known = _PLACEMENT
         self._slot_expert[i] = plan.slot_expert.numpy()
+        moves = None if plan.bank is None else self._moves()
+        self._kept[i] = False if moves is None else ~moves
         if plan.slot_quota is not None and plan.home_quota is not None:
             known |= _QUOTAS
             self._slot_quota[i] = plan.slot_quota.numpy()
@@ -191,6 +197,7 @@ class Recorder:
             domain=self._topology.domain,
             calls=self._calls[order],
             slot_expert=self._slot_expert[order],
+            moves=(self._slot_expert[order] >= 0) & ~self._kept[order],
             slot_quota=self._slot_quota[order],
             home_quota=self._home_quota[order],
             load=self._load[order] if self._loads else self._load,
@@ -240,9 +247,10 @@ def check_capacity(capacity: int, topology: Topology, *, loads: bool, what: str)
     if not 1 <= capacity <= MAX_CAPACITY:
         raise InvalidArgumentError(f"{what} is {capacity}; expected 1 to {MAX_CAPACITY} calls")
     t = topology
-    numbers = 2 * t.num_ranks * t.slots_per_rank + t.num_experts
+    slots = t.num_ranks * t.slots_per_rank
+    numbers = 2 * slots + t.num_experts
     numbers += t.num_ranks * t.num_experts if loads else 0
-    num_bytes, most = capacity * (CALL.itemsize + 4 * numbers), physical_bytes() // 2
+    num_bytes, most = capacity * (CALL.itemsize + 4 * numbers + slots), physical_bytes() // 2
     if num_bytes > most:
         raise InvalidArgumentError(
             f"{what} is {capacity}, which takes {num_bytes} bytes; expected at most half of this"

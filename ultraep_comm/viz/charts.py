@@ -288,7 +288,14 @@ _LANES = 6  # of a rank, in a picture
 
 
 def predict_charts(
-    plan: Plan, expert_bytes: int, *, machine: str, mode: str, source: str, width: float = WIDTH
+    plan: Plan,
+    expert_bytes: int,
+    *,
+    machine: str,
+    mode: str,
+    source: str,
+    residents: NDArray[np.int32] | None = None,
+    width: float = WIDTH,
 ) -> tuple[Chart, Chart]:
     """Return two charts of one predicted transfer: simplified for a picture, and in full.
 
@@ -298,6 +305,7 @@ def predict_charts(
         machine: name of one of the model's machines.
         mode: of the transfer, or "auto".
         source: where the plan is from, for the subtitle.
+        residents: ``[G, S]``, the expert that a slot holds already; -1, or None: none.
         width: of the picture in inches.
 
     Raises:
@@ -309,7 +317,7 @@ def predict_charts(
             f"this installation has no {_MODEL}; draw recorded calls instead, without --predict"
         )
     model: Any = importlib.import_module(_MODEL)
-    found = model.predict(plan, expert_bytes, machine, mode, timeline=True)
+    found = model.predict(plan, expert_bytes, machine, mode, residents=residents, timeline=True)
     subtitle = (
         f"{source}, predicted for {machine}, mode {found.mode}: {found.time_us:,.1f} us,"
         f" {found.over_bound:.3f} of the bound"

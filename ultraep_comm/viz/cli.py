@@ -20,7 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ultraep_comm.bench.loads import generate_load
 from ultraep_comm.bench.sizes import format_size, parse_count, parse_size
@@ -28,7 +30,7 @@ from ultraep_comm.bench.traces import open_trace
 from ultraep_comm.calls.plan import plan_replicas
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 from ultraep_comm.plan.plan import Plan
-from ultraep_comm.recording.file import Known, Recording, load_recordings
+from ultraep_comm.recording.file import OPERATIONS, Known, Recording, load_recordings
 from ultraep_comm.viz.bound import draw_bound, load_results
 from ultraep_comm.viz.charts import WIDTH, Chart, chart_calls, chart_paths, predict_charts
 from ultraep_comm.viz.frontier import draw_frontier, load_points
@@ -162,13 +164,14 @@ def _timeline(options: argparse.Namespace) -> None:
             raise InvalidArgumentError(f"{source} has none of these calls; {_range(recordings)}")
         charts = chart, chart
     else:
-        plan, expert_bytes = _find_plan(recordings, options.predict, source)
+        plan, residents, expert_bytes = _find_plan(recordings, options.predict, source)
         size = expert_bytes if options.expert_bytes is None else parse_size(options.expert_bytes)
         charts = predict_charts(
             plan,
             size,
             machine=options.machine,
             mode=options.mode,
+            residents=residents,
             source=f"call {options.predict} of {source}",
             width=options.width,
         )
@@ -203,20 +206,25 @@ def _generated(options: argparse.Namespace) -> tuple[Chart, Chart]:
     )
 
 
-def _find_plan(recordings: Sequence[Recording], epoch: int, source: str) -> tuple[Plan, int]:
-    """Return the plan of a recorded transfer, and the bytes of its experts."""
+def _find_plan(
+    recordings: Sequence[Recording], epoch: int, source: str
+) -> tuple[Plan, NDArray[np.int32], int]:
+    """Return the plan of a recorded transfer, what it left in place, and the bytes of experts."""
     for recording in recordings:
         calls = recording.calls
         for i in (calls["epoch"] == epoch).nonzero()[0]:
             if calls["known"][i] & Known.PLACEMENT:
+                slots, moves = recording.slot_expert[i], recording.moves[i]
+                if OPERATIONS[calls["operation"][i]] == "reduce_expert_grads":
+                    slots = np.where(moves, slots, -1)  # the others have no gradient
                 plan = Plan.from_slots(
-                    recording.slot_expert[i],
+                    slots,
                     num_experts=recording.num_experts,
                     home=recording.home,
                     domains=recording.domain,
                     allow_cross_domain=True,
                 )
-                return plan, int(calls["expert_bytes"][i])
+                return plan, np.where(moves, -1, slots), int(calls["expert_bytes"][i])
     raise InvalidArgumentError(
         f"{source} has no plan of a call {epoch}: there is no such call, or its plan was on a"
         f" device; {_range(recordings)}"

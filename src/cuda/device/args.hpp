@@ -75,6 +75,7 @@ struct alignas(16) RankState {
   uint64_t grad_offset = 0;    // [grad segments] int64
   uint64_t counts = 0;         // [E] int32, sums of a load's blocks: zero between launches
   uint64_t banks = 0;          // [banks] BankTable
+  uint64_t slot_words = 0;     // [banks][S] of ready.cuh
   uint64_t tables_end = 0;     // of the tables that calls point to, which begin with the bases
   PrepareArrays spare;         // as if PrepareShared lay there
   int64_t tiles_at = 0;        // tiles_offset()
@@ -301,6 +302,7 @@ inline constexpr int32_t kLayout[] = {
     sizeof(Reduction),
     offsetof(RankState, grad_bytes),
     offsetof(RankState, banks),
+    offsetof(RankState, slot_words),
     offsetof(LaunchArgs, bank),
     sizeof(BankTable),
     sizeof(SaveArgs),

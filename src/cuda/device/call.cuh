@@ -14,6 +14,7 @@
 #include "cuda/device/block.hpp"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/prepare.cuh"
+#include "cuda/device/slot_words.cuh"
 #include "cuda/device/wait.cuh"
 
 namespace uec::cuda {
@@ -114,13 +115,21 @@ UEC_ROLE void announce(CallShared& shared) {
 }
 
 // By a warp of the last block to leave: it is ordered after what all its rank's blocks have done.
-template <class Memory>
+template <class Memory, bool kFillsSlots>
 UEC_ROLE void finish(CallShared& shared, bool counted) {
   BlockCall& block = shared.block;
   RankState& state = *block.state;
   Memory memory(block);
-  Finish<Memory> finish(block.call, memory);
-  if (!has_failed(block) && drive(finish, block, block.clock, memory)) {
+  const auto finishes = [&] {
+    if constexpr (kFillsSlots) {
+      FinishSlots<Memory> finish(block, memory, shared.known, counted);
+      return drive(finish, block, block.clock, memory);
+    } else {
+      Finish<Memory> finish(block.call, memory);
+      return drive(finish, block, block.clock, memory);
+    }
+  };
+  if (!has_failed(block) && finishes()) {
     if (Warp::leader()) {
       state.digest = mix(shared.known.digest, shared.header.digest);
       state.last_record = block.call.epoch.record.word;
@@ -189,7 +198,7 @@ UEC_DEVICE void run_call(const LaunchArgs& args, std::byte* shared_memory) {
   bool last = false;
   if (Warp::leader()) last = ptx::fetch_add_acq_rel(&state.left, 1) == ptx::num_blocks_x() - 1;
   if (!Warp::share(last)) return;
-  finish<Memory>(shared, args.counted != 0);
+  finish<Memory, Kernel::kOperation == Operation::kReplicate>(shared, args.counted != 0);
   if (Warp::leader()) Kernel::leave(known, device);
 }
 

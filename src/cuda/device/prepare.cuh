@@ -11,6 +11,7 @@
 #include "core/transfer/prepare.hpp"
 #include "cuda/device/block.hpp"
 #include "cuda/device/memory.cuh"
+#include "cuda/device/slot_words.cuh"
 #include "cuda/device/wait.cuh"
 
 namespace uec::cuda {
@@ -245,8 +246,11 @@ UEC_APART Wait prepare_call(const RankState& known, const DeviceCall& device,
   ptx::sync_block();
   Wait missing;
   if (warp != 0) return missing;
-  if constexpr (kBanked)  // the digest and the schedule are of what was there before
-    note_residents(Warp{}, topology_of(known), made.args.slot_expert, bank_of(known, launch.bank));
+  if constexpr (kBanked) {  // the digest and the schedule are of what was there before
+    BankTable& table = bank_of(known, launch.bank);
+    tell_residents(known, made.args.slot_expert, table, launch.first_slot, launch.counted);
+    note_residents(Warp{}, topology_of(known), made.args.slot_expert, table);
+  }
   if (Warp::leader()) {
     const Mode mode = made.arrays.schedule.schedule.mode;
     const bool pull = kOperation != Operation::kReduce && mode == Mode::kPull;

@@ -46,10 +46,12 @@ struct Tables {
 struct BankTables {
   BankTable* tables;  // [banks]
   int32_t* resident;  // [banks][G][S]
+  uint64_t* ready;    // [banks][S] of this rank's slots, as in ready.cuh
 
   UEC_HD static int64_t cut(std::byte* base, const Capacity& c, BankTables* banks) {
     ScratchCutter cutter(base);
     banks->tables = cutter.take<BankTable>(c.num_banks);
+    banks->ready = cutter.take<uint64_t>(int64_t{c.num_banks} * c.slots_per_rank);
     banks->resident = cutter.take<int32_t>(c.num_banks * c.replicas());
     return round_up(cutter.used_bytes(), 8);
   }

@@ -6,6 +6,7 @@
 #include "cuda/device/block.hpp"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/slot_words.cuh"
 #include "cuda/device/warp.cuh"
 
 namespace uec::cuda {
@@ -146,6 +147,7 @@ UEC_DEVICE void settle(BlockCall& block, Memory& memory) {
     ptx::pause();
   name_root(memory, block.call, &report);
   state.settled = 1;
+  release_slots(state);
   auto* const status = reinterpret_cast<Status*>(state.status);
   status->report = report;
   // The host sees the report once it sees the epoch.

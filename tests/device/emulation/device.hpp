@@ -238,6 +238,7 @@ struct Grid {
   int32_t warps = kWarps;  // of a block
   int32_t first_rank = 0;  // of the group, in the first row
   bool together = false;   // no block comes later than others
+  bool beside = false;     // other kernels of the rank may be running
 };
 
 // Runs `kernel(shared_memory)` in every thread of the grid, and waits for all.
@@ -292,7 +293,8 @@ inline void launch(const char* name, void** args, const Grid& grid,
                 .shared_bytes = grid.shared_bytes,
                 .args = args,
                 .first_rank = grid.first_rank,
-                .together = grid.together});
+                .together = grid.together,
+                .beside = grid.beside});
 }
 template <class Args>
 void launch(const char* name, const Args& args, const Grid& grid,

@@ -204,6 +204,15 @@ int32_t cuStreamWaitEvent(void* stream, void* event, unsigned) {
   return Streams::instance().wait(stream, static_cast<Event*>(event));
 }
 
+int32_t cuStreamWaitValue64(void* stream, uint64_t at, uint64_t value, unsigned) {
+  Streams::instance().enqueue(stream, [=] {
+    const std::atomic_ref word(*reinterpret_cast<uint64_t*>(at));
+    while (static_cast<int64_t>(word.load(std::memory_order_acquire) - value) < 0)
+      std::this_thread::yield();
+  });
+  return kSuccess;
+}
+
 int32_t cuStreamGetCaptureInfo(void* stream, int32_t* status, uint64_t* id, void**, const void**,
                                size_t*) {
   bool spoiled = false;

@@ -14,6 +14,7 @@ struct PtxLaunch {
   void** args;                     /* as cuLaunchKernel() takes them; copied */
   int32_t first_rank;              /* of blockIdx.y = 0. Each rank is a device of its own. */
   int32_t together;                /* all blocks are resident at once */
+  int32_t beside; /* another kernel of the rank may be running, and is not before it */
 };
 
 /* A launch runs while its caller, or that of another, advances the machine: a slice at a time. */

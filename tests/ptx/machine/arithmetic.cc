@@ -263,6 +263,13 @@ void Machine::compute(Warp& w, Frame& f, const Instruction& i, uint32_t lanes, u
       });
     case Op::kBitReverse:
       return each([&](uint64_t a) { return reverse(a, bytes); });
+    case Op::kDotBytes:
+      if (!is_signed || i.from != i.type) unknown();
+      return each([&](uint64_t a, uint64_t b, uint64_t c) {
+        for (int k = 0; k < 32; k += 8)
+          c += static_cast<uint64_t>(sign_extend(a >> k & 0xFF, 1) * sign_extend(b >> k & 0xFF, 1));
+        return c & mask;
+      });
     case Op::kFindTop:
       if (is_signed) unknown();
       return each([&](uint64_t a) -> uint64_t {

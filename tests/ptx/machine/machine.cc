@@ -134,6 +134,7 @@ Grid* Machine::begin(const PtxLaunch& launch) {
   g.threads = launch.threads;
   g.dynamic_shared = launch.shared_bytes;
   g.first_rank = launch.first_rank;
+  g.is_beside = launch.beside != 0;
   if (g.threads == 0 || g.threads > 1024) trap(g.kernel + ": blocks of 1 to 1024 threads");
   g.params.resize(g.function->entry_bytes + 64);
   for (size_t k = 0; k < g.function->entry_params.size(); ++k) {
@@ -142,7 +143,6 @@ Grid* Machine::begin(const PtxLaunch& launch) {
   }
   const auto of_cluster = static_cast<uint32_t>(g.function->cluster_blocks);
   if (g.blocks_x % of_cluster != 0) trap(g.kernel + ": the grid is no multiple of the clusters");
-  ++num_grids_;
   for (uint32_t y = 0; y < g.blocks_y; ++y)
     for (uint32_t x = 0; x < g.blocks_x; ++x) {
       auto block = std::make_unique<Block>();
@@ -150,8 +150,7 @@ Grid* Machine::begin(const PtxLaunch& launch) {
       block->x = x;
       block->y = y;
       block->rank = g.first_rank + static_cast<int32_t>(y);
-      // Launches that overlap are of devices of their own: only system scope orders them.
-      block->device = num_grids_ * 4096 + y;
+      block->device = static_cast<uint32_t>(block->rank);
       block->id = ++num_blocks_;
       if (x % of_cluster == 0) g.clusters.push_back(std::make_unique<Cluster>());
       block->cluster = g.clusters.back().get();
@@ -204,7 +203,7 @@ void Machine::order_behind_stream(Grid& g) {
     origin->clock = 2;
     origin->lanes[0].known = KnownPtr::make();
     for (Known::Of& of : origin->lanes[0].known->of) of.add_warp(origin->index, origin->clock);
-    if (!options_.timed())
+    if (!options_.timed() && !g.is_beside)
       for (const Results& r : results_) {
         if (r.rank != origin->block->rank) continue;
         shadow_.each(r.base, static_cast<uint64_t>(r.bytes),
@@ -386,7 +385,7 @@ void Machine::end_of_block(Block& block) {
 // What a rank's threads know when they have all ended, its stream's next work may rely on: all that
 // peers did to its results.
 void Machine::check_results(Grid& g) {
-  if (options_.timed() || results_.empty()) return;
+  if (options_.timed() || results_.empty() || g.is_beside) return;
   for (uint32_t y = 0; y < g.blocks_y; ++y) {
     const Block& any = *g.blocks[y * g.blocks_x];
     Known::Of all;

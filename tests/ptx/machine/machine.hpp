@@ -201,6 +201,7 @@ struct Grid {
   uint32_t blocks_x = 1, blocks_y = 1, threads = 32;
   int64_t dynamic_shared = 0;
   int32_t first_rank = 0;
+  bool is_beside = false;  // others on its device
   std::vector<uint8_t> params;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Cluster>> clusters;
@@ -511,7 +512,7 @@ class Machine {
   int64_t symmetric_bytes_ = 0;
 
   uint64_t steps_ = 0, changed_at_ = 0, idle_ = 0, elapsed_ns_ = 0;
-  uint32_t num_grids_ = 0, num_blocks_ = 0;
+  uint32_t num_blocks_ = 0;
 
   // Cycles.
   struct Due {

@@ -62,6 +62,7 @@ enum class Op : uint8_t {
   kShr,
   kBitInsert,
   kBitReverse,
+  kDotBytes,
   kFindTop,
   kPopCount,
   kLeadingZeros,

@@ -596,29 +596,19 @@ class Parser {
 
   // Whose name is one word and whose operands are a register and what it is made of.
   static const std::map<std::string, Op>& simple() {
-    static const std::map<std::string, Op> ops{{"add", Op::kAdd},
-                                               {"sub", Op::kSub},
-                                               {"div", Op::kDiv},
-                                               {"rem", Op::kRem},
-                                               {"min", Op::kMin},
-                                               {"max", Op::kMax},
-                                               {"neg", Op::kNeg},
-                                               {"abs", Op::kAbs},
-                                               {"and", Op::kAnd},
-                                               {"or", Op::kOr},
-                                               {"xor", Op::kXor},
-                                               {"not", Op::kNot},
-                                               {"shl", Op::kShl},
-                                               {"shr", Op::kShr},
-                                               {"bfi", Op::kBitInsert},
-                                               {"brev", Op::kBitReverse},
-                                               {"popc", Op::kPopCount},
-                                               {"clz", Op::kLeadingZeros},
-                                               {"selp", Op::kSelect},
-                                               {"cvt", Op::kConvert},
-                                               {"activemask", Op::kActiveMask},
-                                               {"mapa", Op::kMapAddress},
-                                               {"getctarank", Op::kBlockOfAddress}};
+    static const std::map<std::string, Op> ops{
+        {"add", Op::kAdd},         {"sub", Op::kSub},
+        {"div", Op::kDiv},         {"rem", Op::kRem},
+        {"min", Op::kMin},         {"max", Op::kMax},
+        {"neg", Op::kNeg},         {"abs", Op::kAbs},
+        {"and", Op::kAnd},         {"or", Op::kOr},
+        {"xor", Op::kXor},         {"not", Op::kNot},
+        {"shl", Op::kShl},         {"shr", Op::kShr},
+        {"bfi", Op::kBitInsert},   {"brev", Op::kBitReverse},
+        {"popc", Op::kPopCount},   {"clz", Op::kLeadingZeros},
+        {"selp", Op::kSelect},     {"dp4a", Op::kDotBytes},
+        {"cvt", Op::kConvert},     {"activemask", Op::kActiveMask},
+        {"mapa", Op::kMapAddress}, {"getctarank", Op::kBlockOfAddress}};
     return ops;
   }
 

@@ -222,14 +222,14 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
         slots = list(group.slots.values())
         arguments = (
             *(tensors, [-1, -1], names, *plan_fields(plan)),
-            *(slots, names, ORDER, "auto", group.name),
+            *(slots, names, ORDER, "auto", None, None, group.name),
         )
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
         token = OPERATORS.start_replicate_experts(*arguments)
         opcheck(
             OPERATORS.wait_replicate_experts.default,
-            (token, tensors, plan.slot_expert, slots, names, ORDER, group.name, False),
+            (token, tensors, plan.slot_expert, slots, names, ORDER, None, group.name, False),
         )
         grads = [tensor.float() for tensor in tensors]
         slot_grads = list(group.slot_grads.values())
@@ -237,7 +237,7 @@ def check_collective_operators(rank: int, process_group: dist.ProcessGroup) -> N
             OPERATORS.reduce_expert_grads.default,
             (
                 *(grads, [-1, -1], names, *plan_fields(plan)),
-                *(slot_grads, ORDER, "auto", True, group.name),
+                *(slot_grads, ORDER, "auto", True, None, group.name),
             ),
         )
 
@@ -260,11 +260,14 @@ def test_copies_of_slots_receive_what_the_slots_would(
         copies = {name: torch.zeros_like(slots) for name, slots in group.slots.items()}
         rest = (list(copies.values()), names, ORDER)
         mains = list(make_mains(rank, 0).values())
-        arguments = (mains, [-1, -1], names, *plan_fields(plan), *rest, "auto", group.name)
+        arguments = (
+            *(mains, [-1, -1], names, *plan_fields(plan), *rest),
+            *("auto", None, None, group.name),
+        )
         if async_op:
             token = OPERATORS.start_replicate_experts(*arguments)
             OPERATORS.wait_replicate_experts(
-                token, mains, plan.slot_expert, *rest, group.name, False
+                token, mains, plan.slot_expert, *rest, None, group.name, False
             )
         else:
             OPERATORS.replicate_experts(*arguments)

@@ -188,6 +188,16 @@ def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
     # A graph may write to what an operator has returned.
     assert made[3].data_ptr() != plan.home.data_ptr()
     assert made[4].data_ptr() != plan.domains.data_ptr()  # type: ignore[union-attr]
+    in_bank = torch.ops.ultraep_comm.plan_replicas_in_bank(
+        device.put(load),
+        *(t.num_ranks, t.num_experts, t.slots_per_rank, 1.01, []),
+        *(traced.ORDER, 0, case.group.name),
+    )
+    assert all(map(device.holds, in_bank))
+    for tensor, constant in zip(in_bank[3:5], (plan.home, plan.domains), strict=True):
+        assert torch.equal(tensor, constant)
+        assert tensor.data_ptr() != constant.data_ptr()
+    assert torch.equal(in_bank[5], in_bank[0] >= 0)
     slot_expert, slot_quota, home_quota, home, _ = made
     ids, routing = case.ids(load), case.map(load)
     fields = (slot_expert, home, slot_quota, home_quota, device.put(load), case.group.name)
@@ -217,6 +227,11 @@ def test_fake_operators_give_tensors_where_their_inputs_are() -> None:
         assert gathered.device == where
         made = torch.ops.ultraep_comm.plan_replicas(load, 3, 8, 2, 1.01, [], "no group")
         assert [t.device for t in made] == [where] * 5
+        made_in_bank = torch.ops.ultraep_comm.plan_replicas_in_bank(
+            load, 3, 8, 2, 1.01, [], order, 0, "no group"
+        )
+        assert [t.device for t in made_in_bank] == [where] * 6
+        assert made_in_bank[5].dtype == torch.bool
         slot_expert, slot_quota, home_quota, home, _ = made
         fields = (slot_expert, home, slot_quota, home_quota, load)
         ids = torch.empty(5, 2, dtype=torch.int64, device=where)

@@ -163,6 +163,13 @@ def test_what_is_ready_is_complete(mode: str) -> None:
     close_all(groups)
 
 
+def test_words_for_kernels_need_a_device() -> None:
+    (group,) = new_groups(1)
+    with pytest.raises(errors.UnsupportedError, match=r"use work\.wait\(slots=\)"):
+        group.bank(0).ready  # noqa: B018
+    group.close()
+
+
 def test_waiting_for_slots_of_a_call_that_fails() -> None:
     groups = new_groups(2)
     weights = filled_weights(groups, 0)

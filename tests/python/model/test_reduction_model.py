@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,25 @@ def test_a_device_plan_costs_its_schedule() -> None:
     on, plan = MACHINES["nvl72"], fan_in(2)
     more = predict_reduction(plan, W, device_plan=True).time_us - predict_reduction(plan, W).time_us
     assert more == pytest.approx(on.schedule_us + 2 * on.schedule_replica_us)
+
+
+def test_slots_without_quota_have_no_gradient() -> None:
+    """A bank's slots keep experts that get no tokens."""
+    slots = [[-1, -1], [0, 2], [0, 3], [0, -1]]
+    quota = torch.tensor([[0, 0], [5, 0], [3, 0], [0, 0]])
+    plan = Plan.from_slots(
+        slots, num_experts=4, slot_quota=quota, home_quota=torch.tensor([4, 1, 7, 1])
+    )
+    used = Plan.from_slots([[-1, -1], [0, -1], [0, -1], [-1, -1]], num_experts=4)
+    for mode in ("pull", "direct", "auto"):
+        found, expected = (
+            predict_reduction(p, W, mode=mode, device_plan=True) for p in (plan, used)
+        )
+        assert found.time_us == expected.time_us
+        assert found.bound_us == expected.bound_us
+        assert np.array_equal(found.sent_bytes, expected.sent_bytes)
+    everything = Plan.from_slots(slots, num_experts=4)
+    assert predict_reduction(everything, W).time_us > predict_reduction(plan, W).time_us
 
 
 def test_auto_takes_one_of_both() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,25 @@ def _one_thread(nothing_compiled: None, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("banks", [1, 2])
 @pytest.mark.parametrize(
     "backend",
     ["aot_eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])],
 )
 def test_compiled_layers_have_the_gradients_of_eager_ones(
-    models: Callable[..., Model], backend: str
+    models: Callable[..., Model], backend: str, banks: int
 ) -> None:
-    """All layers of a group in one graph, and a backward pass before the next forward pass."""
-    model = models(11, num_ranks=2, num_experts=4)
+    """All layers of a group in one graph, and a backward pass before the next forward pass.
+
+    With banks, of plans by which the second slot has no tokens, and so no gradient to reduce.
+    """
+    model = models(11, num_ranks=2, num_experts=4, banks=banks)
+    if banks > 1:
+        first, none = torch.tensor([1, 0], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+        model.plans = {
+            call: replace(plan, slot_quota=(plan.slot_expert >= 0) * first, home_quota=none)
+            for call, plan in model.plans.items()
+        }
     counter = CompileCounterWithBackend(backend)
     for modules in model.modules:
         for module in modules:
@@ -73,10 +84,16 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
         model.groups[rank].assert_idle()
         return found
 
-    eager = loopback(2, lambda rank: train(rank, layers))
+    def stored() -> int:
+        return sum(group.bytes_stored for group in model.groups)
+
+    eager, alone = loopback(2, lambda rank: train(rank, layers)), stored()
+    for bank in (bank for group in model.groups for bank in group.banks):
+        bank.invalidate()
     compiled = [torch.compile(layers, fullgraph=True, backend=counter) for _ in range(2)]
     got = loopback(2, lambda rank: train(rank, compiled[rank]))
     assert counter.frame_count >= 2
+    assert stored() == 2 * alone
     for rank in range(2):
         for a, b in zip(got[rank], eager[rank], strict=True):
             assert torch.allclose(a, b, atol=1e-5, rtol=1e-5)

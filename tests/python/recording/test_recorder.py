@@ -86,6 +86,38 @@ def test_calls_are_recorded_with_plans_and_times(groups: list[uec.Group]) -> Non
     assert sum(r.recording().bytes_of_rank()[0] for r in recorders) == plans[0].num_replicas * W
 
 
+def test_only_what_a_call_moves_is_counted() -> None:
+    """Not what a bank has kept, in the same version and segments, nor slots without a gradient."""
+    groups = make_groups(banks=2)
+    recorders = [group.start_recording() for group in groups]
+    one = uec.Plan.from_slots([[2], [0]], num_experts=E, bank=1)
+    other = uec.Plan.from_slots([[3], [0]], num_experts=E, bank=1)
+    for plan, options in (
+        (one, {}),
+        (other, {}),  # Plan.moves says that all is moved
+        (other, {"segments": ("s",)}),
+        (other, {"version": 5}),
+        (other, {"version": 5}),
+        (uec.Plan.from_slots([[3], [-1]], num_experts=E), {}),
+    ):
+        transfer(groups, plan, **options)
+    kept = uec.Plan.from_slots(
+        [[3], [0]],
+        num_experts=E,
+        slot_quota=torch.tensor([[0], [4]]),
+        home_quota=torch.tensor([1, 0, 0, 2]),
+        bank=1,
+    )
+    reduce(groups, [group.save(kept) for group in groups])
+    moves = [[1, 1], [1, 0], [1, 1], [1, 1], [0, 0], [1, 0], [0, 1]]
+    sizes = np.array([W, W, 3, W, W, W, GRADS])
+    for rank, recorder in enumerate(recorders):
+        found = recorder.recording()
+        assert found.moves[:, :, 0].astype(int).tolist() == moves
+        assert found.bytes_of_rank().tolist() == (np.array(moves)[:, rank] * sizes).tolist()
+    close_all(groups)
+
+
 def test_the_end_of_a_call_is_known_before_anybody_waits(groups: list[uec.Group]) -> None:
     recorders = [group.start_recording() for group in groups]
     works = start_all(groups, [make_weights(group) for group in groups], plan_of(50))

@@ -57,6 +57,21 @@ def test_files_hold_what_was_recorded(recorded: list[Recording], tmp_path: Path)
     assert files[0].read_bytes() == before
 
 
+def test_in_older_files_all_filled_slots_are_moved(
+    recorded: list[Recording], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.npz"
+    nothing = replace(recorded[0], moves=np.zeros_like(recorded[0].moves))
+    save_recording(nothing, path)
+    assert not load_recording(path).moves.any()
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files if name != "moves"}
+    np.savez(path, **arrays)
+    found = load_recording(path)
+    assert found.moves.any()
+    assert np.array_equal(found.moves, found.slot_expert >= 0)
+
+
 def test_a_recording_without_calls(groups: list[uec.Group], tmp_path: Path) -> None:
     recorder = groups[0].start_recording(4)
     found = load_recording(recorder.dump(tmp_path / "r.npz"))
@@ -252,6 +267,8 @@ BAD_ARRAYS = {
     "for an empty slot": _with(
         slot_expert=np.full((3, G, S), -1, np.int32), slot_quota=np.ones((3, G, S), np.int32)
     ),
+    "moves has dtype": _with(moves=np.zeros((3, G, S + 1), bool)),
+    "moves has an empty slot": lambda a: {**a, "moves": a["slot_expert"] < 0},
     "whose plan is not known": _edit("calls", "known", 0),
     "run has dtype": _with(run=np.int64(1)),
     "machine has dtype": _with(machine="x" * 129),

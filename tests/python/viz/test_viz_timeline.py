@@ -21,7 +21,7 @@ import ultraep_comm as uec
 from ultraep_comm import errors
 from ultraep_comm.model.timeline import SPAN, Span, Timeline
 from ultraep_comm.plan.topology import Topology
-from ultraep_comm.recording.file import Recording, save_recording
+from ultraep_comm.recording.file import OPERATIONS, Recording, save_recording
 from ultraep_comm.viz.charts import CALL_LANE, Chart, chart_calls, chart_paths, chart_timeline
 from ultraep_comm.viz.cli import main
 from ultraep_comm.viz.style import save_png, short
@@ -384,8 +384,15 @@ def test_the_command_draws_predictions(
     asked = {}
 
     def predict(
-        plan: uec.Plan, expert_bytes: int, machine: str, mode: str, *, timeline: bool
+        plan: uec.Plan,
+        expert_bytes: int,
+        machine: str,
+        mode: str,
+        *,
+        residents: np.ndarray[Any, Any],
+        timeline: bool,
     ) -> Any:
+        assert (residents == -1).all()
         asked.update(slots=plan.slot_expert, size=expert_bytes, machine=machine, mode=mode)
         assert timeline
         if machine == "unknown":
@@ -426,6 +433,32 @@ def test_predictions_of_the_model(run: Path, tmp_path: Path, mode: str) -> None:
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(found.time_us, abs=1e-3)
     subtitle = document["otherData"]["subtitle"]
     assert f"mode {mode}: {found.time_us:,.1f} us, {found.over_bound:.3f} of the bound" in subtitle
+
+
+def test_predictions_are_of_what_a_call_moves(run: Path, tmp_path: Path) -> None:
+    """Rank 1 keeps expert 0, which rank 2 gets: from either of two. A reduction is of both."""
+    model: Any = pytest.importorskip("ultraep_comm.model", reason="there is no model")
+    pytest.importorskip("scipy")
+    slots, out = np.array([[-1], [0], [0]], np.int32), tmp_path / "p.json"
+    reduction = OPERATIONS.index("reduce_expert_grads")
+    recording = record(0, [10_000, 20_000], [15_000, 50_000])
+    recording.calls["operation"][1] = reduction
+    recording.slot_expert[:] = slots
+    recording.moves[:] = slots >= 0
+    recording.moves[:, 1] = False
+    save_recording(recording, run / "0.npz")
+    held = np.array([[-1], [0], [-1]])
+    expected = [
+        model.predict(uec.Plan.from_slots(slots, num_experts=E), 1000, residents=held),
+        model.predict(uec.Plan.from_slots([[-1], [-1], [0]], num_experts=E), 1000),
+    ]
+    for epoch, found in enumerate(expected, 1):
+        command = ["timeline", str(run / "0.npz"), "--predict", str(epoch)]
+        assert main([*command, "--out", str(out)]) == 0
+        document = json.loads(out.read_text())
+        stores = [e for e in check_trace(document) if e["cat"] == "store"]
+        assert sum(e["args"]["bytes"] for e in stores) == 1000
+        assert f"{found.time_us:,.1f} us" in document["otherData"]["subtitle"]
 
 
 def test_without_the_model(

@@ -77,7 +77,7 @@ class SharedLauncher:
         check_residency(num_sms, device, num_ranks, blocks_per_sm)
         self.device = device
         self.plans = kernels.plan_warps > 0
-        memory = device.allocate(launcher_config.device_bytes)
+        self.memory = memory = device.allocate(launcher_config.device_bytes)
         pinned = device.pinned(launcher_config.pinned_bytes)
         self.launcher = _translated(
             _core.CudaLauncher,
@@ -105,6 +105,7 @@ class CudaEngine:
         self._device = shared.device
         self._current_stream = shared.device.current_stream
         self._peers = peers
+        self._num_slots = config.slots_per_rank
         self._tables: list[torch.Tensor] = []  # of regions
         self._engine = _translated(
             _core.CudaEngine,
@@ -151,6 +152,9 @@ class CudaEngine:
     def reader(self, bank: int) -> int:
         """Return 0: :meth:`invalidate` follows the calls so far on the device."""
         return 0
+
+    def moves(self) -> None:
+        """Return None: the device finds out."""
 
     def invalidate(self, bank: int) -> None:
         """Let a bank hold nothing, of the next version, from here on in the current stream."""
@@ -201,8 +205,17 @@ class CudaEngine:
             _raise_typed(error)
 
     def wait_slots(self, epoch: int, slots: list[int]) -> bool:
-        """Make the current stream wait for the whole call."""
-        return self.wait(epoch)
+        """Make the current stream wait for some slots; False: the call is known to have failed."""
+        try:
+            return self._engine.wait_slots(epoch, slots, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
+    def ready(self, bank: int) -> torch.Tensor:
+        """Return int64 ``[S]`` on the device, the words of ready.cuh; a view."""
+        memory = self._shared.memory
+        words = memory.narrow(0, self._engine.ready(bank) - memory.data_ptr(), 8 * self._num_slots)
+        return words.view(torch.int64)
 
     def slot_ready(self, epoch: int, slot: int) -> bool:
         """Return whether the whole call has finished."""

@@ -65,6 +65,11 @@ def cubin_folder() -> Path:
     return env.cubins() or Path(_core.__file__).parent / "cubins"
 
 
+def get_include() -> str:
+    """Return the folder of the headers for kernels of yours: ``cuda/device/ready.cuh``."""
+    return str(Path(_core.__file__).parent / "include")
+
+
 def find_cubin(compute_capability: tuple[int, int]) -> Path:
     """Return the cubin for a device.
 

@@ -267,8 +267,11 @@ class CudaStages(HostStages):
         if residents is not None:  # no kernel plans on top of them
             loads = self.on_host(load, "the load")
             check_load_values(loads)
-            rows = load.to(torch.int32) if load.dim() == 2 else None
-            return self._put_plan(super().plan(loads, target_ppm, costs, residents=residents), rows)
+            rows = load.to(torch.int32, copy=not apart) if load.dim() == 2 else None
+            plan = self._put_plan(super().plan(loads, target_ppm, costs, residents=residents), rows)
+            if not apart:
+                return plan
+            return replace(plan, home=self.put(self.home), domains=self.put(self.domains))
         if self.plan_warps == 0:
             needed = self._shape.plan_shared_bytes(1)
             most = most_ranks_planned(self._topology, self._device)

@@ -1,0 +1,91 @@
+// The kernel's side of ready.cuh: tells which of this rank's slots may be read.
+#pragma once
+
+#include "core/transfer/announce.hpp"
+#include "core/transfer/bank.hpp"
+#include "cuda/device/block.hpp"
+#include "cuda/device/ready.cuh"
+#include "cuda/device/warp.cuh"
+
+namespace uec::cuda {
+
+UEC_DEVICE uint64_t* slot_words(const RankState& known, int32_t first_slot) {
+  return reinterpret_cast<uint64_t*>(known.slot_words) + first_slot;
+}
+
+// What words are set to: the host's number of the call. Replays have none, and take that of the
+// call before them.
+UEC_DEVICE uint64_t slot_number(const RankState& known, int64_t counted) {
+  const uint64_t number = known.last_call + static_cast<uint64_t>(counted);
+  return number == 0 ? 1 : number;
+}
+
+// By a warp, ahead of note_residents(): slots that hold what the plan has there stay as they are.
+UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert,
+                              const BankTable& table, int32_t first_slot, int64_t counted) {
+  const int32_t slots = known.capacity.slots_per_rank, begin = known.rank * slots;
+  for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
+    const int32_t expert = slot_expert[begin + s];
+    // Release: what filled them has come before this kernel.
+    if (expert >= 0 && table.resident[begin + s] == expert)
+      ptx::store_release_device(slot_words(known, first_slot) + s, slot_number(known, counted));
+  }
+  ptx::sync_warp();  // the table changes now
+}
+
+// By a warp, whose members have observed the flags so far; `all`: every one that is expected.
+template <class Memory>
+UEC_APART void tell_filled(const BlockCall& block, int32_t slots, uint64_t* words, uint64_t number,
+                           bool all) {
+  const Memory memory(block);
+  const Call& call = block.call;
+  ptx::sync_warp();  // what other members have observed
+  for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
+    if (ptx::load_acquire_device(words + s) == number) continue;
+    bool is_filled = false, is_complete = true;
+    for (int32_t i = 0; i < call.work.num_expected && is_complete; ++i) {
+      const Expected& e = call.work.expected[i];
+      if (e.kind != Expected::kDone || e.idx != s) continue;
+      is_filled = true;
+      is_complete = all || memory.observe(call.layout.done(e.idx, e.peer)) == call.epoch.number;
+    }
+    // Release: pairs with wait_slot(). Every sender's stores have come before its `done`.
+    if (is_filled && is_complete) ptx::store_release_device(words + s, number);
+  }
+}
+
+// Finish, which also tells of each slot as soon as it is complete.
+template <class Memory>
+class FinishSlots {
+ public:
+  UEC_DEVICE FinishSlots(const BlockCall& block, Memory& memory, const RankState& known,
+                         int64_t counted)
+      : finish_(block.call, memory), block_(block), known_(known), counted_(counted) {}
+
+  UEC_DEVICE Step step() {
+    const Step step = finish_.step();
+    const bool all = step == Step::kFinished;
+    if (block_.call.work.num_expected > 0 && (all || step == Step::kProgress))
+      tell_filled<Memory>(block_, known_.capacity.slots_per_rank,
+                          slot_words(known_, block_.call.addresses.first_slot),
+                          slot_number(known_, counted_), all);
+    return step;
+  }
+  UEC_DEVICE Fault fault() const { return finish_.fault(); }
+  UEC_DEVICE Wait wait() { return finish_.wait(); }
+
+ private:
+  Finish<Memory> finish_;
+  const BlockCall& block_;
+  const RankState& known_;
+  int64_t counted_;
+};
+
+// By one thread of a rank that has failed.
+UEC_DEVICE void release_slots(const RankState& state) {
+  const int32_t count = state.capacity.num_banks * state.capacity.slots_per_rank;
+#pragma unroll 1
+  for (int32_t i = 0; i < count; ++i) ptx::store_release_device(slot_words(state, i), kGroupFailed);
+}
+
+}  // namespace uec::cuda

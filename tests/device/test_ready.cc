@@ -1,0 +1,191 @@
+// A kernel of a user's that waits for single slots (ready.cuh), beside the call that fills them:
+// examples/slot_by_slot, on the PTX machine as nvcc compiled it.
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "../../examples/slot_by_slot/slot_gemm.h"
+#include "cuda/device/ready.cuh"
+#include "device/failures.hpp"
+#include "support/watchdog.hpp"
+
+namespace {
+
+using namespace device_tests;
+
+constexpr int32_t kTokens = 2, kN = 3;
+// Its waits have no limit, and its arguments are not in a struct.
+const bool kIsTriton = std::getenv("UEC_SLOT_GEMM_TRITON") != nullptr;
+
+class Consumers : public EmulatedGroup {
+ public:
+  Consumers(const PlanCase& group, const Options& options)
+      : EmulatedGroup(group, options), k_(static_cast<int32_t>(options.segment_bytes[0]) / kN) {
+    for (int32_t i = 0; i < kTokens * k_; ++i) tokens_.push_back(static_cast<int8_t>(i % 5 - 2));
+    if (const auto* const machine = ptx_machine::Client::instance())
+      for (int32_t r = 0; r < group.num_ranks; ++r)
+        machine->memory(rank_banks_[r].ready, 8 * options.banks * group.slots_per_rank, r);
+  }
+
+  void prepare_bank(int32_t bank, const std::vector<int32_t>& slot_expert) {
+    if (call_ == 0) weights_ = 1;
+    ++call_;
+    bank_ = bank;
+    selected_ = {0};
+    group().slot_expert = slot_expert;
+    for (int32_t r = 0; r < group().num_ranks; ++r) prepare_rank(r, Mode::kPush, slot_expert);
+  }
+
+  uint64_t* ready(int32_t rank) {
+    return rank_banks_[rank].ready + std::max(bank_, 0) * group().slots_per_rank;
+  }
+
+  // By the slots of `rank` that the plan fills. The outputs of those that were not there are 0.
+  std::vector<int32_t> run_consumer(int32_t rank, uint64_t number, uint64_t timeout_ns) {
+    std::vector<int32_t> used;
+    const int32_t slots = group().slots_per_rank;
+    for (int32_t s = 0; s < slots; ++s)
+      if (group().slot_expert[rank * slots + s] >= 0) used.push_back(s);
+    std::vector<int32_t> out(slots * kTokens * kN, 0);
+    if (used.empty()) return out;
+    SlotGemm args{.ready = ready(rank),
+                  .slots = reinterpret_cast<int8_t*>(slot(rank, 0, std::max(bank_, 0) * slots)),
+                  .tokens = tokens_.data(),
+                  .out = out.data(),
+                  .slots_used = used.data(),
+                  .number = number,
+                  .timeout_ns = timeout_ns,
+                  .num_tokens = kTokens,
+                  .n = kN,
+                  .k = k_,
+                  .blocks_per_slot = 1};
+    const emulation::Grid grid{.blocks = static_cast<int32_t>(used.size()),
+                               .warps = 1,
+                               .first_rank = rank,
+                               .beside = true};
+    void* const one[] = {&args};
+    uint64_t none = 0;  // of Triton's scratch memory
+    void* const each[] = {&args.ready,  &args.slots,      &args.tokens, &args.out, &args.slots_used,
+                          &args.number, &args.num_tokens, &args.n,      &args.k,   &none,
+                          &none};
+    emulation::launch(
+        "slot_gemm", const_cast<void**>(kIsTriton ? each : one), grid, [&](std::byte*) {
+          const int32_t at = used[uec::ptx::block_x()];
+          const bool is_there = uec::cuda::wait_slot(args.ready, at, number, timeout_ns);
+          if (is_there && uec::ptx::thread_idx() == 0)
+            gemm(args.slots + int64_t{at} * kN * k_, &out[at * kTokens * kN]);
+        });
+    return out;
+  }
+
+  // What it has to find in a slot with this expert.
+  std::vector<int32_t> expected(int32_t rank) const {
+    const int32_t slots = group_.slots_per_rank;
+    std::vector<int32_t> out(slots * kTokens * kN, 0);
+    std::vector<int8_t> weights(kN * k_);
+    for (int32_t s = 0; s < slots; ++s) {
+      const int32_t expert = group_.slot_expert[rank * slots + s];
+      if (expert < 0) continue;
+      for (int32_t i = 0; i < kN * k_; ++i)
+        weights[i] = static_cast<int8_t>(payload(weights_, expert, 0, i));
+      gemm(weights.data(), &out[s * kTokens * kN]);
+    }
+    return out;
+  }
+
+  void check_rank(int32_t) override {}  // the consumers do
+
+ private:
+  void gemm(const int8_t* weights, int32_t* out) const {
+    for (int32_t i = 0; i < kTokens * kN; ++i)
+      for (int32_t k = 0; k < k_; ++k)
+        out[i] += weights[i % kN * k_ + k] * tokens_[i / kN * k_ + k];
+  }
+
+  int32_t k_;
+  std::vector<int8_t> tokens_;
+};
+
+Options small() {
+  Options options;
+  options.segment_bytes = {int64_t{kN} * 6000};  // a tile and a bit
+  options.call_timeout = options.wait_timeout = 20;
+  options.plans = Plans::kOnDevice;
+  options.banks = 2;
+  return options;
+}
+
+// A consumer for each rank runs beside its call, and never reads what is not there yet.
+void check_beside_calls(uint32_t seed) {
+  Random random(seed);
+  PlanCase group = make_group(draw(random, 2, 3), draw(random, 3, 6), draw(random, 1, 2));
+  Options options = small();
+  if (draw(random, 0, 1) == 0) options.plans = Plans::kOnHost;
+  const int32_t bank = options.plans == Plans::kOnHost ? -1 : draw(random, 0, 1);
+  Consumers ranks(group, options);
+  for (uint64_t call = 1; call <= 4; ++call) {
+    draw_plan(group, random);
+    ranks.prepare_bank(bank, group.slot_expert);
+    std::vector<std::vector<int32_t>> found(group.num_ranks);
+    Fibers threads;
+    threads.spawn([&] { ranks.launch_apart(draw(random, 1, 2)); });
+    for (int32_t r = 0; r < group.num_ranks; ++r)
+      threads.spawn([&, r] { found[r] = ranks.run_consumer(r, call, 0); });
+    threads.wait();
+    ranks.check_states();
+    for (int32_t r = 0; r < group.num_ranks; ++r) CHECK(found[r] == ranks.expected(r));
+  }
+}
+
+// Expert 0 is in rank 1's slot already, and expert 2 cannot come: its home is not launched. What is
+// there is told of at once, and what has not come is not waited for without end.
+void check_what_is_there() {
+  PlanCase group = make_group(3, 3, 2);
+  Options options = small();
+  options.call_timeout = options.wait_timeout = 0.5;
+  Consumers ranks(group, options);
+  ranks.prepare_bank(1, {-1, -1, 0, -1, -1, -1});
+  ranks.launch(1);
+  ranks.check_states();
+  ranks.prepare_bank(1, {-1, -1, 0, 2, -1, -1});
+  std::vector<int32_t> early;
+  Fibers threads;
+  threads.spawn([&] { ranks.launch(1, 2); });  // rank 2 is missing
+  threads.spawn([&] { early = ranks.run_consumer(1, 2, 50'000'000); });
+  threads.wait();
+  std::vector<int32_t> there = ranks.expected(1);
+  std::fill_n(there.begin() + kTokens * kN, kTokens * kN, 0);
+  CHECK(early == there);
+  // The call has failed: all are let go.
+  for (int32_t s = 0; s < 2; ++s) CHECK_EQ(ranks.ready(1)[s], uec::cuda::kGroupFailed);
+  for (int32_t s = 0; s < 2; ++s) CHECK_EQ(ranks.ready(2)[s], uint64_t{0});
+}
+
+// Replays have no number: words are cleared, and 1 is waited for.
+void check_replays() {
+  PlanCase group = make_group(2, 2, 1);
+  CHECK(group.place(0, 1));
+  Options options = small();
+  Consumers ranks(group, options);
+  for (int replay = 0; replay < 3; ++replay) {
+    ranks.ready(1)[0] = 0;
+    ranks.prepare_bank(0, group.slot_expert);
+    std::vector<int32_t> found;
+    Fibers threads;
+    threads.spawn([&] { ranks.launch(1, 0, false); });
+    threads.spawn([&] { found = ranks.run_consumer(1, 1, 0); });
+    threads.wait();
+    CHECK(found == ranks.expected(1));
+    CHECK_EQ(ranks.ready(1)[0], uint64_t{1});
+  }
+}
+
+}  // namespace
+
+int main() {
+  const Watchdog watchdog("a slot that is never there");
+  for (uint32_t seed = 0; seed < static_cast<uint32_t>(scaled(24)); ++seed)
+    check_beside_calls(seed);
+  if (!kIsTriton) check_what_is_there();
+  check_replays();
+}

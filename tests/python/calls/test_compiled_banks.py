@@ -1,0 +1,281 @@
+"""Banks under torch.compile: the moves, slots and residents of eager calls, without a break."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import close_all, loopback
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+import ultraep_comm as uec
+from ultraep_comm import errors
+from ultraep_comm.calls.traced import ORDER
+
+RANKS, EXPERTS, SLOTS, BANKS = 3, 9, 2, 2
+SHAPE = (16, 16)
+OPERATORS = torch.ops.ultraep_comm
+Tensors = list[torch.Tensor]
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++"
+)
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_earlier_runs(
+    nothing_compiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def make_groups(num_ranks: int = RANKS, **options: Any) -> list[uec.Group]:
+    return uec.new_loopback_groups(
+        num_ranks,
+        num_experts=EXPERTS,
+        slots_per_rank=SLOTS,
+        expert={"w": (SHAPE, torch.float32), "b": ((16,), torch.bfloat16)},
+        grads=torch.float32,
+        banks=BANKS,
+        timeout=120,  # the first rank to call waits while others compile
+        **options,
+    )
+
+
+def make_weights(rank: int, num_ranks: int = RANKS, seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    mains = EXPERTS // num_ranks
+    return {
+        "w": torch.randn(mains, *SHAPE, generator=draw),
+        "b": torch.randn(mains, 16, generator=draw).bfloat16(),
+    }
+
+
+def make_loads(seed: int) -> Tensors:
+    """Three loads that have most in common; the last two are equal."""
+    draw = torch.Generator().manual_seed(seed)
+    load = torch.randint(0, 400, (RANKS, EXPERTS), generator=draw)
+    load[:, seed % EXPERTS] += 900
+    other = load.clone()
+    other[:, (seed + 1) % EXPERTS] += 900
+    return [load, other, other.clone()]
+
+
+def steps(
+    loads: Tensors, weights: Any, group: uec.Group, bank: Any, async_op: bool
+) -> list[torch.Tensor]:
+    """Plan each load on top of what the last one has left, and use the slots before and after."""
+    slots = group.bank(bank).slots if isinstance(bank, int) else bank.slots
+    results = []
+    for load in loads:
+        plan = uec.plan_replicas(load, group=group, bank=bank)
+        before = slots["w"] * 2
+        work = uec.replicate_experts(weights, plan, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert plan.moves is not None
+        assert plan.slot_quota is not None
+        results += [plan.slot_expert + 0, plan.slot_quota + 0, ~plan.moves, before, slots["w"] + 1]
+    return results
+
+
+def stored(groups: list[uec.Group]) -> int:
+    return sum(group.bytes_stored for group in groups)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_compiled_steps_move_what_eager_ones_do(
+    backend: str, async_op: bool, groups: list[uec.Group]
+) -> None:
+    compiled = torch.compile(steps, fullgraph=True, backend=backend)
+    others, kept = make_groups(), 0
+    for seed in range(6):
+        loads, index = make_loads(seed), seed % BANKS
+
+        def run(
+            fn: Callable[..., Tensors], among: list[uec.Group], loads: Any = loads, at: int = index
+        ) -> list[Tensors]:
+            banks = [group.bank(at) if at else at for group in among]
+            return loopback(
+                RANKS, lambda r: fn(loads, make_weights(r), among[r], banks[r], async_op)
+            )
+
+        before = stored(others)
+        got, expected = run(compiled, groups), run(steps, others)
+        for rank in range(RANKS):
+            for one, other in zip(got[rank], expected[rank], strict=True):
+                assert torch.equal(one, other)
+            for one, other in zip(groups[rank].banks, others[rank].banks, strict=True):
+                assert torch.equal(one.residents, other.residents)
+                assert all(torch.equal(one.slots[n], other.slots[n]) for n in one.slots)
+        assert stored(groups) == stored(others) > before
+        slots, _, stays, *_ = expected[0][5:]
+        kept += int((stays & (slots >= 0)).sum())
+        assert expected[0][12].all()  # the third load finds everything there
+    assert kept > 0
+    close_all(others)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plans_of_one_load_are_made_one_by_one(backend: str, groups: list[uec.Group]) -> None:
+    """Equal arguments, and different results: the transfer between them fills the bank.
+
+    With a gradient, as compilers merge equal operators in training graphs.
+    """
+
+    def calls(x: torch.Tensor, load: torch.Tensor, weights: Any, group: uec.Group) -> Tensors:
+        first = uec.plan_replicas(load, group=group, bank=0)
+        uec.replicate_experts(weights, first, group=group)
+        second = uec.plan_replicas(load, group=group, bank=0)
+        uec.replicate_experts(weights, first, group=group)  # restores, and moves nothing
+        assert first.moves is not None
+        assert second.moves is not None
+        y = (x * group.slots["w"]).sum()
+        return [first.moves.sum(), second.moves.sum(), second.slot_expert - first.slot_expert, y]
+
+    load, compiled = make_loads(1)[0], torch.compile(calls, fullgraph=True, backend=backend)
+    x = torch.ones(SHAPE, requires_grad=True)
+    found = loopback(RANKS, lambda r: compiled(x, load, make_weights(r), groups[r]))
+    for first, second, difference, _ in found:
+        assert first > 0
+        assert second == 0
+        assert not difference.any()
+    expert = sum(segment.nbytes for segment in groups[0].segments.values())
+    assert stored(groups) == int(found[0][0]) * expert
+
+
+def test_another_version_compiles_nothing_anew(groups: list[uec.Group]) -> None:
+    def calls(load: torch.Tensor, weights: Any, group: uec.Group, version: int) -> None:
+        plan = uec.plan_replicas(load, group=group, bank=1)
+        uec.replicate_experts(weights, plan, group=group, version=version)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(calls, fullgraph=True, backend=counter)
+    load = make_loads(1)[0]
+    counts = []
+    for version in (3, 3, 4, 7, 8, 9):
+        weights = [make_weights(r, seed=version) for r in range(RANKS)]
+        before = stored(groups)
+        loopback(RANKS, lambda r: compiled(load, weights[r], groups[r], version))  # noqa: B023
+        moved = stored(groups) - before
+        assert (moved == 0) == (len(counts) == 1)
+        counts.append(counter.frame_count)
+        for group in groups:
+            bank = group.bank(1)
+            assert bank.version == version
+            for slot, expert in enumerate(bank.residents[group.rank].tolist()):
+                if expert >= 0:
+                    home, main = divmod(expert, EXPERTS // RANKS)
+                    assert torch.equal(bank.slots["w"][slot], weights[home]["w"][main])
+    assert counts[1] == RANKS
+    assert counts[2] == counts[-1]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_compiled_reductions_leave_out_what_slots_keep(
+    async_op: bool, new_groups: Callable[..., list[uec.Group]]
+) -> None:
+    plan = uec.Plan.from_slots(
+        [[-1, -1], [0, 1], [0, -1]],
+        num_experts=EXPERTS,
+        slot_quota=torch.tensor([[0, 0], [5, 0], [0, 0]]),
+        home_quota=torch.tensor([5] + [0] * (EXPERTS - 1)),
+        bank=1,
+    )
+
+    def reduce(grads: Any, group: uec.Group) -> torch.Tensor:
+        before = group.bank(1).slot_grads["w"].sum()
+        work = uec.reduce_expert_grads(grads, plan, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        return before + group.bank(1).slot_grads["w"].sum()
+
+    def run(fn: Callable[..., torch.Tensor]) -> tuple[Tensors, Tensors]:
+        made = new_groups(
+            RANKS,
+            num_experts=EXPERTS,
+            slots_per_rank=SLOTS,
+            expert={"w": ((4,), torch.float32)},
+            grads=torch.float32,
+            banks=2,
+            grad_banks=2,
+        )
+        for group in made:
+            group.slot_grads["w"].fill_(1000.0)
+            group.bank(1).slot_grads["w"].fill_(group.rank + 1.0)
+        mains = [{"w": torch.full((EXPERTS // RANKS, 4), 100.0)} for _ in made]
+        totals = loopback(RANKS, lambda r: fn(mains[r], made[r]))
+        assert all((group.slot_grads["w"] == 1000.0).all() for group in made)
+        slots = [group.bank(1).slot_grads["w"] for group in made]
+        return [*totals, *(main["w"] for main in mains)], slots
+
+    got, left = run(torch.compile(reduce, fullgraph=True, backend="aot_eager"))
+    expected, other = run(reduce)
+    assert got[RANKS][0].tolist() == [102.0] * 4
+    assert [grads[:, 0].tolist() for grads in left] == [[1.0, 1.0], [0.0, 2.0], [3.0, 3.0]]
+    for one, another in zip([*got, *left], [*expected, *other], strict=True):
+        assert torch.equal(one, another)
+
+
+# ---- operators and errors -------------------------------------------------------------------
+
+
+def test_operators_with_a_bank() -> None:
+    (group,) = make_groups(1)
+    load = make_loads(0)[0].sum(0)
+    for given in (load, load[None]):
+        arguments = (given, 1, EXPERTS, SLOTS, 1.01, [], ORDER, 1, group.name)
+        opcheck(OPERATORS.plan_replicas_in_bank.default, arguments)
+    plan = uec.plan_replicas(load, group=group, bank=1)
+    fields = (plan.slot_expert, plan.home, plan.slot_quota, plan.home_quota)
+    weights, names = list(make_weights(0, 1).values()), list(group.slots)
+    slots = list(group.bank(1).slots.values())
+    for version in (None, 2):
+        arguments = (
+            *(weights, [-1, -1], names, *fields, slots, names),
+            *(ORDER, "auto", 1, version, group.name),
+        )
+        opcheck(OPERATORS.replicate_experts.default, arguments)
+        opcheck(OPERATORS.start_replicate_experts.default, arguments)
+    close_all([group])
+
+
+def test_errors_of_banks_keep_their_types() -> None:
+    (group,), (other,) = make_groups(1), make_groups(1)
+    load, weights = make_loads(0)[0].sum(0), make_weights(0, 1)
+
+    def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+    def plan(bank: Any, cost: Any = None) -> torch.Tensor:
+        return uec.plan_replicas(load, group=group, bank=bank, cost=cost).slot_expert
+
+    cost = uec.PlanCost(token=1.0, expert_byte=1.0)
+    for arguments, text in (
+        ((BANKS,), "bank is 2; expected 0 to 1"),
+        ((1, cost), "a cost and residents, or a bank"),
+    ):
+        with pytest.raises(errors.InvalidArgumentError, match=text):
+            compiled(plan)(*arguments)
+    with pytest.raises(Exception, match=r"Bank\(0 of group"):
+        compiled(plan)(other.bank(0))
+    with pytest.raises(Exception, match=r"invalidate\(\) of bank 1 in a compiled function"):
+        compiled(lambda: group.bank(1).invalidate())()
+    elsewhere = uec.Plan.from_slots([[-1, -1]], num_experts=EXPERTS, bank=BANKS)
+    with pytest.raises(errors.InvalidPlanError, match="the plan is for bank 2"):
+        compiled(lambda: uec.replicate_experts(weights, elsewhere, group=group))()
+    close_all([other])
+    group.abort()
+    group.close()
