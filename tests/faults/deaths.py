@@ -241,7 +241,9 @@ def _killed_waiting(name: str, victim: int, late: int, **options: Any) -> Scene:
     return Scene(name=name, part=part, cues=tuple(cues), **_gone(victim), **options)
 
 
-def _killed_moving(mode: str, victim: int, role: str, rows: list[list[int]]) -> Scene:
+def _killed_moving(
+    mode: str, victim: int, role: str, rows: list[list[int]], **options: Any
+) -> Scene:
     return Scene(
         name=f"killed in the middle of a {mode}, {role}",
         item="killed during a transfer",
@@ -252,6 +254,7 @@ def _killed_moving(mode: str, victim: int, role: str, rows: list[list[int]]) -> 
             go(3, at="late", after=0.05),
         ),
         **_gone(victim),
+        **options,
     )
 
 
@@ -270,7 +273,7 @@ DEATHS = [
     ),
     _killed_moving("push", 1, "a hub", BOTH),
     _killed_moving("push", 0, "a home", THREE),
-    _killed_moving("pull", 1, "a hub", EARLY),  # hubs that pull store to all, or wait
+    _killed_moving("pull", 1, "a hub", EARLY, long=True),  # hubs that pull store to all, or wait
     _killed_waiting(
         "killed in a direct transfer, a home", 0, 3, item="killed during a transfer", mode="direct"
     ),
@@ -284,7 +287,7 @@ DEATHS = [
                 strike("SIGKILL", 1, at="calling", by=ALL, after=0.01 + 0.0371 * number),
             ),
             **_gone(1),
-            long=number > 2,
+            long=number > 1,
         )
         for number in range(1, 7)
     ),

@@ -55,10 +55,8 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
 }
 SHORT = (
     "before the ranks meet",
-    "before addresses are exchanged",
     "when it has one connection",
     "with its memory",
-    "while memory is handed round",
 )
 
 

@@ -40,7 +40,7 @@ REDUCTIONS = [
     *(f"reduce:{replicas},512,8,16,{mode}" for replicas in (1, 2, 7) for mode in (1, 2)),
     *(
         f"reduce:{of},16,{mode}"
-        for of in ("1,8192,16", "2,8192,16", "2,8192,64")
+        for of in ("1,8192,16", "2,4096,16", "2,2048,64")
         for mode in (1, 2)
     ),
 ]

@@ -171,7 +171,7 @@ def scratch() -> Iterator[str]:
     ("number", "to_all", "status"),
     [
         (signal.SIGINT, True, 130),  # a terminal's
-        (signal.SIGTERM, False, 128 + signal.SIGTERM),
+        pytest.param(signal.SIGTERM, False, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
         (signal.SIGKILL, False, -signal.SIGKILL),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulated_device import EmulatedDevice
 from ranks import MIXED, loopback, make_weights, prepare_all, wrong_bytes
+from tiers import sampled
 
 import ultraep_comm as uec
 
@@ -107,7 +108,7 @@ def test_every_stage_is_that_of_the_host(
     assert replicas > 0
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", sampled([False, True], bool))
 @pytest.mark.parametrize("size", SIZES)
 def test_one_graph_replays_with_fresh_ids_and_weights(
     emulated: EmulatedDevice, layer_of: Any, size: tuple[int, int, int], at_once: bool

@@ -254,7 +254,7 @@ for group in groups:
 
 @pytest.mark.cases
 def test_forks_in_the_middle_of_calls_of_another_thread() -> None:
-    done = run_python("-c", _SCRIPT, str(cases(6, 20)), timeout=60)
+    done = run_python("-c", _SCRIPT, str(cases(3, 20)), timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -57,9 +57,9 @@ def test_compiled_layers_have_the_gradients_of_eager_ones(
 
     With banks, of plans by which the second slot has no tokens, and so no gradient to reduce.
     """
-    model = models(11, num_ranks=2, banks=banks)
+    model = models(11, num_ranks=2, num_experts=4, banks=banks)
     if banks > 1:
-        first, none = torch.tensor([1, 0], dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+        first, none = torch.tensor([1, 0], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
         model.plans = {
             call: replace(plan, slot_quota=(plan.slot_expert >= 0) * first, home_quota=none)
             for call, plan in model.plans.items()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from tiers import cases
 
 import ultraep_comm as uec
 
@@ -276,8 +277,11 @@ def _train(
     )
 
 
+@pytest.mark.cases
 def test_quick_run_keeps_its_claims(tmp_path: Path) -> None:
-    done = _train("--quick", "--json", str(tmp_path / "result.json"))
+    steps = cases(8, 20)
+    quick = ["--quick"] if steps == 20 else ["--steps", str(steps), "--compare-steps", "2"]
+    done = _train(*quick, "--json", str(tmp_path / "result.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     for key, claim in result["claims"].items():
@@ -285,13 +289,13 @@ def test_quick_run_keeps_its_claims(tmp_path: Path) -> None:
         assert claim["limit"] is None or f"{claim['value']:.3g}" in done.stdout
     assert len(result["differences"]["outputs"]) == 3
     runs = {name: run["losses"] for name, run in result["runs"].items()}
-    assert all(len(losses) == 20 and losses[-1] < losses[0] - 1 for losses in runs.values())
+    assert all(len(losses) == steps and losses[-1] < losses[0] - 1 for losses in runs.values())
     assert runs["plain"] != runs["other_seed"]
 
     replicated = result["runs"]["replicated"]
     at_home = torch.tensor(replicated["rows_at_home"], dtype=torch.float64)
     computed = torch.tensor(replicated["rows_computed"], dtype=torch.float64)
-    assert computed.shape == (20, 2, 4)
+    assert computed.shape == (steps, 2, 4)
     assert bool((computed.sum(2) == 4 * 512 * 2).all())
     assert bool((at_home.sum(2) == 4 * 512 * 2).all())
     assert float((at_home.amax(2) / at_home.mean(2)).mean()) > 1.3  # there was something to do
