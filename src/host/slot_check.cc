@@ -207,9 +207,9 @@ void SlotCheck::publish_checked(const CheckedCall& call) const {
 AwaitCopies::AwaitCopies(const SlotCheck& check, const CheckedCall& checked, const Call& call,
                          const HostMemory& memory)
     : call_(call), memory_(memory) {
-  check.each_replica(checked, [&](int32_t e, int32_t rank, int32_t slot) {
-    if (rank == check.config_.rank && checked.keeps(rank * check.config_.slots_per_rank + slot))
-      homes_.emplace_back(check.config_.home[e], e);
+  if (checked.resident == nullptr) return;
+  check.each_replica(checked, [&](int32_t e, int32_t rank, int32_t) {
+    if (rank == check.config_.rank) homes_.emplace_back(check.config_.home[e], e);
   });
 }
 

@@ -90,8 +90,8 @@ class SlotCheck {
   std::vector<uint8_t> untouched_;  // what slots held that the call has nothing for
 };
 
-// What a rank waits for before it compares slots that kept their expert: their homes' copies, which
-// no part of the transfer vouches for.
+// What a rank waits for before it compares the slots of a bank: their homes' copies. No part of the
+// transfer vouches for those of slots that kept their expert, or got it from another slot.
 class AwaitCopies {
  public:
   AwaitCopies(const SlotCheck& check, const CheckedCall& checked, const Call& call,
