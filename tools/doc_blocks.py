@@ -92,6 +92,25 @@ def over_bound(document: Document) -> str:
     return _markdown(["mode", "best kind of load", "worst kind, mean", "worst load"], rows)
 
 
+def break_even(document: Document) -> str:
+    """What banks and a prefetch move, by the memory that they take; see METRICS of ``steady``."""
+    names = {"empty": "wiped", "residents": "a bank a layer", "prefetch": "one, prefetched"}
+    rows, wiped = [], 0.0
+    for row in document["records"]:
+        bound = row["transfer_bound"]
+        wiped = bound if row["way"] == "empty" else wiped
+        rows.append(
+            [
+                *(str(row["slots"]), names[row["way"]], str(row["slots"] * row["banks"])),
+                *(f"{row['moves']:.2f}", f"{row['prefetched']:.2f}", f"{bound:.2f}"),
+                f"{1 - bound / wiped:.0%}",
+                *(f"{row['nothing_moves']:.0%}", f"{row['imbalance']['worst']:.3f}"),
+            ]
+        )
+    header = ["slots", "bank", "memory, experts", "moves", "fetched before", "T*, experts", "saved"]
+    return _markdown([*header, "nothing moves", "worst imbalance"], rows)
+
+
 def planner(document: Document) -> str:
     """Plans of 64 ranks, 256 experts and 2 slots."""
     rows = [
@@ -232,6 +251,7 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     for block in (
         shown,
         example,
+        break_even,
         published,
         claims,
         against,
