@@ -301,6 +301,6 @@ def test_costs_of_the_host_need_no_gpu(tmp_path: Path, name: str) -> None:
         assert all(0 < r["least_us"] <= r["median_us"] <= r["p95_us"] for r in records)
         return
     kinds = [(r["weights"], r["async_op"]) for r in records]
-    names = ("bound", "stacked", "listed", "device")
+    names = ("bound", "stacked", "listed", "device", "resident")
     assert kinds == [(name, async_op) for name in names for async_op in (False, True)]
     assert all(0 < r["time_us"]["p50"] <= r["time_us"]["p99"] for r in records)
