@@ -40,12 +40,14 @@ class Consumers : public EmulatedGroup {
     return rank_banks_[rank].ready + std::max(bank_, 0) * group().slots_per_rank;
   }
 
-  // By the slots of `rank` that the plan fills. The outputs of those that were not there are 0.
-  std::vector<int32_t> run_consumer(int32_t rank, uint64_t number, uint64_t timeout_ns) {
+  // By the slots of `rank` that the plan fills, or by one of them. The outputs of those that were
+  // not there are 0.
+  std::vector<int32_t> run_consumer(int32_t rank, uint64_t number, uint64_t timeout_ns,
+                                    int32_t only = -1) {
     std::vector<int32_t> used;
     const int32_t slots = group().slots_per_rank;
     for (int32_t s = 0; s < slots; ++s)
-      if (group().slot_expert[rank * slots + s] >= 0) used.push_back(s);
+      if (group().slot_expert[rank * slots + s] >= 0 && (only < 0 || s == only)) used.push_back(s);
     std::vector<int32_t> out(slots * kTokens * kN, 0);
     if (used.empty()) return out;
     SlotGemm args{.ready = ready(rank),
@@ -142,20 +144,24 @@ void check_beside_calls(uint32_t seed) {
 void check_what_is_there() {
   PlanCase group = make_group(3, 3, 2);
   Options options = small();
-  options.call_timeout = options.wait_timeout = 0.5;
+  options.call_timeout = options.wait_timeout = 1;
   Consumers ranks(group, options);
   ranks.prepare_bank(1, {-1, -1, 0, -1, -1, -1});
   ranks.launch(1);
   ranks.check_states();
   ranks.prepare_bank(1, {-1, -1, 0, 2, -1, -1});
-  std::vector<int32_t> early;
+  std::vector<int32_t> early, late;
   Fibers threads;
   threads.spawn([&] { ranks.launch(1, 2); });  // rank 2 is missing
-  threads.spawn([&] { early = ranks.run_consumer(1, 2, 50'000'000); });
+  threads.spawn([&] {
+    early = ranks.run_consumer(1, 2, 20'000'000'000, 0);
+    late = ranks.run_consumer(1, 2, 20'000'000, 1);
+  });
   threads.wait();
   std::vector<int32_t> there = ranks.expected(1);
   std::fill_n(there.begin() + kTokens * kN, kTokens * kN, 0);
   CHECK(early == there);
+  CHECK(late == std::vector<int32_t>(late.size(), 0));
   // The call has failed: all are let go.
   for (int32_t s = 0; s < 2; ++s) CHECK_EQ(ranks.ready(1)[s], uec::cuda::kGroupFailed);
   for (int32_t s = 0; s < 2; ++s) CHECK_EQ(ranks.ready(2)[s], uint64_t{0});

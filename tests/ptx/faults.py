@@ -40,6 +40,9 @@ EXPLAINED = {
     r"|reducer\.hpp: const uint64_t seen|stripe\.hpp: const (CallRecord|uint64_t)": (
         "fills in what a failed wait reports"
     ),
+    r"slot_words\.cuh: .*(kGroupFailed|words \+ s\) == number)": (
+        "lets go of those who wait, for slots that are undefined then; or a lane's own word"
+    ),
     r"unordered .*layout\.pulled": "behind loads_complete(), whose fence makes it a release",
     r"protocol\.hpp: const CallRecord record": "a record tells of another call, and is all it says",
     r"no fence .*fence\.sc\.sys": "how far stores are, which no load can tell; tests/litmus has it",
@@ -152,8 +155,9 @@ class Kernels:
 
 PROGRAMS_OF = {
     "ultraep_replicate_notice": ["replicate"],
-    "ultraep_replicate_bank": ["banks"],
-    "ultraep_replicate": ["replicate", "scenarios"],
+    "ultraep_replicate_bank": ["banks", "ready"],
+    "ultraep_replicate": ["replicate", "scenarios", "ready"],
+    "slot_gemm": ["ready"],
     "ultraep_reduce": ["reduce", "scenarios"],
     "ultraep_load_plan": ["load_plan"],
     "ultraep_load": ["load"],
@@ -161,7 +165,7 @@ PROGRAMS_OF = {
     "ultraep_reroute": ["reroute"],
     "ultraep_save": ["save"],
     "educ": ["reduce", "scenarios"],
-    "": ["replicate", "banks", "reduce", "scenarios"],
+    "": ["replicate", "banks", "reduce", "scenarios", "ready"],
 }
 QUICKEST = [
     "save",
@@ -173,6 +177,7 @@ QUICKEST = [
     "replicate",
     "reduce",
     "scenarios",
+    "ready",
 ]
 
 

@@ -71,6 +71,11 @@ class PtxMachine:
         """Return the compiled kernels."""
         return self.folder / "ptx" / "kernels_90.ptx"
 
+    def with_example(self) -> Path:
+        """Return these and examples/slot_by_slot, of which the program "ready" needs both."""
+        folder = self.build("cpu", "ptx", "ptx_example_90") / "tests" / "ptx"
+        return folder / "example_90.ptx"
+
     def run(
         self,
         command: Sequence[str | Path],

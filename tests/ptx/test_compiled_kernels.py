@@ -30,7 +30,7 @@ def test_kernels_run_without_a_race(machine: PtxMachine, name: str, seed: int) -
 @pytest.mark.exhaustive
 @pytest.mark.builds("cpu", "ptx", "ptx_example_90")
 def test_a_kernel_of_a_user_waits_for_its_slots(machine: PtxMachine, tmp_path: Path) -> None:
-    kernels = machine.build("cpu", "ptx", "ptx_example_90") / "tests" / "ptx" / "example_90.ptx"
+    kernels = machine.with_example()
     outcome = machine.run_program("ready", kernels)
     assert outcome.status == RACE_FREE, outcome.text
     before, own, after = re.split(r"(\.entry slot_gemm.*?\n}\n)", kernels.read_text(), flags=re.S)

@@ -12,7 +12,7 @@ import pytest
 from faults import EXPLAINED, KINDS, Fault, Kernels, programs_of
 from ptx_machine import RACE_FREE, PtxMachine
 
-pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90")
+pytestmark = pytest.mark.builds("cpu", "ptx", "ptx_kernels_90", "ptx_example_90")
 
 SEEDS = (1, 2, 3)
 # One fault of several kinds, each caught at once.
@@ -26,7 +26,7 @@ SAMPLE = [
 
 @pytest.fixture(scope="module")
 def kernels(machine: PtxMachine) -> Kernels:
-    return Kernels(machine.kernels())
+    return Kernels(machine.with_example())
 
 
 def how_caught(machine: PtxMachine, kernels: Kernels, fault: Fault, folder: Path) -> str:
