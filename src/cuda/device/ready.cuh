@@ -40,7 +40,8 @@ UEC_DEVICE bool wait_slot(const uint64_t* ready, int32_t slot, uint64_t number,
                           uint64_t timeout_ns = 0) {
   const uint64_t start = timeout_ns == 0 ? 0 : ptx::nanoseconds();
   while (!is_ready(ready, slot, number)) {
-    if (timeout_ns != 0 && ptx::nanoseconds() - start > timeout_ns) return false;
+    const uint64_t now = timeout_ns == 0 ? 0 : ptx::nanoseconds();
+    if (now > start && now - start > timeout_ns) return false;  // the clock may be set back
     ptx::pause();
   }
   return true;
