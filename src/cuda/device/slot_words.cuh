@@ -32,13 +32,13 @@ UEC_APART void tell_residents(const RankState& known, const int32_t* slot_expert
   ptx::sync_warp();  // the table changes now
 }
 
-// By a warp, whose members have observed the flags so far; `all`: every one that is expected.
+// By a warp, whose members have observed the flags so far, and have synchronised since, in
+// Finish::step(); `all`: every one that is expected.
 template <class Memory>
 UEC_APART void tell_filled(const BlockCall& block, int32_t slots, uint64_t* words, uint64_t number,
                            bool all) {
   const Memory memory(block);
   const Call& call = block.call;
-  ptx::sync_warp();  // what other members have observed
   for (int32_t s = Warp::index(); s < slots; s += Warp::size()) {
     if (ptx::load_acquire_device(words + s) == number) continue;
     bool is_filled = false, is_complete = true;
