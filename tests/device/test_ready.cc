@@ -144,7 +144,7 @@ void check_beside_calls(uint32_t seed) {
 void check_what_is_there() {
   PlanCase group = make_group(3, 3, 2);
   Options options = small();
-  options.call_timeout = options.wait_timeout = 1;
+  options.call_timeout = options.wait_timeout = 2;
   Consumers ranks(group, options);
   ranks.prepare_bank(1, {-1, -1, 0, -1, -1, -1});
   ranks.launch(1);
