@@ -436,12 +436,15 @@ bool Engine::succeeded(uint64_t epoch) const {
 
 bool Engine::is_completed(uint64_t epoch) { return launcher_->done(epoch) || !succeeded(epoch); }
 
+bool Engine::await_launch(uint64_t epoch, const Interrupted& interrupted) {
+  if (launcher_->await_launch(config_.rank, epoch, interrupted)) return true;
+  if (succeeded(epoch)) fail_here();  // interrupted: the caller is about to free what it lent
+  return false;
+}
+
 bool Engine::wait(uint64_t epoch, Handle stream, const Interrupted& interrupted) {
   if (!succeeded(epoch)) return false;
-  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
-    if (succeeded(epoch)) fail_here();  // interrupted: the caller is about to free what it lent
-    return false;
-  }
+  if (!await_launch(epoch, interrupted)) return false;
   try {
     launcher_->order(epoch, stream);
   } catch (const CaptureError& error) {
@@ -457,10 +460,7 @@ Address Engine::ready(int32_t bank) const {
 bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handle stream,
                         const Interrupted& interrupted) {
   if (!succeeded(epoch)) return false;
-  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
-    if (succeeded(epoch)) fail_here();
-    return false;
-  }
+  if (!await_launch(epoch, interrupted)) return false;
   const ContextScope current = launcher_->scope();
   const std::lock_guard lock(submit_mutex_);
   if (capture_in(stream) != 0)
@@ -479,10 +479,7 @@ bool Engine::wait_slots(uint64_t epoch, const std::vector<int32_t>& slots, Handl
 }
 
 bool Engine::synchronize(uint64_t epoch, const Interrupted& interrupted) {
-  if (!launcher_->await_launch(config_.rank, epoch, interrupted)) {
-    if (succeeded(epoch)) fail_here();
-    return false;
-  }
+  if (!await_launch(epoch, interrupted)) return false;
   if (!launcher_->await_done(epoch, interrupted)) {
     std::atomic_ref(status().cancelled).store(1, std::memory_order_release);
     launcher_->await_done(epoch, {});

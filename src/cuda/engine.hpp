@@ -158,6 +158,7 @@ class Engine {
   Address on_device(const void* own) const;            // where that, in memory_, is on the device
   CaptureError refusal(const std::string& why) const;  // of a call that is being captured
   uint64_t capture_in(Handle stream) const;            // as capture_of()
+  bool await_launch(uint64_t epoch, const Interrupted& interrupted);
   bool succeeded(uint64_t epoch) const;
   bool is_over() const;            // takes no more calls
   void fail_here();                // the driver refused a call

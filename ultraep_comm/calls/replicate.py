@@ -113,7 +113,7 @@ def replicate_experts(
                 if version is None and call.bank < 0
                 else find_version(version, call.bank, session)
             ),
-            known=call.known,
+            known=address(call.filled) if call.bank >= 0 else 0,
         )
     except Exception as error:
         call.reject(error)

@@ -35,7 +35,7 @@ class Call:
         on_device: a kernel reads it.
         tag: the handle's tag, which ranks compare besides the plan; 0: no handle was given.
         bank: the plan's; -1: none.
-        known: for a bank: the address of the plan's slot_expert on the CPU, if ``on_device``; or 0.
+        filled: the plan's slot_expert on the CPU, if it is known there.
     """
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Call:
         "_operation",
         "_session",
         "bank",
-        "known",
+        "filled",
         "on_device",
         "plan",
         "tag",
@@ -70,7 +70,8 @@ class Call:
             self.view = check_plan(self.plan, self.on_device, session)
             self._on_host = None if self.on_device else self.plan
             bank = self.plan.bank
-            self.bank, self.known = -1, 0
+            self.bank = -1
+            self.filled = None if self._on_host is None else self._on_host.slot_expert
             if bank is not None:
                 self.bank = plan_bank(bank, session)
                 self._enter_bank(session)
@@ -82,13 +83,7 @@ class Call:
         self.plan, self.on_device = session.local.plan_for_bank(self.plan)
         if self.on_device:
             self.view = view_of(self.plan)
-            self.known = address(session.local.slots_on_host(self.plan))
-
-    def _filled(self) -> torch.Tensor | None:
-        """Return the plan's slot_expert on the CPU, if it is known there."""
-        if self._on_host is not None:
-            return self._on_host.slot_expert
-        return self._session.local.slots_on_host(self.plan) if self.bank >= 0 else None
+            self.filled = session.local.slots_on_host(self.plan)
 
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""
@@ -126,7 +121,7 @@ class Call:
                 on_host,
                 self.tag,
                 expert_bytes,
-                None if spends else self._filled(),
+                None if spends else self.filled,
             )
             if spends and isinstance(given, PlanHandle):
                 session.plans.spend(given.saved, on_device=self.on_device)

@@ -195,8 +195,10 @@ class CudaStages(HostStages):
         # Not once it has been written to.
         return None if found is None or found[1] != _version(plan.slot_expert) else found[0]
 
-    def _put_plan(self, plan: Plan, load: Tensor | None = None) -> Plan:
-        """Return a plan on the device; ``load`` is there."""
+    def _put_plan(
+        self, plan: Plan, load: Tensor | None = None, moves: Tensor | None = None
+    ) -> Plan:
+        """Return a plan on the device, with these; ``load`` is there."""
 
         def put(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else self.put(tensor)
@@ -211,7 +213,7 @@ class CudaStages(HostStages):
             home_quota=put(plan.home_quota),
             load=load,
             domains=self.domains,
-            moves=put(plan.moves),
+            moves=put(moves),
         )
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -268,7 +270,8 @@ class CudaStages(HostStages):
             loads = self.on_host(load, "the load")
             check_load_values(loads)
             rows = load.to(torch.int32, copy=not apart) if load.dim() == 2 else None
-            plan = self._put_plan(super().plan(loads, target_ppm, costs, residents=residents), rows)
+            plan = super().plan(loads, target_ppm, costs, residents=residents)
+            plan = self._put_plan(plan, rows, plan.moves)
             if not apart:
                 return plan
             return replace(plan, home=self.put(self.home), domains=self.put(self.domains))
