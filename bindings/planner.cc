@@ -99,7 +99,7 @@ Arrays plan_with_residents_numpy(const Input<int64_t, 1>& load, const Input<int3
       topology, resident_scratch_bytes(topology),
       [&](std::byte* scratch, int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota) {
         plan_with_residents(topology, load.data(), residents.data(), objective.target_ppm,
-                            ResidentScratch(topology, scratch), slot_expert, slot_quota,
+                            scratch, slot_expert, slot_quota,
                             home_quota);
       });
 }

@@ -47,7 +47,7 @@ class Crowd {
   template <class T>
   static T from(int32_t index, T value) {
     CHECK(index >= 0 && index < size());
-    return read<T>(meet(kFrom + index, value)[index]);
+    return read<T>(meet(kFrom, value)[index]);
   }
   static uint32_t lowest(uint32_t value) {
     for (const Room::Seat& seat : meet(kLowest, value))
@@ -88,6 +88,12 @@ class Crowd {
   static T add(T* at, T value) {
     return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
   }
+  static void lower(uint32_t* at, uint32_t value) {
+    std::atomic_ref least(*at);
+    uint32_t now = least.load(std::memory_order_relaxed);
+    while (value < now && !least.compare_exchange_weak(now, value, std::memory_order_relaxed)) {
+    }
+  }
   static void set(uint8_t* at) { std::atomic_ref(*at).store(1, std::memory_order_relaxed); }
 
   // Checks that all members have this value.
@@ -121,7 +127,7 @@ class Crowd {
     kCount,
     kEqualBefore,
     kAgree,
-    kFrom  // + index
+    kFrom
   };
 
   template <class T>

@@ -1,46 +1,76 @@
-// The plan kernel on the emulated device.
+// The plan kernels on the emulated device.
 #pragma once
 
-#include "cuda/device/plan.cuh"
+#include "cuda/device/plan_bank.cuh"
 #include "device/host_plan.hpp"
 #include "support/check.hpp"
 
 namespace device_tests {
+
+inline uint64_t address(const void* at) { return reinterpret_cast<uint64_t>(at); }
+
+// What the kernels are given for a load [num_sources, E].
+struct PlanCall {
+  Plan plan;
+  std::vector<int32_t> mains_begin, mains;
+  uec::cuda::PlanArgs args;
+
+  PlanCall(const uec::Topology& t, const std::vector<int32_t>& load,
+           const uec::Objective& objective, uint64_t* fault)
+      : plan(t),
+        mains_begin(t.num_ranks + 1),
+        mains(t.num_experts),
+        args{
+            .home = address(t.home),
+            .domain = address(t.domain),
+            .mains_begin = address(mains_begin.data()),
+            .mains = address(mains.data()),
+            .load = address(load.data()),
+            .slot_expert = address(plan.slot_expert.data()),
+            .slot_quota = address(plan.slot_quota.data()),
+            .home_quota = address(plan.home_quota.data()),
+            .fault = address(fault),
+            .objective = objective,
+            .num_ranks = t.num_ranks,
+            .num_experts = t.num_experts,
+            .slots_per_rank = t.slots_per_rank,
+            .num_sources = static_cast<int32_t>(load.size()) / t.num_experts,
+            .max_mains = uec::group_mains(t, mains_begin.data(), mains.data()),
+            .allow_cross_domain = t.allow_cross_domain,
+        } {}
+  PlanCall(const PlanCall&) = delete;  // its arguments are its addresses
+  PlanCall& operator=(const PlanCall&) = delete;
+};
 
 // The kernel's plan of load [num_sources, E]. `fault`: the word that the host looks at. `keeps`:
 // the load too.
 inline Plan plan_on_device(const uec::Topology& topology, const std::vector<int32_t>& load,
                            const uec::Objective& objective, int32_t num_warps, uint64_t* fault,
                            bool keeps) {
-  const auto address = [](const void* at) { return reinterpret_cast<uint64_t>(at); };
-  Plan plan(topology);
+  PlanCall call(topology, load, objective, fault);
   std::vector<int32_t> kept(keeps ? load.size() : 0, 77);
-  std::vector<int32_t> mains_begin(topology.num_ranks + 1), mains(topology.num_experts);
-  const uec::cuda::PlanArgs args{
-      .home = address(topology.home),
-      .domain = address(topology.domain),
-      .mains_begin = address(mains_begin.data()),
-      .mains = address(mains.data()),
-      .load = address(load.data()),
-      .kept_load = kept.empty() ? 0 : address(kept.data()),
-      .slot_expert = address(plan.slot_expert.data()),
-      .slot_quota = address(plan.slot_quota.data()),
-      .home_quota = address(plan.home_quota.data()),
-      .fault = address(fault),
-      .objective = objective,
-      .num_ranks = topology.num_ranks,
-      .num_experts = topology.num_experts,
-      .slots_per_rank = topology.slots_per_rank,
-      .num_sources = static_cast<int32_t>(load.size()) / topology.num_experts,
-      .max_mains = uec::group_mains(topology, mains_begin.data(), mains.data()),
-      .allow_cross_domain = topology.allow_cross_domain,
-  };
+  call.args.kept_load = kept.empty() ? 0 : address(kept.data());
   emulation::launch(
-      "ultraep_plan", args,
+      "ultraep_plan", call.args,
       {.shared_bytes = uec::cuda::plan_shared_bytes(topology, num_warps), .warps = num_warps},
-      [&](std::byte* memory) { uec::cuda::plan(args, memory); });
+      [&](std::byte* memory) { uec::cuda::plan(call.args, memory); });
   CHECK(kept.empty() || kept == load);
-  return plan;
+  return call.plan;
+}
+
+// The same for a bank. `moves` [G, S]: out.
+inline Plan plan_in_bank_on_device(const uec::Topology& topology, const std::vector<int32_t>& load,
+                                   const uec::BankTable& bank, int64_t target_ppm,
+                                   int32_t num_warps, uint64_t* fault,
+                                   std::vector<uint8_t>* moves) {
+  PlanCall call(topology, load, {.target_ppm = target_ppm}, fault);
+  moves->assign(call.plan.slot_expert.size(), 77);
+  const uec::cuda::BankPlanArgs args{call.args, address(&bank), address(moves->data())};
+  emulation::launch("ultraep_plan_in_bank", args,
+                    {.shared_bytes = uec::cuda::bank_plan_shared_bytes(topology, num_warps),
+                     .warps = num_warps},
+                    [&](std::byte* memory) { uec::cuda::plan_in_bank(args, memory); });
+  return call.plan;
 }
 
 }  // namespace device_tests

@@ -1,4 +1,4 @@
-// The plan of a load by the core's planner, which the plan kernels have to find.
+// The plan of a load by the core's planners, which the plan kernels have to find.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/plan/planner.hpp"
+#include "core/plan/resident_planner.hpp"
 
 namespace device_tests {
 
@@ -32,6 +33,16 @@ inline Plan plan_on_host(const uec::Topology& topology, const std::vector<int64_
   std::vector<std::byte> memory(uec::planner_scratch_bytes(topology));
   uec::plan_replicas(topology, load.data(), objective, uec::PlannerScratch(topology, memory.data()),
                      plan.slot_expert.data(), plan.slot_quota.data(), plan.home_quota.data());
+  return plan;
+}
+
+inline Plan plan_in_bank_on_host(const uec::Topology& topology, const std::vector<int64_t>& load,
+                                 const std::vector<int32_t>& residents, int64_t target_ppm) {
+  Plan plan(topology);
+  std::vector<std::byte> memory(uec::resident_scratch_bytes(topology));
+  uec::plan_with_residents(topology, load.data(), residents.data(), target_ppm, memory.data(),
+                           plan.slot_expert.data(), plan.slot_quota.data(),
+                           plan.home_quota.data());
   return plan;
 }
 

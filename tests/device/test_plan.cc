@@ -17,7 +17,7 @@ using uec::cuda::PlanStatus;
 
 // Counts what was covered, so that a test that covers nothing fails.
 struct Seen {
-  int plans, empty;
+  int plans, empty, in_bank, still;  // still: in a bank, without a move
 };
 
 void check_load(const Topology& topology, const std::vector<int32_t>& load,
@@ -81,6 +81,40 @@ void check_random(uint32_t seed, Seen* seen) {
   }
 }
 
+// Plans of a bank, each on top of what the one before has left there.
+void check_steps(uint32_t seed, PlanCase group, int32_t num_steps, Seen* seen) {
+  Random random(seed);
+  const Topology topology = group.topology();
+  constexpr int64_t kTargets[] = {1'000'000, 1'010'000, 1'010'000, 1'200'000};
+  const int64_t target_ppm = kTargets[draw(random, 0, 3)];
+  std::vector<int32_t> held(topology.num_ranks * topology.slots_per_rank, -1);
+  std::vector<int32_t> load = draw_load(random, topology, 1);
+  for (int step = 0; step < num_steps; ++step) {
+    for (int32_t& tokens : load)  // a little like the one before, or not at all
+      tokens = static_cast<int32_t>(
+          std::min(uec::kMaxLoad, int64_t{tokens} * draw(random, 60, 99) / 80));
+    if (draw(random, 0, 3) == 0) load = draw_load(random, topology, 1);
+    const bool is_known = draw(random, 0, 7) != 0;
+    uec::BankTable bank{.version = 3, .segments = is_known ? 1u : 0u, .resident = held.data()};
+    uint64_t fault = 0;
+    std::vector<uint8_t> moves;
+    const Plan device = plan_in_bank_on_device(topology, load, bank, target_ppm,
+                                               draw(random, 1, 4), &fault, &moves);
+    CHECK_EQ(fault, 0);
+    if (!is_known) std::fill(held.begin(), held.end(), -1);
+    const Plan host =
+        plan_in_bank_on_host(topology, sums(load, topology.num_experts), held, target_ppm);
+    CHECK(device.slot_expert == host.slot_expert);
+    CHECK(device.slot_quota == host.slot_quota);
+    CHECK(device.home_quota == host.home_quota);
+    for (size_t i = 0; i < held.size(); ++i) CHECK_EQ(moves[i], host.slot_expert[i] != held[i]);
+    const bool is_empty = std::count(held.begin(), held.end(), -1) == std::ssize(held);
+    seen->in_bank += !is_empty;
+    seen->still += !is_empty && host.slot_expert == held;
+    held = host.slot_expert;
+  }
+}
+
 // A size of section 10's kind, with as many warps as a device would have.
 void check_size(int32_t num_ranks, int32_t num_experts, int32_t slots, int32_t domain_size,
                 uint32_t seed, Seen* seen) {
@@ -121,6 +155,17 @@ void check_faults() {
   check_fault(topology, load, LoadFault::kNegative, 17);
   load.assign(600, INT32_MAX);
   check_fault(topology, load, LoadFault::kTooManyInAll, -1);
+
+  std::vector<int32_t> held(3 * 2, -1);
+  held[0] = 599;
+  const uec::BankTable bank{.version = 1, .segments = 1, .resident = held.data()};
+  uint64_t word = 0;
+  std::vector<uint8_t> moves;
+  const Plan plan =
+      plan_in_bank_on_device(topology, load, bank, 1'010'000, 3, &word, &moves);
+  CHECK(PlanStatus::of(word).fault == LoadFault::kTooManyInAll);
+  for (const int32_t e : plan.slot_expert) CHECK_EQ(e, -1);
+  for (const uint8_t move : moves) CHECK_EQ(move, 0);
 }
 
 }  // namespace
@@ -138,6 +183,19 @@ int main() {
     check_size(64, 256, 2, 64, static_cast<uint32_t>(seed), &seen);
     check_size(32, 128, 1, 8, static_cast<uint32_t>(seed), &seen);
   }
-  std::printf("%d plans, %d of them empty\n", seen.plans, seen.empty);
+  const int chains = kFewLanes ? (kPart == 1 ? 120 : 30) : scaled(8);
+  for (int seed = 0; seed < chains; ++seed) {
+    Random random(static_cast<uint32_t>(seed));
+    PlanCase group = draw_case(random, 12);
+    for (int32_t r = 0; r < group.num_ranks; ++r) group.domain[r] = r % draw(random, 1, 3);
+    check_steps(static_cast<uint32_t>(seed), group, 6, &seen);
+  }
+  for (int seed = 0; seed < sizes; ++seed) {
+    check_steps(static_cast<uint32_t>(seed), make_group(8, 32, 2), 6, &seen);
+    check_steps(static_cast<uint32_t>(seed), make_group(64, 256, 2), 3, &seen);
+  }
+  std::printf("%d plans, %d of them empty; %d in banks, %d of them without a move\n", seen.plans,
+              seen.empty, seen.in_bank, seen.still);
   CHECK(seen.empty < seen.plans / 2);
+  CHECK(seen.still > 0 && seen.still < seen.in_bank);
 }

@@ -105,6 +105,28 @@ void plan(Numbers of, const std::string& name) {
   report(name);
 }
 
+// The same on top of what slots hold for a load that was up to a quarter more or less.
+void plan_in_bank(Numbers of, const std::string& name) {
+  const int32_t ranks = of.next(), experts = of.next(), slots = of.next(), warps = of.next();
+  const PlanCase group = make_group(ranks, experts, slots);
+  const uec::Topology topology = group.topology();
+  uint64_t fault = 0;
+  std::vector<int32_t> load = zipf(experts, 1);
+  std::vector<int32_t> held = plan_on_host(topology, sums(load, experts), {}).slot_expert;
+  Random random(1);
+  for (int32_t& tokens : load)
+    tokens = static_cast<int32_t>(int64_t{tokens} * draw(random, 75, 125) / 100);
+  const uec::BankTable bank{.version = 1, .segments = 1, .resident = held.data()};
+  const auto* const machine = ptx_machine::Client::instance();
+  machine->forget();
+  machine->memory(&fault, sizeof fault, -1);
+  std::vector<uint8_t> moves;
+  const Plan found =
+      plan_in_bank_on_device(topology, load, bank, 1'010'000, warps, &fault, &moves);
+  CHECK(found == plan_in_bank_on_host(topology, sums(load, experts), held, 1'010'000));
+  report(name);
+}
+
 // The ids of a rank, each expert's as a skewed load has them, and some padding.
 std::vector<int64_t> skewed_ids(Random& random, int32_t num_experts, int32_t count) {
   std::vector<int64_t> ids(count);
@@ -202,7 +224,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
-      {"empty", empty},     {"planned", planned}, {"plan", plan},    {"load", load},
+      {"empty", empty},     {"planned", planned}, {"plan", plan},    {"plan_in_bank", plan_in_bank}, {"load", load},
       {"reroute", reroute}, {"fan_out", fan_out}, {"reduce", reduce}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];

@@ -32,6 +32,8 @@ ROWS = {
     "load:8,256,65536,65536,8": "count and gather of 8,192 x 8 ids, 8 ranks",
     "load:64,256,7168,64,8": "count and gather of 896 x 8 ids in two blocks, 64 ranks",
     "plan:64,256,2,16": "plan 64/256/2, 16 warps",
+    "plan_in_bank:8,32,2,16": "the same 8/32/2, on top of what slots hold",
+    "plan_in_bank:64,256,2,16": "the same 64/256/2",
     "reroute:64,256,2,65536,1": "shares of a rank, 64/256/2",
     "reroute:64,256,2,65536,0": "reroute of 8,192 x 8 ids by these shares, 64/256/2",
     "planned:64,256,12,1,16,0,0": "replicas of 12 KiB, 64/256/2, call's block made by the host",

@@ -10,11 +10,13 @@
 // Before a loop that runs once or twice on a device: unrolled, it would only be more code to fetch.
 #define UEC_ROLLED _Pragma("unroll 1")
 #define UEC_UNROLLED _Pragma("unroll")
+#define UEC_UNROLLED_BY_4 _Pragma("unroll 4")  // whose loads then arrive together
 #else
 #define UEC_HD
 #define UEC_STEP
 #define UEC_ROLLED
 #define UEC_UNROLLED
+#define UEC_UNROLLED_BY_4
 #endif
 
 namespace uec {

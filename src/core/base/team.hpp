@@ -10,7 +10,7 @@
 //   bool leader()                    true for exactly one member
 //   void sync()                      what any member did before it happens before what all do after
 //   T share(T value)                 the leader's value, for all
-//   T from(int32_t index, T value)   that member's value, for all
+//   T from(int32_t index, T value)   that member's value; each may ask another
 //   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
 //   uint32_t least(uint32_t value)   the same, and orders nothing
 //   T sum_before(T value)            the sum of the values of the members with a lower index; an
@@ -21,6 +21,7 @@
 // and from sync() on, all but one of them order memory as sync() does. Several members may do these
 // concurrently, and they order nothing:
 //   T add(T* at, T value)            adds, and returns the previous value. int32_t or int64_t
+//   void lower(uint32_t* at, uint32_t value)  stores it if it is less than what is there
 //   void set(uint8_t* at)            stores 1
 //
 // A crew is a set of teams that work on different questions in parallel: the warps of a block; on
@@ -83,6 +84,9 @@ struct Alone {
     *at = before + value;
     return before;
   }
+  UEC_HD static void lower(uint32_t* at, uint32_t value) {
+    if (value < *at) *at = value;
+  }
   UEC_HD static void set(uint8_t* at) { *at = 1; }
 };
 
@@ -127,6 +131,25 @@ UEC_HD int32_t first_that(Team team, int32_t begin, int32_t end, const Predicate
   return end;
 }
 
+// Words that are compared one after the other.
+template <int32_t kCount>
+struct Words {
+  uint32_t word[kCount];
+};
+UEC_HD constexpr uint32_t high_word(int64_t value) {  // of numbers that may be negative
+  return static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32) ^ (1u << 31);
+}
+UEC_HD constexpr uint32_t low_word(int64_t value) { return static_cast<uint32_t>(value); }
+
+// Whether this member has the least of all members' words, which differ; `has_any`: it has some.
+template <class Team, int32_t kCount>
+UEC_HD bool is_first(Team team, bool has_any, const Words<kCount>& own) {
+  bool leads = has_any;
+  UEC_UNROLLED
+  for (const uint32_t word : own.word) leads &= word == team.lowest(leads ? word : ~0u);
+  return leads;
+}
+
 // The first of low .. high - 1 that is enough, or `high`. Whatever follows one that is enough must
 // be enough too.
 template <class Team, class Enough>
@@ -154,6 +177,31 @@ struct Run {
     const int64_t begin = min64(int64_t{each} * team.index(), count);
     return {static_cast<int32_t>(begin), static_cast<int32_t>(min64(begin + each, count))};
   }
+};
+
+
+// The cells of a table, shared out among the members of a team row by row.
+struct Cells {
+  int32_t row, column;
+
+  template <class Team>
+  UEC_HD Cells(Team team, int32_t num_columns)
+      : row(team.index() / num_columns),
+        column(team.index() % num_columns),
+        rows_(team.size() / num_columns),
+        columns_(team.size() % num_columns),
+        num_columns_(num_columns) {}
+
+  UEC_HD void next() {
+    row += rows_;
+    column += columns_;
+    if (column < num_columns_) return;
+    column -= num_columns_;
+    ++row;
+  }
+
+ private:
+  int32_t rows_, columns_, num_columns_;
 };
 
 }  // namespace uec

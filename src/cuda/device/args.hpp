@@ -184,6 +184,13 @@ struct PlanArgs {
   int32_t allow_cross_domain = 0;
 };
 
+// Arguments of the plan kernel for a bank.
+struct BankPlanArgs {
+  PlanArgs plan;
+  uint64_t bank = 0;   // BankTable
+  uint64_t moves = 0;  // [G, S] bool, out: which slots the plan has to have written
+};
+
 // A rank's plan as one piece of memory: where each part lies; from base 0, its offset.
 struct PlanOutput {
   uint64_t slot_expert;  // [G, S] int32
@@ -285,6 +292,8 @@ inline constexpr int32_t kLayout[] = {
     sizeof(RerouteArgs),
     sizeof(RerouteState),
     sizeof(PlanArgs),
+    sizeof(BankPlanArgs),
+    offsetof(BankPlanArgs, bank),
     sizeof(LoadArgs),
     sizeof(LoadCall),
     sizeof(LoadPlanArgs),

@@ -6,6 +6,7 @@
 #include "cuda/device/load_plan.cuh"
 #include "cuda/device/notice.cuh"
 #include "cuda/device/plan.cuh"
+#include "cuda/device/plan_bank.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/replicate.cuh"
 #include "cuda/device/reroute.cuh"
@@ -75,6 +76,10 @@ void ultraep_load_plan(const __grid_constant__ uec::cuda::LoadPlanArgs args) {
 // One block of up to kMaxPlanWarps warps.
 UEC_KERNEL(128) void ultraep_plan(const uec::cuda::PlanArgs args) {
   uec::cuda::plan(args, shared_memory);
+}
+
+UEC_KERNEL(128) void ultraep_plan_in_bank(UEC_ARGS(BankPlanArgs) args) {
+  uec::cuda::plan_in_bank(args, shared_memory);
 }
 
 // The reroute. First the shares, once per plan; then ids or maps.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/plan/planner.hpp"
+#include "core/plan/resident_planner.hpp"
 
 namespace uec::cuda {
 
@@ -53,6 +54,39 @@ struct PlanBlock {
 // Bytes of dynamic shared memory that a launch requests. If they are too many, use fewer warps.
 UEC_HD inline int64_t plan_shared_bytes(const Topology& topology, int32_t num_warps) {
   return PlanBlock(topology, num_warps, nullptr).bytes;
+}
+
+// What a plan for a bank keeps besides.
+struct BankPlan {
+  Topology topology;
+  ResidentTask task;
+  ResidentScratch scratch;
+  bool is_enough;  // what the slots hold, with the moves that one warp has found
+};
+
+struct BankPlanBlock {
+  static constexpr int32_t kMembers = 32;  // of a warp, at most
+
+  BankPlan* plan;      // [1] for all threads
+  int32_t* residents;  // [G, S]
+  ResidentScratch scratch;
+  int64_t bytes;
+
+  UEC_HD BankPlanBlock(const Topology& topology, std::byte* memory)
+      : BankPlanBlock(topology, ScratchCutter(memory)) {}
+
+ private:
+  UEC_HD BankPlanBlock(const Topology& topology, ScratchCutter cutter)
+      : plan(cutter.take<BankPlan>(1)),
+        residents(cutter.take<int32_t>(int64_t{topology.num_ranks} * topology.slots_per_rank)),
+        scratch(topology, cutter.take_bytes(ResidentScratch(topology, nullptr, kMembers).bytes),
+                kMembers),
+        bytes(cutter.used_bytes()) {}
+};
+
+UEC_HD inline int64_t bank_plan_shared_bytes(const Topology& topology, int32_t num_warps) {
+  return round_up(plan_shared_bytes(topology, num_warps), 8) +
+         BankPlanBlock(topology, nullptr).bytes;
 }
 
 }  // namespace uec::cuda

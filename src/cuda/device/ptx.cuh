@@ -152,6 +152,9 @@ UEC_DEVICE int64_t fetch_add_in_block(int64_t* at, int64_t value) {
                : "memory");
   return old;
 }
+UEC_DEVICE void lower_in_block(uint32_t* at, uint32_t value) {
+  asm volatile("red.relaxed.cta.min.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
 UEC_DEVICE void set_in_block(uint8_t* at) {
   asm volatile("st.relaxed.cta.u8 [%0], %1;" ::"l"(at), "r"(1) : "memory");
 }

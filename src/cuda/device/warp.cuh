@@ -82,6 +82,7 @@ struct Warp {
   UEC_DEVICE static T add(T* at, T value) {
     return ptx::fetch_add_in_block(at, value);
   }
+  UEC_DEVICE static void lower(uint32_t* at, uint32_t value) { ptx::lower_in_block(at, value); }
   UEC_DEVICE static void set(uint8_t* at) { ptx::set_in_block(at); }
 
  private:

@@ -7,6 +7,7 @@
 #include "cuda/device/load_plan.cuh"
 #include "cuda/device/notice.cuh"
 #include "cuda/device/plan.cuh"
+#include "cuda/device/plan_bank.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/replicate.cuh"
 #include "cuda/device/reroute.cuh"
@@ -68,6 +69,7 @@ const Kernel kKernels[] = {
     {"ultraep_load", run<uec::cuda::LoadArgs, uec::cuda::load<false>>, 2},
     {"ultraep_load_plan", run<uec::cuda::LoadPlanArgs, uec::cuda::load_plan>},
     {"ultraep_plan", run<uec::cuda::PlanArgs, uec::cuda::plan>},
+    {"ultraep_plan_in_bank", run<uec::cuda::BankPlanArgs, uec::cuda::plan_in_bank>},
     {"ultraep_reroute_shares", run<uec::cuda::SharesArgs, uec::cuda::reroute_shares>},
     {"ultraep_reroute_int32", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int32_t>>},
     {"ultraep_reroute_int64", run<uec::cuda::RerouteArgs, uec::cuda::reroute_ids<int64_t>>},

@@ -58,6 +58,12 @@ template <class T>
 T fetch_add_in_block(T* at, T value) {
   return std::atomic_ref(*at).fetch_add(value, std::memory_order_relaxed);
 }
+inline void lower_in_block(uint32_t* at, uint32_t value) {
+  std::atomic_ref least(*at);
+  uint32_t now = least.load(std::memory_order_relaxed);
+  while (value < now && !least.compare_exchange_weak(now, value, std::memory_order_relaxed)) {
+  }
+}
 inline void set_in_block(uint8_t* at) { std::atomic_ref(*at).store(1, std::memory_order_relaxed); }
 
 inline uint32_t ballot(bool value) {

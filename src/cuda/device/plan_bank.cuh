@@ -1,0 +1,109 @@
+// The plan kernel for a bank: one block makes the plan of a load on top of what the bank's slots
+// hold, the same as plan_with_residents() (core/plan/resident_planner.hpp). One warp looks for the
+// moves; where it takes a plan from empty slots, all of them do.
+#pragma once
+
+#include "core/plan/resident_planner.hpp"
+#include "cuda/device/plan.cuh"
+
+namespace uec::cuda {
+
+using DeviceResidentSearch = uec::detail::ResidentSearch<Warp>;
+
+// By one warp, like the next one: whether the residents, and a few moves, are enough. Functions of
+// their own, so that the search for a plan keeps its registers.
+UEC_APART bool keep_residents(const BankPlan& own) {
+  return DeviceResidentSearch(own.topology, own.task, own.scratch, true).suffices();
+}
+UEC_APART void use_planned(const BankPlan& own) {
+  DeviceResidentSearch(own.topology, own.task, own.scratch, false).use_planned();
+}
+
+// Into shared memory. Whether there is one, in all threads.
+UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockCrew& crew, int32_t* residents) {
+  const auto& table = *reinterpret_cast<const BankTable*>(args.bank);
+  const int32_t num_slots = args.plan.num_ranks * args.plan.slots_per_rank;
+  const bool is_known = table.segments != 0;
+  uint32_t is_empty = 1;
+  for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
+    const int32_t expert = is_known ? table.resident[i] : -1;
+    residents[i] = expert;
+    if (expert >= 0) is_empty = 0;
+  }
+  return crew.lowest(is_empty) == 0;
+}
+
+UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory) {
+  Topology topology;  // as in plan()
+  topology.num_ranks = args.plan.num_ranks;
+  topology.num_experts = args.plan.num_experts;
+  topology.slots_per_rank = args.plan.slots_per_rank;
+  static_assert(Warp::size() <= BankPlanBlock::kMembers);
+  const PlanBlock block(topology, BlockCrew::size(), shared_memory);
+  const BankPlanBlock bank(topology, shared_memory + round_up(block.bytes, 8));
+  BlockCrew crew(block.answers);
+  const int32_t num_slots = topology.num_ranks * topology.slots_per_rank;
+  auto* const slot_expert = reinterpret_cast<int32_t*>(args.plan.slot_expert);
+  auto* const slot_quota = reinterpret_cast<int32_t*>(args.plan.slot_quota);
+  auto* const home_quota = reinterpret_cast<int32_t*>(args.plan.home_quota);
+  auto* const moves = reinterpret_cast<uint8_t*>(args.moves);
+
+  const bool is_held = copy_residents(args, crew, bank.residents);
+  const PlanStatus status = sort_load(args.plan, crew, block);
+  if (ptx::thread_idx() == 0) put_fault(args.plan, status);
+  const bool has_fault = status.fault != LoadFault::kNone;
+  write_empty_plan(args.plan, block.load, has_fault);
+  if (has_fault || topology.slots_per_rank == 0) {
+    for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) moves[i] = 0;
+    return;
+  }
+  if (BlockCrew::index() == BlockCrew::size() - 1) {
+    const Goal goal = find_goal(Warp{}, *block.sorted, args.plan.objective);
+    if (Warp::leader()) *block.goal = goal;
+  }
+  ptx::sync_block();
+  if (ptx::thread_idx() == 0) {
+    BankPlan& own = *bank.plan;
+    own.topology = topology;
+    own.topology.home = block.home;
+    own.topology.domain = block.pool;
+    own.task = {block.load, block.planner.rank_load, bank.residents,
+                {block.planner.mains_begin, block.by_home, args.plan.max_mains},
+                block.goal->threshold};
+    own.scratch = bank.scratch;
+    own.is_enough = block.goal->is_met;
+    *block.out = {is_held ? bank.scratch.planned_expert : slot_expert,
+                  is_held ? bank.scratch.planned_quota : slot_quota, home_quota};
+  }
+  ptx::sync_block();
+  if (is_held) {
+    for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
+      bank.scratch.planned_expert[i] = -1;
+      bank.scratch.planned_quota[i] = 0;
+    }
+    if (BlockCrew::index() == 0) {
+      const bool is_enough = keep_residents(*bank.plan);
+      if (Warp::leader()) bank.plan->is_enough = is_enough;
+    }
+    ptx::sync_block();
+  }
+  if (!bank.plan->is_enough) {
+    search_plan(crew, *block.sorted, args.plan.objective, *block.goal, topology.slots_per_rank,
+                block.planner.team(topology, BlockCrew::index()), *block.out);
+    ptx::sync_block();
+    if (is_held && BlockCrew::index() == 0) use_planned(*bank.plan);
+    ptx::sync_block();
+  }
+  const Holding best = bank.scratch.best(topology);
+  for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
+    const int32_t expert = is_held ? best.slot_expert[i] : slot_expert[i];
+    moves[i] = expert != bank.residents[i];
+    if (!is_held) continue;
+    slot_expert[i] = expert;
+    slot_quota[i] = best.slot_quota[i];
+  }
+  for (int32_t e = ptx::thread_idx(); e < topology.num_experts && is_held; e += ptx::num_threads())
+    home_quota[e] = best.home_quota[e];
+}
+
+}  // namespace uec::cuda
