@@ -86,7 +86,8 @@ struct FlowScratch {
   int32_t* spread;    // [E] the search that reached all holders of an expert last
   uint32_t* offer;    // [E] of a team: the first instance that has tokens to give
   uint32_t* claim;    // [G] of a team: the same, to a rank
-  int32_t* fresh;     // [G] of a team: ranks that a level has reached
+  uint64_t* fresh;    // [G] of a team: what orders the ranks that a level has reached
+  int32_t* arrived;   // [G] of a team: these ranks
   int32_t* rank_of;   // [G * S] of a slot: looked up faster than divided
   int64_t bytes;
 
@@ -94,6 +95,8 @@ struct FlowScratch {
     const int64_t g = topology.num_ranks;
     ScratchCutter cutter(memory);
     reach = cutter.take<int64_t>(g);
+    fresh = cutter.take<uint64_t>(g);
+    arrived = cutter.take<int32_t>(g);
     queue = cutter.take<int32_t>(g);
     level = cutter.take<int32_t>(g + 1);
     before = cutter.take<int32_t>(g);
@@ -104,7 +107,6 @@ struct FlowScratch {
     spread = cutter.take<int32_t>(topology.num_experts);
     offer = cutter.take<uint32_t>(topology.num_experts);
     claim = cutter.take<uint32_t>(g);
-    fresh = cutter.take<int32_t>(g);
     rank_of = cutter.take<int32_t>(g * topology.slots_per_rank);
     bytes = round_up(cutter.used_bytes(), 8);
   }
@@ -123,7 +125,11 @@ template <class Team>
 class Flow {
  public:
   UEC_HD Flow(const Topology& topology, const Mains& mains, const FlowScratch& scratch)
-      : t_(topology), mains_(mains), s_(scratch), width_bits_(bits(mains.most + slots())) {
+      : t_(topology),
+        mains_(mains),
+        s_(scratch),
+        width_bits_(num_bits(mains.most + slots())),
+        instances_(team_, mains.most + slots()) {
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.spread[e] = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       s_.seen[r] = 0;
@@ -183,8 +189,6 @@ class Flow {
  private:
   static constexpr uint32_t kUnclaimed = ~uint32_t{0};
 
-  // That hold any of 0 .. count.
-  UEC_HD static int32_t bits(int32_t count) { return num_bits(count); }
   UEC_HD int32_t slots() const { return t_.slots_per_rank; }
   UEC_HD static int32_t& quota(const Holding& h, int32_t instance) {
     return instance < 0 ? h.home_quota[~instance] : h.slot_quota[instance];
@@ -280,7 +284,12 @@ class Flow {
       make_offers(h, begin, end);
       team.sync();
       const int32_t num_fresh = take_offers(h, skip_stuck);
-      for (int32_t i = team.index(); i < num_fresh; i += team.size()) arrive(h, i, num_fresh, end);
+      for (int32_t i = team.index(); i < num_fresh; i += team.size()) {
+        int32_t place = end;
+        UEC_UNROLLED_BY_4
+        for (int32_t j = 0; j < num_fresh; ++j) place += s_.fresh[j] < s_.fresh[i];
+        queue_up(h, s_.arrived[i], static_cast<uint32_t>(s_.fresh[i] >> 32), place);
+      }
       if (team.leader()) {
         s_.level[num_levels_] = end;
         s_.level[num_levels_ + 1] = end + num_fresh;
@@ -319,7 +328,7 @@ class Flow {
 
   // Of a level: places begin .. end - 1 in the queue.
   UEC_HD void make_offers(const Holding& h, int32_t begin, int32_t end) const {
-    for (Cells at(team_, mains_.most + slots()); begin + at.row < end; at.next()) {
+    for (Cells at = instances_; begin + at.row < end; at.next()) {
       const int32_t place = begin + at.row;
       const Giver from = giver(h, s_.queue[place], at.column);
       if (from.expert < 0 || quota(h, from.instance) == 0) continue;
@@ -328,60 +337,51 @@ class Flow {
       if (from.instance >= 0) team_.lower(s_.claim + t_.home[from.expert], offer);
     }
   }
-  // Returns how many ranks that were not reached before have one now: they are in s_.fresh.
+  // Returns how many ranks that were not reached before are now.
   UEC_HD int32_t take_offers(const Holding& h, bool skip_stuck) const {
     int32_t num_fresh = 0;
     for (int32_t first = 0; first < t_.num_ranks; first += team_.size()) {
       const int32_t r = first + team_.index();
-      uint32_t claim = kUnclaimed;
+      uint32_t claim = kUnclaimed, order = 0;  // home goes first
       if (r < t_.num_ranks && s_.seen[r] != search_ && !(skip_stuck && s_.is_stuck[r] != 0)) {
         claim = s_.claim[r];
-        for (int32_t slot = r * slots(); slot < (r + 1) * slots(); ++slot)
-          if (h.slot_expert[slot] >= 0) claim = min_u32(claim, s_.offer[h.slot_expert[slot]]);
-        s_.claim[r] = claim;
+        int32_t taken = -1;
+        for (int32_t slot = r * slots(); slot < (r + 1) * slots(); ++slot) {
+          const int32_t e = h.slot_expert[slot];
+          if (e < 0 || s_.offer[e] >= claim) continue;
+          claim = s_.offer[e];
+          taken = slot;
+        }
+        if (taken >= 0) order = static_cast<uint32_t>(h.order[taken]) ^ 1u << 31;
+        s_.taken[r] = taken;
       }
       const Counted fresh = team_.count(claim != kUnclaimed);
-      if (claim != kUnclaimed) s_.fresh[num_fresh + fresh.before] = r;
+      if (claim != kUnclaimed) {
+        s_.arrived[num_fresh + fresh.before] = r;
+        s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;
+      }
       num_fresh += fresh.all;
     }
     team_.sync();
     return num_fresh;
   }
-  // By one member, for one of s_.fresh.
-  UEC_HD void arrive(const Holding& h, int32_t index, int32_t num_fresh, int32_t end) const {
-    const int32_t rank = s_.fresh[index];
-    const uint32_t claim = s_.claim[rank];
+  // By one member.
+  UEC_HD void queue_up(const Holding& h, int32_t rank, uint32_t claim, int32_t place) const {
     const int32_t before = s_.queue[claim >> width_bits_];
     const Giver from = giver(h, before, static_cast<int32_t>(claim & ((1u << width_bits_) - 1)));
-    const int32_t taken = holder(h, rank, from.expert);
-    int32_t place = end;
-    for (int32_t j = 0; j < num_fresh; ++j) {
-      const int32_t other = s_.fresh[j];
-      const uint32_t others = s_.claim[other];
-      place += others < claim;
-      if (others != claim || other == rank || taken < 0) continue;
-      const int32_t slot = holder(h, other, from.expert);
-      place += slot < 0 || h.order[slot] < h.order[taken];
-    }
     s_.queue[place] = rank;
     s_.seen[rank] = search_;
     s_.before[rank] = before;
     s_.given[rank] = from.instance;
-    s_.taken[rank] = taken;
-  }
-  // The instance of an expert on a rank that has one.
-  UEC_HD int32_t holder(const Holding& h, int32_t rank, int32_t expert) const {
-    if (t_.home[expert] == rank) return ~expert;
-    int32_t slot = rank * slots();
-    while (h.slot_expert[slot] != expert) ++slot;
-    return slot;
+    if (s_.taken[rank] < 0) s_.taken[rank] = ~from.expert;
   }
 
   const Team team_{};
   const Topology& t_;
   const Mains mains_;
   const FlowScratch s_;
-  const int32_t width_bits_;
+  const int32_t width_bits_;  // of an instance's index; a place in the queue has the others
+  const Cells instances_;     // rank by rank
   int64_t threshold_ = 0;
   int32_t search_ = 0, count_ = 0, num_levels_ = 0;
   int32_t stuck_ = -1;  // the rank of the last search, if that failed and nothing has changed

@@ -198,7 +198,8 @@ class ResidentSearch {
         flow_(topology, task.mains, FlowScratch(topology, scratch.flow)),
         now_(scratch.holding(topology, 0)),
         before_(scratch.holding(topology, 1)),
-        best_(scratch.best(topology)) {
+        best_(scratch.best(topology)),
+        mains_(team_, task.mains.most) {
     if (is_first && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
     team_.sync();
   }
@@ -384,7 +385,7 @@ class ResidentSearch {
                   min64(flow_.supply(flow_.rank_of(i)), now_.slot_quota[i]));
     team_.sync();
     FirstFew<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
-    for (Cells at(team_, task_.mains.most); at.row < flow_.count(); at.next()) {
+    for (Cells at = mains_; at.row < flow_.count(); at.next()) {
       const int32_t rank = flow_.reached(at.row), m = task_.mains.begin[rank] + at.column;
       if (m >= task_.mains.begin[rank + 1]) continue;
       const int32_t e = task_.mains.ids[m];
@@ -601,6 +602,7 @@ class ResidentSearch {
   const ResidentScratch s_;
   Flow<Team> flow_;
   const Holding now_, before_, best_;
+  const Cells mains_;  // rank by rank
   // Of the hot rank's reach:
   int64_t excess_ = 0;
   int32_t num_hot_ = 0, num_sources_ = 0;
