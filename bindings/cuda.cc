@@ -275,6 +275,14 @@ void bind_cuda(nb::module_& m) {
                                    }));
           },
           "bank"_a, "stream"_a)
+      .def(
+          "bank_table",
+          [](Engine& e, int32_t bank, uint64_t stream) {
+            return interruptible([&](auto&& interrupted) {
+              return e.bank_table(bank, handle(stream), interrupted);
+            });
+          },
+          "bank"_a, "stream"_a)
       .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("ready", &Engine::ready, "bank"_a)
       .def(

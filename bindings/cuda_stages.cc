@@ -27,6 +27,7 @@ void bind_shape(nb::module_& m) {
            nb::kw_only(), "rank"_a, "slots_per_rank"_a, "home"_a, "domain"_a,
            "allow_cross_domain"_a, "warp_size"_a)
       .def("plan_shared_bytes", &StageShape::plan_shared_bytes, "num_warps"_a)
+      .def("bank_plan_shared_bytes", &StageShape::bank_plan_shared_bytes, "num_warps"_a)
       .def_prop_ro("shares_shared_bytes", &StageShape::shares_shared_bytes)
       .def_prop_ro("reroute_shared_bytes", &StageShape::reroute_shared_bytes)
       .def_prop_ro("constants_bytes", &StageShape::constants_bytes)
@@ -64,19 +65,21 @@ void bind_cuda_stages(nb::module_& m) {
       .def(
           "__init__",
           [](Stages* self, const cuda::Driver& driver, uint64_t context, const StageShape& shape,
-             uint64_t plan, uint64_t shares, uint64_t reroute_int32, uint64_t reroute_int64,
-             uint64_t reroute_map, uint64_t save_plan, int32_t plan_warps, uint64_t constants,
-             uint64_t faults, nb::object) {
+             uint64_t plan, uint64_t plan_in_bank, uint64_t shares, uint64_t reroute_int32,
+             uint64_t reroute_int64, uint64_t reroute_map, uint64_t save_plan, int32_t plan_warps,
+             int32_t bank_plan_warps, uint64_t constants, uint64_t faults, nb::object) {
             new (self) Stages(
                 driver, at<void>(context), shape,
-                StageKernels{at<void>(plan), at<void>(shares), at<void>(reroute_int32),
-                             at<void>(reroute_int64), at<void>(reroute_map), at<void>(save_plan)},
-                plan_warps, constants, at<StageFaults>(faults));
+                StageKernels{at<void>(plan), at<void>(plan_in_bank), at<void>(shares),
+                             at<void>(reroute_int32), at<void>(reroute_int64),
+                             at<void>(reroute_map), at<void>(save_plan)},
+                plan_warps, bank_plan_warps, constants, at<StageFaults>(faults));
           },
           // The stages use what `keep` owns, now and later, until they are destroyed.
-          nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "shares"_a,
-          "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
-          "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 14>())
+          nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "plan_in_bank"_a,
+          "shares"_a, "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a,
+          "plan_warps"_a, "bank_plan_warps"_a, "constants"_a, "faults"_a, "keep"_a,
+          nb::keep_alive<1, 16>())
       .def("lend_state", &Stages::lend_state, "state"_a, "max_runs"_a)
       .def_prop_ro("max_runs", &Stages::max_runs)
       .def_prop_ro("counts",
@@ -88,13 +91,13 @@ void bind_cuda_stages(nb::module_& m) {
           "plan",
           [](Stages& s, uint64_t load, uint64_t kept_load, uint64_t slot_expert,
              uint64_t slot_quota, uint64_t home_quota, int32_t num_sources, int64_t target_ppm,
-             const std::optional<Costs>& costs, uint64_t stream) {
+             const std::optional<Costs>& costs, uint64_t bank, uint64_t moves, uint64_t stream) {
             s.plan(PlanCall{load, kept_load, slot_expert, slot_quota, home_quota, num_sources,
-                            make_objective(target_ppm, costs)},
+                            make_objective(target_ppm, costs), bank, moves},
                    at<void>(stream));
           },
           "load"_a, "kept_load"_a, "slot_expert"_a, "slot_quota"_a, "home_quota"_a, "num_sources"_a,
-          "target_ppm"_a, "costs"_a.none(), "stream"_a)
+          "target_ppm"_a, "costs"_a.none(), "bank"_a, "moves"_a, "stream"_a)
       .def(
           "reroute",
           [](Stages& s, uint64_t load, uint64_t slot_expert, uint64_t slot_quota,

@@ -289,7 +289,7 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
   if (capture_in(stream) != 0)
     throw refusal(
         "the stream is being captured into a CUDA graph, and what a bank holds is read by the host;"
-        " plan before the capture");
+        " plan with a load on the device, or before the capture");
   // Replays are on the caller's stream, if anywhere.
   const Driver& driver = launcher_->config().driver;
   require(driver, driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
@@ -315,28 +315,39 @@ void Engine::note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t 
   if (capture == 0) bank_of_[call % Launcher::kDepth] = std::max(args.bank, 0);
   BankState& bank = banks_[std::max(args.bank, 0)];
   bank.in_graphs |= capture != 0;
+  (capture == 0 ? bank.last_call : bank.last_captured) = call;
+  bank.capture = capture != 0 ? capture : bank.capture;
   if (args.bank < 0) {
     clear_residents(Alone{}, topology_, bank.table.resident);
     bank.known = !bank.in_graphs;
     return;
   }
-  (capture == 0 ? bank.last_call : bank.last_captured) = call;
-  bank.capture = capture != 0 ? capture : bank.capture;
   bank.known = bank.known && args.known != nullptr && capture == 0;
   if (!bank.known) return;
   expire_residents(Alone{}, topology_, bank.version, args.segments, bank.table);
   note_residents(Alone{}, topology_, args.known, bank.table);
 }
 
+bool Engine::follow_calls(const BankState& bank, uint64_t capture, Handle stream,
+                          const Interrupted& interrupted) {
+  const uint64_t last = capture == 0              ? bank.last_call
+                        : bank.capture == capture ? bank.last_captured
+                                                  : 0;
+  return last == 0 || wait(last, stream, interrupted);
+}
+
+Address Engine::bank_table(int32_t bank, Handle stream, const Interrupted& interrupted) {
+  const ContextScope current = launcher_->scope();
+  const std::lock_guard lock(submit_mutex_);
+  if (!is_over()) follow_calls(banks_[bank], capture_in(stream), stream, interrupted);
+  return on_device(own_banks_.tables + bank);
+}
+
 void Engine::set_version(int32_t bank, uint64_t version, Handle stream,
                          const Interrupted& interrupted) {
   BankState& state = banks_[bank];
   const uint64_t capture = capture_in(stream);
-  // Calls read the table. Replays of other captures are ordered by the caller.
-  const uint64_t last = capture == 0               ? state.last_call
-                        : state.capture == capture ? state.last_captured
-                                                   : 0;
-  if (last != 0 && !wait(last, stream, interrupted)) return;
+  if (!follow_calls(state, capture, stream, interrupted)) return;
   const Driver& driver = launcher_->config().driver;
   const auto set = [&](size_t offset, uint64_t value) {
     for (const uint64_t half : {value & 0xFFFFFFFF, value >> 32}) {

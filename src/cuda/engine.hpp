@@ -99,6 +99,8 @@ class Engine {
   // failed. Unless the host knows the plans of all, this waits for them, and for `stream`, which
   // has to come after the replays of graphs.
   std::vector<int32_t> residents(int32_t bank, Handle stream, const Interrupted& interrupted);
+  // The bank's BankTable on the device, as it is from here on in `stream`.
+  Address bank_table(int32_t bank, Handle stream, const Interrupted& interrupted);
   uint64_t version(int32_t bank) const;
   // The main weights have changed, by what `stream` holds: the bank's next call is of the next
   // version. On the stream, after the calls that were submitted for the bank; can be captured.
@@ -204,6 +206,10 @@ class Engine {
   };
   // Under submit_mutex_, behind a call that has been submitted to the bank.
   void note_call(const DeviceReplicateArgs& args, uint64_t call, uint64_t capture);
+  // Under submit_mutex_: lets `stream` follow the calls that read and write the bank's table.
+  // Replays of other captures are ordered by the caller.
+  bool follow_calls(const BankState& bank, uint64_t capture, Handle stream,
+                    const Interrupted& interrupted);
   std::vector<BankState> banks_;            // under submit_mutex_
   int32_t bank_of_[Launcher::kDepth] = {};  // of the latest calls, by number; likewise
 

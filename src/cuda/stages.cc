@@ -65,6 +65,9 @@ RerouteShape StageShape::reroute(int32_t max_runs) const {
 int64_t StageShape::plan_shared_bytes(int32_t num_warps) const {
   return cuda::plan_shared_bytes(topology(), num_warps);
 }
+int64_t StageShape::bank_plan_shared_bytes(int32_t num_warps) const {
+  return cuda::bank_plan_shared_bytes(topology(), num_warps);
+}
 int64_t StageShape::shares_shared_bytes() const { return grid_of_shares().shared_bytes; }
 int64_t StageShape::reroute_shared_bytes() const { return grid_of_ids(0).shared_bytes; }
 int32_t StageShape::runs_of_ids(int64_t num_ids) const { return grid_of_ids(num_ids).num_blocks; }
@@ -94,12 +97,14 @@ RerouteGrid StageShape::grid_of_shares() const {
 // ---- life ---------------------------------------------------------------------------------------
 
 Stages::Stages(const Driver& driver, Handle context, StageShape shape, const StageKernels& kernels,
-               int32_t num_plan_warps, Address constants, StageFaults* faults)
+               int32_t num_plan_warps, int32_t num_bank_plan_warps, Address constants,
+               StageFaults* faults)
     : driver_(driver),
       context_(context),
       shape_(std::move(shape)),
       kernels_(kernels),
       num_plan_warps_(num_plan_warps),
+      num_bank_plan_warps_(num_bank_plan_warps),
       constants_(constants),
       faults_(faults) {
   std::vector<int32_t> image;
@@ -180,9 +185,14 @@ void Stages::plan(const PlanCall& call, Handle stream) {
   args.slot_quota = call.slot_quota;
   args.home_quota = call.home_quota;
   args.num_sources = call.num_sources;
+  BankPlanArgs in_bank{args, call.bank, call.moves};
   const uint64_t capture = begin(stream);
-  launch(kernels_.plan, 1, num_plan_warps_ * shape_.warp_size,
-         shape_.plan_shared_bytes(num_plan_warps_), &args, stream);
+  if (call.bank == 0)
+    launch(kernels_.plan, 1, num_plan_warps_ * shape_.warp_size,
+           shape_.plan_shared_bytes(num_plan_warps_), &args, stream);
+  else
+    launch(kernels_.plan_in_bank, 1, num_bank_plan_warps_ * shape_.warp_size,
+           shape_.bank_plan_shared_bytes(num_bank_plan_warps_), &in_bank, stream);
   end(capture, stream);
 }
 

@@ -43,6 +43,7 @@ class StageShape {
 
   // Blocks have as many warps as on a device whose warps have 32 threads.
   int64_t plan_shared_bytes(int32_t num_warps) const;
+  int64_t bank_plan_shared_bytes(int32_t num_warps) const;
   int64_t shares_shared_bytes() const;
   int64_t reroute_shared_bytes() const;
   int32_t runs_of_ids(int64_t num_ids) const;
@@ -58,6 +59,7 @@ class StageShape {
 
 struct StageKernels {
   Handle plan = nullptr;           // ultraep_plan
+  Handle plan_in_bank = nullptr;   // ultraep_plan_in_bank
   Handle shares = nullptr;         // ultraep_reroute_shares
   Handle reroute_int32 = nullptr;  // ultraep_reroute_int32
   Handle reroute_int64 = nullptr;  // ultraep_reroute_int64
@@ -65,7 +67,7 @@ struct StageKernels {
   Handle save_plan = nullptr;      // ultraep_save_plan
 };
 
-// Addresses on the device, as PlanArgs has them.
+// Addresses on the device, as PlanArgs and BankPlanArgs have them.
 struct PlanCall {
   Address load = 0;
   Address kept_load = 0;
@@ -74,6 +76,8 @@ struct PlanCall {
   Address home_quota = 0;
   int32_t num_sources = 0;
   Objective objective;
+  Address bank = 0;   // 0: the plan is from empty slots
+  Address moves = 0;  // of a bank
 };
 
 // Addresses on the device, as SharesArgs and RerouteArgs have them.
@@ -99,7 +103,8 @@ class Stages {
   // constants: constants_bytes() of device memory. faults: page-locked, zeroed, at the same address
   // on the device.
   Stages(const Driver& driver, Handle context, StageShape shape, const StageKernels& kernels,
-         int32_t num_plan_warps, Address constants, StageFaults* faults);
+         int32_t num_plan_warps, int32_t num_bank_plan_warps, Address constants,
+         StageFaults* faults);
   ~Stages();  // waits as await_idle() does
   Stages(const Stages&) = delete;
   Stages& operator=(const Stages&) = delete;
@@ -159,7 +164,7 @@ class Stages {
   Handle context_;
   StageShape shape_;
   StageKernels kernels_;
-  int32_t num_plan_warps_;
+  int32_t num_plan_warps_, num_bank_plan_warps_;
   Address constants_;
   StageFaults* faults_;
 

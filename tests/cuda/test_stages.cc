@@ -23,8 +23,8 @@ std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
 const Handle kContext = handle(0xC);
 const Handle kStream = handle(7), kOther = handle(8);
 const StageKernels kKernels{handle(0xB1), handle(0xB2), handle(0xB3),
-                            handle(0xB4), handle(0xB5), handle(0xB6)};
-constexpr int32_t kPlanWarps = 5, kMaxRuns = 9;
+                            handle(0xB4), handle(0xB5), handle(0xB6), handle(0xB7)};
+constexpr int32_t kPlanWarps = 5, kBankPlanWarps = 4, kMaxRuns = 9;
 
 // Stages of rank 1 of three, whose seven experts have homes in any order.
 struct Fixture {
@@ -37,7 +37,9 @@ struct Fixture {
     s.complete = true;
     s.capturing = 0;
     s.on_launch = [this](const recorder::Launch& launch) {
-      if (launch.kernel == kKernels.plan)
+      if (launch.kernel == kKernels.plan_in_bank)
+        in_bank = *static_cast<const BankPlanArgs*>(launch.arguments);
+      else if (launch.kernel == kKernels.plan)
         plan = *static_cast<const PlanArgs*>(launch.arguments);
       else if (launch.kernel == kKernels.shares)
         shares = *static_cast<const SharesArgs*>(launch.arguments);
@@ -47,7 +49,7 @@ struct Fixture {
         reroute = *static_cast<const RerouteArgs*>(launch.arguments);
     };
     stages = std::make_unique<Stages>(recorder::make_driver(), kContext, shape, kKernels,
-                                      kPlanWarps, address(constants.data()), &faults);
+                                      kPlanWarps, kBankPlanWarps, address(constants.data()), &faults);
     stages->lend_state(address(state.data()), kMaxRuns);
     recorder::take_log();
   }
@@ -71,6 +73,7 @@ struct Fixture {
   std::vector<uint64_t> state;
   StageFaults faults;
   PlanArgs plan;
+  BankPlanArgs in_bank;
   SharesArgs shares;
   RerouteArgs reroute;
   SaveArgs saved;
@@ -119,6 +122,17 @@ void check_plan() {
   has(args.domain, {4, 5, 5});
   has(args.mains_begin, {0, 4, 5, 7});
   has(args.mains, {1, 2, 5, 6, 3, 0, 4});
+
+  f.stages->plan({.load = 0x101, .num_sources = 3, .objective = {}, .bank = 0x600, .moves = 0x700},
+                 kStream);
+  const recorder::Launch& other = recorder::state().launches.back();
+  CHECK(other.kernel == kKernels.plan_in_bank);
+  CHECK_EQ(other.block[0], 32 * kBankPlanWarps);
+  CHECK_EQ(other.shared_bytes, f.shape.bank_plan_shared_bytes(kBankPlanWarps));
+  CHECK_EQ(f.in_bank.plan.load, 0x101);
+  CHECK_EQ(f.in_bank.plan.max_mains, 4);
+  CHECK_EQ(f.in_bank.bank, 0x600);
+  CHECK_EQ(f.in_bank.moves, 0x700);
 }
 
 void check_reroute(int32_t warp_size) {

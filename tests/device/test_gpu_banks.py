@@ -195,21 +195,76 @@ def _slots_on_device(group: uec.Group, slots: list[list[int]], bank: int = 0) ->
 
 
 def test_a_load_on_the_device_is_planned_on_top_of_a_bank(streams: str) -> None:
+    """The host waits for nothing: the kernel reads what the calls before it have left."""
     groups = new_groups(4, engine=streams)
     weights, load = filled_weights(groups, 0), torch.ones(4, E, dtype=torch.int32)
-    load[:, 0] = 20
-    given = groups[0].session.local.put(load)
-    plans = [uec.plan_replicas(given, group=group, bank=1) for group in groups]
-    on_cpu = uec.plan_replicas(load, group=groups[0], bank=1)
-    for plan in plans:
-        assert groups[0].session.local.holds(plan)
-        for name, tensor in on_cpu.tensors().items():
-            assert torch.equal(getattr(plan, name).cpu(), tensor), name
-    assert replicate(groups, weights, plans) == on_cpu.num_moves > 0
-    assert uec.plan_replicas(given, group=groups[0], bank=1).num_moves == 0
+    slots = torch.full((4, S), -1)
+    still = 0
+    for step in range(6):
+        load[:, step // 2] += 20
+        if step == 4:
+            slots.fill_(-1)
+            for group in groups:
+                group.bank(1).invalidate()
+        hold(streams)
+        plans = [
+            uec.plan_replicas(group.session.local.put(load), group=group, bank=1)
+            for group in groups
+        ]
+        works = start_all(groups, weights, plans)
+        assert not works[0].is_completed()
+        synchronize_all(works)
+        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        for plan in plans:
+            assert groups[0].session.local.holds(plan)
+            assert plan.bank == 1
+            for name, tensor in apart.tensors().items():
+                assert torch.equal(getattr(plan, name).cpu(), tensor), name
+        slots = apart.slot_expert
+        still += apart.num_moves == 0
+        for group in groups:
+            assert torch.equal(group.bank(1).residents, slots)
+    assert still == 2
     load[1, 2] = -1
-    with pytest.raises(errors.InvalidLoadError, match=r"load\[1, 2\] is -1"):
-        uec.plan_replicas(groups[0].session.local.put(load), group=groups[0], bank=1)
+    group = groups[0]
+    plan = uec.plan_replicas(group.session.local.put(load), group=group, bank=1)
+    device.find_device().settle()
+    assert plan.num_moves == 0
+    with pytest.raises(errors.InvalidLoadError, match="expert 2 outside"):
+        uec.plan_replicas(load, group=group, bank=1)
+    close_all(groups)
+
+
+def test_plans_of_a_bank_in_a_graph(streams: str) -> None:
+    """Each replay plans its load on top of what the one before has left."""
+    groups = new_groups(4, engine=streams)
+    graphs = MAKERS["torch" if streams == "cuda" else "emulated"]()
+    weights = filled_weights(groups, 0)
+    bound = [group.bind(own) for group, own in zip(groups, weights, strict=True)]
+    loads = [group.session.local.put(torch.ones(4, E, dtype=torch.int32)) for group in groups]
+    plans: dict[int, uec.Plan] = {}
+
+    def calls(rank: int) -> None:
+        plans[rank] = uec.plan_replicas(loads[rank], group=groups[rank], bank=1)
+        uec.replicate_experts(bound[rank], plans[rank], group=groups[rank])
+
+    device.find_device().settle()
+    replicate(groups, weights, plan_of([[-1, -1]] * 4))  # loads the kernels
+    _, replay = graphs.capture(lambda: on_each(graphs, len(groups), calls))
+    load, slots = torch.ones(4, E, dtype=torch.int32), torch.full((4, S), -1)
+    for step in range(5):
+        load[:, step // 2] += 20
+        for own in loads:
+            own.copy_(load)
+        before = stored(groups)
+        replay()
+        device.find_device().settle()
+        apart = uec.plan_replicas(load, num_ranks=4, slots_per_rank=S, residents=slots)
+        slots = apart.slot_expert
+        assert stored(groups) - before == apart.num_moves
+        for rank, group in enumerate(groups):
+            assert torch.equal(plans[rank].slot_expert.cpu(), slots)
+            assert torch.equal(group.bank(1).residents, slots)
     close_all(groups)
 
 
@@ -242,29 +297,6 @@ def test_who_has_read_the_table_knows_what_the_others_know(streams: str) -> None
     assert replicate(groups, weights, plan_of([[-1, -1], [6, -1], [-1, -1]])) == 1
     for group in groups:
         assert group.bank(0).residents.tolist() == [[-1, -1], [6, 1], [0, -1]]
-    close_all(groups)
-
-
-def test_a_plan_that_was_written_to_is_not_known(streams: str) -> None:
-    groups = new_groups(3, engine=streams)
-    weights, load = filled_weights(groups, 0), torch.ones(3, E, dtype=torch.int32)
-    load[:, 7] = 20  # of rank 2
-    plans = [
-        uec.plan_replicas(group.session.local.put(load), group=group, bank=0) for group in groups
-    ]
-    (work, *_) = works = start_all(groups, weights, plans)
-    slot = next(s for s, expert in enumerate(plans[0].slot_expert[0].tolist()) if expert >= 0)
-    work.wait(slots=[slot])  # the host knows it
-    synchronize_all(works)
-    other = torch.tensor([[6, -1], [6, -1], [-1, -1]], dtype=torch.int32)
-    for plan in plans:
-        plan.slot_expert.copy_(other)
-    (work, *_) = works = start_all(groups, weights, plans)
-    with pytest.raises(errors.InvalidArgumentError, match="that the host knows"):
-        work.wait(slots=[0])
-    synchronize_all(works)
-    for group in groups:
-        assert group.bank(0).residents[0, 0] == 6
     close_all(groups)
 
 

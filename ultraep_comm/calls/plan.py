@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from ultraep_comm.calls import traced
-from ultraep_comm.engines.base import LocalStages
 from ultraep_comm.engines.host import HostStages, check_load_values
 from ultraep_comm.errors import (
     InvalidArgumentError,
@@ -50,8 +49,7 @@ def plan_replicas(
     With a bank, slots keep what they hold: it minimises the imbalance, down to the target; the
     transfer of the *moves*, the slots that have to be written; their number; the instances in use.
     ``Plan.moves`` says which slots they are. A slot whose expert has no tokens keeps it, with a
-    quota of 0, until another expert needs the slot. A load on the device of a CUDA group is then
-    planned on the CPU, for which the host waits, and the plan is copied to the device.
+    quota of 0, until another expert needs the slot.
 
     Args:
         load: int32 or int64 ``[G, E]`` by source rank, as :func:`gather_load` returns it; or
@@ -74,8 +72,8 @@ def plan_replicas(
             more tokens, or a total of 2**40 or more.
         InvalidArgumentError: no group and no ``slots_per_rank``, or both; a target out of range; a
             bank of another group; residents that are no legal plan, or together with ``cost``.
-        UnsupportedError: the load is on the device, and the group is too large to plan there, or
-            a plan with a bank is captured into a CUDA graph.
+        UnsupportedError: the load is on the device, and the group is too large to plan there; or
+            it is on the CPU, with a bank, and the current stream is being captured.
         DeviceError: the CUDA driver refused the launch.
     """
     constants = (slots_per_rank, num_ranks, home, domains)
@@ -110,7 +108,8 @@ def plan_replicas(
     )
     _check_shape(load, topology)
     held = None if residents is None else _check_residents(residents, topology)
-    return _on_residents(HostStages(topology, 0), load, target, cost, None, held)
+    objective = _objective_on(held is not None, target, cost, None)
+    return HostStages(topology, 0).plan(load, *objective, residents=held)
 
 
 def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> IntArray:
@@ -131,24 +130,6 @@ def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> 
         raise InvalidArgumentError(f"residents: {error}") from None
     held: IntArray = plan.slot_expert.cpu().numpy()
     return held
-
-
-def _on_residents(
-    local: LocalStages,
-    load: torch.Tensor,
-    target: float,
-    cost: PlanCost | None,
-    group: Group | None,
-    residents: IntArray | None,
-    *,
-    apart: bool = False,
-) -> Plan:
-    if residents is not None and cost is not None:
-        raise InvalidArgumentError(
-            "plan_replicas was given a cost and residents, or a bank; expected a target with these"
-        )
-    objective = plan_objective(target, cost, group)
-    return local.plan(load, *objective, apart=apart, residents=residents)
 
 
 def plan_apart(
@@ -180,10 +161,23 @@ def _plan(
     _check_shape(load, group.topology)
     if bank is None:
         return local.plan(load, *plan_objective(target, cost, group), apart=apart)
-    index = bank_index(bank, group.session)
-    residents = group.session.engine.residents(index)
-    plan = _on_residents(local, load, target, cost, group, residents, apart=apart)
+    index, engine = bank_index(bank, group.session), group.session.engine
+    objective = _objective_on(True, target, cost, group)
+    if local.holds(load):
+        plan = local.plan(load, *objective, apart=apart, bank_table=engine.bank_table(index))
+    else:
+        plan = local.plan(load, *objective, apart=apart, residents=engine.residents(index))
     return replace(plan, bank=index)
+
+
+def _objective_on(
+    has_residents: bool, target: float, cost: PlanCost | None, group: Group | None
+) -> tuple[int, Costs | None]:
+    if has_residents and cost is not None:
+        raise InvalidArgumentError(
+            "plan_replicas was given a cost and residents, or a bank; expected a target with these"
+        )
+    return plan_objective(target, cost, group)
 
 
 def plan_objective(

@@ -83,7 +83,6 @@ class Call:
         self.plan, self.on_device = session.local.plan_for_bank(self.plan)
         if self.on_device:
             self.view = view_of(self.plan)
-            self.filled = session.local.slots_on_host(self.plan)
 
     def reject(self, error: Exception) -> None:
         """Tell the peers that this rank's input is bad; name the handle's call in the error."""

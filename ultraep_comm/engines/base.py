@@ -60,6 +60,12 @@ class Engine(Protocol):
         The CUDA engine waits for these, unless the host knows all their plans.
         """
 
+    def bank_table(self, bank: int) -> int:
+        """Return the address of what :meth:`residents` tells, for plans on the device.
+
+        It is that from here on in the current stream. 0: there is no device.
+        """
+
     def version(self, bank: int) -> int:
         """Return the version of the weights of a bank's residents."""
 
@@ -229,9 +235,6 @@ class LocalStages(Protocol):
                 group has too many segments.
         """
 
-    def slots_on_host(self, plan: Plan) -> Tensor | None:
-        """Return the ``slot_expert`` of a plan on the device, if it is known on the CPU too."""
-
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy on the group's device."""
 
@@ -264,10 +267,12 @@ class LocalStages(Protocol):
         *,
         apart: bool = False,
         residents: IntArray | None = None,
+        bank_table: int = 0,
     ) -> Plan:
         """Plan a load ``[G, E]`` or ``[E]``; with ``apart``, no two of its tensors share memory.
 
-        With ``residents``, int32 ``[G, S]``, what slots hold already, on the CPU and without costs.
+        What slots hold already, without costs: for a load on the CPU ``residents``, int32
+        ``[G, S]``; for one on the device ``bank_table``, as `Engine` tells it.
         """
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:

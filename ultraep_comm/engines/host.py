@@ -45,6 +45,10 @@ class HostEngine(_core.Engine):
             " work.slot_ready() on the host engine"
         )
 
+    def bank_table(self, bank: int) -> int:
+        """Return 0: there is no device."""
+        return 0
+
     def reader(self, bank: int) -> int:
         """Return the call that fills a bank, if it has not finished, else 0."""
         last = self.last_call(bank)
@@ -117,10 +121,6 @@ class HostStages:
         """Return the plan as it is, and False."""
         return plan, False
 
-    def slots_on_host(self, plan: Plan) -> Tensor | None:
-        """Return None: the plan is on the CPU."""
-        return None
-
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy."""
         return tensor.clone()
@@ -159,6 +159,7 @@ class HostStages:
         *,
         apart: bool = False,
         residents: IntArray | None = None,
+        bank_table: int = 0,  # of a device
     ) -> Plan:
         """Plan a load ``[G, E]`` or ``[E]`` on the CPU.
 

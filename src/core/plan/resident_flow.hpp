@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/base/common.hpp"
 #include "core/base/mains.hpp"
@@ -46,13 +45,7 @@ struct Holding {
   template <class Team>
   UEC_HD void copy(Team team, const Holding& from) const {
     team.sync();  // all have looked at what was there
-    if constexpr (std::is_same_v<Team, Alone>) {
-      __builtin_memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
-    } else {
-      const auto count = static_cast<int32_t>(bytes / 8);
-      UEC_UNROLLED_BY_4
-      for (int32_t i = team.index(); i < count; i += team.size()) tokens[i] = from.tokens[i];
-    }
+    copy_words(team, from);
     team.sync();
   }
 
@@ -71,6 +64,17 @@ struct Holding {
     while (*link != slot) link = &next_slot[*link];
     *link = next_slot[slot];
     slot_expert[slot] = -1;
+  }
+
+ private:
+  UEC_HD void copy_words(Alone, const Holding& from) const {
+    __builtin_memcpy(tokens, from.tokens, static_cast<size_t>(bytes));
+  }
+  template <class Team>
+  UEC_HD void copy_words(Team team, const Holding& from) const {
+    const auto count = static_cast<int32_t>(bytes / 8);
+    UEC_UNROLLED_BY_4
+    for (int32_t i = team.index(); i < count; i += team.size()) tokens[i] = from.tokens[i];
   }
 };
 

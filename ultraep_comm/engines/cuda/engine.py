@@ -149,6 +149,13 @@ class CudaEngine:
         except (_core.DriverError, _core.CaptureError) as error:
             _raise_typed(error)
 
+    def bank_table(self, bank: int) -> int:
+        """Return the address of what the slots of a bank hold; see `Engine`."""
+        try:
+            return self._engine.bank_table(bank, self._current_stream())
+        except (_core.DriverError, _core.CaptureError) as error:
+            _raise_typed(error)
+
     def reader(self, bank: int) -> int:
         """Return 0: :meth:`invalidate` follows the calls so far on the device."""
         return 0

@@ -286,7 +286,7 @@ def stage_shape(topology: Topology, rank: int, device: Device) -> _core.CudaStag
     )
 
 
-def most_ranks_planned(topology: Topology, device: Device) -> int:
+def most_ranks_planned(topology: Topology, device: Device, *, in_bank: bool) -> int:
     """Return how many ranks, with as many mains and slots each, a smaller group could plan for."""
 
     def is_too_large(num_ranks: int) -> bool:
@@ -297,7 +297,8 @@ def most_ranks_planned(topology: Topology, device: Device) -> int:
             ),
             slots_per_rank=topology.slots_per_rank,
         )
-        needed = stage_shape(size, 0, device).plan_shared_bytes(1)
+        shape = stage_shape(size, 0, device)
+        needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
         return bool(needed > device.max_shared_bytes)
 
     return bisect_left(range(1, topology.num_ranks), True, key=is_too_large)

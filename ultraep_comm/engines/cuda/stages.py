@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ultraep_comm import _core
 from ultraep_comm.engines.cuda.device import Device, Kernels
 from ultraep_comm.engines.cuda.kernels import choose_plan_warps, most_ranks_planned, stage_shape
 from ultraep_comm.engines.cuda.overruns import Overruns
 from ultraep_comm.engines.cuda.tables import WeightTables
-from ultraep_comm.engines.host import HostStages, check_load_values, find_ends
+from ultraep_comm.engines.host import HostStages, find_ends
 from ultraep_comm.engines.reports import raise_fault
 from ultraep_comm.errors import DeviceError, InvalidLoadError, PlanHandleError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
@@ -57,14 +56,13 @@ class CudaStages(HostStages):
         self._device = device
         self._num_segments = num_segments
         self._shape = shape = stage_shape(topology, rank, device)
-        # Of plans that were copied to the device: what they are on the CPU, and their version.
-        self._slots_on_host: Any = WeakTensorKeyDictionary()
 
         def handle(name: str, shared_bytes: int) -> int:
             fits = shared_bytes <= device.max_shared_bytes
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
         self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
+        self._bank_plan_warps = choose_plan_warps(shape.bank_plan_shared_bytes, device, plan_warps)
         runs_bytes = shape.reroute_shared_bytes
         self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
         constants = device.allocate(shape.constants_bytes)
@@ -76,12 +74,16 @@ class CudaStages(HostStages):
                 context=device.context,
                 shape=shape,
                 plan=handle("plan", shape.plan_shared_bytes(max(self.plan_warps, 1))),
+                plan_in_bank=handle(
+                    "plan_in_bank", shape.bank_plan_shared_bytes(max(self._bank_plan_warps, 1))
+                ),
                 shares=handle("reroute_shares", shape.shares_shared_bytes),
                 reroute_int32=handle("reroute_int32", runs_bytes),
                 reroute_int64=handle("reroute_int64", runs_bytes),
                 reroute_map=handle("reroute_map", runs_bytes),
                 save_plan=handle("save_plan", 0),
                 plan_warps=self.plan_warps,
+                bank_plan_warps=self._bank_plan_warps,
                 constants=constants.data_ptr(),
                 faults=faults.data_ptr(),
                 keep=(device, self._memory),
@@ -189,31 +191,21 @@ class CudaStages(HostStages):
             )
         return self._put_plan(plan), True
 
-    def slots_on_host(self, plan: Plan) -> Tensor | None:
-        """Return the ``slot_expert`` of a plan on the device, if that was copied there."""
-        found: tuple[Tensor, int] | None = self._slots_on_host.get(plan.slot_expert)
-        # Not once it has been written to.
-        return None if found is None or found[1] != _version(plan.slot_expert) else found[0]
-
-    def _put_plan(
-        self, plan: Plan, load: Tensor | None = None, moves: Tensor | None = None
-    ) -> Plan:
-        """Return a plan on the device, with these; ``load`` is there."""
+    def _put_plan(self, plan: Plan) -> Plan:
+        """Return a plan on the device, without its load and moves."""
 
         def put(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else self.put(tensor)
 
-        slots = self.put(plan.slot_expert)
-        self._slots_on_host[slots] = plan.slot_expert, _version(slots)
         return replace(
             plan,
-            slot_expert=slots,
+            slot_expert=self.put(plan.slot_expert),
             home=self.home,
             slot_quota=put(plan.slot_quota),
             home_quota=put(plan.home_quota),
-            load=load,
+            load=None,
             domains=self.domains,
-            moves=put(moves),
+            moves=None,
         )
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -253,6 +245,7 @@ class CudaStages(HostStages):
         *,
         apart: bool = False,
         residents: IntArray | None = None,
+        bank_table: int = 0,
     ) -> Plan:
         """Launch the plan of a load of valid shape and dtype; see `plan_replicas`.
 
@@ -260,30 +253,11 @@ class CudaStages(HostStages):
         ``apart`` each tensor has its own memory, and ``load`` is the given tensor.
 
         Raises:
-            UnsupportedError: the group is too large for the kernel; or there are residents, for
-                which the load is copied to the CPU, and the current stream is being captured.
-            InvalidLoadError: with residents: bad values.
+            UnsupportedError: the group is too large for the kernel.
         """
         if not self.holds(load):
             return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
-        if residents is not None:  # no kernel plans on top of them
-            loads = self.on_host(load, "the load")
-            check_load_values(loads)
-            rows = load.to(torch.int32, copy=not apart) if load.dim() == 2 else None
-            plan = super().plan(loads, target_ppm, costs, residents=residents)
-            plan = self._put_plan(plan, rows, plan.moves)
-            if not apart:
-                return plan
-            return replace(plan, home=self.put(self.home), domains=self.put(self.domains))
-        if self.plan_warps == 0:
-            needed = self._shape.plan_shared_bytes(1)
-            most = most_ranks_planned(self._topology, self._device)
-            raise UnsupportedError(
-                f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
-                f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
-                f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
-                " experts and slots each; plan on the CPU: plan_replicas(load.cpu(), group=group)"
-            )
+        self._check_can_plan(in_bank=bank_table != 0)
         t = self._topology
         given = self._as_counts(load)
         slots = (t.num_ranks, t.slots_per_rank)
@@ -295,6 +269,7 @@ class CudaStages(HostStages):
             if apart
             else self._tensors(shapes)
         )
+        moves = None if bank_table == 0 else self._device.empty(slots, torch.bool)
         with self._launching():
             self._stages.plan(
                 given.data_ptr(),
@@ -305,6 +280,8 @@ class CudaStages(HostStages):
                 t.num_ranks if load.dim() == 2 else 1,
                 target_ppm,
                 costs,
+                bank_table,
+                0 if moves is None else moves.data_ptr(),
                 self._device.current_stream(),
             )
         self._device.keep([given])
@@ -315,6 +292,21 @@ class CudaStages(HostStages):
             home_quota=home_quota,
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.put(self.domains) if apart else self.domains,
+            moves=moves,
+        )
+
+    def _check_can_plan(self, *, in_bank: bool) -> None:
+        if (self._bank_plan_warps if in_bank else self.plan_warps) > 0:
+            return
+        shape = self._shape
+        needed = shape.bank_plan_shared_bytes(1) if in_bank else shape.plan_shared_bytes(1)
+        most = most_ranks_planned(self._topology, self._device, in_bank=in_bank)
+        call = "plan_replicas(load.cpu(), group=group" + (", bank=bank)" if in_bank else ")")
+        raise UnsupportedError(
+            f"rank {self._rank}: a plan for {self._topology.num_experts} experts and"
+            f" {self._topology.num_ranks} ranks needs {needed} bytes of shared memory, but this"
+            f" device has {self._device.max_shared_bytes}, enough for {most} ranks with as many"
+            f" experts and slots each; plan on the CPU: {call}"
         )
 
     def plan_memory(self, load: Tensor) -> tuple[Tensor, Plan]:
@@ -631,11 +623,6 @@ class _MoveProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (instances,) = ctx.saved_tensors
         return gather_gradient(grads[1], instances), None, None, None
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def gather_gradient(grad: Tensor, instances: Tensor) -> Tensor:
