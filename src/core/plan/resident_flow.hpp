@@ -382,8 +382,8 @@ class Flow {
 
   const Team team_{};
   const Topology& t_;
-  const Mains mains_;
-  const FlowScratch s_;
+  const Mains& mains_;
+  const FlowScratch& s_;
   const int32_t width_bits_;  // of an instance's index; a place in the queue has the others
   const Cells instances_;     // rank by rank
   int64_t threshold_ = 0;

@@ -70,8 +70,8 @@ struct ResidentVerdict {
 struct ResidentScratch {
   static constexpr int32_t kMaxTrials = 5, kMaxSources = 8;
 
-  std::byte* flow;           // of FlowScratch
-  std::byte* holdings;       // of Holding: the current one, one to go back to, the best
+  FlowScratch flow;
+  Holding now, before, best;  // the current one, one to go back to, and of the best plan
   ResidentVerdict* verdict;  // [1] of the best
   ResidentSource* sources;   // [members + 1][kMaxSources] each member's, then the first of all
   ResidentMove* moves;       // [members + 1][kMaxTrials] likewise
@@ -86,31 +86,28 @@ struct ResidentScratch {
   int32_t* planned_quota;    // [G * S]
   int64_t bytes;
 
-  UEC_HD ResidentScratch(const Topology& topology, std::byte* memory, int32_t num_members = 1) {
-    const int64_t g = topology.num_ranks, e = topology.num_experts;
-    const int64_t num_slots = g * topology.slots_per_rank;
-    ScratchCutter cutter(memory);
-    flow = cutter.take_bytes(FlowScratch(topology, nullptr).bytes);
-    holdings = cutter.take_bytes(3 * Holding(topology, nullptr).bytes);
-    verdict = cutter.take<ResidentVerdict>(1);
-    sources = cutter.take<ResidentSource>((num_members + 1) * kMaxSources);
-    moves = cutter.take<ResidentMove>((num_members + 1) * kMaxTrials);
-    supply = cutter.take<int64_t>(e);
-    group_room = cutter.take<int64_t>(g);
-    group = cutter.take<uint32_t>(g);
-    hot = cutter.take<int32_t>(g);
-    imports = cutter.take<int32_t>(g);
-    exports = cutter.take<int32_t>(g);
-    is_exported = cutter.take<int32_t>(e);
-    planned_expert = cutter.take<int32_t>(num_slots);
-    planned_quota = cutter.take<int32_t>(num_slots);
-    bytes = round_up(cutter.used_bytes(), 8);
-  }
+  UEC_HD ResidentScratch(const Topology& topology, std::byte* memory, int32_t num_members = 1)
+      : ResidentScratch(topology, ScratchCutter(memory), num_members) {}
 
-  UEC_HD Holding holding(const Topology& topology, int32_t index) const {
-    return Holding(topology, holdings + index * Holding(topology, nullptr).bytes);
-  }
-  UEC_HD Holding best(const Topology& topology) const { return holding(topology, 2); }
+ private:
+  UEC_HD ResidentScratch(const Topology& t, ScratchCutter cutter, int32_t num_members)
+      : flow(t, cutter.take_bytes(FlowScratch(t, nullptr).bytes)),
+        now(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
+        before(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
+        best(t, cutter.take_bytes(Holding(t, nullptr).bytes)),
+        verdict(cutter.take<ResidentVerdict>(1)),
+        sources(cutter.take<ResidentSource>((num_members + 1) * kMaxSources)),
+        moves(cutter.take<ResidentMove>((num_members + 1) * kMaxTrials)),
+        supply(cutter.take<int64_t>(t.num_experts)),
+        group_room(cutter.take<int64_t>(t.num_ranks)),
+        group(cutter.take<uint32_t>(t.num_ranks)),
+        hot(cutter.take<int32_t>(t.num_ranks)),
+        imports(cutter.take<int32_t>(t.num_ranks)),
+        exports(cutter.take<int32_t>(t.num_ranks)),
+        is_exported(cutter.take<int32_t>(t.num_experts)),
+        planned_expert(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
+        planned_quota(cutter.take<int32_t>(int64_t{t.num_ranks} * t.slots_per_rank)),
+        bytes(round_up(cutter.used_bytes(), 8)) {}
 };
 
 // What a plan on top of residents is made for.
@@ -189,35 +186,37 @@ UEC_HD int32_t merge(Team team, const FirstFew<T>& own, T* merged) {
 template <class Team>
 class ResidentSearch {
  public:
+  // Borrows all that it is given: a device has no registers for so many addresses.
+  //
   // `is_first`: there is no best plan yet; else the one that the scratch has.
   UEC_HD ResidentSearch(const Topology& topology, const ResidentTask& task,
                         const ResidentScratch& scratch, bool is_first)
       : t_(topology),
         task_(task),
         s_(scratch),
-        flow_(topology, task.mains, FlowScratch(topology, scratch.flow)),
-        now_(scratch.holding(topology, 0)),
-        before_(scratch.holding(topology, 1)),
-        best_(scratch.best(topology)),
+        flow_(topology, task.mains, scratch.flow),
         mains_(team_, task.mains.most) {
     if (is_first && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
     team_.sync();
   }
 
   // Keeps the residents, and moves what is needed. Returns whether that will do; if not, a plan
-  // from empty slots may be better.
-  UEC_HD bool suffices() { return repair(task_.threshold) && s_.verdict->transfer <= 1; }
-
-  // Lays the plan from empty slots, which is in the scratch, over the residents.
-  UEC_HD void use_planned() {
-    flow_.set_threshold(task_.threshold);
-    hold_residents();
-    if (team_.leader()) lay_over();
-    team_.sync();
-    keep_better();
-    const int64_t fullest = s_.verdict->fullest;
-    team_.sync();  // all have looked
-    if (fullest > task_.threshold) repair(fullest);
+  // from empty slots may be better: with `is_planned` it is in the scratch, and laid over the
+  // residents first. (In one function, since a device would have the code of two twice.)
+  UEC_HD bool run(bool is_planned) {
+    int64_t threshold = task_.threshold;
+    if (is_planned) {
+      flow_.set_threshold(threshold);
+      hold_residents();
+      if (team_.leader()) lay_over();
+      team_.sync();
+      keep_better();
+      const int64_t fullest = s_.verdict->fullest;
+      team_.sync();  // all have looked
+      if (fullest <= threshold) return true;
+      threshold = fullest;
+    }
+    return repair(threshold) && s_.verdict->transfer <= 1;
   }
 
  private:
@@ -226,17 +225,17 @@ class ResidentSearch {
 
   UEC_HD int32_t num_slots() const { return t_.num_ranks * t_.slots_per_rank; }
   UEC_HD bool has_moved(int32_t slot) const {
-    return now_.slot_expert[slot] != task_.residents[slot];
+    return s_.now.slot_expert[slot] != task_.residents[slot];
   }
   // Of what a slot holds: its expert's load, halved by each other replica; -1 if it is empty.
   UEC_HD int64_t worth(int32_t slot) const {
-    const int32_t e = now_.slot_expert[slot];
-    return e < 0 ? -1 : task_.load[e] >> min32(now_.replicas[e] - 1, 32);
+    const int32_t e = s_.now.slot_expert[slot];
+    return e < 0 ? -1 : task_.load[e] >> min32(s_.now.replicas[e] - 1, 32);
   }
   // Of the rank whose first slot that is; the slot after its last if it has none.
   UEC_HD int32_t slot_of(int32_t expert, int32_t begin) const {
     int32_t i = begin;
-    while (i < begin + t_.slots_per_rank && now_.slot_expert[i] != expert) ++i;
+    while (i < begin + t_.slots_per_rank && s_.now.slot_expert[i] != expert) ++i;
     return i;
   }
 
@@ -262,45 +261,45 @@ class ResidentSearch {
     flow_.forget();
     team_.sync();  // all have looked at what was there
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      now_.tokens[r] = task_.rank_load[r];
+      s_.now.tokens[r] = task_.rank_load[r];
       s_.imports[r] = s_.exports[r] = 0;
     }
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) {
-      now_.home_quota[e] = static_cast<int32_t>(task_.load[e]);
-      now_.first_slot[e] = -1;
-      now_.replicas[e] = 0;
+      s_.now.home_quota[e] = static_cast<int32_t>(task_.load[e]);
+      s_.now.first_slot[e] = -1;
+      s_.now.replicas[e] = 0;
       s_.is_exported[e] = 0;
     }
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size()) {
-      now_.slot_quota[i] = 0;
-      now_.slot_expert[i] = now_.next_slot[i] = -1;
+      s_.now.slot_quota[i] = 0;
+      s_.now.slot_expert[i] = s_.now.next_slot[i] = -1;
     }
     team_.sync();
     if (team_.leader())
       for (int32_t i = num_slots() - 1; i >= 0; --i)
-        if (task_.residents[i] >= 0) now_.add(i, task_.residents[i]);
+        if (task_.residents[i] >= 0) s_.now.add(i, task_.residents[i]);
     team_.sync();
   }
   // By one member: tokens of the main instance, for a slot that holds the expert.
   UEC_HD void give(int32_t slot, int32_t tokens) const {
-    const int32_t e = now_.slot_expert[slot];
-    now_.slot_quota[slot] += tokens;
-    now_.home_quota[e] -= tokens;
-    now_.tokens[flow_.rank_of(slot)] += tokens;
-    now_.tokens[t_.home[e]] -= tokens;
+    const int32_t e = s_.now.slot_expert[slot];
+    s_.now.slot_quota[slot] += tokens;
+    s_.now.home_quota[e] -= tokens;
+    s_.now.tokens[flow_.rank_of(slot)] += tokens;
+    s_.now.tokens[t_.home[e]] -= tokens;
   }
   // By one member. The slot's tokens go home.
   UEC_HD void put(int32_t slot, int32_t expert) const {
-    if (now_.slot_expert[slot] >= 0) {
-      give(slot, -now_.slot_quota[slot]);
-      now_.remove(slot);
+    if (s_.now.slot_expert[slot] >= 0) {
+      give(slot, -s_.now.slot_quota[slot]);
+      s_.now.remove(slot);
     }
-    if (expert >= 0) now_.add(slot, expert);
+    if (expert >= 0) s_.now.add(slot, expert);
   }
   // Returns the home of what was there, or -1 if there was nothing.
   UEC_HD int32_t replace(int32_t slot, int32_t expert) {
     flow_.forget();
-    const int32_t old = now_.slot_expert[slot];
+    const int32_t old = s_.now.slot_expert[slot];
     team_.sync();  // all have looked
     if (team_.leader()) put(slot, expert);
     team_.sync();
@@ -308,10 +307,10 @@ class ResidentSearch {
   }
   UEC_HD void go_back() {
     flow_.forget();
-    now_.copy(team_, before_);
+    s_.now.copy(team_, s_.before);
   }
 
-  // By one member: what use_planned() says.
+  // By one member: the plan from empty slots.
   UEC_HD void lay_over() const {
     for (int32_t r = 0; r < t_.num_ranks; ++r) {
       const int32_t begin = r * t_.slots_per_rank, end = begin + t_.slots_per_rank;
@@ -323,7 +322,7 @@ class ResidentSearch {
         if (slot_of(s_.planned_expert[i], begin) < end) continue;
         int32_t at = -1;
         for (int32_t to = begin; to < end; ++to)
-          if (now_.slot_quota[to] == 0 && (at < 0 || worth(to) < worth(at))) at = to;
+          if (s_.now.slot_quota[to] == 0 && (at < 0 || worth(to) < worth(at))) at = to;
         put(at, s_.planned_expert[i]);
         give(at, s_.planned_quota[i]);
       }
@@ -334,7 +333,7 @@ class ResidentSearch {
     int64_t most = 0;
     int32_t hot = -1;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      const int64_t tokens = now_.tokens[r];
+      const int64_t tokens = s_.now.tokens[r];
       if (tokens <= flow_.threshold()) continue;
       if (hot >= 0 && (fullest_first ? tokens <= most : tokens >= most)) continue;
       most = tokens;
@@ -349,15 +348,15 @@ class ResidentSearch {
   // Relieves one hot rank after the other. A retry begins at the other end, and looks at more
   // experts.
   UEC_HD bool move_all(int32_t cap, bool is_retry) {
-    flow_.relieve_all(now_);
+    flow_.relieve_all(s_.now);
     for (;;) {
       const int32_t hot = next_hot(is_retry);
       if (hot < 0) return true;
-      if (flow_.relieve(now_, hot)) continue;
+      if (flow_.relieve(s_.now, hot)) continue;
       find_sources(cap, is_retry ? kMaxSources : 1);
       find_groups();
       if (try_moves(cap, true)) continue;
-      flow_.relieve(now_, hot);  // for its reach
+      flow_.relieve(s_.now, hot);  // for its reach
       if (!try_moves(cap, false)) return false;
     }
   }
@@ -365,12 +364,12 @@ class ResidentSearch {
   // The experts of which ranks in the hot rank's reach have tokens: all who have such tokens, and
   // the home, are in reach.
   UEC_HD void find_sources(int32_t cap, int32_t most) {
-    flow_.measure_supply(now_);
+    flow_.measure_supply(s_.now);
     num_hot_ = 0;
     int64_t own_excess = 0;
     for (int32_t first = 0; first < flow_.count(); first += team_.size()) {
       const int32_t i = first + team_.index();
-      const int64_t excess = i < flow_.count() ? flow_.excess(now_, flow_.reached(i)) : 0;
+      const int64_t excess = i < flow_.count() ? flow_.excess(s_.now, flow_.reached(i)) : 0;
       const Counted hot = team_.count(excess > 0);
       if (excess > 0) s_.hot[num_hot_ + hot.before] = flow_.reached(i);
       num_hot_ += hot.all;
@@ -380,9 +379,9 @@ class ResidentSearch {
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.supply[e] = 0;
     team_.sync();
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
-      if (now_.slot_quota[i] > 0 && flow_.is_reached(flow_.rank_of(i)))
-        team_.add(s_.supply + now_.slot_expert[i],
-                  min64(flow_.supply(flow_.rank_of(i)), now_.slot_quota[i]));
+      if (s_.now.slot_quota[i] > 0 && flow_.is_reached(flow_.rank_of(i)))
+        team_.add(s_.supply + s_.now.slot_expert[i],
+                  min64(flow_.supply(flow_.rank_of(i)), s_.now.slot_quota[i]));
     team_.sync();
     FirstFew<ResidentSource> own{s_.sources + team_.index() * kMaxSources, most};
     for (Cells at = mains_; at.row < flow_.count(); at.next()) {
@@ -390,9 +389,9 @@ class ResidentSearch {
       if (m >= task_.mains.begin[rank + 1]) continue;
       const int32_t e = task_.mains.ids[m];
       if (s_.exports[rank] >= cap && s_.is_exported[e] == 0) continue;
-      const int64_t supply = s_.supply[e] + min64(flow_.supply(rank), now_.home_quota[e]);
+      const int64_t supply = s_.supply[e] + min64(flow_.supply(rank), s_.now.home_quota[e]);
       if (supply == 0) continue;
-      own.insert({min64(supply, excess_), task_.load[e] >> min32(2 * now_.replicas[e], 32), e});
+      own.insert({min64(supply, excess_), task_.load[e] >> min32(2 * s_.now.replicas[e], 32), e});
     }
     num_sources_ = merge(team_, own, sources());
   }
@@ -409,20 +408,20 @@ class ResidentSearch {
     team_.sync();
     join_groups(team_);
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      team_.add(s_.group_room + s_.group[r], max64(flow_.room(now_, r), 0));
+      team_.add(s_.group_room + s_.group[r], max64(flow_.room(s_.now, r), 0));
     team_.sync();
   }
   // Another rank that holds the expert of a slot with tokens, and has tokens of it, too.
   UEC_HD int32_t partner(int32_t slot) const {
-    const int32_t e = now_.slot_expert[slot];
-    if (now_.home_quota[e] > 0) return t_.home[e];
-    int32_t at = now_.first_slot[e];
-    while (now_.slot_quota[at] == 0) at = now_.next_slot[at];
+    const int32_t e = s_.now.slot_expert[slot];
+    if (s_.now.home_quota[e] > 0) return t_.home[e];
+    int32_t at = s_.now.first_slot[e];
+    while (s_.now.slot_quota[at] == 0) at = s_.now.next_slot[at];
     return flow_.rank_of(at);
   }
   UEC_HD void join_groups(Alone) const {
     for (int32_t i = 0; i < num_slots(); ++i) {
-      if (now_.slot_quota[i] == 0) continue;
+      if (s_.now.slot_quota[i] == 0) continue;
       const uint32_t a = group_of(flow_.rank_of(i)), b = group_of(partner(i));
       s_.group[a > b ? a : b] = min_u32(a, b);
     }
@@ -442,7 +441,7 @@ class ResidentSearch {
         const int32_t i = first + team.index();
         uint32_t a = 0, b = 0;
         int32_t rank = 0, other = 0;
-        if (i < num_slots() && now_.slot_quota[i] > 0) {
+        if (i < num_slots() && s_.now.slot_quota[i] > 0) {
           rank = flow_.rank_of(i);
           other = partner(i);
           a = s_.group[rank];
@@ -464,13 +463,13 @@ class ResidentSearch {
   // itself, others of its group may. Returns whether one does help.
   UEC_HD bool try_moves(int32_t cap, bool by_groups) {
     const int32_t count = find_moves(cap, by_groups);
-    const int64_t total = flow_.excess(now_);
+    const int64_t total = flow_.excess(s_.now);
     int64_t most = 0;
     int32_t best = -1;
-    before_.copy(team_, now_);
+    s_.before.copy(team_, s_.now);
     for (int32_t i = 0; i < count; ++i) {
       make(moves()[i]);
-      const int64_t gain = total - flow_.excess(now_);
+      const int64_t gain = total - flow_.excess(s_.now);
       if (gain > 0 && gain >= excess_ - moves()[i].left) return record(moves()[i]);
       if (gain > most) {
         most = gain;
@@ -484,8 +483,8 @@ class ResidentSearch {
   }
   UEC_HD void make(const ResidentMove& move) {
     const int32_t home = replace(move.slot, move.expert);
-    for (int32_t i = 0; i < num_hot_; ++i) flow_.relieve(now_, s_.hot[i]);
-    if (home >= 0) flow_.relieve(now_, home);
+    for (int32_t i = 0; i < num_hot_; ++i) flow_.relieve(s_.now, s_.hot[i]);
+    if (home >= 0) flow_.relieve(s_.now, home);
   }
   UEC_HD bool record(const ResidentMove& move) const {
     if (team_.leader()) record(move.slot, move.expert);
@@ -504,17 +503,17 @@ class ResidentSearch {
     const int32_t slots = t_.slots_per_rank;
     FirstFew<ResidentMove> own{s_.moves + team_.index() * kMaxTrials, kMaxTrials};
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      const int64_t room_here = flow_.room(now_, r);
+      const int64_t room_here = flow_.room(s_.now, r);
       const int64_t shared = by_groups ? s_.group_room[s_.group[r]] : room_here;
       if (shared <= 0 || s_.imports[r] >= cap || flow_.is_reached(r)) continue;
       const int32_t begin = r * slots;
       for (int32_t i = begin; i < begin + slots; ++i) {
-        const int32_t old = now_.slot_expert[i];
+        const int32_t old = s_.now.slot_expert[i];
         if (has_moved(i) || (old < 0 && slot_of(-1, begin) < i)) continue;
         // What the resident has taken goes home first, where there may be no room for it.
-        const int64_t quota = now_.slot_quota[i];
+        const int64_t quota = s_.now.slot_quota[i];
         int64_t back = 0;
-        if (quota > 0) back = max64(quota - max64(flow_.room(now_, t_.home[old]), 0), 0);
+        if (quota > 0) back = max64(quota - max64(flow_.room(s_.now, t_.home[old]), 0), 0);
         const int64_t room = max64(room_here + quota, shared);
         for (int32_t k = 0; k < num_sources_; ++k) {
           const ResidentSource& source = sources()[k];
@@ -540,25 +539,25 @@ class ResidentSearch {
   UEC_HD void undo_needless() {
     int64_t own_room = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
-      own_room += flow_.room(now_, r);
+      own_room += flow_.room(s_.now, r);
     const auto room = static_cast<int64_t>(team_.sum(static_cast<uint64_t>(own_room)));
     const auto may_be_needless = [&](int32_t slot) {
-      return has_moved(slot) && int64_t{4} * now_.slot_quota[slot] <= room;
+      return has_moved(slot) && int64_t{4} * s_.now.slot_quota[slot] <= room;
     };
     for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
-      before_.copy(team_, now_);
-      if (!flow_.relieve(now_, replace(i, task_.residents[i]))) go_back();
+      s_.before.copy(team_, s_.now);
+      if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) go_back();
     }
   }
   // Residents give their tokens back to homes that have room.
   UEC_HD void empty_slots() const {
     const auto is_needless = [&](int32_t slot) {
-      const int32_t quota = now_.slot_quota[slot];
+      const int32_t quota = s_.now.slot_quota[slot];
       return quota > 0 && !has_moved(slot) &&
-             flow_.room(now_, t_.home[now_.slot_expert[slot]]) >= quota;
+             flow_.room(s_.now, t_.home[s_.now.slot_expert[slot]]) >= quota;
     };
     for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), is_needless)) < num_slots();) {
-      if (team_.leader()) give(i, -now_.slot_quota[i]);
+      if (team_.leader()) give(i, -s_.now.slot_quota[i]);
       team_.sync();
     }
   }
@@ -569,7 +568,7 @@ class ResidentSearch {
     team_.sync();  // all have looked
     if (!is_better) return;
     if (team_.leader()) *s_.verdict = verdict;
-    best_.copy(team_, now_);
+    s_.best.copy(team_, s_.now);
   }
   UEC_HD ResidentVerdict judge() const {
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size())
@@ -577,18 +576,18 @@ class ResidentSearch {
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.is_exported[e] = 0;
     uint32_t instances = 0;
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size())
-      instances += now_.slot_quota[i] > 0;
+      instances += s_.now.slot_quota[i] > 0;
     ResidentVerdict verdict{0, 0, 0, static_cast<int32_t>(team_.sum(instances))};
     const auto moves = [&](int32_t slot) { return has_moved(slot); };
     for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), moves)) < num_slots();) {
       ++verdict.moves;
-      if (team_.leader()) record(i, now_.slot_expert[i]);
+      if (team_.leader()) record(i, s_.now.slot_expert[i]);
     }
     team_.sync();
     int64_t fullest = flow_.threshold();
     int32_t transfer = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
-      fullest = max64(fullest, now_.tokens[r]);
+      fullest = max64(fullest, s_.now.tokens[r]);
       transfer = max32(transfer, max32(s_.imports[r], s_.exports[r]));
     }
     verdict.fullest = highest(team_, fullest);
@@ -598,10 +597,9 @@ class ResidentSearch {
 
   const Team team_{};
   const Topology& t_;
-  const ResidentTask task_;
-  const ResidentScratch s_;
+  const ResidentTask& task_;
+  const ResidentScratch& s_;
   Flow<Team> flow_;
-  const Holding now_, before_, best_;
   const Cells mains_;  // rank by rank
   // Of the hot rank's reach:
   int64_t excess_ = 0;
@@ -631,13 +629,13 @@ UEC_HD inline void plan_with_residents(const Topology& topology, const int64_t* 
       load, planner.rank_load, residents, {planner.mains_begin, planner.mains, max_mains}, threshold};
   const ResidentScratch own(topology, scratch + planner_scratch_bytes(topology));
   detail::ResidentSearch<Alone> search(topology, task, own, true);
-  if (!search.suffices()) {
+  if (!search.run(false)) {
     plan_replicas(topology, load, objective, planner, own.planned_expert, own.planned_quota,
                   home_quota);
     group_mains(topology, planner.mains_begin, planner.mains);
-    search.use_planned();
+    search.run(true);
   }
-  const Holding best = own.best(topology);
+  const Holding& best = own.best;
   for (int32_t i = 0; i < num_slots; ++i) {
     slot_expert[i] = best.slot_expert[i];
     slot_quota[i] = best.slot_quota[i];

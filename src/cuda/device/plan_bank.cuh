@@ -8,17 +8,6 @@
 
 namespace uec::cuda {
 
-using DeviceResidentSearch = uec::detail::ResidentSearch<Warp>;
-
-// By one warp, like the next one: whether the residents, and a few moves, are enough. Functions of
-// their own, so that the search for a plan keeps its registers.
-UEC_APART bool keep_residents(const BankPlan& own) {
-  return DeviceResidentSearch(own.topology, own.task, own.scratch, true).suffices();
-}
-UEC_APART void use_planned(const BankPlan& own) {
-  DeviceResidentSearch(own.topology, own.task, own.scratch, false).use_planned();
-}
-
 // Into shared memory. Whether there is one, in all threads.
 UEC_DEVICE bool copy_residents(const BankPlanArgs& args, BlockCrew& crew, int32_t* residents) {
   const auto& table = *reinterpret_cast<const BankTable*>(args.bank);
@@ -76,25 +65,24 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
                   is_held ? bank.scratch.planned_quota : slot_quota, home_quota};
   }
   ptx::sync_block();
-  if (is_held) {
-    for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
-      bank.scratch.planned_expert[i] = -1;
-      bank.scratch.planned_quota[i] = 0;
-    }
-    if (BlockCrew::index() == 0) {
-      const bool is_enough = keep_residents(*bank.plan);
+  for (int32_t i = ptx::thread_idx(); i < num_slots && is_held; i += ptx::num_threads()) {
+    bank.scratch.planned_expert[i] = -1;
+    bank.scratch.planned_quota[i] = 0;
+  }
+  for (bool is_planned = false;; is_planned = true) {
+    if (is_held && BlockCrew::index() == 0) {
+      const BankPlan& own = *bank.plan;
+      uec::detail::ResidentSearch<Warp> search(own.topology, own.task, own.scratch, !is_planned);
+      const bool is_enough = search.run(is_planned);
       if (Warp::leader()) bank.plan->is_enough = is_enough;
     }
     ptx::sync_block();
-  }
-  if (!bank.plan->is_enough) {
+    if (is_planned || bank.plan->is_enough) break;
     search_plan(crew, *block.sorted, args.plan.objective, *block.goal, topology.slots_per_rank,
                 block.planner.team(topology, BlockCrew::index()), *block.out);
     ptx::sync_block();
-    if (is_held && BlockCrew::index() == 0) use_planned(*bank.plan);
-    ptx::sync_block();
   }
-  const Holding best = bank.scratch.best(topology);
+  const Holding& best = bank.scratch.best;
   for (int32_t i = ptx::thread_idx(); i < num_slots; i += ptx::num_threads()) {
     const int32_t expert = is_held ? best.slot_expert[i] : slot_expert[i];
     moves[i] = expert != bank.residents[i];
