@@ -60,6 +60,7 @@ void bind_cuda_stages(nb::module_& m) {
   bind_shape(m);
   bind_faults(m);
   m.attr("CUDA_MAX_PLAN_WARPS") = cuda::kMaxPlanWarps;
+  m.attr("CUDA_MAX_BANK_PLAN_WARPS") = cuda::kMaxBankPlanWarps;
   m.def("cuda_stage_faults_bytes", [] { return sizeof(StageFaults); });
   nb::class_<Stages>(m, "CudaStages", "Launches local stages of one rank; see src/cuda/stages.hpp.")
       .def(
@@ -68,18 +69,16 @@ void bind_cuda_stages(nb::module_& m) {
              uint64_t plan, uint64_t plan_in_bank, uint64_t shares, uint64_t reroute_int32,
              uint64_t reroute_int64, uint64_t reroute_map, uint64_t save_plan, int32_t plan_warps,
              int32_t bank_plan_warps, uint64_t constants, uint64_t faults, nb::object) {
-            new (self) Stages(
-                driver, at<void>(context), shape,
-                StageKernels{at<void>(plan), at<void>(plan_in_bank), at<void>(shares),
-                             at<void>(reroute_int32), at<void>(reroute_int64),
-                             at<void>(reroute_map), at<void>(save_plan)},
-                plan_warps, bank_plan_warps, constants, at<StageFaults>(faults));
+            new (self) Stages(driver, at<void>(context), shape,
+                              StageKernels{at<void>(plan), at<void>(plan_in_bank), at<void>(shares),
+                                           at<void>(reroute_int32), at<void>(reroute_int64),
+                                           at<void>(reroute_map), at<void>(save_plan)},
+                              plan_warps, bank_plan_warps, constants, at<StageFaults>(faults));
           },
           // The stages use what `keep` owns, now and later, until they are destroyed.
-          nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "plan_in_bank"_a,
-          "shares"_a, "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a,
-          "plan_warps"_a, "bank_plan_warps"_a, "constants"_a, "faults"_a, "keep"_a,
-          nb::keep_alive<1, 16>())
+          nb::kw_only(), "driver"_a, "context"_a, "shape"_a, "plan"_a, "plan_in_bank"_a, "shares"_a,
+          "reroute_int32"_a, "reroute_int64"_a, "reroute_map"_a, "save_plan"_a, "plan_warps"_a,
+          "bank_plan_warps"_a, "constants"_a, "faults"_a, "keep"_a, nb::keep_alive<1, 16>())
       .def("lend_state", &Stages::lend_state, "state"_a, "max_runs"_a)
       .def_prop_ro("max_runs", &Stages::max_runs)
       .def_prop_ro("counts",

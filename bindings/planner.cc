@@ -98,9 +98,8 @@ Arrays plan_with_residents_numpy(const Input<int64_t, 1>& load, const Input<int3
   return plan_unlocked(
       topology, resident_scratch_bytes(topology),
       [&](std::byte* scratch, int32_t* slot_expert, int32_t* slot_quota, int32_t* home_quota) {
-        plan_with_residents(topology, load.data(), residents.data(), objective.target_ppm,
-                            scratch, slot_expert, slot_quota,
-                            home_quota);
+        plan_with_residents(topology, load.data(), residents.data(), objective.target_ppm, scratch,
+                            slot_expert, slot_quota, home_quota);
       });
 }
 

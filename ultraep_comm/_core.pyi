@@ -533,6 +533,8 @@ class CudaStageFaults:
 
 CUDA_MAX_PLAN_WARPS: int = 16
 
+CUDA_MAX_BANK_PLAN_WARPS: int = 8
+
 def cuda_stage_faults_bytes() -> int: ...
 
 class CudaStages:

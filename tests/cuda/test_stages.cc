@@ -22,8 +22,8 @@ std::string on(Handle stream) { return " on " + recorder::name_of(stream); }
 
 const Handle kContext = handle(0xC);
 const Handle kStream = handle(7), kOther = handle(8);
-const StageKernels kKernels{handle(0xB1), handle(0xB2), handle(0xB3),
-                            handle(0xB4), handle(0xB5), handle(0xB6), handle(0xB7)};
+const StageKernels kKernels{handle(0xB1), handle(0xB2), handle(0xB3), handle(0xB4),
+                            handle(0xB5), handle(0xB6), handle(0xB7)};
 constexpr int32_t kPlanWarps = 5, kBankPlanWarps = 4, kMaxRuns = 9;
 
 // Stages of rank 1 of three, whose seven experts have homes in any order.
@@ -48,8 +48,9 @@ struct Fixture {
       else
         reroute = *static_cast<const RerouteArgs*>(launch.arguments);
     };
-    stages = std::make_unique<Stages>(recorder::make_driver(), kContext, shape, kKernels,
-                                      kPlanWarps, kBankPlanWarps, address(constants.data()), &faults);
+    stages =
+        std::make_unique<Stages>(recorder::make_driver(), kContext, shape, kKernels, kPlanWarps,
+                                 kBankPlanWarps, address(constants.data()), &faults);
     stages->lend_state(address(state.data()), kMaxRuns);
     recorder::take_log();
   }

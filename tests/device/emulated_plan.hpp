@@ -66,10 +66,10 @@ inline Plan plan_in_bank_on_device(const uec::Topology& topology, const std::vec
   PlanCall call(topology, load, {.target_ppm = target_ppm}, fault);
   moves->assign(call.plan.slot_expert.size(), 77);
   const uec::cuda::BankPlanArgs args{call.args, address(&bank), address(moves->data())};
-  emulation::launch("ultraep_plan_in_bank", args,
-                    {.shared_bytes = uec::cuda::bank_plan_shared_bytes(topology, num_warps),
-                     .warps = num_warps},
-                    [&](std::byte* memory) { uec::cuda::plan_in_bank(args, memory); });
+  emulation::launch(
+      "ultraep_plan_in_bank", args,
+      {.shared_bytes = uec::cuda::bank_plan_shared_bytes(topology, num_warps), .warps = num_warps},
+      [&](std::byte* memory) { uec::cuda::plan_in_bank(args, memory); });
   return call.plan;
 }
 

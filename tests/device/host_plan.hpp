@@ -41,8 +41,7 @@ inline Plan plan_in_bank_on_host(const uec::Topology& topology, const std::vecto
   Plan plan(topology);
   std::vector<std::byte> memory(uec::resident_scratch_bytes(topology));
   uec::plan_with_residents(topology, load.data(), residents.data(), target_ppm, memory.data(),
-                           plan.slot_expert.data(), plan.slot_quota.data(),
-                           plan.home_quota.data());
+                           plan.slot_expert.data(), plan.slot_quota.data(), plan.home_quota.data());
   return plan;
 }
 

@@ -599,4 +599,41 @@ ultraep_add_device_mutant(device_steps_swapped PROGRAM test_plan FILE core/plan/
   FIND [[      n = succeeds ? 2 * n : 2 * n + 1;]]
   REPLACE [[      n = succeeds ? 2 * n + 1 : 2 * n;]])
 
+# ---- plans of a bank ----------------------------------------------------------------------------
+
+ultraep_add_device_mutant(device_plans_on_unknown_residents PROGRAM test_plan
+  FILE cuda/device/plan_bank.cuh
+  FIND [[table.segments != 0;]]
+  REPLACE [[table.resident != nullptr;]])
+
+ultraep_add_device_mutant(device_moves_of_nothing PROGRAM test_plan
+  FILE cuda/device/plan_bank.cuh
+  FIND [[    moves[i] = expert != bank.residents[i];]]
+  REPLACE [[    moves[i] = expert >= 0;]])
+
+ultraep_add_device_mutant(device_best_plan_forgotten PROGRAM test_plan
+  FILE cuda/device/plan_bank.cuh
+  FIND [[own.scratch, !is_planned);]]
+  REPLACE [[own.scratch, true);]])
+
+ultraep_add_device_mutant(device_offers_from_slots_stay_away PROGRAM test_plan
+  FILE core/plan/resident_flow.hpp
+  FIND [[      if (from.instance >= 0) team_.lower(]]
+  REPLACE [[      if (from.instance < 0) team_.lower(]])
+
+ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
+  FILE core/plan/resident_flow.hpp
+  FIND [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;]]
+  REPLACE [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | ~order;]])
+
+ultraep_add_device_mutant(device_groups_joined_once PROGRAM test_plan
+  FILE core/plan/resident_planner.hpp
+  FIND [[      changes = team.lowest(changes ? 0 : 1) == 0;]]
+  REPLACE [[      changes = false;]])
+
+ultraep_add_device_mutant(device_words_compared_apart PROGRAM test_plan
+  FILE core/base/team.hpp
+  FIND [[leads &= word == team.lowest(leads ? word : ~0u);]]
+  REPLACE [[leads &= word == team.lowest(word);]])
+
 ultraep_add_mutants(device _ultraep_device_program)

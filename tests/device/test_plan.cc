@@ -98,8 +98,8 @@ void check_steps(uint32_t seed, PlanCase group, int32_t num_steps, Seen* seen) {
     uec::BankTable bank{.version = 3, .segments = is_known ? 1u : 0u, .resident = held.data()};
     uint64_t fault = 0;
     std::vector<uint8_t> moves;
-    const Plan device = plan_in_bank_on_device(topology, load, bank, target_ppm,
-                                               draw(random, 1, 4), &fault, &moves);
+    const Plan device = plan_in_bank_on_device(topology, load, bank, target_ppm, draw(random, 1, 4),
+                                               &fault, &moves);
     CHECK_EQ(fault, 0);
     if (!is_known) std::fill(held.begin(), held.end(), -1);
     const Plan host =
@@ -161,8 +161,7 @@ void check_faults() {
   const uec::BankTable bank{.version = 1, .segments = 1, .resident = held.data()};
   uint64_t word = 0;
   std::vector<uint8_t> moves;
-  const Plan plan =
-      plan_in_bank_on_device(topology, load, bank, 1'010'000, 3, &word, &moves);
+  const Plan plan = plan_in_bank_on_device(topology, load, bank, 1'010'000, 3, &word, &moves);
   CHECK(PlanStatus::of(word).fault == LoadFault::kTooManyInAll);
   for (const int32_t e : plan.slot_expert) CHECK_EQ(e, -1);
   for (const uint8_t move : moves) CHECK_EQ(move, 0);

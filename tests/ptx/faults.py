@@ -162,6 +162,7 @@ PROGRAMS_OF = {
     "ultraep_load_plan": ["load_plan"],
     "ultraep_load": ["load"],
     "ultraep_plan": ["plan"],
+    "ultraep_plan_in_bank": ["plan"],
     "ultraep_reroute": ["reroute"],
     "ultraep_save": ["save"],
     "educ": ["reduce", "scenarios"],

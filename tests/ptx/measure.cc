@@ -121,8 +121,7 @@ void plan_in_bank(Numbers of, const std::string& name) {
   machine->forget();
   machine->memory(&fault, sizeof fault, -1);
   std::vector<uint8_t> moves;
-  const Plan found =
-      plan_in_bank_on_device(topology, load, bank, 1'010'000, warps, &fault, &moves);
+  const Plan found = plan_in_bank_on_device(topology, load, bank, 1'010'000, warps, &fault, &moves);
   CHECK(found == plan_in_bank_on_host(topology, sums(load, experts), held, 1'010'000));
   report(name);
 }
@@ -224,8 +223,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   const std::pair<const char*, void (*)(Numbers, const std::string&)> known[] = {
-      {"empty", empty},     {"planned", planned}, {"plan", plan},    {"plan_in_bank", plan_in_bank}, {"load", load},
-      {"reroute", reroute}, {"fan_out", fan_out}, {"reduce", reduce}};
+      {"empty", empty}, {"planned", planned}, {"plan", plan},       {"plan_in_bank", plan_in_bank},
+      {"load", load},   {"reroute", reroute}, {"fan_out", fan_out}, {"reduce", reduce}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     bool found = false;

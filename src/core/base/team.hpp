@@ -179,7 +179,6 @@ struct Run {
   }
 };
 
-
 // The cells of a table, shared out among the members of a team row by row.
 struct Cells {
   int32_t row, column;

@@ -142,7 +142,6 @@ class Flow {
     team_.sync();
   }
 
-
   UEC_HD int32_t rank_of(int32_t slot) const { return s_.rank_of[slot]; }
   UEC_HD void set_threshold(int64_t threshold) { threshold_ = threshold; }
   UEC_HD int64_t threshold() const { return threshold_; }
@@ -382,8 +381,8 @@ class Flow {
 
   const Team team_{};
   const Topology& t_;
-  const Mains& mains_;
-  const FlowScratch& s_;
+  const Mains mains_;
+  const FlowScratch s_;
   const int32_t width_bits_;  // of an instance's index; a place in the queue has the others
   const Cells instances_;     // rank by rank
   int64_t threshold_ = 0;

@@ -72,18 +72,18 @@ struct ResidentScratch {
 
   FlowScratch flow;
   Holding now, before, best;  // the current one, one to go back to, and of the best plan
-  ResidentVerdict* verdict;  // [1] of the best
-  ResidentSource* sources;   // [members + 1][kMaxSources] each member's, then the first of all
-  ResidentMove* moves;       // [members + 1][kMaxTrials] likewise
-  int64_t* supply;           // [E] of replicas in one reach
-  int64_t* group_room;       // [G] room on the ranks of a group
-  uint32_t* group;           // [G] a rank of the group to which a rank belongs
-  int32_t* hot;              // [G] ranks in one reach that have too many tokens
-  int32_t* imports;          // [G] moves to a rank
-  int32_t* exports;          // [G] experts at home on a rank that move
-  int32_t* is_exported;      // [E]
-  int32_t* planned_expert;   // [G * S] of a plan from empty slots
-  int32_t* planned_quota;    // [G * S]
+  ResidentVerdict* verdict;   // [1] of the best
+  ResidentSource* sources;    // [members + 1][kMaxSources] each member's, then the first of all
+  ResidentMove* moves;        // [members + 1][kMaxTrials] likewise
+  int64_t* supply;            // [E] of replicas in one reach
+  int64_t* group_room;        // [G] room on the ranks of a group
+  uint32_t* group;            // [G] a rank of the group to which a rank belongs
+  int32_t* hot;               // [G] ranks in one reach that have too many tokens
+  int32_t* imports;           // [G] moves to a rank
+  int32_t* exports;           // [G] experts at home on a rank that move
+  int32_t* is_exported;       // [E]
+  int32_t* planned_expert;    // [G * S] of a plan from empty slots
+  int32_t* planned_quota;     // [G * S]
   int64_t bytes;
 
   UEC_HD ResidentScratch(const Topology& topology, std::byte* memory, int32_t num_members = 1)
@@ -186,8 +186,6 @@ UEC_HD int32_t merge(Team team, const FirstFew<T>& own, T* merged) {
 template <class Team>
 class ResidentSearch {
  public:
-  // Borrows all that it is given: a device has no registers for so many addresses.
-  //
   // `is_first`: there is no best plan yet; else the one that the scratch has.
   UEC_HD ResidentSearch(const Topology& topology, const ResidentTask& task,
                         const ResidentScratch& scratch, bool is_first)
@@ -544,7 +542,8 @@ class ResidentSearch {
     const auto may_be_needless = [&](int32_t slot) {
       return has_moved(slot) && int64_t{4} * s_.now.slot_quota[slot] <= room;
     };
-    for (int32_t i = -1; (i = first_that(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
+    for (int32_t i = -1;
+         (i = first_that(team_, i + 1, num_slots(), may_be_needless)) < num_slots();) {
       s_.before.copy(team_, s_.now);
       if (!flow_.relieve(s_.now, replace(i, task_.residents[i]))) go_back();
     }
@@ -597,8 +596,8 @@ class ResidentSearch {
 
   const Team team_{};
   const Topology& t_;
-  const ResidentTask& task_;
-  const ResidentScratch& s_;
+  const ResidentTask task_;
+  const ResidentScratch s_;
   Flow<Team> flow_;
   const Cells mains_;  // rank by rank
   // Of the hot rank's reach:
@@ -625,8 +624,11 @@ UEC_HD inline void plan_with_residents(const Topology& topology, const int64_t* 
   if (objective.is_exact() && sorted.num_pools == 1) detail::pad_ranks(topology, planner);
   const int64_t threshold = find_goal(Alone{}, sorted, objective).threshold;
   const int32_t max_mains = group_mains(topology, planner.mains_begin, planner.mains);
-  const ResidentTask task{
-      load, planner.rank_load, residents, {planner.mains_begin, planner.mains, max_mains}, threshold};
+  const ResidentTask task{load,
+                          planner.rank_load,
+                          residents,
+                          {planner.mains_begin, planner.mains, max_mains},
+                          threshold};
   const ResidentScratch own(topology, scratch + planner_scratch_bytes(topology));
   detail::ResidentSearch<Alone> search(topology, task, own, true);
   if (!search.run(false)) {

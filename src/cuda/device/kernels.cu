@@ -78,6 +78,7 @@ UEC_KERNEL(128) void ultraep_plan(const uec::cuda::PlanArgs args) {
   uec::cuda::plan(args, shared_memory);
 }
 
+// One block of up to kMaxBankPlanWarps warps.
 UEC_KERNEL(255) void ultraep_plan_in_bank(UEC_ARGS(BankPlanArgs) args) {
   uec::cuda::plan_in_bank(args, shared_memory);
 }

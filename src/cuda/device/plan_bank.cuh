@@ -56,7 +56,9 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
     own.topology = topology;
     own.topology.home = block.home;
     own.topology.domain = block.pool;
-    own.task = {block.load, block.planner.rank_load, bank.residents,
+    own.task = {block.load,
+                block.planner.rank_load,
+                bank.residents,
                 {block.planner.mains_begin, block.by_home, args.plan.max_mains},
                 block.goal->threshold};
     own.scratch = bank.scratch;

@@ -10,6 +10,9 @@ namespace uec::cuda {
 // a plan nearly always takes three rounds of probes, with one nine.
 inline constexpr int32_t kMaxPlanWarps = 16;
 
+// Of the one that plans for a bank: a warp of it takes more registers.
+inline constexpr int32_t kMaxBankPlanWarps = 8;
+
 struct PlanBlock {
   int64_t* load;           // [E] over all sources
   int32_t* home;           // [E]

@@ -65,9 +65,8 @@ void check_steps(const Case& c, int64_t target_ppm, std::mt19937& random) {
                        uec::PlannerScratch(t, planner_memory.data()), empty.slot_expert.data(),
                        empty.slot_quota.data(), empty.home_quota.data());
     std::vector<std::byte> memory(uec::resident_scratch_bytes(t));
-    uec::plan_with_residents(t, load.data(), held.slot_expert.data(), target_ppm,
-                             memory.data(), now.slot_expert.data(),
-                             now.slot_quota.data(), now.home_quota.data());
+    uec::plan_with_residents(t, load.data(), held.slot_expert.data(), target_ppm, memory.data(),
+                             now.slot_expert.data(), now.slot_quota.data(), now.home_quota.data());
     if (step == 0) CHECK(now.slot_expert == empty.slot_expert);
     if (step == 0) CHECK(now.slot_quota == empty.slot_quota);
 

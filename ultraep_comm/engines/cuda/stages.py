@@ -62,7 +62,9 @@ class CudaStages(HostStages):
             return kernels.handle(f"ultraep_{name}", shared_bytes) if fits else 0
 
         self.plan_warps = choose_plan_warps(shape.plan_shared_bytes, device, plan_warps)
-        self._bank_plan_warps = choose_plan_warps(shape.bank_plan_shared_bytes, device, plan_warps)
+        self._bank_plan_warps = choose_plan_warps(
+            shape.bank_plan_shared_bytes, device, _core.CUDA_MAX_BANK_PLAN_WARPS
+        )
         runs_bytes = shape.reroute_shared_bytes
         self._can_reroute = max(runs_bytes, shape.shares_shared_bytes) <= device.max_shared_bytes
         constants = device.allocate(shape.constants_bytes)
