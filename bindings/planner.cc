@@ -83,17 +83,21 @@ Arrays plan_replicas_numpy(const Input<int64_t, 1>& load, const Input<int32_t, 1
       });
 }
 
+void check_residents(const Topology& topology, const Input<int32_t, 2>& residents) {
+  require_equal("length of residents", residents.shape(0), topology.num_ranks);
+  const PlanCheck check = check_plan(Alone{}, topology, residents.data());
+  if (check.fault != PlanFault::kNone)
+    reject("residents[" + std::to_string(check.rank) + ", " + std::to_string(check.slot) + "]",
+           check.expert, "-1, or an expert that may be there, once on the rank");
+}
+
 Arrays plan_with_residents_numpy(const Input<int64_t, 1>& load, const Input<int32_t, 1>& home,
                                  const Input<int32_t, 1>& domain,
                                  const Input<int32_t, 2>& residents, bool allow_cross_domain,
                                  int64_t target_ppm) {
   const Topology topology = checked_topology(
       load, home, domain, static_cast<int32_t>(residents.shape(1)), allow_cross_domain);
-  require_equal("length of residents", residents.shape(0), topology.num_ranks);
-  const PlanCheck check = check_plan(Alone{}, topology, residents.data());
-  if (check.fault != PlanFault::kNone)
-    reject("residents[" + std::to_string(check.rank) + ", " + std::to_string(check.slot) + "]",
-           check.expert, "-1, or an expert that may be there, once on the rank");
+  check_residents(topology, residents);
   const Objective objective = make_objective(target_ppm, std::nullopt);
   return plan_unlocked(
       topology, resident_scratch_bytes(topology),
@@ -114,6 +118,21 @@ void bind_planner(nb::module_& m) {
                 "target_ppm: int, costs: tuple[int, int, int] | None = None) -> "
                 "tuple[ndarray[dtype=int32], ndarray[dtype=int32], ndarray[dtype=int32]]"),
         "Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E]).");
+  m.def(
+      "check_residents",
+      [](const Input<int32_t, 1>& home, const Input<int32_t, 1>& domain,
+         const Input<int32_t, 2>& residents, bool allow_cross_domain) {
+        const Topology topology{.num_ranks = static_cast<int32_t>(domain.size()),
+                                .num_experts = static_cast<int32_t>(home.size()),
+                                .slots_per_rank = static_cast<int32_t>(residents.shape(1)),
+                                .home = home.data(),
+                                .domain = domain.data(),
+                                .allow_cross_domain = allow_cross_domain};
+        require_homes(topology);
+        check_residents(topology, residents);
+      },
+      nb::arg("home").noconvert(), nb::arg("domain").noconvert(), nb::arg("residents").noconvert(),
+      nb::arg("allow_cross_domain"));
   m.def("plan_with_residents", &plan_with_residents_numpy, nb::arg("load").noconvert(),
         nb::arg("home").noconvert(), nb::arg("domain").noconvert(),
         nb::arg("residents").noconvert(), nb::arg("allow_cross_domain"), nb::arg("target_ppm"),

@@ -8,7 +8,7 @@ The stub is generated from this module. After changing the bindings and reinstal
 
 from collections.abc import Mapping, Sequence
 import enum
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -131,6 +131,8 @@ class DamageKind(enum.Enum):
 
 def plan_replicas(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], slots_per_rank: int, allow_cross_domain: bool, target_ppm: int, costs: tuple[int, int, int] | None = None) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""
+
+def check_residents(home: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], domain: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], residents: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], allow_cross_domain: bool) -> None: ...
 
 def plan_with_residents(load: NDArray[numpy.int64], home: NDArray[numpy.int32], domain: NDArray[numpy.int32], residents: NDArray[numpy.int32], allow_cross_domain: bool, target_ppm: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Returns (slot_expert [G, S], slot_quota [G, S], home_quota [E])."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ultraep_comm import _core
 from ultraep_comm.calls import traced
 from ultraep_comm.engines.host import HostStages, check_load_values
 from ultraep_comm.errors import (
@@ -115,20 +116,25 @@ def plan_replicas(
 def _check_residents(residents: torch.Tensor | IntsLike, topology: Topology) -> IntArray:
     """Return residents, which have to be what a legal plan may have in its slots."""
     expected = (topology.num_ranks, topology.slots_per_rank)
+    t = topology
     try:
         slots = as_int_tensor(residents, "residents")
         if tuple(slots.shape) != expected:
             raise InvalidPlanError(f"shape {tuple(slots.shape)}; expected {expected}")
-        plan = Plan.from_slots(
-            slots,
-            num_experts=topology.num_experts,
-            home=topology.home,
-            domains=topology.domain,
-            allow_cross_domain=topology.allow_cross_domain,
-        )
-    except InvalidPlanError as error:
+        held: IntArray = slots.cpu().numpy()
+        try:
+            _core.check_residents(t.home, t.domain, held, t.allow_cross_domain)
+        except ValueError:  # slower, and says more
+            Plan.from_slots(
+                slots,
+                num_experts=t.num_experts,
+                home=t.home,
+                domains=t.domain,
+                allow_cross_domain=t.allow_cross_domain,
+            )
+            raise
+    except ValueError as error:
         raise InvalidArgumentError(f"residents: {error}") from None
-    held: IntArray = plan.slot_expert.cpu().numpy()
     return held
 
 
@@ -164,10 +170,10 @@ def _plan(
     index, engine = bank_index(bank, group.session), group.session.engine
     objective = _objective_on(True, target, cost, group)
     if local.holds(load):
-        plan = local.plan(load, *objective, apart=apart, bank_table=engine.bank_table(index))
+        held: dict[str, Any] = {"bank_table": engine.bank_table(index)}
     else:
-        plan = local.plan(load, *objective, apart=apart, residents=engine.residents(index))
-    return replace(plan, bank=index)
+        held = {"residents": engine.residents(index)}
+    return local.plan(load, *objective, apart=apart, bank=index, **held)
 
 
 def _objective_on(

@@ -91,6 +91,7 @@ class HostStages:
         self._rank = rank
         self.home = torch.tensor(topology.home, device="cpu")
         self.domains = torch.tensor(topology.domain, device="cpu")
+        self._maps = self.home, self.domains  # there, also where a device has its own
 
     # ---- placement ------------------------------------------------------------------------
 
@@ -158,6 +159,7 @@ class HostStages:
         costs: Costs | None,
         *,
         apart: bool = False,
+        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,  # of a device
     ) -> Plan:
@@ -170,6 +172,7 @@ class HostStages:
         by_source = load.dim() == 2
         tokens = load.sum(dim=0, dtype=torch.int64) if by_source else load.long()
         total = tokens.contiguous().numpy()
+        home, domains = (each.clone() for each in self._maps)
         moves = None
         try:
             if residents is None:
@@ -186,12 +189,13 @@ class HostStages:
             raise InvalidLoadError(str(error)) from None
         return Plan(
             slot_expert=torch.from_numpy(slot_expert),
-            home=torch.tensor(t.home, device="cpu"),
+            home=home,
             slot_quota=torch.from_numpy(slot_quota),
             home_quota=torch.from_numpy(home_quota),
             load=load.to(torch.int32, copy=True).contiguous() if by_source else None,
-            domains=torch.tensor(t.domain, device="cpu"),
+            domains=domains,
             moves=moves,
+            bank=bank,
         )
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:

@@ -246,6 +246,7 @@ class CudaStages(HostStages):
         costs: Costs | None,
         *,
         apart: bool = False,
+        bank: int | None = None,
         residents: IntArray | None = None,
         bank_table: int = 0,
     ) -> Plan:
@@ -258,7 +259,9 @@ class CudaStages(HostStages):
             UnsupportedError: the group is too large for the kernel.
         """
         if not self.holds(load):
-            return super().plan(load, target_ppm, costs, apart=apart, residents=residents)
+            return super().plan(
+                load, target_ppm, costs, apart=apart, bank=bank, residents=residents
+            )
         self._check_can_plan(in_bank=bank_table != 0)
         t = self._topology
         given = self._as_counts(load)
@@ -295,6 +298,7 @@ class CudaStages(HostStages):
             load=None if load.dim() == 1 else kept[0] if kept else given,
             domains=self.put(self.domains) if apart else self.domains,
             moves=moves,
+            bank=bank,
         )
 
     def _check_can_plan(self, *, in_bank: bool) -> None:
