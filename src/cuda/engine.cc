@@ -292,9 +292,9 @@ std::vector<int32_t> Engine::residents(int32_t bank, Handle stream,
         " plan with a load on the device, or before the capture");
   // Replays are on the caller's stream, if anywhere.
   const Driver& driver = launcher_->config().driver;
-  require(driver, driver.cuStreamSynchronize(stream), "cuStreamSynchronize");
   const uint64_t last = submitted_.load();
   std::vector<int32_t> resident(state.resident.size(), -1);
+  if (!launcher_->await_stream(stream, interrupted)) return resident;
   if (last > 0 && !synchronize(last, interrupted)) return resident;
   BankTable table;
   require(driver, driver.cuMemcpyDtoH(&table, on_device(own_banks_.tables + bank), sizeof(table)),

@@ -442,6 +442,15 @@ bool Launcher::await_done(uint64_t call, const Interrupted& interrupted) {
   return poll([&] { return done(call); }, interrupted);
 }
 
+bool Launcher::await_stream(Handle stream, const Interrupted& interrupted) {
+  const ContextScope current = scope();
+  const Handle event = make_event();
+  require(config_.driver, config_.driver.cuEventRecord(event, stream), "cuEventRecord");
+  const bool came = poll([&] { return has_come_to(config_.driver, event); }, interrupted);
+  config_.driver.cuEventDestroy(event);
+  return came;
+}
+
 void Launcher::order(uint64_t call, Handle stream) {
   const std::lock_guard lock(mutex_);
   const Entry& e = line(call).entry(number(call));

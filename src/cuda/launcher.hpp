@@ -119,6 +119,8 @@ class Launcher {
   // Waits until a launched call has finished. False: interrupted.
   bool await_done(uint64_t call, const Interrupted& interrupted);
   bool done(uint64_t call);
+  // Waits for what is queued in a stream. False: interrupted.
+  bool await_stream(Handle stream, const Interrupted& interrupted);
   // Makes `stream` wait for a launched call.
   void order(uint64_t call, Handle stream);
   // Waits until replays of captured calls have finished, if there can be any.

@@ -390,6 +390,11 @@ void check_banks() {
   recorder::state().capturing = 0;
   CHECK(residents(1) == nothing);  // as the table says
   known->segments = 3;
+  recorder::state().complete = false;  // the stream is busy: Ctrl-C ends the wait for it
+  int asked = 0;
+  CHECK(engine.residents(1, kUserStream, [&] { return ++asked == 3; }) == nothing);
+  recorder::state().complete = true;
+  recorder::complete_all();
   CHECK_EQ(residents(1)[0], 5);
 
   // A stream waits for a slot's word, of the call's own bank.

@@ -163,13 +163,19 @@ class TracedWork(Work):
         """See :meth:`Work.is_completed`; only outside the compiled function."""
         return self._started().is_completed()
 
+    def slot_ready(self, slot: int) -> bool:
+        """See :meth:`Work.slot_ready`; only outside the compiled function."""
+        return self._started().slot_ready(slot)
+
     def exception(self) -> UltraEPError | None:
         """See :meth:`Work.exception`; only outside the compiled function."""
         return self._started().exception()
 
     def _started(self) -> Work:
-        token, *_, group_name = self._arguments
-        return Work(find_group(group_name).session, int(token), "replicate_experts", self.mode)
+        token, _, slot_expert, *_, group_name = self._arguments
+        filled = slot_expert if slot_expert.is_cpu else None
+        session = find_group(group_name).session
+        return Work(session, int(token), "replicate_experts", self.mode, filled)
 
 
 def plan_replicas(

@@ -16,7 +16,7 @@ from torch.library import opcheck
 
 import ultraep_comm as uec
 from ultraep_comm import errors
-from ultraep_comm.calls.traced import ORDER
+from ultraep_comm.calls.traced import ORDER, TracedWork
 
 RANKS, EXPERTS, SLOTS, BANKS = 3, 9, 2, 2
 SHAPE = (16, 16)
@@ -249,6 +249,26 @@ def test_operators_with_a_bank() -> None:
         opcheck(OPERATORS.replicate_experts.default, arguments)
         opcheck(OPERATORS.start_replicate_experts.default, arguments)
     close_all([group])
+
+
+def test_slots_of_a_call_that_a_compiled_function_has_started() -> None:
+    groups = make_groups()
+    weights = [make_weights(group.rank) for group in groups]
+    plan = uec.Plan.from_slots([[-1, -1], [0, -1], [-1, -1]], num_experts=EXPERTS, bank=1)
+    works = loopback(
+        RANKS,
+        lambda r: uec.replicate_experts(weights[r], plan, group=groups[r], async_op=True),
+    )
+    for group, work in zip(groups, works, strict=True):
+        work.synchronize()
+        token = torch.tensor(work.epoch)
+        traced = TracedWork(token, [], plan.slot_expert, [], [], 1, "auto", group.name)
+        assert traced.is_completed()
+        if group.rank == 1:
+            assert traced.slot_ready(0)
+        with pytest.raises(errors.InvalidArgumentError, match="slot 1 of a replicate_experts"):
+            traced.slot_ready(1)
+    close_all(groups)
 
 
 def test_errors_of_banks_keep_their_types() -> None:
