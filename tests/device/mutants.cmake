@@ -626,10 +626,10 @@ ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
   FIND [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | order;]]
   REPLACE [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | ~order;]])
 
-ultraep_add_device_mutant(device_groups_joined_once PROGRAM test_plan
+ultraep_add_device_mutant(device_groups_of_one PROGRAM test_plan
   FILE core/plan/resident_planner.hpp
-  FIND [[      changes = team.lowest(changes ? 0 : 1) == 0;]]
-  REPLACE [[      changes = false;]])
+  FIND [[bool changes = true; changes;]]
+  REPLACE [[bool changes = false; changes;]])
 
 ultraep_add_device_mutant(device_words_compared_apart PROGRAM test_plan
   FILE core/base/team.hpp

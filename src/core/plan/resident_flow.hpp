@@ -24,7 +24,7 @@ struct Holding {
   int32_t* slot_quota;   // [G * S]
   int32_t* slot_expert;  // [G * S] or -1
   int32_t* next_slot;    // [G * S] that holds the same expert, or -1
-  int32_t* order;        // [G * S] rises from slot to next_slot
+  int32_t* order;        // [num_order()] rises from slot to next_slot
   int64_t bytes;
 
   UEC_HD Holding(const Topology& topology, std::byte* memory) {
@@ -37,8 +37,13 @@ struct Holding {
     slot_quota = cutter.take<int32_t>(num_slots);
     slot_expert = cutter.take<int32_t>(num_slots);
     next_slot = cutter.take<int32_t>(num_slots);
-    order = cutter.take<int32_t>(num_slots);
+    order = cutter.take<int32_t>(num_order(topology));
     bytes = round_up(cutter.used_bytes(), 8);
+  }
+
+  // One more than there are slots where that makes whole words of all these.
+  UEC_HD static int32_t num_order(const Topology& topology) {
+    return topology.num_ranks * topology.slots_per_rank + topology.num_experts % 2;
   }
 
   // By a team, like what follows unless it says otherwise.
@@ -120,7 +125,7 @@ struct FlowScratch {
 struct Mains {
   const int32_t* begin;  // [G + 1]
   const int32_t* ids;    // [E]
-  int32_t most;          // of a rank
+  int64_t most;          // of a rank
 };
 
 // The flow under a threshold: no rank is to have more tokens. All members of a team call its
@@ -133,7 +138,7 @@ class Flow {
         mains_(mains),
         s_(scratch),
         width_bits_(num_bits(mains.most + slots())),
-        instances_(team_, mains.most + slots()) {
+        instances_(team_, static_cast<int32_t>(mains.most) + slots()) {
     for (int32_t e = team_.index(); e < t_.num_experts; e += team_.size()) s_.spread[e] = 0;
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       s_.seen[r] = 0;

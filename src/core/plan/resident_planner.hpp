@@ -24,7 +24,7 @@ namespace uec {
 struct ResidentSource {
   int64_t supply;  // tokens that would go there if there were room, for the good of hot ranks
   int64_t need;    // by its load; each replica that it has already quarters it
-  int32_t expert;
+  int64_t expert;  // a whole word, since what pads it would be copied, and have no value
 
   UEC_HD bool goes_before(const ResidentSource& other) const {
     if (supply != other.supply) return supply > other.supply;
@@ -193,7 +193,7 @@ class ResidentSearch {
         task_(task),
         s_(scratch),
         flow_(topology, task.mains, scratch.flow),
-        mains_(team_, task.mains.most) {
+        mains_(team_, static_cast<int32_t>(task.mains.most)) {
     if (is_first && team_.leader()) *s_.verdict = {INT64_MAX, 0, 0, 0};
     team_.sync();
   }
@@ -241,7 +241,7 @@ class ResidentSearch {
   // transfer that has one.
   UEC_HD bool repair(int64_t threshold) {
     flow_.set_threshold(threshold);
-    const int32_t last_cap = max32(task_.mains.most, t_.slots_per_rank);
+    const int32_t last_cap = max32(static_cast<int32_t>(task_.mains.most), t_.slots_per_rank);
     for (int32_t cap = 1; cap < 2 * last_cap; cap = next_cap(cap, t_.slots_per_rank)) {
       for (int32_t retry = 0; retry < 2; ++retry) {
         hold_residents();
@@ -268,6 +268,8 @@ class ResidentSearch {
       s_.now.replicas[e] = 0;
       s_.is_exported[e] = 0;
     }
+    for (int32_t i = team_.index(); i < s_.now.num_order(t_); i += team_.size())
+      s_.now.order[i] = 0;
     for (int32_t i = team_.index(); i < num_slots(); i += team_.size()) {
       s_.now.slot_quota[i] = 0;
       s_.now.slot_expert[i] = s_.now.next_slot[i] = -1;
@@ -515,7 +517,7 @@ class ResidentSearch {
         const int64_t room = max64(room_here + quota, shared);
         for (int32_t k = 0; k < num_sources_; ++k) {
           const ResidentSource& source = sources()[k];
-          const int32_t e = source.expert;
+          const auto e = static_cast<int32_t>(source.expert);
           const int64_t gain = min64(source.supply, room);
           const int64_t left = excess_ - gain + back;
           if (own.count == kMaxTrials && left > own.list[own.count - 1].left) continue;
