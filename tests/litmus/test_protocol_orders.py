@@ -409,7 +409,7 @@ ORDERS = {
 # one block touches, barriers before their first use, and a mark that is all it says.
 UNORDERED = {
     "add_shared_relaxed", "fence_mbarrier_init", "fetch_add_in_block", "fetch_max_relaxed",
-    "load_relaxed", "max_relaxed", "mbarrier_init", "set_in_block",
+    "load_relaxed", "lower_in_block", "max_relaxed", "mbarrier_init", "set_in_block",
 }  # fmt: skip
 FENCE_OR_BARRIER = re.compile(r"{(fence\w+|sync_\w+|bulk_wait\w*)}[^;\n]*")
 

@@ -301,7 +301,7 @@ UEC_PROBE(check_in_block) {
   auto* const wide = reinterpret_cast<int64_t*>(dynamic + 64);
   uint8_t* const marks = dynamic + 128;
   const int32_t me = ptx::thread_idx(), all = ptx::num_threads();
-  if (me < 16) words[me] = 0;
+  if (me < 16) words[me] = me == 3 ? all : 0;
   if (me < 2) wide[me] = 0;
   marks[me] = 0;
   ptx::sync_block();
@@ -309,9 +309,11 @@ UEC_PROBE(check_in_block) {
   expect(r, ptx::fetch_add_in_block(words + 1, 1) < all);
   ptx::fetch_add_in_block(wide, int64_t{1} << 33);
   ptx::fetch_add_in_block(reinterpret_cast<int32_t*>(memory), 1);
+  ptx::lower_in_block(reinterpret_cast<uint32_t*>(words + 3), static_cast<uint32_t>(all - me));
   ptx::set_in_block(marks + (me ^ 1));
   ptx::sync_block();
   expect(r, words[0] == 3 * all && words[1] == all && wide[0] == int64_t{all} << 33);
+  expect(r, words[3] == 1);
   expect(r, *reinterpret_cast<int32_t*>(memory) == all && marks[me] == 1);
   if (me == 0) ptx::store_shared_relaxed(words + 2, 7);
   await(r, [&] { return ptx::load_shared_relaxed(words + 2) == 7; });

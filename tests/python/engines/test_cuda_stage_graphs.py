@@ -193,6 +193,7 @@ def test_operators_stay_on_the_device(device: EmulatedDevice) -> None:
         *(t.num_ranks, t.num_experts, t.slots_per_rank, 1.01, []),
         *(traced.ORDER, 0, case.group.name),
     )
+    device.settle()
     assert all(map(device.holds, in_bank))
     for tensor, constant in zip(in_bank[3:5], (plan.home, plan.domains), strict=True):
         assert torch.equal(tensor, constant)
