@@ -388,8 +388,10 @@ class Flow {
   const Topology& t_;
   const Mains mains_;
   const FlowScratch s_;
-  const int32_t width_bits_;  // of an instance's index; a place in the queue has the others
-  const Cells instances_;     // rank by rank
+  // Of an instance's index in an offer; a place in the queue has the others. Groups that these 32
+  // do not suffice for are too large for a block's shared memory.
+  const int32_t width_bits_;
+  const Cells instances_;  // rank by rank
   int64_t threshold_ = 0;
   int32_t search_ = 0, count_ = 0, num_levels_ = 0;
   int32_t stuck_ = -1;  // the rank of the last search, if that failed and nothing has changed
