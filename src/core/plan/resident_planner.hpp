@@ -257,7 +257,6 @@ class ResidentSearch {
 
   UEC_HD void hold_residents() {
     flow_.forget();
-    team_.sync();  // all have looked at what was there
     for (int32_t r = team_.index(); r < t_.num_ranks; r += team_.size()) {
       s_.now.tokens[r] = task_.rank_load[r];
       s_.imports[r] = s_.exports[r] = 0;
