@@ -361,6 +361,23 @@ void check_banks() {
   CHECK_EQ(engine.version(1), args.version + 1);
   CHECK(residents(1) == nothing);
 
+  // A plan on the device reads the table where the calls before it have left it, on any stream;
+  // one without a bank leaves nothing in the first.
+  const auto waits_of = [&](int32_t bank) {
+    recorder::take_log();
+    const auto at = engine.bank_table(bank, reinterpret_cast<Handle>(8), {});
+    CHECK_EQ(at, reinterpret_cast<uint64_t>(table) + (bank - 1) * int64_t{sizeof *table});
+    const auto waits = recorder::take_log();
+    return std::count_if(waits.begin(), waits.end(),
+                         [](const std::string& line) { return line.starts_with("wait for "); });
+  };
+  CHECK_EQ(waits_of(1), 1);
+  CHECK_EQ(waits_of(0), 0);
+  args.bank = -1;
+  call();
+  CHECK_EQ(waits_of(0), 1);
+  args.bank = 1;
+
   // Behind a plan that only the device knows, its table is read.
   args.version = engine.version(1);
   args.known = nullptr;
