@@ -627,7 +627,7 @@ ultraep_add_device_mutant(device_reach_in_any_order PROGRAM test_plan
   REPLACE [[s_.fresh[num_fresh + fresh.before] = uint64_t{claim} << 32 | ~order;]])
 
 ultraep_add_device_mutant(device_groups_of_one PROGRAM test_plan
-  FILE core/plan/resident_planner.hpp
+  FILE core/plan/resident_search.hpp
   FIND [[bool changes = true; changes;]]
   REPLACE [[bool changes = false; changes;]])
 

@@ -3,7 +3,7 @@
 // moves; where it takes a plan from empty slots, all of them do.
 #pragma once
 
-#include "core/plan/resident_planner.hpp"
+#include "core/plan/resident_search.hpp"
 #include "cuda/device/plan.cuh"
 
 namespace uec::cuda {
@@ -74,7 +74,7 @@ UEC_DEVICE void plan_in_bank(const BankPlanArgs& args, std::byte* shared_memory)
   for (bool is_planned = false;; is_planned = true) {
     if (is_held && BlockCrew::index() == 0) {
       const BankPlan& own = *bank.plan;
-      uec::detail::ResidentSearch<Warp> search(own.topology, own.task, own.scratch, !is_planned);
+      ResidentSearch<Warp> search(own.topology, own.task, own.scratch, !is_planned);
       const bool is_enough = search.run(is_planned);
       if (Warp::leader()) bank.plan->is_enough = is_enough;
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/plan/planner.hpp"
-#include "core/plan/resident_planner.hpp"
+#include "core/plan/resident_search.hpp"
 
 namespace uec::cuda {
 
