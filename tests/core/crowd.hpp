@@ -47,7 +47,7 @@ class Crowd {
   template <class T>
   static T from(int32_t index, T value) {
     CHECK(index >= 0 && index < size());
-    return read<T>(meet(kFrom, value)[index]);
+    return read<T>(meet(kFrom + index, value)[index]);
   }
   static uint32_t lowest(uint32_t value) {
     for (const Room::Seat& seat : meet(kLowest, value))
@@ -127,7 +127,7 @@ class Crowd {
     kCount,
     kEqualBefore,
     kAgree,
-    kFrom
+    kFrom  // + index
   };
 
   template <class T>

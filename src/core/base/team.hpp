@@ -10,7 +10,7 @@
 //   bool leader()                    true for exactly one member
 //   void sync()                      what any member did before it happens before what all do after
 //   T share(T value)                 the leader's value, for all
-//   T from(int32_t index, T value)   that member's value; each may ask another
+//   T from(int32_t index, T value)   that member's value, for all
 //   uint32_t lowest(uint32_t value)  the smallest of the members' values, for all
 //   uint32_t least(uint32_t value)   the same, and orders nothing
 //   T sum_before(T value)            the sum of the values of the members with a lower index; an
