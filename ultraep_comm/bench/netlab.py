@@ -135,9 +135,7 @@ class Lab:
     def address(self, machine: int) -> str:
         """Return a machine's IPv4 address."""
         if not 0 <= machine < self.machines:
-            raise InvalidArgumentError(
-                f"machine is {machine}; expected 0 to {self.machines - 1}"
-            )
+            raise InvalidArgumentError(f"machine is {machine}; expected 0 to {self.machines - 1}")
         return str(_NETWORK[machine + 1])
 
     def sent_bytes(self, machine: int) -> int:

@@ -1,4 +1,4 @@
-"""A network of machines in namespaces: what crosses its links, how they are limited, how it ends."""
+"""Machines in network namespaces: what crosses their links, the limits, and how a lab ends."""
 
 from __future__ import annotations
 
