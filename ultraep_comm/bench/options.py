@@ -315,10 +315,12 @@ def check_lab(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str
             f"--engine host needs all ranks on one machine, and the lab has {machines}; use"
             " --engine c10d, or --lab-machines 1"
         )
-    lab = {"lab": Lab(machines=machines, gbit=gbit)}
-    if found["link_gbps"] is None and machines == ranks:
-        lab["link_gbps"] = gbit / 8
-    return lab
+    try:
+        lab = Lab(machines=machines, gbit=gbit)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--lab-{error}") from None
+    has_links = found["link_gbps"] is None and machines == ranks
+    return {"lab": lab, **({"link_gbps": gbit / 8} if has_links else {})}
 
 
 def add_trace(add: Add, use: str) -> None:
