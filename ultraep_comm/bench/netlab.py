@@ -34,9 +34,13 @@ _MTU = 9000  # as in data centers; headers take less than 1% of the rate
 _AHEAD_SECONDS, _LEAST_AHEAD = 100e-6, 32 << 10
 # A connection's window: enough for a receiver that waits for a core.
 _WINDOW_SECONDS, _LEAST_WINDOW = 4e-3, 256 << 10
-# Kept off the links: packets that IPv6 sends by itself. `cat` answers when the rest is done.
-_IPV6 = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
-_HOLD = f"[ ! -w {_IPV6} ] || echo 1 > {_IPV6}; exec cat"
+# Of a new namespace, where the kernel has it. Packets that IPv6 sends by itself stay off the links.
+# All packets of a connection pass through one core, by a hash: several would reorder them.
+_SETTINGS = {
+    "/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
+    "/proc/sys/net/core/rps_default_mask": f"{(1 << min(os.cpu_count() or 1, 32)) - 1:x}",
+}
+_SET = "".join(f"[ ! -w {file} ] || echo {value} > {file}; " for file, value in _SETTINGS.items())
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
 
 
@@ -167,7 +171,7 @@ class Lab:
 
     def _add_network(self) -> None:
         """Create a network namespace, and without root first a user namespace to own all."""
-        create = ["unshare", "--net", "sh", "-c", _HOLD]
+        create = ["unshare", "--net", "sh", "-c", f"{_SET}exec cat"]
         if os.geteuid() != 0:
             if self._user is None:
                 create[1:1] = ["--user", "--map-root-user"]
