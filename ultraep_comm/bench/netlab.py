@@ -34,6 +34,7 @@ _MTU = 9000  # as in data centers; headers take less than 1% of the rate
 _AHEAD_SECONDS, _LEAST_AHEAD = 100e-6, 32 << 10
 # A connection's window: enough for a receiver that waits for a core.
 _WINDOW_SECONDS, _LEAST_WINDOW = 4e-3, 256 << 10
+_LONGEST_QUEUE = 1 << 31  # bytes that `tc` can say
 # Of a new namespace, where the kernel has it. Packets that IPv6 sends by itself stay off the links.
 # All packets of a connection pass through one core, by a hash: several would reorder them.
 _SETTINGS = {
@@ -112,12 +113,10 @@ class Lab:
             UnsupportedError: the kernel refuses, or the lab is gone.
         """
         with contextlib.ExitStack() as opened:
-            # Opened first: in the user namespace the owner's descriptors may be out of reach.
-            kinds = [(self._networks[machine], _CLONE_NEWNET)]
-            if self._user is not None:
-                kinds.insert(0, (self._user, _CLONE_NEWUSER))
+            user = [] if self._user is None else [(self._user, _CLONE_NEWUSER)]
             found = []
-            for held, kind in kinds:
+            # All are opened first: in the user namespace the owner's descriptors are out of reach.
+            for held, kind in (*user, (self._networks[self._index(machine)], _CLONE_NEWNET)):
                 try:
                     descriptor = os.open(self._path(held), os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
@@ -138,16 +137,17 @@ class Lab:
 
     def address(self, machine: int) -> str:
         """Return a machine's IPv4 address."""
-        if not 0 <= machine < self.machines:
-            raise InvalidArgumentError(f"machine is {machine}; expected 0 to {self.machines - 1}")
-        return str(_NETWORK[machine + 1])
+        return str(_NETWORK[self._index(machine) + 1])
 
     def sent_bytes(self, machine: int) -> int:
-        """Return the bytes that a machine has sent, headers of packets before segmentation too."""
+        """Return the bytes that a machine has sent, headers of packets before segmentation too.
+
+        Without root, a process that has entered a machine cannot read it.
+        """
         return self._count(machine, "tx")
 
     def received_bytes(self, machine: int) -> int:
-        """Return the bytes that a machine has received, headers as in `sent_bytes`."""
+        """Return the bytes that a machine has received; see `sent_bytes`."""
         return self._count(machine, "rx")
 
     def limits(self, machine: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,8 +155,8 @@ class Lab:
 
         Each is an entry of ``tc -s -j qdisc``: rates in bytes per second, counters and drops.
         """
-        switch = self._networks[self.machines]
-        places = ((self._networks[machine], self.interface), (switch, _port(machine)))
+        own, switch = self._networks[self._index(machine)], self._networks[-1]
+        places = ((own, self.interface), (switch, _port(machine)))
         sending, receiving = (
             next(
                 entry
@@ -168,6 +168,11 @@ class Lab:
         return sending, receiving
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _index(self, machine: int) -> int:
+        if not 0 <= machine < self.machines:
+            raise InvalidArgumentError(f"machine is {machine}; expected 0 to {self.machines - 1}")
+        return machine
 
     def _add_network(self) -> None:
         """Create a network namespace, and without root first a user namespace to own all."""
@@ -202,12 +207,14 @@ class Lab:
     def _build(self) -> None:
         """Connect the machines with the switch, and limit the links."""
         *machines, switch = self._networks
-        ahead = max(_LEAST_AHEAD, int(self.gbit * 1e9 / 8 * _AHEAD_SECONDS))
-        window = max(_LEAST_WINDOW, int(self.gbit * 1e9 / 8 * _WINDOW_SECONDS))
+        rate = self.gbit * 1e9 / 8
+        ahead = max(_LEAST_AHEAD, int(rate * _AHEAD_SECONDS))
+        # Two delays: there, and back.
+        window = max(_LEAST_WINDOW, int(rate * (_WINDOW_SECONDS + 2e-6 * self.delay_us)))
         largest = min(ahead // 2, 65536)  # packets, before they are segmented
         # The kernel counts a receiver's memory at up to twice the bytes of its window.
-        queue = 4 * window * max(2, self.machines)
-        limit = f"tbf rate {round(self.gbit * 1e9)}bit burst {ahead} limit {queue}"
+        queue = min(4 * window * max(2, self.machines), _LONGEST_QUEUE)
+        limit = f"tbf rate {round(8 * rate)}bit burst {ahead} limit {queue}"
         self._batch(switch, "ip", ["link add bridge type bridge mcast_snooping 0"])
         for i, machine in enumerate(machines):
             own, port = self.interface, _port(i)
@@ -234,7 +241,8 @@ class Lab:
 
     def _count(self, machine: int, direction: str) -> int:
         text = self._run(
-            self._networks[machine], *("ip", "-s", "-j", "link", "show", "dev", self.interface)
+            self._networks[self._index(machine)],
+            *("ip", "-s", "-j", "link", "show", "dev", self.interface),
         )
         return int(json.loads(text)[0]["stats64"][direction]["bytes"])
 
