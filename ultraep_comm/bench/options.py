@@ -70,7 +70,7 @@ class Settings:
     Attributes:
         num_ranks: G.
         engine: "host", "cuda" or "c10d".
-        fabric: "shm", "nvshmem", "torch" or "loopback"; "gloo" with the engine "c10d".
+        fabric: "shm", "nvshmem", "torch" or "loopback"; "none" with the engine "c10d".
         lab: whose machines the ranks run on; None: on this one.
         tile_bytes: None: the engine's default.
         iters: measured iterations.
@@ -177,7 +177,7 @@ def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, 
             engine = "cuda" if gpu_is_usable() else "host"
         else:
             engine = "host" if fabric == "shm" else "cuda"
-    of_engine = {"host": ("shm",), "c10d": ("gloo",)}
+    of_engine = {"host": ("shm",), "c10d": ("none",)}
     fabrics = of_engine.get(engine, ("loopback", "torch", "nvshmem"))
     if fabric == "auto":
         fabric = fabrics[0] if launched is None else fabrics[-1]
@@ -538,8 +538,8 @@ def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
     """Raise InvalidArgumentError if the gate needs a bound, but the link rate is unknown."""
     if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
         raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but the link rate of fabric"
-            f" {fabric} is not known; give --link-gbps"
+            f"--max-over-bound is {gate.max_over_bound:g}, but the rate of a rank's link is not"
+            " known; give --link-gbps"
         )
 
 

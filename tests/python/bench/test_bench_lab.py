@@ -14,7 +14,6 @@ from benched import ONE_PLAN_KEYS, SMALL, Done, bench, settings_of
 
 from ultraep_comm import Plan
 from ultraep_comm.bench import baselines
-from ultraep_comm.bench import ranks as bench_ranks
 from ultraep_comm.bench.baselines import holders_of
 from ultraep_comm.bench.cli import main
 from ultraep_comm.bench.commands.reduce import run as reduce
@@ -100,7 +99,7 @@ def test_a_launcher_has_its_own_machines(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gate_at_the_links_of_a_lab_has_its_rate() -> None:
     few = ["replicate", "--engine", "c10d", "--max-over-bound", "9"]
-    with pytest.raises(InvalidArgumentError, match="fabric gloo is not known; give --link-gbps"):
+    with pytest.raises(InvalidArgumentError, match="link is not known; give --link-gbps"):
         settings_of(*few)
     assert settings_of(*few, "--lab-gbit", "1").link_gbps == 0.125
 
@@ -108,13 +107,7 @@ def test_a_gate_at_the_links_of_a_lab_has_its_rate() -> None:
 # ---- runs ---------------------------------------------------------------------------------------
 
 
-def use_the_host_engine() -> None:
-    """Stand in for the engine, so that the baselines have plain tensors around them."""
-    whole = bench_ranks.new_group
-    bench_ranks.new_group = lambda **given: whole(**{**given, "engine": "host"})  # type: ignore[attr-defined]
-
-
-def run(folder: Path, command: str, *arguments: str, fault: Any = use_the_host_engine) -> Done:
+def run(folder: Path, command: str, *arguments: str, fault: Any = None) -> Done:
     few = [*SMALL, "--engine", "c10d", "--ranks", "3", "--check", "--json", "o.json"]
     return bench(folder, command, *few, *arguments, fault=fault)
 
@@ -140,7 +133,7 @@ def test_modes_and_baselines_without_shared_memory(
     document = done.document()
     for record in document["records"]:
         assert set(record) == ONE_PLAN_KEYS | {"algbw_gbps", "over_model"} | KEYS[command]
-        assert (record["engine"], record["fabric"]) == ("c10d", "gloo")
+        assert (record["engine"], record["fabric"]) == ("c10d", "none")
         assert record["replicas"] > 0
         assert (record["bound_us"], record["over_bound"]) == (None, None)
         assert min(record[key] for key in KEYS[command]) > 0
@@ -150,7 +143,6 @@ def test_modes_and_baselines_without_shared_memory(
 
 
 def do_nothing_in_the_last_baseline() -> None:
-    use_the_host_engine()
     for kind in (baselines.Broadcast, reduce.GroupReduction):
         kind.run = lambda self: None  # type: ignore[method-assign]
 
@@ -163,6 +155,27 @@ def test_a_baseline_that_moves_nothing_is_wrong(tmp_path: Path, command: str) ->
     wrong = [baseline["wrong_bytes"] for baseline in done.document()["baselines"]]
     assert wrong[0] == 0
     assert wrong[1] > 0
+
+
+@needs_lab
+@pytest.mark.parametrize("command", ROWS)
+def test_nothing_beats_the_links_of_a_lab(tmp_path: Path, command: str) -> None:
+    """A link may be ahead by 32 KiB, and a byte passes two limits: here, an eighth of an expert."""
+    few = ["-b", "512K", "-n", "1", "-w", "0", "--lab-gbit", "0.4", "--json", "o.json"]
+    done = bench(tmp_path, command, "--engine", "c10d", "--ranks", "4", "--check", *few)
+    assert done.returncode == 0, done.stderr
+    assert "# lab: 4 machines, each with a link of 0.4 Gbit/s, one way" in done.stdout
+    document = done.document()
+    settings = document["settings"]
+    assert (settings["lab_gbit"], settings["lab_machines"]) == (0.4, 4)
+    assert settings["link_gbps"] == pytest.approx(0.05)
+    assert {place["domain"] for place in document["topology"]} == {0, 1, 2, 3}
+    for record in document["records"]:
+        experts = record["bound_us"] * 0.05e3 / record["expert_bytes"]
+        assert experts >= 1
+        assert record["over_bound"] > 1 - 1 / 8 / experts
+    for baseline in document["baselines"]:
+        assert baseline["time_us"]["p50"] > 7 / 8 * record["bound_us"]
 
 
 @needs_lab
