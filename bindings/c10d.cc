@@ -20,11 +20,11 @@ using c10d::Prepared;
 using c10d::Step;
 using c10d::StepKind;
 
-static_assert(sizeof(Step) == sizeof(int64_t) * 12);
+static_assert(sizeof(Step) == sizeof(int64_t) * 13);
 
-// (epoch, digest, mode, is_empty, steps as int64 [N, 12]).
+// (epoch, digest, mode, is_empty, steps as int64 [N, 13]).
 auto to_tuple(const Prepared& p) {
-  constexpr size_t kFields = 12;
+  constexpr size_t kFields = 13;
   auto steps = std::make_unique_for_overwrite<int64_t[]>(p.steps.size() * kFields);
   int64_t* to = steps.get();
   for (const Step& s : p.steps) {
@@ -33,7 +33,8 @@ auto to_tuple(const Prepared& p) {
                               s.segment, s.offset,
                               s.bytes,   s.place,
                               s.expert,  s.chunk,
-                              s.gate,    s.replica};
+                              s.gate,    s.behind,
+                              s.replica};
     to = std::copy(std::begin(fields), std::end(fields), to);
   }
   return std::make_tuple(p.epoch, p.digest, p.mode, p.is_empty,

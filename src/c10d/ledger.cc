@@ -101,7 +101,9 @@ int32_t Ledger::chunk_groups(bool relays) const {
                        static_cast<double>(busiest) / static_cast<double>(kEgressUnit);
   const double messages_bytes = static_cast<double>(cost.hop) * 1024 /
                                 static_cast<double>(std::max<int64_t>(cost.store_per_kib, 1));
-  const double chunk = std::sqrt(bytes * messages_bytes / (kForwardAfter + 1));
+  // Rounds until the receivers of a widely replicated expert are all busy.
+  const double fill = 1 + (shape_.max_fanout + 1) / 2;
+  const double chunk = std::sqrt(bytes * messages_bytes / fill);
   const auto most = std::max(groups / kInFlight, 1);
   return static_cast<int32_t>(std::clamp(std::round(chunk / group_bytes), 1.0, 1.0 * most));
 }
@@ -138,6 +140,7 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
                 s.expert[hop.entry],
                 chunk,
                 hop.behind,
+                -1,
                 own};
   };
   for (const Hop& hop : rounds.hops) {
@@ -160,6 +163,7 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
                 expert,
                 chunk,
                 -1,
+                sends && hop.behind >= 0 ? rounds.gates[hop.behind].opened : -1,
                 hop.replica};
       if (!is_reduction) {
         if (receives) {

@@ -37,6 +37,7 @@ struct Step {
   int64_t expert;
   int64_t chunk;    // index in its entry of the schedule
   int64_t gate;     // the sum that it is part of; -1: none
+  int64_t behind;   // the round by which has arrived what it sends on; -1: it was there
   int64_t replica;  // whose part of the sum, in the order of adding
 };
 

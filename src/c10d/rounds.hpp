@@ -18,10 +18,6 @@
 
 namespace uec::c10d {
 
-// What a rank receives in a round it may send on from the kForwardAfter-th round after it: while a
-// chunk travels, the link is busy with the one before.
-inline constexpr int32_t kForwardAfter = 2;
-
 // Opens once all the chunks have arrived that what leaves through it is made of.
 struct Gate {
   int32_t missing = 0;  // arrivals
@@ -183,7 +179,7 @@ class Matcher {
   bool may_go(const Hop& hop, int32_t t) const {
     if (hop.behind < 0) return true;
     const Gate& gate = rounds_.gates[hop.behind];
-    return gate.missing == 0 && gate.opened + kForwardAfter <= t;
+    return gate.missing == 0 && gate.opened < t;
   }
 
   void match(int32_t t) {

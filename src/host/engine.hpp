@@ -142,7 +142,7 @@ class Engine {
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
   std::unique_ptr<SlotCheck> slot_check_;  // null: slots are not checked
-  Banks banks_;  // under submit_mutex_
+  Banks banks_;                            // under submit_mutex_
   uint64_t digest_;
   CallRecord last_record_;
   std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers

@@ -17,6 +17,7 @@ from ultraep_comm.plan.topology import IntArray
 GRACE = 0.4  # seconds for the news of a failure to come from a peer
 _HEAD = 3  # int64: kind, epoch, digest
 _NEWS = 3  # int64: fault, peer, root
+_FIRST_TAG = 1 << 30  # of records, beyond those of steps: they may share a channel
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,12 @@ class Exchange:
             known += count
         self._arriving = channel.post(
             [
-                Message((rank + at) % num_ranks, i, self._rows[at : at + count], receives=True)
+                Message(
+                    (rank + at) % num_ranks,
+                    _FIRST_TAG + i,
+                    self._rows[at : at + count],
+                    receives=True,
+                )
                 for i, (at, count) in enumerate(self._steps)
             ]
         )
@@ -68,7 +74,7 @@ class Exchange:
             at, count = self._steps[i]
             to = (self._rank - at) % self._num_ranks
             self._leaving += self._channel.post(
-                [Message(to, i, self._rows[:count], receives=False)]
+                [Message(to, _FIRST_TAG + i, self._rows[:count], receives=False)]
             )
 
     def finish(self, limit: float) -> NDArray[np.int64]:

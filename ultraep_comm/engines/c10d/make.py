@@ -29,7 +29,6 @@ from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
 _CONNECT_SECONDS = 60.0
-_CHANNELS = ("data", "calls", "alarms")
 _LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us, one processor
 _MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
 
@@ -164,7 +163,7 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     def connect(rank: int) -> list[Channel]:
         return [
             GlooChannel(c10d.PrefixStore(what, store), rank, num_ranks, _CONNECT_SECONDS)
-            for what in _CHANNELS
+            for what in ("calls", "alarms")
         ]
 
     # Each waits for all others.
@@ -177,7 +176,7 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
 
 
 def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
-    """Return channels for data, records of calls, and news of failures."""
+    """Return channels for data (unless the next carries it), calls, and news of failures."""
     rank, num_ranks = meeting.rank, meeting.num_ranks
     limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
     ranks = dist.get_process_group_ranks(meeting.group)
@@ -188,10 +187,10 @@ def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
         store = c10d.PrefixStore(f"ultraep_comm/{name}/{what}", meeting.store)
         return GlooChannel(store, rank, num_ranks, limit)
 
-    cpu = torch.device("cpu")
-    backends = (movers(meeting.group)[device.type], "gloo", "gloo")
-    devices = (device, cpu, cpu)
-    return [connect(*each) for each in zip(_CHANNELS, backends, devices, strict=True)]
+    cpu, backend = torch.device("cpu"), movers(meeting.group)[device.type]
+    channels = [connect("calls", "gloo", cpu), connect("alarms", "gloo", cpu)]
+    # Over gloo one channel carries both, as every process group of gloo has a thread of its own.
+    return channels if backend == "gloo" else [connect("data", backend, device), *channels]
 
 
 def _make_one(
@@ -205,7 +204,7 @@ def _make_one(
 ) -> Parts:
     num_ranks = topology.num_ranks
     config = options.config(topology, rank, patience, cost)
-    data, calls, alarms = channels
+    data, (calls, alarms) = channels[0], channels[-2:]
     given = options.timeout
 
     def start(config: _core.EngineConfig, _local: object) -> C10dEngine:

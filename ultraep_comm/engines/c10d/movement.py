@@ -1,8 +1,8 @@
 """Movement: the rounds of one call on one rank, from steps of the core to messages.
 
 A rank issues its rounds in order. Ahead of round t it waits for its messages of rounds up to
-t - ``IN_FLIGHT``, and for what it received up to round t - ``FORWARD_AFTER`` if it sends that on:
-for earlier rounds alone, at both ends, so nothing can wait in a circle (`src/c10d/rounds.hpp`).
+t - ``IN_FLIGHT``, and for those that bring what it sends on in t: for earlier rounds alone, at both
+ends, so nothing can wait in a circle (`src/c10d/rounds.hpp`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from ultraep_comm import _core
 from ultraep_comm.engines.c10d.channel import Channel, Message, Pending
 
 IN_FLIGHT = 3  # rounds
-FORWARD_AFTER = 2
 _KINDS = tuple(_core.C10dStep)
 _Kind = _core.C10dStep
-_RELAYS = frozenset((_Kind.SEND_SLOT, _Kind.SEND_SUM))
 
 
 class Step(NamedTuple):
@@ -39,6 +37,7 @@ class Step(NamedTuple):
     expert: int
     chunk: int
     gate: int
+    behind: int
     replica: int
 
 
@@ -74,7 +73,7 @@ class Movement(ABC):
     def begin(self) -> None:
         """Issue what waits for nothing."""
         for t, steps in self._rounds:
-            if t >= IN_FLIGHT or _relays(steps):
+            if t >= IN_FLIGHT or _behind(steps) >= 0:
                 break
             self._issue(steps)
             self._next += 1
@@ -89,8 +88,7 @@ class Movement(ABC):
             BrokenStepError: a message did not arrive or leave.
         """
         for t, steps in self._rounds[self._next :]:
-            behind = FORWARD_AFTER if _relays(steps) else IN_FLIGHT
-            self._settle(self._arriving, t - behind, limit)
+            self._settle(self._arriving, max(t - IN_FLIGHT, _behind(steps)), limit)
             self._settle(self._leaving, t - IN_FLIGHT, limit)
             self._issue(steps)
         last = self._rounds[-1][0] if self._rounds else 0
@@ -126,5 +124,6 @@ class Movement(ABC):
         """Take note of a message that has arrived."""
 
 
-def _relays(steps: Sequence[Step]) -> bool:
-    return any(step.kind in _RELAYS for step in steps)
+def _behind(steps: Sequence[Step]) -> int:
+    """Return the last round that brings what these steps send on; -1: none."""
+    return max((step.behind for step in steps), default=-1)
