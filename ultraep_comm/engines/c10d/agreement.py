@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,63 +35,6 @@ class Record:
     counts: IntArray | None = None
 
 
-class Exchange:
-    """One exchange of records, under way.
-
-    In step i a rank sends all that it knows to the rank 2**i before it, and receives as much from
-    the one 2**i after it: log2(G) messages each way, where all pairs would take G - 1.
-    """
-
-    def __init__(self, channel: Channel, rank: int, num_ranks: int, row: NDArray[np.int64]) -> None:
-        self._channel, self._rank, self._num_ranks = channel, rank, num_ranks
-        # Row i is that of rank (rank + i) % G.
-        self._rows = torch.empty((num_ranks, len(row)), dtype=torch.int64)
-        self._rows[0] = torch.from_numpy(row)
-        self._steps = []
-        known = 1
-        while known < num_ranks:
-            count = min(known, num_ranks - known)
-            self._steps.append((known, count))
-            known += count
-        self._arriving = channel.post(
-            [
-                Message(
-                    (rank + at) % num_ranks,
-                    _FIRST_TAG + i,
-                    self._rows[at : at + count],
-                    receives=True,
-                )
-                for i, (at, count) in enumerate(self._steps)
-            ]
-        )
-        self._leaving: list[Pending] = []
-        self._send(0)
-
-    def _send(self, i: int) -> None:
-        if i < len(self._steps):
-            at, count = self._steps[i]
-            to = (self._rank - at) % self._num_ranks
-            self._leaving += self._channel.post(
-                [Message(to, _FIRST_TAG + i, self._rows[:count], receives=False)]
-            )
-
-    def finish(self, limit: float) -> NDArray[np.int64]:
-        """Return the rows by rank.
-
-        Args:
-            limit: in seconds, for each wait; 0: none.
-
-        Raises:
-            BrokenChannelError: a rank did not take part in time, or is gone.
-        """
-        for i, pending in enumerate(self._arriving):
-            pending.wait(limit)
-            self._send(i + 1)
-        for pending in self._leaving:
-            pending.wait(limit)
-        return np.roll(self._rows.numpy(), self._rank, axis=0)
-
-
 @dataclass(frozen=True)
 class News:
     """Why a rank's call failed: what happened, with which peer, and which rank was the first."""
@@ -120,25 +61,69 @@ class Agreement:
         self._rank, self._num_ranks = rank, num_ranks
         self._num_experts = num_experts
         self._told: list[Pending] = []
+        # Row i is that of rank (rank + i) % G. All rows have room for counts.
+        length = _HEAD + -(-num_experts // 2)
+        rows = torch.zeros((num_ranks, length), dtype=torch.int64)
+        self._rows: NDArray[np.int64] = rows.numpy()
+        self._leave: list[Message] = []
+        self._arrive: list[Message] = []
+        known = 1
+        while known < num_ranks:
+            count, tag = min(known, num_ranks - known), _FIRST_TAG + len(self._leave)
+            after, before = (rank + known) % num_ranks, (rank - known) % num_ranks
+            self._leave.append(Message(before, tag, rows[:count], receives=False))
+            self._arrive.append(Message(after, tag, rows[known : known + count], receives=True))
+            known += count
+        self._arriving: list[Pending] = []
 
-    def begin(self, record: Record) -> Exchange:
-        """Start to exchange a record; all have the same length, with or without counts."""
-        row = np.zeros(_HEAD + -(-self._num_experts // 2), np.int64)
-        row[0], row[1] = record.kind.value, record.epoch
-        row[2:3].view(np.uint64)[0] = record.digest
+    def begin(self, record: Record) -> None:
+        """Start to exchange a record with those of all other ranks.
+
+        In step i a rank sends all that it knows to the rank 2**i before it, and receives as much
+        from the one 2**i after it: log2(G) messages each way, where all pairs would take G - 1.
+        """
+        own = self._rows[0]
+        own[0], own[1] = record.kind.value, record.epoch
+        own[2:3].view(np.uint64)[0] = record.digest
         if record.counts is not None:
-            row[_HEAD:].view(np.int32)[: self._num_experts] = record.counts
-        return Exchange(self._calls, self._rank, self._num_ranks, row)
+            own[_HEAD:].view(np.int32)[: self._num_experts] = record.counts
+        self._arriving = self._calls.post([*self._arrive, *self._leave[:1]])
 
-    def read(self, rows: NDArray[np.int64]) -> list[Record]:
-        """Return the records of an exchange, by rank."""
-        counts = rows[:, _HEAD:].view(np.int32)[:, : self._num_experts]
-        return [
-            Record(_core.RecordKind(int(row[0])), int(row[1]), int(digest), own)
-            for row, digest, own in zip(
-                rows, rows[:, 2].copy().view(np.uint64), counts, strict=True
-            )
-        ]
+    def finish(self, limit: float) -> None:
+        """Wait for the records of all ranks.
+
+        Args:
+            limit: in seconds, for each wait; 0: none.
+
+        Raises:
+            BrokenChannelError: a rank did not take part in time, or is gone.
+        """
+        steps = len(self._arrive)
+        leaving = self._arriving[steps:]
+        for i, pending in enumerate(self._arriving[:steps]):
+            pending.wait(limit)
+            leaving += self._calls.post(self._leave[i + 1 : i + 2])
+        for pending in leaving:
+            pending.wait(limit)
+        self._arriving = []
+
+    def first_rejecting(self) -> int:
+        """Return the first rank whose record says that it rejects its call; -1: none."""
+        return self._first(self._rows[:, 0] == _core.RecordKind.REJECTED.value)
+
+    def first_other(self) -> int:
+        """Return the first rank whose call is not this rank's; -1: all are."""
+        return self._first((self._rows[:, 1:3] != self._rows[0, 1:3]).any(axis=1))
+
+    def _first(self, found: NDArray[np.bool_]) -> int:
+        if not found.any():
+            return -1
+        return int(np.roll(found, self._rank).argmax())
+
+    def counts(self) -> NDArray[np.int32]:
+        """Return the counts of all ranks, ``[G, E]``."""
+        rows = self._rows[:, _HEAD:].view(np.int32)[:, : self._num_experts]
+        return np.roll(rows, self._rank, axis=0)
 
     def cut(self) -> None:
         """End all exchanges, here and at the peers."""
@@ -173,17 +158,3 @@ class Agreement:
         self._told.clear()
         self._calls.close()
         self._alarms.close()
-
-
-def first_other(records: Sequence[Record], rank: int) -> int:
-    """Return the first rank whose call is not this rank's; -1: all are."""
-    own = records[rank]
-    for other, record in enumerate(records):
-        if (record.epoch, record.digest) != (own.epoch, own.digest):
-            return other
-    return -1
-
-
-def deadline(limit: float) -> float:
-    """Return when a limit in seconds ends, on the monotonic clock; 0 has no end."""
-    return time.monotonic() + limit if limit else float("inf")

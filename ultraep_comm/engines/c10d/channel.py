@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,7 @@ class BrokenChannelError(Exception):
         self.seconds, self.timed_out = seconds, timed_out
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A dense tensor to send to a peer, or to receive from it. Both ends give the same tag."""
 
     peer: int

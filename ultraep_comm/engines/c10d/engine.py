@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import BackendReport
-from ultraep_comm.engines.c10d.agreement import GRACE, Agreement, News, Record, first_other
+from ultraep_comm.engines.c10d.agreement import GRACE, Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
 from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
@@ -299,19 +299,17 @@ class C10dEngine:
         """Run a call; return how it failed, or None."""
         movement = job.movement
         if job.record is not None:
-            exchange = self._agreement.begin(job.record)
+            self._agreement.begin(job.record)
             # Rule: bytes may move before all ranks have agreed, as each rank receives only where
             # its own plan says; but no call ends well before they have.
             if movement is not None:
                 movement.begin()
-            rows = exchange.finish(self._call_limit)
-            records = self._agreement.read(rows)
-            report = self._compare(job, records)
+            self._agreement.finish(self._call_limit)
+            report = self._compare(job)
             if report is not None:
                 return report
             if job.table is not None:
-                for row, record in zip(job.table, records, strict=True):
-                    row.copy_(torch.from_numpy(record.counts))
+                job.table.copy_(torch.from_numpy(self._agreement.counts()))
         if movement is not None:
             movement.finish(self._wait_limit)
             with self._changed:
@@ -320,14 +318,14 @@ class C10dEngine:
             gradient.zero_()
         return None
 
-    def _compare(self, job: _Job, records: Sequence[Record]) -> BackendReport | None:
-        for rank, record in enumerate(records):
-            if record.kind is _Kind.REJECTED:
-                return BackendReport(fault=_Fault.REJECTED, epoch=job.epoch, peer=rank, root=rank)
-        other = first_other(records, self._rank)
-        if other < 0:
+    def _compare(self, job: _Job) -> BackendReport | None:
+        """Return how the ranks' records of a call differ, or None."""
+        rank, fault = self._agreement.first_rejecting(), _Fault.REJECTED
+        if rank < 0:
+            rank, fault = self._agreement.first_other(), _Fault.MISMATCH
+        if rank < 0:
             return None
-        return BackendReport(fault=_Fault.MISMATCH, epoch=job.epoch, peer=other, root=other)
+        return BackendReport(fault=fault, epoch=job.epoch, peer=rank, root=rank)
 
     def _explain(self, job: _Job, error: Exception) -> BackendReport:
         """Return how a call failed, once the peers have been told, and have told what they know."""

@@ -21,6 +21,7 @@ from ultraep_comm.engines.c10d.channel import Channel, Message, Pending
 IN_FLIGHT = 3  # rounds
 _KINDS = tuple(_core.C10dStep)
 _Kind = _core.C10dStep
+_RECEIVE = frozenset((_Kind.RECEIVE, _Kind.ADD_GRAD, _Kind.ADD_SUM))
 
 
 class Step(NamedTuple):
@@ -65,7 +66,7 @@ class Movement(ABC):
     def __init__(self, steps: Sequence[Step], channel: Channel) -> None:
         self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda step: step.round)]
         self._channel = channel
-        self._next = 0
+        self._next = 0  # of the rounds
         self._leaving: deque[tuple[Step, Pending]] = deque()
         self._arriving: deque[tuple[Step, Pending]] = deque()
         self.bytes_sent = 0
@@ -95,6 +96,16 @@ class Movement(ABC):
         self._settle(self._arriving, last, limit)
         self._settle(self._leaving, last, limit)
 
+    def _issue(self, steps: Sequence[Step]) -> None:
+        steps = [step for step in steps if step.kind is not _Kind.KEEP_GRAD]
+        messages = [Message(s.peer, s.tag, self.prepare(s), s.kind in _RECEIVE) for s in steps]
+        for step, pending in zip(steps, self._channel.post(messages), strict=True):
+            if pending.message.receives:
+                self._arriving.append((step, pending))
+            else:
+                self._leaving.append((step, pending))
+                self.bytes_sent += step.bytes
+
     def _settle(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
         """Wait for the messages of rounds up to ``last``."""
         while pending and pending[0][0].round <= last:
@@ -106,18 +117,9 @@ class Movement(ABC):
             if message.message.receives:
                 self.arrived(step, message.message.tensor)
 
-    def _issue(self, steps: Sequence[Step]) -> None:
-        ready = [(step, *self.prepare(step)) for step in steps if step.kind is not _Kind.KEEP_GRAD]
-        messages = [Message(s.peer, s.tag, tensor, receives) for s, tensor, receives in ready]
-        for (step, tensor, receives), pending in zip(
-            ready, self._channel.post(messages), strict=True
-        ):
-            (self._arriving if receives else self._leaving).append((step, pending))
-            self.bytes_sent += 0 if receives else tensor.nbytes
-
     @abstractmethod
-    def prepare(self, step: Step) -> tuple[torch.Tensor, bool]:
-        """Return the dense tensor of a step, and whether it is to be received."""
+    def prepare(self, step: Step) -> torch.Tensor:
+        """Return the dense tensor that a step sends or receives."""
 
     @abstractmethod
     def arrived(self, step: Step, tensor: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from ultraep_comm.calibration import Constants
 from ultraep_comm.engines.c10d.channel import Channel, Message
 
 _SMALL, _LARGE = 1024, 1 << 20  # bytes
-_SMALL_ROUNDS, _LARGE_ROUNDS = 20, 3
 _LIMIT = 60.0  # seconds
 _PS = 1e12
 
@@ -18,25 +17,26 @@ _PS = 1e12
 def measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -> Constants:
     """Return the fields of `CostModel`, as this rank has measured them. Collective.
 
-    A message's latency, and the rate of messages of 1 MiB: of one pair of ranks alone, and of all
-    at once, each to the next.
+    A message's time besides its bytes, where several are under way; and the rate of messages of
+    1 MiB: of one pair of ranks alone, and of all at once, each to the next.
     """
     if num_ranks == 1:
         return (1_000_000, 0, 10_000_000, 100_000_000, 100)
 
-    def ring(num_bytes: int, rounds: int, active: bool, tag: int) -> float:
-        """Return the time of one round, of the fastest half."""
+    def ring(num_bytes: int, count: int, rounds: int, tag: int) -> float:
+        """Return the time of a message, of ``count`` at once to the next rank, by all ranks."""
         out, came = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
         times = []
         for _ in range(rounds):
             start = time.perf_counter()
-            messages = [Message(before, tag, came, True), Message(after, tag, out, False)]
-            for pending in channel.post(messages if active else []):
+            messages = [Message(before, tag + i, came, True) for i in range(count)]
+            messages += [Message(after, tag + i, out, False) for i in range(count)]
+            for pending in channel.post(messages):
                 pending.wait(_LIMIT)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-            times.append(time.perf_counter() - start)
+            times.append((time.perf_counter() - start) / count)
         return sorted(times)[(rounds - 1) // 2]
 
     def pair(num_bytes: int, rounds: int, tag: int) -> float:
@@ -55,11 +55,11 @@ def measure(channel: Channel, rank: int, num_ranks: int, device: torch.device) -
             times.append((time.perf_counter() - start) / 2)
         return sorted(times)[(rounds - 1) // 2]
 
-    ring(_SMALL, 2, True, 1)  # connections, and the first use of memory
-    message = ring(_SMALL, _SMALL_ROUNDS, True, 2)
-    together = max(ring(_LARGE, _LARGE_ROUNDS, True, 3) - message, 1e-9)
-    alone = min(max(pair(_LARGE, _LARGE_ROUNDS, 4) - message, 1e-9), together)
-    ring(_SMALL, 1, True, 5)  # all wait for the pair
+    ring(_SMALL, 2, 1, 0)  # connections
+    message = ring(_SMALL, 16, 5, 0)
+    together = max(ring(_LARGE, 1, 3, 0) - message, 1e-9)
+    alone = min(max(pair(_LARGE, 3, 1) - message, 1e-9), together)
+    ring(_SMALL, 1, 1, 0)  # all wait for the pair
     return (
         max(1, round(alone * 1024 / _LARGE * _PS)),
         0,

@@ -68,17 +68,17 @@ class Reduction(Movement):
             found.add_(other)
         return found
 
-    def prepare(self, step: Step) -> tuple[torch.Tensor, bool]:
+    def prepare(self, step: Step) -> torch.Tensor:
         """Return part of a slot's gradient, a sum, or memory for either."""
         part = step.gate, step.segment, step.offset
         if step.kind is _Kind.SEND_GRAD:
-            return _bytes(self._slot(step)), False
+            return _bytes(self._slot(step))
         if step.kind is _Kind.SEND_SUM:
-            return _bytes(self._sum(part)), False
+            return _bytes(self._sum(part))
         slot = self._slots[step.segment]
         count = step.bytes // slot.element_size()
         dtype = torch.float32 if step.kind is _Kind.ADD_SUM else slot.dtype
-        return _bytes(torch.empty(count, dtype=dtype, device=slot.device)), True
+        return _bytes(torch.empty(count, dtype=dtype, device=slot.device))
 
     def arrived(self, step: Step, tensor: torch.Tensor) -> None:
         """Add what has arrived once it is complete."""

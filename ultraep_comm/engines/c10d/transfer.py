@@ -41,13 +41,13 @@ class Transfer(Movement):
         """Return the slots that this call has yet to complete."""
         return frozenset(self._missing)
 
-    def prepare(self, step: Step) -> tuple[torch.Tensor, bool]:
+    def prepare(self, step: Step) -> torch.Tensor:
         """Return bytes of a main or of a slot."""
         if step.kind is _Kind.SEND_MAIN:
             whole = self._main(step.segment, step.place)
         else:
             whole = self._slots[step.segment][step.place]
-        return whole.narrow(0, step.offset, step.bytes), step.kind is _Kind.RECEIVE
+        return whole.narrow(0, step.offset, step.bytes)
 
     def arrived(self, step: Step, tensor: torch.Tensor) -> None:
         """Count down what a slot lacks."""
