@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.c10d.channel import Channel, Message, Pending
+from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
 
 IN_FLIGHT = 3  # rounds
 _KINDS = tuple(_core.C10dStep)
@@ -99,7 +99,12 @@ class Movement(ABC):
     def _issue(self, steps: Sequence[Step]) -> None:
         steps = [step for step in steps if step.kind is not _Kind.KEEP_GRAD]
         messages = [Message(s.peer, s.tag, self.prepare(s), s.kind in _RECEIVE) for s in steps]
-        for step, pending in zip(steps, self._channel.post(messages), strict=True):
+        try:
+            posted = self._channel.post(messages)
+        except BrokenChannelError as error:
+            step = next((s for s in steps if s.peer == error.peer), steps[0])
+            raise BrokenStepError(step) from error
+        for step, pending in zip(steps, posted, strict=True):
             if pending.message.receives:
                 self._arriving.append((step, pending))
             else:
