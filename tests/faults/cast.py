@@ -217,8 +217,6 @@ def run_cast(
     engine: str = "host",
 ) -> Outcome:
     """Start a cast, direct it, and return the outcome."""
-    with Cast(
-        part, size=size, victims=victims, pg_timeout=pg_timeout, engine=engine
-    ) as cast:
+    with Cast(part, size=size, victims=victims, pg_timeout=pg_timeout, engine=engine) as cast:
         cast.perform(cues, seconds)
     return cast.outcome

@@ -152,9 +152,7 @@ class Agreement:
             if peer == self._rank:
                 continue
             with suppress(BrokenChannelError):  # it is gone
-                self._told += self._alarms.post(
-                    [Message(peer, _NEWS_TAG, words, receives=False)]
-                )
+                self._told += self._alarms.post([Message(peer, _NEWS_TAG, words, receives=False)])
 
     def hear(self, peer: int) -> tuple[int, News] | None:
         """Return the rank that tells of its failure, and what.

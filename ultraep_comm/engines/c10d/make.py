@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -14,7 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Parts, make_parts
 from ultraep_comm.engines.c10d.agreement import Agreement
-from ultraep_comm.engines.c10d.channel import BackendChannel, Channel, GlooChannel
+from ultraep_comm.engines.c10d.channel import (
+    BackendChannel,
+    BrokenChannelError,
+    Channel,
+    GlooChannel,
+)
 from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
 from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.probe import measure
@@ -22,15 +29,64 @@ from ultraep_comm.engines.c10d.stages import DeviceStages
 from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError
-from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.meeting import (
+    DEFAULT_TIMEOUT,
+    EchoError,
+    Hello,
+    Meeting,
+    check_same_arguments,
+)
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
 _CONNECT_SECONDS = 60.0
+_POLL = 0.1  # seconds between looks for a failure
 _LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us, one processor
 _MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
+
+
+class WatchedStore(c10d.Store):  # type: ignore[misc]
+    """A store in which nobody waits for the key of a rank that has failed.
+
+    Args:
+        store: has the keys.
+        meeting: knows of failures.
+        limit: of a wait, in seconds.
+    """
+
+    def __init__(self, store: c10d.Store, meeting: Meeting, limit: float) -> None:
+        super().__init__()
+        self._store, self._meeting, self._limit = store, meeting, limit
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            EchoError: a rank is known to have failed or died.
+            TimeoutError: they do not come.
+        """
+        start = polled = time.monotonic()
+        pause = 2e-4
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+            if (now := time.monotonic()) - polled > _POLL:
+                polled = now
+                self._meeting.raise_failure()
+                if now - start > self._limit:
+                    raise TimeoutError(f"a rank has not come within {self._limit:g} s")
 
 
 def movers(process_group: dist.ProcessGroup) -> dict[str, str]:
@@ -117,11 +173,13 @@ def make_group_parts(
     parts = None
     try:
         try:
-            channels = _open(meeting, device, hellos[0].token.hex())
+            channels.extend(_open(meeting, device, hellos[0].token.hex()))
+        except EchoError as failure:
+            error = failure
         except Exception as refused:
             error = BootstrapError(
                 f"rank {meeting.rank}: the engine's process groups could not be created"
-                f" ({str(refused).splitlines()[0]})",
+                f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
                 failed_rank=meeting.rank,
             )
             error.__cause__ = refused
@@ -133,8 +191,13 @@ def make_group_parts(
             try:
                 cost = measure(channels[0], meeting.rank, meeting.num_ranks, device)
             except Exception as broken:
-                error = BootstrapError(f"rank {meeting.rank}: {broken}", failed_rank=meeting.rank)
+                text = f"rank {meeting.rank}: {str(broken) or type(broken).__name__}"
+                if isinstance(broken, BrokenChannelError):  # a peer failed first, or is gone
+                    error = EchoError(text, failed_rank=broken.peer)
+                else:
+                    error = BootstrapError(text, failed_rank=meeting.rank)
                 error.__cause__ = broken
+                channels[0].cut()  # or peers would wait for this rank
         cost = meeting.exchange(Hello(cost=cost), error)[0].cost
         try:
             parts = _make_one(
@@ -175,8 +238,8 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     ]
 
 
-def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
-    """Return channels for data (unless the next carries it), calls, and news of failures."""
+def _open(meeting: Meeting, device: torch.device, name: str) -> Iterator[Channel]:
+    """Yield channels for data (unless the next carries it), calls, and news of failures."""
     rank, num_ranks = meeting.rank, meeting.num_ranks
     limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
     ranks = dist.get_process_group_ranks(meeting.group)
@@ -185,12 +248,14 @@ def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
         if backend != "gloo" or meeting.store is None:
             return BackendChannel(ranks, backend, on, meeting.timeout)
         store = c10d.PrefixStore(f"ultraep_comm/{name}/{what}", meeting.store)
-        return GlooChannel(store, rank, num_ranks, limit)
+        return GlooChannel(WatchedStore(store, meeting, limit), rank, num_ranks, limit)
 
     cpu, backend = torch.device("cpu"), movers(meeting.group)[device.type]
-    channels = [connect("calls", "gloo", cpu), connect("alarms", "gloo", cpu)]
     # Over gloo one channel carries both, as every process group of gloo has a thread of its own.
-    return channels if backend == "gloo" else [connect("data", backend, device), *channels]
+    if backend != "gloo":
+        yield connect("data", backend, device)
+    yield connect("calls", "gloo", cpu)
+    yield connect("alarms", "gloo", cpu)
 
 
 def _make_one(
