@@ -128,7 +128,7 @@ class C10dEngine:
         self._completed = self._failed = 0
         self._report = BackendReport(fault=_Fault.NONE, epoch=0)
         self._owed = 0  # the epoch of a call that this rank rejects, until its peers know
-        self._cancelled = self._closed = False
+        self._cancelled = self._closed = self._ends_itself = False
         self._ends: dict[int, int] = {}
         self._marks: deque[tuple[int, CallMark]] = deque()
         self._bytes_sent = self._num_regions = 0
@@ -246,19 +246,26 @@ class C10dEngine:
     # ---- the thread -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        # Tensors of either kind may be written to in it, and nothing is recorded for autograd.
-        with torch.inference_mode():
-            while (job := self._next_job()) is not None:
-                self._run(job)
-                del job  # or its tensors live until the next one
+        try:
+            # Tensors of either kind may be written to in it; nothing is recorded for autograd.
+            with torch.inference_mode():
+                while (job := self._next_job()) is not None:
+                    self._run(job)
+                    del job  # or its tensors live until the next one
+        finally:
+            with self._changed:
+                if not self._closed:  # not meant to end, as when out of memory: nobody waits for it
+                    self._cancelled = True
+                    self._set_cancelled()
+                    self._cut()
+                releases = self._ends_itself
+            if releases:
+                self._release()
 
     def _next_job(self) -> _Job | None:
         with self._changed:
             while True:
-                if self._cancelled and not self._failed:
-                    self._set_failed(
-                        BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1)
-                    )
+                self._set_cancelled()
                 # What was submitted before a call that this rank rejects is still owed, and so is
                 # the news of it.
                 if self._jobs and (not self._failed or self._jobs[0].epoch <= self._owed):
@@ -370,6 +377,10 @@ class C10dEngine:
             all_called=step is not None,
             detail=str(broken),
         )
+
+    def _set_cancelled(self) -> None:
+        if self._cancelled and not self._failed:
+            self._set_failed(BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1))
 
     def _set_failed(self, report: BackendReport) -> None:
         self._report, self._failed = report, report.epoch
@@ -503,8 +514,9 @@ class C10dEngine:
             self._changed.notify_all()
         self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
         self._cut()
-        with self._changed:  # the thread sees it at once, unless it runs a long addition
-            self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
+        if threading.current_thread() is not self._thread:
+            with self._changed:  # the thread sees it at once, unless it runs a long addition
+                self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
 
     def close(self) -> int:
         """End the thread and leave the process groups; return -1: every call has been compared."""
@@ -513,6 +525,9 @@ class C10dEngine:
                 return -1
             self._closed = True
             self._changed.notify_all()
+            if threading.current_thread() is self._thread:  # a garbage collection happened in it
+                self._ends_itself = True
+                return -1
             # A rejected call may not have reached the peers yet.
             self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
         self._thread.join(0.1)
@@ -520,9 +535,12 @@ class C10dEngine:
             self._cut()
             self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():  # else a backend does not return, and uses them
-            self._channel.close()
-            self._agreement.close()
+            self._release()
         return -1
+
+    def _release(self) -> None:
+        self._channel.close()
+        self._agreement.close()
 
     def failed_epoch(self) -> int:
         """Return the first call that is known to have failed; 0: none."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ _LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us,
 _MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
 
 
-class WatchedStore(c10d.Store):  # type: ignore[misc]
+class WatchedStore(c10d.Store):
     """A store in which nobody waits for the key of a rank that has failed.
 
     Args:
@@ -60,7 +61,7 @@ class WatchedStore(c10d.Store):  # type: ignore[misc]
         super().__init__()
         self._store, self._meeting, self._limit = store, meeting, limit
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         """Set a key."""
         self._store.set(key, value)
 
