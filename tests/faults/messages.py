@@ -23,8 +23,8 @@ POINTS: dict[str, tuple[Any, str, int, bool]] = {
     "before it measures": (make, "measure", 1, False),
     "before its engine": (make, "_make_one", 1, False),
 }
-# A rank whose peers have sent all that it needs succeeds; all modes are one; a forked child keeps
-# connections open; and the host engine's groups are created and closed by other code.
+# A rank whose peers have sent all that it needs succeeds; a pull is done as a push; a forked child
+# keeps connections open; and the host engine's groups are created and closed by other code.
 OTHER = {
     "killed in the middle of a push, a hub",
     "killed in a direct transfer, a home",

@@ -184,14 +184,14 @@ class C10dEngine:
             if isinstance(bound, BoundGrads):
                 grads = self._slots.grads_of_bank(call.bank)
                 main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
-                job.movement = Reduction(steps, self._channel, grads, main)
+                job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
                     read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 slots = self._slots.of_bank(call.bank)
                 main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
-                movement = Transfer(steps, self._channel, slots, main, self._slot_done(job))
+                movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
                 job.movement, job.lacking = movement, set(movement.filled)
             self._submit(job)
         self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
@@ -515,8 +515,9 @@ class C10dEngine:
         self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
         self._cut()
         if threading.current_thread() is not self._thread:
-            with self._changed:  # the thread sees it at once, unless it runs a long addition
+            with self._changed:  # the thread sees it at once, unless something holds it up
                 self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
+                self._set_cancelled()
 
     def close(self) -> int:
         """End the thread and leave the process groups; return -1: every call has been compared."""

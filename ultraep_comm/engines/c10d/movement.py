@@ -19,6 +19,7 @@ from ultraep_comm import _core
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
 
 IN_FLIGHT = 3  # rounds
+_TAGS = (1 << 30) - 1  # beyond are those of records
 _KINDS = tuple(_core.C10dStep)
 _Kind = _core.C10dStep
 _RECEIVE = frozenset((_Kind.RECEIVE, _Kind.ADD_GRAD, _Kind.ADD_SUM))
@@ -61,11 +62,13 @@ class Movement(ABC):
     Args:
         steps: of this rank, by round.
         channel: what carries them.
+        digest: of the call. It is in the tags: a message of another call, which a rank that
+            disagrees makes, must not be received here, where gloo ends the process if it is longer.
     """
 
-    def __init__(self, steps: Sequence[Step], channel: Channel) -> None:
+    def __init__(self, steps: Sequence[Step], channel: Channel, digest: int) -> None:
         self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda step: step.round)]
-        self._channel = channel
+        self._channel, self._mark = channel, digest & _TAGS
         self._next = 0  # of the rounds
         self._leaving: deque[tuple[Step, Pending]] = deque()
         self._arriving: deque[tuple[Step, Pending]] = deque()
@@ -98,7 +101,9 @@ class Movement(ABC):
 
     def _issue(self, steps: Sequence[Step]) -> None:
         steps = [step for step in steps if step.kind is not _Kind.KEEP_GRAD]
-        messages = [Message(s.peer, s.tag, self.prepare(s), s.kind in _RECEIVE) for s in steps]
+        messages = [
+            Message(s.peer, s.tag ^ self._mark, self.prepare(s), s.kind in _RECEIVE) for s in steps
+        ]
         try:
             posted = self._channel.post(messages)
         except BrokenChannelError as error:
