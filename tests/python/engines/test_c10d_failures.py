@@ -1,0 +1,453 @@
+"""The c10d engine when ranks fail: typed errors on all of them, and nothing left behind.
+
+Deaths, stops and Ctrl-C of processes are scenes of `tests/faults`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.actor import holdings, more_than
+from ranks import (
+    RankPool,
+    clear_slots,
+    close_all,
+    fill_weights,
+    loopback,
+    make_weights,
+    prepare_all,
+    raised,
+    start_all,
+    synchronize_all,
+    wrong_bytes,
+)
+
+import ultraep_comm as uec
+from ultraep_comm import Segment, _core, errors
+from ultraep_comm.engines.c10d import engine as engine_module
+from ultraep_comm.engines.c10d.channel import (
+    BackendChannel,
+    BrokenChannelError,
+    GlooChannel,
+    Message,
+    Pending,
+)
+from ultraep_comm.engines.c10d.engine import C10dEngine
+from ultraep_comm.engines.c10d.movement import Movement, Step
+from ultraep_comm.engines.c10d.transfer import Transfer
+
+E, S, ODD, LATE = 8, 2, 1, 3
+EXPERT = {"w": Segment((300, 200), torch.bfloat16), "s": Segment((5,), torch.uint8)}
+# Home map on 4 ranks: 0 0 1 1 2 2 3 3. Both have chains, and no rank is without a part.
+PLAN = uec.Plan.from_slots([[6, -1], [0, 6], [0, 6], [0, -1]], num_experts=E)
+OTHER = uec.Plan.from_slots([[2, 4], [4, -1], [2, 7], [2, 1]], num_experts=E)
+LIMIT = 20.0
+
+
+def _group(process_group: Any, **options: Any) -> uec.Group:
+    options = {"expert": EXPERT, "timeout": LIMIT, "engine": "c10d", **options}
+    return uec.new_group(process_group, num_experts=E, slots_per_rank=S, **options)
+
+
+def _describe(error: BaseException | None) -> tuple[str, int, int, str]:
+    return type(error).__name__, getattr(error, "peer", -9), getattr(error, "root", -9), str(error)
+
+
+# ---- ranks that live ------------------------------------------------------------------------
+
+
+def _order(group: uec.Group, weights: Any, plans: tuple[uec.Plan, ...]) -> None:
+    works = [uec.replicate_experts(weights, p, group=group, async_op=True) for p in plans]
+    synchronize_all([work for work in works if work is not None])
+
+
+def _call(kind: str, group: uec.Group) -> None:
+    """Make this rank's call, in which rank 1 is the odd one."""
+    rank, odd = group.rank, group.rank == ODD
+    weights = make_weights(group)
+    ids = torch.zeros((3, 2), dtype=torch.int64)
+    if kind == "rejects":
+        uec.replicate_experts({} if odd else weights, PLAN, group=group)
+    elif kind == "rejects behind a call":
+        work = uec.replicate_experts(weights, PLAN, group=group, async_op=True)
+        assert work is not None
+        if odd:
+            uec.replicate_experts({}, PLAN, group=group)
+        work.wait()
+        uec.replicate_experts(weights, PLAN, group=group)
+    elif kind == "rejects ids":
+        uec.gather_load(torch.full((2, 2), E) if odd else ids, group=group)
+    elif kind == "plan":
+        uec.replicate_experts(weights, OTHER if odd else PLAN, group=group)
+    elif kind == "mode":
+        uec.replicate_experts(weights, PLAN, group=group, mode="direct" if odd else "push")
+    elif kind == "segments":
+        uec.replicate_experts(weights, PLAN, group=group, segments=["w"] if odd else None)
+    elif kind == "operation":
+        if odd:
+            uec.gather_load(ids, group=group)
+        else:
+            uec.replicate_experts(weights, PLAN, group=group)
+    elif kind == "order":
+        _order(group, weights, (OTHER, PLAN) if odd else (PLAN, OTHER))
+    elif kind == "aborts":
+        if odd:
+            threading.Timer(0.1, group.abort).start()
+        if rank == LATE:
+            time.sleep(0.3)
+        uec.replicate_experts(weights, PLAN, group=group)
+    elif kind == "closes" and not odd:
+        uec.replicate_experts(weights, PLAN, group=group)
+
+
+def _transfers(process_group: Any) -> int:
+    """Return the wrong bytes of a transfer by a group of its own."""
+    with _group(process_group) as group:
+        weights = make_weights(group)
+        fill_weights(group, weights, 7)
+        clear_slots(group)
+        uec.replicate_experts(weights, PLAN, group=group)
+        return wrong_bytes(group, PLAN, 7)
+
+
+def _one_is_odd(rank: int, process_group: Any, kind: str, at_once: bool) -> Any:
+    """Return the error of a call, what later calls and close() say, and what is left."""
+    _transfers(process_group)  # what the first use leaves
+    held = holdings()
+    group = _group(process_group)
+    start = time.monotonic()
+    error = raised(partial(_call, kind, group))
+    seconds = time.monotonic() - start
+    later = []
+    if not (at_once and rank == ODD):
+        weights = make_weights(group)
+        later = [
+            type(raised(call)).__name__
+            for call in (
+                partial(uec.replicate_experts, weights, PLAN, group=group),
+                partial(uec.gather_load, torch.zeros(1, 1).long(), group=group),
+            )
+        ]
+    found = _describe(error)
+    closing = raised(group.close)
+    del group, error
+    wrong = _transfers(process_group)
+    return found, seconds, later, repr(closing), wrong, more_than(held)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_once", "own", "others"),
+    [
+        ("rejects", False, "InvalidWeightsError", "PeerRejectedError"),
+        ("rejects", True, "InvalidWeightsError", "PeerRejectedError"),
+        ("rejects behind a call", True, "InvalidWeightsError", "PeerRejectedError"),
+        ("rejects ids", False, "InvalidLoadError", "PeerRejectedError"),
+        ("plan", False, "PlanMismatchError", "PlanMismatchError"),
+        ("mode", False, "PlanMismatchError", "PlanMismatchError"),
+        ("segments", False, "PlanMismatchError", "PlanMismatchError"),
+        ("operation", True, "PlanMismatchError", "PlanMismatchError"),
+        ("order", False, "PlanMismatchError", "PlanMismatchError"),
+        ("aborts", False, "TransferAbortedError", "TransferAbortedError"),
+        ("closes", True, "NoneType", "PeerGoneError"),
+    ],
+)
+def test_all_ranks_get_its_error_and_go_on(
+    ranks: RankPool, kind: str, at_once: bool, own: str, others: str
+) -> None:
+    results = ranks.run(4, _one_is_odd, kind, at_once)
+    for rank, ((name, _, root, text), seconds, later, closing, wrong, left) in enumerate(results):
+        told = others == "PeerGoneError" and rank != ODD and name == "TransferAbortedError"
+        assert name == (own if rank == ODD else others) or told, text
+        if rank != ODD and own != "PlanMismatchError":
+            assert root == ODD, text
+        assert seconds < LIMIT / 2
+        assert set(later) <= {"GroupClosedError"}
+        assert closing == "None"
+        assert wrong == 0
+        assert left == []
+
+
+# ---- several groups ---------------------------------------------------------------------------
+
+
+def _interleaves(rank: int, process_group: Any) -> Any:
+    groups = [_group(process_group), _group(process_group)]
+    weights = [make_weights(group) for group in groups]
+    wrong, sums = 0, []
+    for epoch in range(1, 6):
+        prepare_all([groups[0]], {rank: weights[0]}, epoch)  # type: ignore[arg-type]
+        prepare_all([groups[1]], {rank: weights[1]}, 10 + epoch)  # type: ignore[arg-type]
+        plans = [PLAN, OTHER] if epoch % 2 else [OTHER, PLAN]
+        works = []
+        for group, own, plan in zip(groups, weights, plans, strict=True):
+            works.append(uec.replicate_experts(own, plan, group=group, async_op=True))
+            total = torch.tensor([rank + epoch])
+            dist.all_reduce(total, group=process_group)
+            sums.append(int(total) - 4 * epoch)
+        for work in reversed(works) if rank % 2 else works:
+            assert work is not None
+            work.wait()
+        wrong += wrong_bytes(groups[0], plans[0], epoch)
+        wrong += wrong_bytes(groups[1], plans[1], 10 + epoch)
+    close_all(groups)
+    return wrong, set(sums)
+
+
+def test_two_groups_and_the_framework_run_at_once(ranks: RankPool) -> None:
+    assert ranks.run(4, _interleaves) == [(0, {6})] * 4
+
+
+def _one_group_fails(rank: int, process_group: Any) -> Any:
+    first, second = _group(process_group), _group(process_group)
+    error = raised(partial(_call, "rejects", first))
+    weights = make_weights(second)
+    fill_weights(second, weights, 3)
+    clear_slots(second)
+    uec.replicate_experts(weights, PLAN, group=second)
+    wrong = wrong_bytes(second, PLAN, 3)
+    close_all([first, second])
+    return type(error).__name__, wrong
+
+
+def test_a_group_that_fails_leaves_another_alone(ranks: RankPool) -> None:
+    results = ranks.run(4, _one_group_fails)
+    assert [wrong for _, wrong in results] == [0] * 4
+    assert {name for name, _ in results} == {"InvalidWeightsError", "PeerRejectedError"}
+
+
+# ---- set-up -----------------------------------------------------------------------------------
+
+
+def _cannot_be_made(rank: int, process_group: Any, options: dict[str, Any]) -> Any:
+    held = holdings()
+    error = raised(partial(_group, process_group, **options))
+    found = type(error).__name__, str(error)
+    del error
+    return found, more_than(held)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"device": "cuda"}, "UnsupportedError", "cpu:gloo"),
+        ({"domains": [0, 0]}, "InvalidArgumentError", "domains"),
+        ({"check": True}, "UnsupportedError", "check"),
+    ],
+)
+def test_what_cannot_be_made_is_an_error_on_every_rank(
+    ranks: RankPool, options: dict[str, Any], kind: str, says: str
+) -> None:
+    for (name, text), left in ranks.run(3, _cannot_be_made, options):
+        assert name == kind
+        assert says in text
+        assert left == []
+
+
+# ---- left behind -------------------------------------------------------------------------------
+
+
+def _forgets(rank: int, process_group: Any, in_a_call: bool) -> Any:
+    _transfers(process_group)
+    held = holdings()
+    group = _group(process_group)
+    work = None
+    if in_a_call and rank != ODD:
+        work = uec.replicate_experts(make_weights(group), PLAN, group=group, async_op=True)
+    del group, work
+    gc.collect()
+    return more_than(held)
+
+
+@pytest.mark.parametrize("in_a_call", [False, True])
+def test_a_forgotten_group_leaves_nothing(ranks: RankPool, in_a_call: bool) -> None:
+    assert ranks.run(4, _forgets, in_a_call) == [[]] * 4
+
+
+def _pair(**options: Any) -> list[uec.Group]:
+    options = {"expert": EXPERT, "timeout": LIMIT, **options}
+    return uec.new_loopback_groups(2, num_experts=4, slots_per_rank=1, engine="c10d", **options)
+
+
+PAIR_PLAN = uec.Plan.from_slots([[2], [0]], num_experts=4)
+
+
+def test_a_group_that_is_collected_in_its_own_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = holdings()
+    groups: list[uec.Group] = _pair()
+    weights = [make_weights(group) for group in groups]
+    finish, finalizers = Movement.finish, [groups[0].session._finalizer]
+
+    def collects(self: Movement, limit: float) -> None:
+        if threading.current_thread().name == "ultraep-c10d-0":
+            finalizers.pop()()  # as the collector does, in any thread
+        finish(self, limit)
+
+    monkeypatch.setattr(Movement, "finish", collects)
+    works = start_all(groups, weights, PAIR_PLAN)
+    assert isinstance(raised(works[1].wait), errors.TransferAbortedError)
+    groups[1].close()
+    groups[0].session.state = "closed"
+    monkeypatch.undo()
+    groups, works = [], []
+    assert more_than(held) == []
+
+
+# ---- what the engine's parts do ------------------------------------------------------------------
+
+
+def test_a_thread_that_breaks_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does after a failure may fail too, for instance when no memory is left."""
+    groups = _pair()
+    weights = [make_weights(group) for group in groups]
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(Movement, "finish", fails)
+    monkeypatch.setattr(C10dEngine, "_explain", fails)
+    works = start_all(groups, weights, PAIR_PLAN)
+    for work in works:
+        assert isinstance(raised(work.wait), errors.TransferAbortedError)
+    close_all(groups)
+
+
+def test_a_backend_that_does_not_return_holds_up_neither_abort_nor_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, wait = threading.Event(), Pending.wait
+
+    def stuck(self: Pending, limit: float) -> None:
+        released.wait()
+        wait(self, limit)
+
+    monkeypatch.setattr(engine_module, "_CLOSE_SECONDS", 0.2)
+    groups = _pair()
+    weights = [make_weights(group) for group in groups]
+    monkeypatch.setattr(Pending, "wait", stuck)
+    works = start_all(groups, weights, PAIR_PLAN)
+    try:
+        groups[0].abort()
+        assert isinstance(raised(works[0].wait), errors.TransferAbortedError)
+        groups[0].close()
+    finally:
+        released.set()
+    assert isinstance(raised(works[1].wait), errors.TransferAbortedError)
+    groups[1].close()
+
+
+@pytest.mark.parametrize("posting", [False, True])
+def test_an_error_of_the_backend_names_rank_expert_and_chunk(
+    monkeypatch: pytest.MonkeyPatch, posting: bool
+) -> None:
+    groups = _pair()
+    weights = [make_weights(group) for group in groups]
+    mover = groups[0].session.engine._channel  # type: ignore[attr-defined]
+    post, wait = GlooChannel.post, Pending.wait
+
+    def refuses(message: Message) -> None:
+        if message.receives and message.tensor.dtype is torch.uint8 and message.tensor.numel() > 9:
+            raise BrokenChannelError(
+                "no route", message.peer, receives=True, seconds=0.0, timed_out=False
+            )
+
+    def posts(self: GlooChannel, messages: Any) -> list[Pending]:
+        for message in messages if self is mover else ():
+            refuses(message)
+        return post(self, messages)
+
+    def waits(self: Pending, limit: float) -> None:
+        if threading.current_thread().name == "ultraep-c10d-0":
+            refuses(self.message)
+        wait(self, limit)
+
+    if posting:
+        monkeypatch.setattr(GlooChannel, "post", posts)
+    else:
+        monkeypatch.setattr(Pending, "wait", waits)
+    works = start_all(groups, weights, PAIR_PLAN)
+    error = raised(works[0].wait)
+    assert isinstance(error, errors.PeerGoneError | errors.TransferAbortedError)
+    assert error.peer == 1
+    assert "no route" in str(error)
+    if isinstance(error, errors.PeerGoneError):
+        assert "from rank 1 for expert 2, piece 0" in str(error)
+    assert isinstance(raised(works[1].wait), errors.TransferAbortedError)
+    close_all(groups)
+
+
+def _gloo_channels(num_ranks: int) -> list[GlooChannel]:
+    store = dist.HashStore()
+    return loopback(num_ranks, lambda rank: GlooChannel(store, rank, num_ranks, 20.0))
+
+
+def test_a_cut_ends_waits_though_the_next_rank_is_gone() -> None:
+    first, second, third = _gloo_channels(3)
+    second.cut()
+    second.close()
+    (pending,) = third.post([Message(0, 7, torch.zeros(1), receives=True)])
+    first.cut()
+    with pytest.raises(BrokenChannelError) as broken:
+        pending.wait(LIMIT)
+    assert not broken.value.timed_out
+    assert broken.value.peer == 0
+    with pytest.raises(BrokenChannelError) as refused:
+        first.post([Message(2, 7, torch.zeros(1), receives=True)])
+    assert refused.value.peer == 2
+    for channel in (first, third):
+        channel.close()
+
+
+def _cuts(rank: int, process_group: Any) -> Any:
+    channel = BackendChannel(
+        dist.get_process_group_ranks(process_group), "gloo", torch.device("cpu"), LIMIT
+    )
+    if rank == 0:
+        time.sleep(0.2)
+        channel.cut()
+        error = None
+    else:
+        (pending,) = channel.post([Message(0, 7, torch.zeros(1), receives=True)])
+        error = raised(partial(pending.wait, LIMIT))
+    channel.close()
+    return None if error is None else (type(error).__name__, getattr(error, "timed_out", None))
+
+
+def test_a_cut_works_on_registered_process_groups_too(ranks: RankPool) -> None:
+    results = ranks.run(2, _cuts)
+    assert results == [None, ("BrokenChannelError", False)]
+
+
+class _Recorder:
+    """A channel that notes its messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def post(self, messages: Any) -> list[Pending]:
+        self.messages += messages
+        return [Pending(message, None) for message in messages]
+
+
+def test_messages_of_different_calls_have_different_tags() -> None:
+    """gloo ends the process when a longer message comes than is received under its tag."""
+    steps = [
+        Step(0, _core.C10dStep.RECEIVE, 1, tag, 0, tag, 1, 0, 2, tag, -1, -1, -1)
+        for tag in range(3)
+    ]
+    seen: list[set[int]] = []
+    for digest in (0x1234_5678_9ABC_DEF0, 0x1234_5678_8ABC_DEF0):
+        channel: Any = _Recorder()
+        slot = torch.zeros((1, 8), dtype=torch.uint8)
+        Transfer(steps, channel, digest, [slot], lambda *_: torch.zeros(8), lambda _: None).begin()
+        seen.append({message.tag for message in channel.messages})
+        assert max(seen[-1]) < 1 << 30  # those of records
+    assert len(seen[0]) == len(seen[1]) == 3
+    assert not seen[0] & seen[1]
