@@ -254,6 +254,8 @@ class C10dEngine:
                     del job  # or its tensors live until the next one
         finally:
             with self._changed:
+                self._running = None
+                self._jobs.clear()
                 if not self._closed:  # not meant to end, as when out of memory: nobody waits for it
                     self._cancelled = True
                     self._set_cancelled()
@@ -350,7 +352,10 @@ class C10dEngine:
         aborter, root = -1, peer
         asked = {self._rank}
         while root not in asked and (heard := self._agreement.hear(root)) is not None:
-            root, news = heard
+            teller, news = heard
+            if aborter < 0 and news.fault is _Fault.GONE and news.peer == self._rank:
+                break  # it saw this rank's cut, so this rank was first
+            root = teller
             asked.add(root)
             if aborter < 0:
                 aborter = root

@@ -107,7 +107,9 @@ class Movement(ABC):
         try:
             posted = self._channel.post(messages)
         except BrokenChannelError as error:
-            step = next((s for s in steps if s.peer == error.peer), steps[0])
+            refused = error.peer, error.receives
+            found = (s for s in steps if (s.peer, s.kind in _RECEIVE) == refused)
+            step = next(found, steps[0])
             raise BrokenStepError(step) from error
         for step, pending in zip(steps, posted, strict=True):
             if pending.message.receives:
