@@ -179,18 +179,20 @@ def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
     """Return channels for data (unless the next carries it), calls, and news of failures."""
     rank, num_ranks = meeting.rank, meeting.num_ranks
     limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
+    if meeting.store is None:
+        raise UnsupportedError("the process group has no store, by which new ones could meet")
+    name = f"ultraep_comm/{name}"
+    channels: list[Channel] = [
+        GlooChannel(c10d.PrefixStore(f"{name}/{what}", meeting.store), rank, num_ranks, limit)
+        for what in ("calls", "alarms")
+    ]
+    backend = movers(meeting.group)[device.type]
+    if backend == "gloo":
+        # One channel carries both, as every process group of gloo has a thread of its own.
+        return channels
     ranks = dist.get_process_group_ranks(meeting.group)
-
-    def connect(what: str, backend: str, on: torch.device) -> Channel:
-        if backend != "gloo" or meeting.store is None:
-            return BackendChannel(ranks, backend, on, meeting.timeout)
-        store = c10d.PrefixStore(f"ultraep_comm/{name}/{what}", meeting.store)
-        return GlooChannel(store, rank, num_ranks, limit)
-
-    cpu, backend = torch.device("cpu"), movers(meeting.group)[device.type]
-    channels = [connect("calls", "gloo", cpu), connect("alarms", "gloo", cpu)]
-    # Over gloo one channel carries both, as every process group of gloo has a thread of its own.
-    return channels if backend == "gloo" else [connect("data", backend, device), *channels]
+    data = BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+    return [data, *channels]
 
 
 def _make_one(
