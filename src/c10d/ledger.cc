@@ -70,7 +70,10 @@ Prepared Ledger::reduce(const ReduceArgs& args) {
   fill_segments(tables_, args, arrays_, &call_);
   Schedule& s = work_.schedule;
   shape_ = collect_replicas(Alone{}, topology_, args.slot_expert, args.slots(), work_.scratch, s);
-  choose_sums(Alone{}, topology_, call_.tiles, shape_, args.mode, tables_.cost, s);
+  // The model has the summing rank load what is sent to it here; adding costs nothing beside that.
+  CostModel cost = tables_.cost;
+  cost.load_per_kib = std::exchange(cost.store_per_kib, 0);
+  choose_sums(Alone{}, topology_, call_.tiles, shape_, args.mode, cost, s);
   Prepared prepared =
       enter(with_mode(digest_call(Alone{}, topology_, args, args.plan_digest), args, s.mode));
   bool relays = false;
