@@ -62,16 +62,18 @@ UEC_STEP int64_t modelled_time(Team team, const Topology& t, const TileMap& tile
 }
 
 // Assigns hubs to collected replicas in the mode asked for, or (`mode` < 0) in the cheapest allowed
-// one.
+// one. kDirect is none where an expert would cross between domains once for each of several
+// replicas.
 template <class Team>
 UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, const PlanShape& own,
                         int32_t mode, bool may_pull, const CostModel& cost,
                         const ScheduleScratch& scratch, Schedule& s) {
   const int32_t num_groups = tiles.num_groups();
-  const bool has_choice = mode < 0 && own.max_fanout > 1;
+  const bool has_choice = mode < 0 && own.max_fanout > 1 && !own.relays;
   const Mode relay = may_pull ? Mode::kPull : Mode::kPush;
   // With one replica each, and nothing to relay, all modes send the same bytes the same way.
-  Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
+  Mode next = own.relays ? relay : Mode::kDirect;
+  if (mode >= 0) next = static_cast<Mode>(mode);
   int64_t direct = 0;
   UEC_ROLLED
   for (int32_t round = 0;; ++round) {  // direct, relay, and direct again if that was cheaper
