@@ -8,11 +8,11 @@
 // filled once. All integers, so that every rank computes the same bytes.
 //
 // Where plans may cross domains, whose links are slower than those inside, an expert crosses once
-// for each domain that needs it, and is handed on inside. An entry of the schedule is then an expert
-// and one of the domains that its replicas lie in, and an expert may have several. The source is
-// in that domain if anyone there holds the expert. Otherwise the entry is foreign: with several
-// replicas these alone are hubs, and the source sends each range once, to its hub. Only if sources
-// are to do all the work (kDirect) do they send a foreign entry once for every replica.
+// for each domain that needs it, and is handed on inside. An entry of the schedule is then an
+// expert and one of the domains that its replicas lie in, and an expert may have several. The
+// source is in that domain if anyone there holds the expert. Otherwise the entry is foreign: with
+// several replicas these alone are hubs, and the source sends each range once, to its hub. Only if
+// sources are to do all the work (kDirect) do they send a foreign entry once for every replica.
 //
 // A team (team.hpp) of any size computes it, with the same result. The members share what is
 // written: the arrays, and the Schedule itself, whose scalars the leader writes. The members have
@@ -33,7 +33,6 @@ inline constexpr int64_t kEgressUnit = 1 << 16;
 
 // Which of a plan's filled slots a call takes. Null: all.
 struct SlotsToFill {
-  static constexpr bool kByDomain = true;  // see split_by_domain()
   // [G][S] what slots hold since earlier calls, -1: nothing. A slot that already holds what the
   // plan has there is left out, and may be a source.
   const int32_t* resident = nullptr;
@@ -42,14 +41,11 @@ struct SlotsToFill {
   }
 };
 struct SlotsWithTokens {
-  // The order of sums, and with it every bit, is the same whatever the domains are.
-  static constexpr bool kByDomain = false;
   static constexpr const int32_t* resident = nullptr;
   const int32_t* quota = nullptr;  // [G][S]
   UEC_HD bool takes(int32_t at, int32_t) const { return quota == nullptr || quota[at] != 0; }
 };
 struct AllSlots {
-  static constexpr bool kByDomain = true;
   static constexpr const int32_t* resident = nullptr;
   UEC_HD static constexpr bool takes(int32_t, int32_t) { return true; }
 };
@@ -177,13 +173,16 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     if (!is_held[x]) continue;
     const int32_t e = s.expert[x], home = t.home[e], source = s.source[x].rank;
     int32_t domain = 0;
-    bool is_native = false, may_stay = true;  // only holders in its domain can send it; and one does
+    bool is_native = false,
+         may_stay = true;  // only holders in its domain can send it; and one does
     if constexpr (kSplit) {
       domain = domain_of(t.domain, s, x);
       is_native = is_near[x] != 0 || t.domain[home] == domain;
       may_stay = !is_native || t.domain[source] == domain;
     }
-    const auto is_far = [&](int32_t rank) { return kSplit && is_native && t.domain[rank] != domain; };
+    const auto is_far = [&](int32_t rank) {
+      return kSplit && is_native && t.domain[rank] != domain;
+    };
     auto least = kNone, first = kNone;  // 0: the home, and behind it the slots
     if (home != source && !is_far(home)) {
       least = static_cast<uint32_t>(load[home]);
@@ -219,88 +218,10 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
   return most;
 }
 
-// Splits each collected expert into an entry for each domain that its replicas lie in, ordered by
-// their numbers, and chooses sources anew. `shape`: of the experts as they were.
-template <class Team>
-UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const int32_t* slot_expert,
-                                   const int32_t* resident, const PlanShape& before,
-                                   const ScheduleScratch& arrays, Schedule& schedule) {
-  const Topology t = topology;
-  const ScheduleScratch scratch = arrays;
-  const Schedule s = schedule;
-  PlanShape shape = before;
-  const int32_t num_replicas = shape.num_replicas;
-  team.sync();  // all replicas are there
-  UEC_ROLLED
-  for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
-    const int32_t begin = s.first[x], end = s.first[x + 1];
-    UEC_ROLLED
-    for (int32_t i = begin + 1; i < end; ++i) {  // they are in order where domains are runs of ranks
-      const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];
-      int32_t to = i;
-      UEC_ROLLED
-      for (; to > begin && t.domain[s.replica_rank[to - 1]] > t.domain[rank]; --to) {
-        s.replica_rank[to] = s.replica_rank[to - 1];
-        s.replica_slot[to] = s.replica_slot[to - 1];
-      }
-      s.replica_rank[to] = rank;
-      s.replica_slot[to] = slot;
-    }
-  }
-  UEC_ROLLED
-  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) scratch.exports[r] = 0;
-  team.sync();
-  const auto expert_at = [&](int32_t i) {
-    return slot_expert[s.replica_rank[i] * t.slots_per_rank + s.replica_slot[i]];
-  };
-  int32_t num_entries = 0;
-  UEC_ROLLED
-  for (int32_t begin = 0; begin < num_replicas; begin += team.size()) {
-    const int32_t i = begin + team.index();
-    bool is_first = i == 0;
-    if (i > 0 && i < num_replicas)
-      is_first = expert_at(i) != expert_at(i - 1) ||
-                 t.domain[s.replica_rank[i]] != t.domain[s.replica_rank[i - 1]];
-    const Counted counted = team.count(is_first);
-    if (is_first) {
-      s.expert[num_entries + counted.before] = expert_at(i);
-      s.first[num_entries + counted.before] = i;
-    }
-    num_entries += counted.all;
-  }
-  if (team.leader()) {
-    schedule.num_experts = num_entries;
-    s.first[num_entries] = num_replicas;
-  }
-  team.sync();
-  int32_t max_exports = 0, max_fanout = 0;
-  UEC_ROLLED
-  for (int32_t x = team.index(); x < num_entries; x += team.size()) {
-    const int32_t home = t.home[s.expert[x]];
-    s.source[x] = {home, kMainSlot};
-    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
-    max_fanout = max32(max_fanout, s.num_replicas(x));
-  }
-  if (resident != nullptr)
-    max_exports =
-        choose_sources<true>(team, t, slot_expert, resident, num_entries, scratch, schedule);
-  shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
-  shape.max_fanout = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_fanout)));
-  bool sends = false, relays = false;
-  UEC_ROLLED
-  for (int32_t i = team.index(); i < num_replicas; i += team.size())
-    sends |= scratch.exports[s.replica_rank[i]] > 0;
-  UEC_ROLLED
-  for (int32_t x = team.index(); x < num_entries; x += team.size())
-    relays |= s.num_replicas(x) > 1 && is_foreign(t.domain, s, x);
-  shape.chained = team.count(sends).all > 0;
-  shape.relays = team.count(relays).all > 0;
-  return shape;
-}
-
 }  // namespace detail
 
-// Collects the replicas of each expert, by entry. For a team of one the plan has been validated, and it
+// Collects the replicas of each expert. If plans may cross domains, a transfer's are then split,
+// and sources chosen: see split_by_domain(). For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team, class Slots>
@@ -390,8 +311,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     s.source[i] = {home, kMainSlot};
     max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
   }
-  const bool splits = Slots::kByDomain && t.allow_cross_domain;
-  if (choice.resident != nullptr && !splits)
+  if (choice.resident != nullptr && !t.allow_cross_domain)
     max_exports = detail::choose_sources<false>(team, t, slot_expert, choice.resident, num_experts,
                                                 scratch, schedule);
   shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
@@ -414,10 +334,88 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
     }
   }
   shape.chained = team.count(chained).all > 0;
-  if constexpr (Slots::kByDomain)
-    if (splits)
-      return detail::split_by_domain(team, t, slot_expert, choice.resident, shape, scratch,
-                                     schedule);
+  return shape;
+}
+
+// Where plans may cross domains: splits each collected expert into an entry for each domain that
+// its replicas lie in, in the order of their numbers, and chooses the sources. Not for a reduction:
+// the order of its sums, and with it every bit, does not depend on domains. `before`: what
+// collect_replicas() has returned.
+template <class Team, class Slots>
+UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const int32_t* slot_expert,
+                                   Slots choice, const PlanShape& before,
+                                   const ScheduleScratch& arrays, Schedule& schedule) {
+  const Topology t = topology;
+  const ScheduleScratch scratch = arrays;
+  const Schedule s = schedule;
+  PlanShape shape = before;
+  const int32_t num_replicas = shape.num_replicas;
+  team.sync();  // all replicas are there
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
+    const int32_t begin = s.first[x], end = s.first[x + 1];
+    UEC_ROLLED
+    for (int32_t i = begin + 1; i < end;
+         ++i) {  // they are in order where domains are runs of ranks
+      const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];
+      int32_t to = i;
+      UEC_ROLLED
+      for (; to > begin && t.domain[s.replica_rank[to - 1]] > t.domain[rank]; --to) {
+        s.replica_rank[to] = s.replica_rank[to - 1];
+        s.replica_slot[to] = s.replica_slot[to - 1];
+      }
+      s.replica_rank[to] = rank;
+      s.replica_slot[to] = slot;
+    }
+  }
+  UEC_ROLLED
+  for (int32_t r = team.index(); r < t.num_ranks; r += team.size()) scratch.exports[r] = 0;
+  team.sync();
+  const auto expert_at = [&](int32_t i) {
+    return slot_expert[s.replica_rank[i] * t.slots_per_rank + s.replica_slot[i]];
+  };
+  int32_t num_entries = 0;
+  UEC_ROLLED
+  for (int32_t begin = 0; begin < num_replicas; begin += team.size()) {
+    const int32_t i = begin + team.index();
+    bool is_first = i == 0;
+    if (i > 0 && i < num_replicas)
+      is_first = expert_at(i) != expert_at(i - 1) ||
+                 t.domain[s.replica_rank[i]] != t.domain[s.replica_rank[i - 1]];
+    const Counted counted = team.count(is_first);
+    if (is_first) {
+      s.expert[num_entries + counted.before] = expert_at(i);
+      s.first[num_entries + counted.before] = i;
+    }
+    num_entries += counted.all;
+  }
+  if (team.leader()) {
+    schedule.num_experts = num_entries;
+    s.first[num_entries] = num_replicas;
+  }
+  team.sync();
+  int32_t max_exports = 0, max_fanout = 0;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_entries; x += team.size()) {
+    const int32_t home = t.home[s.expert[x]];
+    s.source[x] = {home, kMainSlot};
+    max_exports = max32(max_exports, 1 + team.add(&scratch.exports[home], 1));
+    max_fanout = max32(max_fanout, s.num_replicas(x));
+  }
+  if (choice.resident != nullptr)
+    max_exports = detail::choose_sources<true>(team, topology, slot_expert, choice.resident,
+                                               num_entries, arrays, schedule);
+  shape.max_exports = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_exports)));
+  shape.max_fanout = static_cast<int32_t>(highest(team, static_cast<uint32_t>(max_fanout)));
+  bool sends = false, relays = false;
+  UEC_ROLLED
+  for (int32_t i = team.index(); i < num_replicas; i += team.size())
+    sends |= scratch.exports[s.replica_rank[i]] > 0;
+  UEC_ROLLED
+  for (int32_t x = team.index(); x < num_entries; x += team.size())
+    relays |= s.num_replicas(x) > 1 && detail::is_foreign(t.domain, s, x);
+  shape.chained = team.count(sends).all > 0;
+  shape.relays = team.count(relays).all > 0;
   return shape;
 }
 

@@ -13,6 +13,24 @@ namespace {
 using uec::kEgressUnit;
 using uec::Mode;
 
+// Of entry x's replicas; of the group, if plans stay inside domains.
+int32_t domain_of(const PlanCase& c, const uec::Schedule& s, int32_t x) {
+  return c.allow_cross_domain ? c.domain[s.replica_rank[s.first[x]]] : 0;
+}
+bool is_foreign(const PlanCase& c, const uec::Schedule& s, int32_t x) {
+  return c.allow_cross_domain && c.domain[s.source[x].rank] != domain_of(c, s, x);
+}
+
+// Whether a rank of `domain` has the expert, and keeps it.
+bool is_held_in(const PlanCase& c, int32_t expert, int32_t domain) {
+  if (c.domain[c.home[expert]] == domain) return true;
+  for (size_t at = 0; at < c.resident.size(); ++at)
+    if (c.slot_expert[at] == expert && !c.moves(at) &&
+        c.domain[static_cast<int32_t>(at) / c.slots_per_rank] == domain)
+      return true;
+  return false;
+}
+
 void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   const uec::Schedule& s = a.schedule;
   const auto slot = [&c](int32_t r, int32_t i) { return c.slot_expert[r * c.slots_per_rank + i]; };
@@ -22,9 +40,14 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(a.shape.num_replicas, c.num_replicas());
   std::vector<int32_t> exports(c.num_ranks), imports(c.num_ranks);
   int32_t max_fanout = 0;
+  bool relays = false;
   for (int32_t x = 0; x < s.num_experts; ++x) {
-    CHECK(x == 0 || s.expert[x - 1] < s.expert[x]);
+    const int32_t domain = domain_of(c, s, x);
+    CHECK(x == 0 || s.expert[x - 1] < s.expert[x] ||
+          (s.expert[x - 1] == s.expert[x] && domain_of(c, s, x - 1) < domain));
     CHECK(s.num_replicas(x) > 0);
+    CHECK(!is_foreign(c, s, x) || !is_held_in(c, s.expert[x], domain));
+    relays |= is_foreign(c, s, x) && s.num_replicas(x) > 1;
     max_fanout = std::max(max_fanout, s.num_replicas(x));
     const int32_t source = s.source[x].rank;
     if (s.source[x].slot == uec::kMainSlot) {
@@ -36,6 +59,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
     ++exports[source];
     for (int32_t i = s.first[x]; i < s.first[x + 1]; ++i) {
       CHECK(i == s.first[x] || s.replica_rank[i - 1] < s.replica_rank[i]);
+      if (c.allow_cross_domain) CHECK_EQ(c.domain[s.replica_rank[i]], domain);
       CHECK_EQ(slot(s.replica_rank[i], s.replica_slot[i]), s.expert[x]);
       CHECK(c.moves(s.replica_rank[i] * c.slots_per_rank + s.replica_slot[i]));
       ++imports[s.replica_rank[i]];
@@ -47,6 +71,7 @@ void check_shape(const PlanCase& c, const ScheduleArrays& a) {
   CHECK_EQ(a.shape.max_imports, *std::max_element(imports.begin(), imports.end()));
   CHECK_EQ(a.shape.max_fanout, max_fanout);
   CHECK_EQ(a.shape.chained, chained);
+  CHECK_EQ(a.shape.relays, relays);
 }
 
 void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const ScheduleArrays& a) {
@@ -61,7 +86,10 @@ void check_hubs(const PlanCase& c, const uec::TileMap& tiles, Mode mode, const S
     CHECK_EQ(bounds[0], 0);
     CHECK_EQ(bounds[n + 1], groups);
     for (int32_t hub = 0; hub <= n; ++hub) CHECK(bounds[hub] <= bounds[hub + 1]);
-    if (n == 1 || mode == Mode::kDirect) CHECK_EQ(bounds[1], groups);  // the source alone
+    if (n == 1 || mode == Mode::kDirect)
+      CHECK_EQ(bounds[1], groups);  // the source alone
+    else if (is_foreign(c, s, x))
+      CHECK_EQ(bounds[1], 0);  // each group crosses to one replica
     implied[source] += kEgressUnit;
     if (n == 1 || groups == 0) continue;
     if (mode != Mode::kDirect) {  // each boundary is the nearest to its hubs' shares
@@ -99,7 +127,8 @@ void check_case(const PlanCase& c, const uec::TileMap& tiles) {
     const int64_t busiest = *std::max_element(a.egress.begin(), a.egress.end());
     if (mode == Mode::kDirect)
       busiest_direct = busiest;
-    else  // a fill moves egress to the emptiest ranks; units that do not divide cost one each
+    else if (!a.shape.relays)  // where a foreign source, however idle, is not to send all copies
+      // A fill moves egress to the emptiest ranks; units that do not divide cost one each.
       CHECK(busiest <= busiest_direct + 4 * a.shape.num_replicas);
     const ScheduleArrays again(c, tiles, mode);
     CHECK(a.boundary == again.boundary && a.egress == again.egress);
