@@ -143,7 +143,9 @@ def make_schedule(
         extra = [np.eye(1, n + 1, dtype=np.int64)[0] * (n - 1) * EGRESS_UNIT for n in replicas.num]
     else:
         chained = ((exports > 0) & (replicas.imports > 0)).any()
-        is_foreign = replicas.domain[source_rank] != replicas.domain[replicas.rank[replicas.first[:-1]]]
+        is_foreign = (
+            replicas.domain[source_rank] != replicas.domain[replicas.rank[replicas.first[:-1]]]
+        )
         skipped = is_foreign.astype(np.int64)  # hubs: the source of a foreign entry makes no copies
         senders = [ranks[k:] for ranks, k in zip(hubs, skipped, strict=True)]
         copies = [n - 1 for n in replicas.num]
