@@ -348,6 +348,16 @@ std::vector<Case> named_banks() {
       add(ending(c, Ending::kDisagrees, 2, 1), "one rank has other weights");
     }
     {
+      // Expert 0 does not cross to rank 2, next to which it is kept; expert 2 crosses once, and is
+      // handed on by ranks 0 and 3.
+      Case c = start;
+      c.group.domain = {0, 1, 1, 0};
+      c.group.allow_cross_domain = true;
+      c.calls = {banked(c, mode, 1, {{0, 1}}),
+                 banked(c, mode, 1, {{0, 1}, {0, 2}, {0, 3}, {2, 0}, {2, 3}})};
+      add(c, "residents in two domains");
+    }
+    {
       // A slot that holds an expert is no slot to write to, whoever else is being written to.
       Case c = start;
       c.num_workers = 2;
@@ -414,6 +424,10 @@ Case draw_case(Random& random) {
     for (int32_t& home : c.group.home) home = draw(random, 0, ranks - 1);
   const std::vector<std::vector<int64_t>> payloads{
       {kTile}, {1, 3}, {2 * kTile + 100}, {kTile - 1, 2 * kTile + 1}, {5 * kTile}};
+  if (draw(random, 0, 2) == 0) {
+    for (int32_t& domain : c.group.domain) domain = draw(random, 0, 2);
+    c.group.allow_cross_domain = true;
+  }
   c.segment_bytes = payloads[draw(random, 0, 4)];
   c.tile_bytes = draw(random, 0, 2) == 0 ? kTile / 2 : kTile;
   const bool grads = draw(random, 0, 1) == 1;
