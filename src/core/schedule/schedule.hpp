@@ -350,7 +350,6 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
   const Schedule s = schedule;
   PlanShape shape = before;
   const int32_t num_replicas = shape.num_replicas;
-  team.sync();  // all replicas are there
   UEC_ROLLED
   for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
     const int32_t begin = s.first[x], end = s.first[x + 1];

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "core/schedule/cost.hpp"
 #include "core/schedule/schedule.hpp"
 #include "support/check.hpp"
 #include "support/plans.hpp"
@@ -200,6 +201,18 @@ void check_domains() {
   CHECK(a.shape.relays && !a.shape.chained);
   CHECK_EQ(a.shape.max_fanout, 3);
   CHECK_EQ(a.shape.max_exports, 2);
+
+  // By cost it would be direct, where a second hop takes so long.
+  const uec::CostModel cost{.store_per_kib = 1, .hop = int64_t{1} << 40};
+  for (const bool may_pull : {true, false}) {
+    ScheduleArrays chosen(c, tiles.map(), Mode::kDirect);
+    const uec::ScheduleScratch scratch{chosen.count.data(), chosen.exports.data(),
+                                       chosen.order.data(), chosen.extra.data()};
+    uec::choose_hubs(uec::Alone{}, c.topology(), tiles.map(), chosen.shape, -1, may_pull, cost,
+                     scratch, chosen.schedule);
+    CHECK(chosen.schedule.mode == (may_pull ? Mode::kPull : Mode::kPush));
+    CHECK(chosen.boundary == a.boundary && chosen.egress == a.egress);
+  }
 }
 
 }  // namespace
