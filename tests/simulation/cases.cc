@@ -424,10 +424,6 @@ Case draw_case(Random& random) {
     for (int32_t& home : c.group.home) home = draw(random, 0, ranks - 1);
   const std::vector<std::vector<int64_t>> payloads{
       {kTile}, {1, 3}, {2 * kTile + 100}, {kTile - 1, 2 * kTile + 1}, {5 * kTile}};
-  if (draw(random, 0, 2) == 0) {
-    for (int32_t& domain : c.group.domain) domain = draw(random, 0, 2);
-    c.group.allow_cross_domain = true;
-  }
   c.segment_bytes = payloads[draw(random, 0, 4)];
   c.tile_bytes = draw(random, 0, 2) == 0 ? kTile / 2 : kTile;
   const bool grads = draw(random, 0, 1) == 1;
@@ -467,6 +463,10 @@ Case draw_case(Random& random) {
     c.other = draw_call();
   } while (digest_of(c.other) == digest_of(c.calls[c.at_call]));
   if (draw(random, 0, 2) == 0) fill_bank(c, random);
+  if (draw(random, 0, 2) == 0) {
+    for (int32_t& domain : c.group.domain) domain = draw(random, 0, 2);
+    c.group.allow_cross_domain = true;
+  }
   return c;
 }
 
