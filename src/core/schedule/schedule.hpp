@@ -173,8 +173,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     if (!is_held[x]) continue;
     const int32_t e = s.expert[x], home = t.home[e], source = s.source[x].rank;
     int32_t domain = 0;
-    bool is_native = false,
-         may_stay = true;  // only holders in its domain can send it; and one does
+    bool is_native = false;  // it has holders in its domain, and no others
+    bool may_stay = true;    // with its source
     if constexpr (kSplit) {
       domain = domain_of(t.domain, s, x);
       is_native = is_near[x] != 0 || t.domain[home] == domain;
@@ -199,8 +199,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
     }
     const uint32_t lowest = team.lowest(least);
     first = team.lowest(least == lowest ? first : kNone);
-    const bool moves = !may_stay || static_cast<int32_t>(lowest) <= load[source] - 2;
-    if (team.leader() && lowest != kNone && moves) {
+    if (team.leader() && lowest != kNone &&
+        (!may_stay || static_cast<int32_t>(lowest) <= load[source] - 2)) {
       const auto at = static_cast<int32_t>(first) - 1;
       const int32_t rank = first == 0 ? home : at / slots;
       s.source[x] = {rank, first == 0 ? kMainSlot : at - rank * slots};
