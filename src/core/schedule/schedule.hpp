@@ -348,8 +348,9 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
   const Topology t = topology;
   const ScheduleScratch scratch = arrays;
   const Schedule s = schedule;
-  PlanShape shape = before;
-  const int32_t num_replicas = shape.num_replicas;
+  PlanShape shape;
+  const int32_t num_replicas = shape.num_replicas = before.num_replicas;
+  shape.max_imports = before.max_imports;
   UEC_ROLLED
   for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
     const int32_t begin = s.first[x], end = s.first[x + 1];
