@@ -558,8 +558,8 @@ ultraep_add_core_mutant(crosses_for_each_replica PROGRAM schedule/test_schedule
 
 ultraep_add_core_mutant(direct_across_domains PROGRAM schedule/test_schedule
   FILE core/schedule/cost.hpp
-  FIND [[own.max_fanout > 1 && !own.relays;]]
-  REPLACE [[own.max_fanout > 1;]])
+  FIND [[  if (mode < 0 && own.relays) mode = static_cast<int32_t>(relay);]]
+  REPLACE [[]])
 
 ultraep_add_core_mutant(holder_in_the_domain_left_out PROGRAM schedule/test_schedule
   FILE core/schedule/schedule.hpp

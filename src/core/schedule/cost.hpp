@@ -69,11 +69,11 @@ UEC_HD void choose_hubs(Team team, const Topology& t, const TileMap& tiles, cons
                         int32_t mode, bool may_pull, const CostModel& cost,
                         const ScheduleScratch& scratch, Schedule& s) {
   const int32_t num_groups = tiles.num_groups();
-  const bool has_choice = mode < 0 && own.max_fanout > 1 && !own.relays;
   const Mode relay = may_pull ? Mode::kPull : Mode::kPush;
+  if (mode < 0 && own.relays) mode = static_cast<int32_t>(relay);
+  const bool has_choice = mode < 0 && own.max_fanout > 1;
   // With one replica each, and nothing to relay, all modes send the same bytes the same way.
-  Mode next = own.relays ? relay : Mode::kDirect;
-  if (mode >= 0) next = static_cast<Mode>(mode);
+  Mode next = mode >= 0 ? static_cast<Mode>(mode) : Mode::kDirect;
   int64_t direct = 0;
   UEC_ROLLED
   for (int32_t round = 0;; ++round) {  // direct, relay, and direct again if that was cheaper
