@@ -125,7 +125,7 @@ Fields model_transfer(const Ints& slot_expert, const Ints& home, int32_t num_ran
   require_equal("length of cost", cost.size(), 5);
   // Relays go from rank to rank wherever these are.
   Ints domain(num_ranks);
-  if (parent.empty() && counts.size() > 0 && counts[0] > 0)
+  if (parent.empty() && !counts.empty() && counts[0] > 0)
     for (int32_t r = 0; r < num_ranks; ++r) domain[r] = r / counts[0];
   model::Transfer transfer;
   transfer.topology = {num_ranks,

@@ -354,9 +354,8 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
   UEC_ROLLED
   for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
     const int32_t begin = s.first[x], end = s.first[x + 1];
-    UEC_ROLLED
-    for (int32_t i = begin + 1; i < end;
-         ++i) {  // they are in order where domains are runs of ranks
+    UEC_ROLLED  // in order already, where domains are runs of ranks
+        for (int32_t i = begin + 1; i < end; ++i) {
       const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];
       int32_t to = i;
       UEC_ROLLED
