@@ -116,6 +116,14 @@ inline auto residents_array(const Topology& t, const std::vector<int32_t>& resid
                   {static_cast<size_t>(t.num_ranks), static_cast<size_t>(t.slots_per_rank)});
 }
 
+// bool [G][S].
+inline auto moves_array(const Topology& t, const std::vector<uint8_t>& moves) {
+  auto copy = std::make_unique_for_overwrite<bool[]>(moves.size());
+  std::copy(moves.begin(), moves.end(), copy.get());
+  return to_numpy(std::move(copy),
+                  {static_cast<size_t>(t.num_ranks), static_cast<size_t>(t.slots_per_rank)});
+}
+
 inline std::tuple<int64_t, int64_t, int64_t, int64_t> call_counts(const host::CallCounts& c) {
   return {c.replicate, c.reduce, c.gather, c.rejected};
 }

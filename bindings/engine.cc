@@ -132,7 +132,8 @@ void bind_engine(nb::module_& m) {
       .def_ro("root", &Report::root)
       .def_ro("epoch", &Report::epoch)
       .def_ro("seconds", &Report::seconds)
-      .def_ro("all_called", &Report::all_called);
+      .def_ro("all_called", &Report::all_called)
+      .def_prop_ro("detail", [](const Report&) { return ""; });
 
   nb::class_<PlanView>(m, "PlanView", "Addresses of a plan's tensors, and its shape.")
       .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, int32_t, int32_t, int32_t, bool>(),
@@ -147,7 +148,9 @@ void bind_engine(nb::module_& m) {
            "operation"_a, "plan"_a, "mains"_a, "num_segments"_a, "mode"_a.none(), "background"_a,
            "tag"_a, nb::kw_only(), "segments"_a = 0, "region"_a = -1, "main_types"_a = 0,
            "zero"_a = false, "on_device"_a = false, "own_home"_a = false, "table"_a = 0,
-           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0, "known"_a = 0);
+           "in_use"_a = 0, "bank"_a = -1, "version"_a = 0, "known"_a = 0)
+      .def_ro("bank", &TransferCall::bank)
+      .def_ro("zero", &TransferCall::zero);
 
   nb::class_<Engine> engine(m, "Engine", "One rank's host engine; see src/host/engine.hpp.");
   bind_plan_questions(engine);
@@ -160,7 +163,7 @@ void bind_engine(nb::module_& m) {
           "bases"_a)
       .def(
           "transfer",
-          [](Engine& e, const TransferCall& call) {
+          [](Engine& e, const TransferCall& call, nb::handle) {
             Mode chosen;
             const uint64_t epoch = interruptible([&](auto&& interrupted) {
               return call.operation == Operation::kReduce
@@ -171,7 +174,7 @@ void bind_engine(nb::module_& m) {
             });
             return std::make_pair(epoch, chosen);
           },
-          "call"_a)
+          "call"_a, "bound"_a.none() = nb::none())
       .def(
           "exchange",
           [](Engine& e, uint64_t row, uint64_t table) {
@@ -194,15 +197,7 @@ void bind_engine(nb::module_& m) {
       .def("version", &Engine::version, "bank"_a, nb::call_guard<Unlocked>())
       .def("last_call", &Engine::last_call, "bank"_a, nb::call_guard<Unlocked>())
       .def("invalidate", &Engine::invalidate, "bank"_a, nb::call_guard<Unlocked>())
-      .def("moves",
-           [](const Engine& e) {
-             const std::vector<uint8_t> moves = e.moves();
-             auto copy = std::make_unique_for_overwrite<bool[]>(moves.size());
-             std::copy(moves.begin(), moves.end(), copy.get());
-             const Topology& t = e.topology();
-             return to_numpy(std::move(copy), {static_cast<size_t>(t.num_ranks),
-                                               static_cast<size_t>(t.slots_per_rank)});
-           })
+      .def("moves", [](const Engine& e) { return moves_array(e.topology(), e.moves()); })
       .def("reject",
            [](Engine& e) {
              interruptible([&](auto&& interrupted) {

@@ -1,10 +1,10 @@
-# `find_package(ultraep_comm)` provides ultraep_comm::core, ultraep_comm::engine, ultraep_comm::host
-# and ultraep_comm::cuda_host and, if cubins were built, their folder in ultraep_comm_CUBIN_DIR.
+# `find_package(ultraep_comm)` provides ultraep_comm::core, ultraep_comm::engine, ultraep_comm::host,
+# ultraep_comm::c10d and ultraep_comm::cuda_host and, if cubins were built, their folder in ultraep_comm_CUBIN_DIR.
 include(CMakePackageConfigHelpers)
 
-install(TARGETS ultraep_core ultraep_engine ultraep_host ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
+install(TARGETS ultraep_core ultraep_engine ultraep_host ultraep_c10d ultraep_cuda_host EXPORT ultraep_comm COMPONENT dev
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(DIRECTORY src/core src/engine src/host src/cuda COMPONENT dev
+install(DIRECTORY src/core src/engine src/host src/c10d src/cuda COMPONENT dev
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/ultraep_comm FILES_MATCHING PATTERN "*.hpp"
   PATTERN "ready.cuh" PATTERN "ptx.cuh")
 install(EXPORT ultraep_comm NAMESPACE ultraep_comm:: FILE ultraep_comm-targets.cmake COMPONENT dev

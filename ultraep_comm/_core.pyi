@@ -286,6 +286,9 @@ class Report:
     @property
     def all_called(self) -> bool: ...
 
+    @property
+    def detail(self) -> str: ...
+
 class PlanView:
     """Addresses of a plan's tensors, and its shape."""
 
@@ -295,6 +298,12 @@ class TransferCall:
     """Arguments of an engine's transfer; see bindings/calls.hpp."""
 
     def __init__(self, operation: Operation, plan: PlanView, mains: int, num_segments: int, mode: Mode | None, background: bool, tag: int, *, segments: int = 0, region: int = -1, main_types: int = 0, zero: bool = False, on_device: bool = False, own_home: bool = False, table: int = 0, in_use: int = 0, bank: int = -1, version: int = 0, known: int = 0) -> None: ...
+
+    @property
+    def bank(self) -> int: ...
+
+    @property
+    def zero(self) -> bool: ...
 
 class Engine:
     """One rank's host engine; see src/host/engine.hpp."""
@@ -311,7 +320,7 @@ class Engine:
 
     def add_region(self, bases: Sequence[int]) -> int: ...
 
-    def transfer(self, call: TransferCall) -> tuple[int, Mode]: ...
+    def transfer(self, call: TransferCall, bound: object | None = None) -> tuple[int, Mode]: ...
 
     def exchange(self, row: int, table: int) -> int: ...
 
@@ -368,6 +377,58 @@ class Engine:
 
 def count_experts(ids: int, num_ids: int, is_long: bool, num_experts: int, counts: int) -> int:
     """Returns the position of the first bad id, or -1."""
+
+class C10dStep(enum.IntEnum):
+    SEND_MAIN = 0
+
+    SEND_SLOT = 1
+
+    RECEIVE = 2
+
+    SEND_GRAD = 3
+
+    KEEP_GRAD = 4
+
+    ADD_GRAD = 5
+
+    SEND_SUM = 6
+
+    ADD_SUM = 7
+
+class C10dLedger:
+    """One rank's calls; see src/c10d/ledger.hpp."""
+
+    def __init__(self, config: EngineConfig) -> None: ...
+
+    def check(self, plan: PlanView) -> tuple[PlanFault, int, int, int]: ...
+
+    def accepts(self, plan: PlanView) -> bool: ...
+
+    def fits(self, plan: PlanView) -> bool: ...
+
+    def has_shape(self, plan: PlanView) -> bool: ...
+
+    def transfer(self, call: TransferCall) -> tuple[int, int, Mode, bool, NDArray[numpy.int64]]:
+        """
+        Returns (epoch, digest, mode, is_empty, steps): a row for each Step, by field.
+        """
+
+    def gather(self) -> tuple[int, int]: ...
+
+    def reject(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def residents(self, bank: int) -> NDArray[numpy.int32]: ...
+
+    def version(self, bank: int) -> int: ...
+
+    def last_call(self, bank: int) -> int: ...
+
+    def invalidate(self, bank: int) -> None: ...
+
+    def moves(self) -> NDArray[numpy.bool_]: ...
 
 class DriverError(RuntimeError):
     pass

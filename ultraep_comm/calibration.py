@@ -21,7 +21,7 @@ from ultraep_comm.system import read_json
 
 KIND = "ultraep_comm.calibration"
 FORMAT = 2  # changes with the fields
-ENGINES = ("host", "cuda", "loopback")  # loopback: all ranks on one GPU
+ENGINES = ("host", "cuda", "loopback", "c10d")  # loopback: all ranks on one GPU
 Constants = tuple[int, int, int, int, int]
 
 _LEAST_GBPS = 1e-3
@@ -83,7 +83,7 @@ class Calibration:
 def from_environment(engine: str) -> Calibration:
     """Return the calibration in the file of ULTRAEP_CALIBRATION; empty if the variable is unset.
 
-    ``engine`` is `new_group`'s argument: with "host", entries of a GPU are not checked.
+    ``engine`` is `new_group`'s argument: of "host" or "c10d", other entries are not checked.
 
     Raises:
         CalibrationError: see :func:`read_calibration`.
@@ -91,7 +91,7 @@ def from_environment(engine: str) -> Calibration:
     path = env.calibration()
     if path is None:
         return Calibration()
-    return read_calibration(path, used=("host",) if engine == "host" else ENGINES)
+    return read_calibration(path, used=(engine,) if engine in ("host", "c10d") else ENGINES)
 
 
 def read_calibration(path: Path, *, used: Sequence[str] = ENGINES) -> Calibration:
@@ -135,7 +135,7 @@ def make_calibration(costs: Mapping[str, MeasuredCosts]) -> dict[str, Any]:
 
 def device_name(engine: str) -> str | None:
     """Return the name of the device that an engine runs on here; None if there is no GPU."""
-    if engine == "host":
+    if engine in ("host", "c10d"):
         return f"{cpu_name()} ({platform.machine()})"
     if not torch.cuda.is_available():
         return None

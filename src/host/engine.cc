@@ -15,12 +15,8 @@ Engine::Engine(EngineConfig config)
       tables_(layout_.tables(config_)),
       gone_(new std::atomic<bool>[config_.domain.size()]()),
       memory_(config_.bases.data(), config_.rank, layout_.symmetric.doorbell, gone_.get()),
+      banks_(topology_, config_.banks),
       digest_(config_.initial_digest()) {
-  banks_.resize(config_.banks);
-  for (BankState& bank : banks_) {
-    bank.resident.assign(int64_t{topology_.num_ranks} * topology_.slots_per_rank, -1);
-    bank.table.resident = bank.resident.data();
-  }
   if (!config_.check_bases.empty()) slot_check_ = std::make_unique<SlotCheck>(config_, layout_);
   const Capacity capacity = layout_.capacity(config_);
   for (uint64_t i = 0; i < kDepth; ++i) {
@@ -97,18 +93,18 @@ uint64_t Engine::enter_call(Prepared& prepared, uint64_t digest, bool background
 
 std::vector<int32_t> Engine::residents(int32_t bank) const {
   const std::lock_guard lock(submit_mutex_);
-  const std::vector<int32_t>& resident = banks_[bank].resident;
+  const std::vector<int32_t>& resident = banks_.residents(bank);
   return failed_.load() == 0 ? resident : std::vector<int32_t>(resident.size(), -1);
 }
 
 uint64_t Engine::version(int32_t bank) const {
   const std::lock_guard lock(submit_mutex_);
-  return banks_[bank].table.version;
+  return banks_.version(bank);
 }
 
 uint64_t Engine::last_call(int32_t bank) const {
   const std::lock_guard lock(submit_mutex_);
-  return banks_[bank].last_call;
+  return banks_.last_call(bank);
 }
 
 std::vector<uint8_t> Engine::moves() const {
@@ -126,8 +122,7 @@ std::vector<uint8_t> Engine::moves() const {
 
 void Engine::invalidate(int32_t bank) {
   const std::lock_guard lock(submit_mutex_);
-  ++banks_[bank].table.version;
-  clear_residents(Alone{}, topology_, banks_[bank].table.resident);
+  banks_.invalidate(bank);
 }
 
 uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mode,
@@ -139,15 +134,7 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
   Prepared& prepared = *storage;
   Call& call = prepared.call;
   ReplicateArgs args = given;
-  // Bank 0 also has the slots of calls without a bank, which leave it empty.
-  BankState& bank = banks_[std::max(args.bank.index, 0)];
-  if (args.bank.index >= 0) {
-    const uint64_t segments = digest_ints(Alone{}, 1, args.segments, args.num_segments);
-    expire_residents(Alone{}, topology_, args.bank.version, segments, bank.table);
-    args.bank.resident = bank.table.resident;
-  } else if (bank.last_call != 0) {
-    clear_residents(Alone{}, topology_, bank.table.resident);
-  }
+  banks_.enter(args);
   call.addresses.first_slot = std::max(args.bank.index, 0) * topology_.slots_per_rank;
   const uint64_t digest = prepare_replicate(Alone{}, tables_, args, prepared.arrays,
                                             prepared.schedule, &prepared.shape, &call);
@@ -159,16 +146,13 @@ uint64_t Engine::replicate(const ReplicateArgs& given, bool background, Mode* mo
     const int64_t slots = int64_t{topology_.num_ranks} * topology_.slots_per_rank;
     prepared.slot_expert.assign(args.slot_expert, args.slot_expert + slots);
     prepared.resident.clear();
-    if (args.bank.index >= 0) prepared.resident = bank.resident;
+    if (args.bank.index >= 0) prepared.resident = banks_.residents(args.bank.index);
     prepared.selected.assign(config_.segment_bytes.size(), 0);
     for (int32_t i = 0; i < args.num_segments; ++i) prepared.selected[args.segments[i]] = 1;
   }
   *mode = prepared.schedule.schedule.mode;
   call.addresses.regions = *mode == Mode::kPull ? regions_[args.region].data() : nullptr;
-  if (args.bank.index >= 0) {
-    note_residents(Alone{}, topology_, args.slot_expert, bank.table);
-    bank.last_call = submitted_.load() + 1;
-  }
+  banks_.note(args, submitted_.load() + 1);
   return enter_call(prepared, digest, background, lock);
 }
 

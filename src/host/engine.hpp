@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "core/plan/check.hpp"
-#include "core/transfer/bank.hpp"
 #include "core/transfer/failure.hpp"
 #include "core/transfer/layout.hpp"
 #include "core/transfer/protocol.hpp"
+#include "engine/banks.hpp"
 #include "engine/config.hpp"
 #include "engine/health.hpp"
 #include "engine/process.hpp"
@@ -142,12 +142,7 @@ class Engine {
   std::unique_ptr<std::atomic<bool>[]> gone_;  // [G]
   HostMemory memory_;
   std::unique_ptr<SlotCheck> slot_check_;  // null: slots are not checked
-  struct BankState {
-    BankTable table;
-    std::vector<int32_t> resident;
-    uint64_t last_call = 0;
-  };
-  std::vector<BankState> banks_;  // under submit_mutex_
+  Banks banks_;                            // under submit_mutex_
   uint64_t digest_;
   CallRecord last_record_;
   std::atomic<uint64_t> own_record_{0};  // what this rank has told its peers; for watchers

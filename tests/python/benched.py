@@ -116,8 +116,8 @@ def bench(folder: Path, *arguments: str, fault: Callable[[], None] | None = None
     for old in output.iterdir():
         old.unlink()
 
-    def start(run: Any, settings: Any, num_ranks: int, *, preload: str = "") -> int:
-        return launch.run_ranks(Rank(run, output, fault), settings, num_ranks, preload=preload)
+    def start(run: Any, settings: Any, num_ranks: int, **more: Any) -> int:
+        return launch.run_ranks(Rank(run, output, fault), settings, num_ranks, **more)
 
     out, err = io.StringIO(), io.StringIO()
     with (

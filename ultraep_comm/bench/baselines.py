@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -59,6 +60,52 @@ class PointToPoint(Arrivals):
     def run(self) -> None:
         """Send and receive everything, and wait; on a GPU the current stream waits."""
         exchange(self._operations)
+
+
+class Broadcast(Arrivals):
+    """A broadcast of every segment of every replicated expert, to the ranks that have a slot of it.
+
+    All start at once, in the order of experts on every rank.
+    """
+
+    name = "broadcast"
+
+    def __init__(self, ranks: WeightRanks, plan: Plan) -> None:
+        """Create the process groups, and private receive buffers. Collective."""
+        super().__init__()
+        self._jobs: list[tuple[torch.Tensor, int, dist.ProcessGroup]] = []
+        (group,), (weights,) = ranks.groups, ranks.weights
+        mains = main_index(group)
+        for expert, home, holders in holders_of(plan):
+            members = group_of(holders)
+            for segment, stacked in weights.items() if group.rank in holders else ():
+                if group.rank == home:
+                    data = stacked[mains[expert]]
+                else:
+                    data = torch.full_like(group.slots[segment][0], SENTINEL)
+                    self._checks.append((expert, segment, data))
+                self._jobs.append((data, home, members))
+
+    def run(self) -> None:
+        """Broadcast everything, and wait."""
+        works = [dist.broadcast(data, home, g, async_op=True) for data, home, g in self._jobs]
+        for work in works:
+            work.wait()
+
+
+def holders_of(plan: Plan) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return ``(expert, home, ranks that hold it, ascending)`` of replicated experts, by expert."""
+    ranks: dict[tuple[int, int], set[int]] = {}
+    for expert, home, rank, _ in replicas_of(plan):
+        ranks.setdefault((expert, home), {home}).add(rank)
+    return [(*of, tuple(sorted(found))) for of, found in sorted(ranks.items())]
+
+
+@functools.cache
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Return a process group over gloo of some ranks. Collective over all ranks, the first time."""
+    group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo")
+    return group
 
 
 def exchange(operations: list[dist.P2POp]) -> None:

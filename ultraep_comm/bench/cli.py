@@ -26,7 +26,7 @@ from ultraep_comm.bench.commands import (
 from ultraep_comm.bench.launch import FAILED, INTERRUPTED, launched_rank, run_alone, run_ranks
 from ultraep_comm.bench.options import Settings
 from ultraep_comm.bench.report import Report
-from ultraep_comm.errors import CalibrationError, InvalidArgumentError
+from ultraep_comm.errors import CalibrationError, InvalidArgumentError, UnsupportedError
 
 COMMANDS = (
     replicate.COMMAND,
@@ -62,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if settings.alone:
             return run_alone(run, settings)
-        return run_ranks(run, settings, settings.num_ranks, preload=command.module)
+        return run_ranks(
+            run, settings, settings.num_ranks, preload=command.module, lab=settings.lab
+        )
+    except UnsupportedError as error:  # there can be no lab
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -81,11 +81,14 @@ class Meter(Protocol):
 
 
 class HostMeter:
-    """A `Meter` of the host engine, whose calls block."""
+    """A `Meter` of an engine on the CPU, whose calls block."""
 
-    engine = "host"
     torch_device = torch.device("cpu")
     big_bytes = 1 << 20
+
+    def __init__(self, engine: str = "host") -> None:
+        """Create it; ``engine``: of the groups."""
+        self.engine = engine
 
     def num_sms(self, given: int | None, ranks_here: int) -> int:
         """Return the given number of threads, or 1."""
@@ -316,8 +319,11 @@ class HostClock:
     loopback = False
 
     def __init__(self, group: Group) -> None:
-        """Create the clock. Ranks of one domain are assumed to share a machine."""
-        self.one_clock = len(set(group.topology.domain.tolist())) == 1
+        """Create the clock.
+
+        Ranks without a launcher, or of one domain, are assumed to share a machine.
+        """
+        self.one_clock = find_launcher() is None or len(set(group.topology.domain.tolist())) == 1
 
     def span(self, run: Run) -> tuple[float, float]:
         """Start together with all ranks."""

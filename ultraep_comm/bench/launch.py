@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TypeVar, cast
 
+from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.sizes import parse_count
 from ultraep_comm.errors import InvalidArgumentError, UltraEPError
 
@@ -130,13 +131,22 @@ def _join_launched(launched: Launched) -> None:
 
 
 def run_ranks(
-    run: Callable[[Settings], int], settings: Settings, num_ranks: int, *, preload: str = ""
+    run: Callable[[Settings], int],
+    settings: Settings,
+    num_ranks: int,
+    *,
+    preload: str = "",
+    lab: Lab | None = None,
 ) -> int:
     """Run ``run(settings)`` on every rank over a gloo process group; return the exit code.
 
     Under a launcher this process is one of the ranks. Otherwise it starts ``num_ranks`` processes,
     which rendezvous through a file, so no port is needed. ``preload`` names a module to import
-    before they are forked; default: the module of ``run``.
+    before they are forked; default: the module of ``run``. The processes are spread over the
+    machines of ``lab``, in runs of consecutive ranks, and gloo uses their links.
+
+    Raises:
+        UnsupportedError: the lab cannot be created here.
     """
     launched = find_launcher()
     if launched is not None:
@@ -145,11 +155,17 @@ def run_ranks(
     # A server process imports everything once; the ranks are its forks.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", preload or run.__module__])
-    with _signals_raise(), tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder:
+    with (
+        _signals_raise(),
+        contextlib.nullcontext() if lab is None else lab,
+        tempfile.TemporaryDirectory(prefix="ultraep_comm-") as folder,
+    ):
         meeting = f"file://{folder}/ranks"
         ranks = [
             context.Process(
-                target=_start_rank, args=(run, settings, meeting, rank, num_ranks), daemon=True
+                target=_start_rank,
+                args=(run, settings, meeting, rank, num_ranks, lab),
+                daemon=True,
             )
             for rank in range(num_ranks)
         ]
@@ -228,10 +244,18 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _start_rank(
-    run: Callable[[Settings], int], settings: Settings, meeting: str, rank: int, num_ranks: int
+    run: Callable[[Settings], int],
+    settings: Settings,
+    meeting: str,
+    rank: int,
+    num_ranks: int,
+    lab: Lab | None,
 ) -> None:
     import torch.distributed as dist
 
+    if lab is not None:  # before there are threads, which would stay outside
+        lab.enter(rank * lab.machines // num_ranks)
+        os.environ["GLOO_SOCKET_IFNAME"] = lab.interface
     _end_with_parent()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultraep_comm.bench.gate import Gate
 from ultraep_comm.bench.launch import launched_ranks
+from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.sizes import format_size, parse_segments, parse_size
 from ultraep_comm.errors import InvalidArgumentError
 
@@ -68,8 +69,9 @@ class Settings:
 
     Attributes:
         num_ranks: G.
-        engine: "host" or "cuda".
-        fabric: "shm", "nvshmem", "torch" or "loopback".
+        engine: "host", "cuda" or "c10d".
+        fabric: "shm", "nvshmem", "torch" or "loopback"; "none" with the engine "c10d".
+        lab: whose machines the ranks run on; None: on this one.
         tile_bytes: None: the engine's default.
         iters: measured iterations.
         warmup: iterations before the measured ones.
@@ -84,6 +86,7 @@ class Settings:
     num_ranks: int = 1
     engine: str = "host"
     fabric: str = "shm"
+    lab: Lab | None = None
     tile_bytes: int | None = None
     iters: int = 20
     warmup: int = 3
@@ -174,7 +177,8 @@ def choose_engine(engine: str, fabric: str, launched: int | None) -> tuple[str, 
             engine = "cuda" if gpu_is_usable() else "host"
         else:
             engine = "host" if fabric == "shm" else "cuda"
-    fabrics = ("shm",) if engine == "host" else ("loopback", "torch", "nvshmem")
+    of_engine = {"host": ("shm",), "c10d": ("none",)}
+    fabrics = of_engine.get(engine, ("loopback", "torch", "nvshmem"))
     if fabric == "auto":
         fabric = fabrics[0] if launched is None else fabrics[-1]
     if fabric not in fabrics:
@@ -229,7 +233,8 @@ def check_memory(num_bytes: int, engine: str) -> None:
     from ultraep_comm.fabrics.shm import available_bytes
 
     available = available_bytes()
-    if engine == "host" and num_bytes > available:
+    here = engine == "host" or (engine == "c10d" and launched_ranks() is None)
+    if here and num_bytes > available:
         raise InvalidArgumentError(
             f"experts and slots of all ranks take {format_size(num_bytes)}, but this machine has"
             f" {format_size(available)} of memory available; use smaller sizes, or fewer experts,"
@@ -240,13 +245,14 @@ def check_memory(num_bytes: int, engine: str) -> None:
 # ---- engine and trace --------------------------------------------------------------------------
 
 
-def add_engine(add: Add) -> None:
-    """Add ``--engine`` and ``--fabric``."""
+def add_engine(add: Add, *more: str) -> None:
+    """Add ``--engine``, with ``more`` engines, and ``--fabric``."""
+    c10d = "; c10d: the ranks' process group, on the CPU" if "c10d" in more else ""
     add(
         "--engine",
-        choices=["auto", "host", "cuda"],
+        choices=["auto", "host", "cuda", *more],
         default="host",
-        help='auto: cuda if there is a GPU and a kernel for it, else host (default "host")',
+        help=f'auto: cuda if there is a GPU and a kernel for it, else host (default "host"){c10d}',
     )
     add(
         "--fabric",
@@ -256,6 +262,65 @@ def add_engine(add: Add) -> None:
         " (symmetric memory), one process and GPU per rank (default: nvshmem under torchrun or"
         " srun, else loopback)",
     )
+
+
+def add_lab(add: Add) -> None:
+    """Add ``--lab-gbit`` and ``--lab-machines``."""
+    add(
+        "--lab-gbit",
+        type=float,
+        metavar="RATE",
+        help="run the ranks on machines that are network namespaces, each with a link of RATE"
+        " Gbit/s, one way, to a switch; needs root or user namespaces",
+    )
+    add(
+        "--lab-machines",
+        type=int,
+        metavar="N",
+        help="machines of the lab, each with a run of consecutive ranks; 1 with the host engine"
+        " (default: one for each rank)",
+    )
+
+
+def check_lab(options: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the arguments of `add_lab`; return fields of `Settings`.
+
+    Args:
+        options: parsed command line.
+        found: engine and number of ranks, and what `check_shared` returns.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, or there cannot be a lab with the others.
+    """
+    gbit, machines, ranks = options.lab_gbit, options.lab_machines, found["num_ranks"]
+    if gbit is None:
+        if machines is not None:
+            raise InvalidArgumentError(f"--lab-machines is {machines}, but there is no --lab-gbit")
+        return {}
+    engine, launched = found["engine"], launched_ranks()
+    if launched is not None:
+        raise InvalidArgumentError(
+            f"--lab-gbit is for ranks that the benchmark starts, but {launched} were launched;"
+            " start it without the launcher"
+        )
+    if engine == "cuda":
+        raise InvalidArgumentError("--lab-gbit is for ranks on the CPU; use --engine c10d")
+    machines = ranks if machines is None else machines
+    if not 1 <= machines <= ranks:
+        raise InvalidArgumentError(
+            f"--lab-machines is {machines}; expected 1 to {ranks}, the ranks"
+        )
+    if engine == "host" and machines > 1:
+        raise InvalidArgumentError(
+            f"--engine host needs all ranks on one machine, and the lab has {machines}; use"
+            " --engine c10d, or --lab-machines 1"
+        )
+    try:
+        lab = Lab(machines=machines, gbit=gbit)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--lab-{error}") from None
+    has_links = found["link_gbps"] is None and machines == ranks
+    return {"lab": lab, **({"link_gbps": gbit / 8} if has_links else {})}
 
 
 def add_trace(add: Add, use: str) -> None:
@@ -473,8 +538,8 @@ def check_rate_known(gate: Gate, fabric: str, link_gbps: float | None) -> None:
     """Raise InvalidArgumentError if the gate needs a bound, but the link rate is unknown."""
     if gate.max_over_bound is not None and link_gbps is None and fabric not in ("shm", "loopback"):
         raise InvalidArgumentError(
-            f"--max-over-bound is {gate.max_over_bound:g}, but the link rate of --fabric"
-            f" {fabric} is not known; give --link-gbps"
+            f"--max-over-bound is {gate.max_over_bound:g}, but the rate of a rank's link is not"
+            " known; give --link-gbps"
         )
 
 

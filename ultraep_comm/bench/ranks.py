@@ -49,6 +49,7 @@ class Ranks(abc.ABC):
         """Create the groups; ``more`` goes to ``new_group``. Collective, but in loopback."""
         options = {
             **{"num_experts": num_experts, "slots_per_rank": slots, "engine": meter.engine},
+            "allow_cross_domain": meter.engine == "c10d",  # which needs no access to peers' memory
             **more,
         }
         self.meter, self.loopback = meter, fabric == "loopback"

@@ -56,7 +56,7 @@ def gather_load(topk_ids: torch.Tensor, *, group: Group) -> torch.Tensor:
     except BaseException as error:
         session.note_failure(error)
         raise
-    return torch.empty(load.shape, dtype=torch.int32, device="cpu").copy_(load)
+    return torch.empty(load.shape, dtype=torch.int32, device=topk_ids.device).copy_(load)
 
 
 def gather_and_plan(

@@ -169,10 +169,10 @@ def _plan(
         return local.plan(load, *plan_objective(target, cost, group), apart=apart)
     index, engine = bank_index(bank, group.session), group.session.engine
     objective = _objective_on(True, target, cost, group)
-    if local.holds(load):
-        held: dict[str, Any] = {"bank_table": engine.bank_table(index)}
-    else:
-        held = {"residents": engine.residents(index)}
+    table = engine.bank_table(index) if local.holds(load) else 0
+    held: dict[str, Any] = (
+        {"bank_table": table} if table else {"residents": engine.residents(index)}
+    )
     return local.plan(load, *objective, apart=apart, bank=index, **held)
 
 

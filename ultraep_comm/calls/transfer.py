@@ -110,7 +110,7 @@ class Call:
         """
         session, given, plan = self._session, self._given, self.plan
         try:
-            epoch, mode = session.engine.transfer(call)
+            epoch, mode = session.engine.transfer(call, bound)
             on_host = self._on_host
             work = session.submit(
                 epoch,

@@ -24,10 +24,32 @@ from ultraep_comm.fabrics.meeting import Meeting
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray, Topology
-from ultraep_comm.weights.binding import AddressTables
-from ultraep_comm.weights.segments import Segment
+from ultraep_comm.weights.binding import AddressTables, BoundGrads
+from ultraep_comm.weights.segments import BoundWeights, Segment
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendReport:
+    """How a call failed that a backend made: the fields of `_core.Report`, and what it said."""
+
+    fault: _core.Fault
+    epoch: int
+    flag: _core.FlagKind = _core.FlagKind.CALL
+    peer: int = -1
+    expert: int = -1
+    piece: int = -1
+    seen: int = 0
+    expected: int = 0
+    aborter: int = -1
+    root: int = -1
+    seconds: float = 0.0
+    all_called: bool = False
+    detail: str = ""
+
+
+Report = _core.Report | BackendReport
 
 
 class Engine(Protocol):
@@ -48,8 +70,13 @@ class Engine(Protocol):
     def has_shape(self, plan: _core.PlanView) -> bool:
         """Return whether a plan is for as many ranks, slots and experts as the group."""
 
-    def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
-        """Submit a transfer or reduction; return its epoch and mode (None: the device chooses)."""
+    def transfer(
+        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
+    ) -> tuple[int, _core.Mode | None]:
+        """Submit a transfer or reduction; return its epoch and mode (None: the device chooses).
+
+        ``bound``: what it moves; most engines read the addresses in ``call``.
+        """
 
     def gather(self, counted: Tensor, load: Tensor) -> int:
         """Exchange the result of :meth:`LocalStages.count` into ``[G, E]``; return the epoch."""
@@ -127,7 +154,7 @@ class Engine(Protocol):
     def failed_epoch(self) -> int:
         """Return the first call that is known to have failed; 0: none."""
 
-    def report(self) -> _core.Report:
+    def report(self) -> Report:
         """Return the report of the first failed call."""
 
     def bad_id(self) -> tuple[int, int] | None:

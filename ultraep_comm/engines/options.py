@@ -19,16 +19,45 @@ from ultraep_comm.weights.segments import Segment, make_segments
 HOST_TILE_BYTES = 64 << 10
 WAIT_TIMEOUT = 30.0
 MAX_BANKS = 1 << 16
-ENGINES = ("auto", "host", "cuda")
-FABRICS = ("auto", "shm", "nvshmem", "torch", "loopback")
+ENGINES = ("auto", "host", "cuda", "c10d")
+FABRICS = ("auto", "shm", "nvshmem", "torch", "none", "loopback")
 # Engines over fabrics between processes, in the order in which "auto" prefers them.
-PREFERRED = (("cuda", "nvshmem"), ("cuda", "torch"), ("host", "shm"))
+PREFERRED = (("cuda", "nvshmem"), ("cuda", "torch"), ("host", "shm"), ("c10d", "none"))
 ExpertSpec = Mapping[str, Segment | tuple[Sequence[int], torch.dtype]]
 
 
-def allowed_ways(engine: str, fabric: str) -> list[tuple[str, str]]:
+_WORKS_ON = {"host": "cpu", "cuda": "cuda"}  # c10d: on what the process group has a backend for
+
+
+def allowed_ways(
+    engine: str, fabric: str, device: torch.device | None = None
+) -> list[tuple[str, str]]:
     """Return the engines and fabrics that these arguments of a group allow, preferred first."""
-    return [(e, f) for e, f in PREFERRED if engine in ("auto", e) and fabric in ("auto", f)]
+    return [
+        (e, f)
+        for e, f in PREFERRED
+        if engine in ("auto", e)
+        and fabric in ("auto", f)
+        and (device is None or _WORKS_ON.get(e, device.type) == device.type)
+    ]
+
+
+def _as_device(device: torch.device | str | None, engine: str) -> torch.device | None:
+    """Check a ``device=`` argument.
+
+    Raises:
+        InvalidArgumentError: it is no device, or of a type that the engine does not work on.
+    """
+    try:
+        found = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device is {device!r}; expected a device or None") from error
+    works_on = _WORKS_ON.get(engine)
+    if found is not None and works_on not in (None, found.type):
+        raise InvalidArgumentError(
+            f"device is {str(found)!r} with engine={engine!r}; expected {works_on!r} or None"
+        )
+    return found
 
 
 class Options:
@@ -48,6 +77,7 @@ class Options:
         grad_banks: int = 1,
         calibration: Calibration | None = None,
         check: bool | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         for name, value, known in (("engine", engine, ENGINES), ("fabric", fabric, FABRICS)):
             if value not in known:
@@ -55,10 +85,12 @@ class Options:
         self.calibration = calibration or Calibration()
         self.engine = engine
         self.fabric = fabric
-        if fabric != "loopback" and not allowed_ways(engine, fabric):
+        self.device = _as_device(device, engine)
+        if fabric != "loopback" and not allowed_ways(engine, fabric, self.device):
             raise UnsupportedError(
                 f"engine={engine!r} does not run over fabric={fabric!r}; expected engine='host'"
-                " with fabric='shm', or engine='cuda' with fabric='nvshmem' or fabric='torch'"
+                " with fabric='shm', engine='cuda' with fabric='nvshmem' or fabric='torch', or"
+                " engine='c10d' with fabric='none'"
             )
         self.banks = as_int(banks, "banks")
         self.grad_banks = as_int(grad_banks, "grad_banks")
@@ -69,8 +101,8 @@ class Options:
                 f"grad_banks is {grad_banks}; expected 1 to {self.banks}, the number of banks"
             )
         self.check = bool(env.check() if check is None else check)
-        if engine == "cuda":
-            self.refuse_on_cuda()
+        if engine in ("cuda", "c10d"):
+            self.refuse_check({"cuda": "CUDA"}.get(engine, engine))
         self.segments = make_segments(expert)
         self.grads = make_grads(grads, self.segments)
         self.timeout = env.timeout() if timeout is None else timeout
@@ -99,12 +131,12 @@ class Options:
                 f"ULTRAEP_RECORD_CALLS is {calls}; expected 1 to {MAX_CAPACITY} calls"
             )
 
-    def refuse_on_cuda(self) -> None:
-        """Raise UnsupportedError for what CUDA groups cannot do: check mode."""
+    def refuse_check(self, engine: str) -> None:
+        """Raise UnsupportedError if check mode is on: the named engine has none."""
         if self.check:
             raise UnsupportedError(
                 "check=True, or ULTRAEP_CHECK=1, requires the host engine, but this group would use"
-                " the CUDA engine; pass engine='host', or check=False"
+                f" the {engine} engine; pass engine='host', or check=False"
             )
 
     def digest(self, topology: Topology, given_domains: bool) -> int:
@@ -126,6 +158,7 @@ class Options:
                 self.check,
                 self.engine,
                 self.fabric,
+                None if self.device is None else self.device.type,
             )
         )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

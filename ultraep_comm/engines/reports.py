@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from ultraep_comm import _core
-from ultraep_comm.engines.base import Engine
+from ultraep_comm.engines.base import Engine, Report
 from ultraep_comm.errors import (
     CorruptSlotError,
     GroupClosedError,
@@ -39,7 +39,7 @@ class _Places(TypedDict):
 
 
 def error_from(
-    report: _core.Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
+    report: Report, rank: int, operation: str, states: tuple[RankState, ...] = ()
 ) -> TransferError:
     """Return the error for a failed ``operation`` on ``rank``; ``states``: of all ranks."""
     root = report.root
@@ -49,6 +49,8 @@ def error_from(
     if operation.startswith("reduce_expert_grads"):
         undefined = "Slot gradients and the main gradients of replicated experts are"
     suffix = f". {undefined} undefined; close the group and create a new one"
+    if report.detail:
+        suffix = f" (the backend says: {report.detail}){suffix}"
     tail = f"{suffix}. Last known states:\n{describe_states(states)}" if states else suffix
     places = _Places(rank=rank, peer=peer, root=root, epoch=report.epoch, states=states)
     waited = f"`{report.flag.name.lower()}` from rank {report.peer}"
@@ -79,8 +81,8 @@ def error_from(
             )
         case Fault.GONE:
             return PeerGoneError(
-                f"{prefix}waited for {waited}, but that rank's process has ended; see its"
-                f" log{tail}",
+                f"{prefix}waited for {waited}, but that rank's process has ended"
+                f"{', or closed its group' if report.detail else ''}; see its log{tail}",
                 **places,
             )
         case Fault.ABORTED:
@@ -203,7 +205,7 @@ def placement_error(
 
 
 def refusal_error(
-    report: _core.Report,
+    report: Report,
     bad_id: tuple[int, int],
     rank: int,
     topology: Topology,

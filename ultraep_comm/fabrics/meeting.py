@@ -77,9 +77,9 @@ class Notices:
         del self._group
 
     @property
-    def works(self) -> bool:
-        """Whether the store can be used."""
-        return self._store is not None
+    def store(self) -> Any:
+        """The store; None: there is none that can be used."""
+        return self._store
 
     def has_come(self, rank: int) -> bool:
         """Return whether a rank is known to have begun this creation."""
@@ -366,6 +366,11 @@ class Meeting:
             return DEFAULT_TIMEOUT
         return value.total_seconds() if isinstance(value, timedelta) else DEFAULT_TIMEOUT
 
+    @property
+    def store(self) -> Any:
+        """Return the process group's store; None if it has none."""
+        return self._notices.store
+
     def leave(self) -> None:
         """Release the process group, so that its threads end when the caller destroys it."""
         # Inside making() the peers still have to learn why this rank failed.
@@ -467,7 +472,11 @@ class Meeting:
             time.sleep(3 * _POLL)
         if failure is None:
             absent = [r for r in range(self.num_ranks) if not self._notices.has_come(r)]
-            who = f"; not in new_group: ranks {absent}" if absent and self._notices.works else ""
+            who = (
+                f"; not in new_group: ranks {absent}"
+                if absent and self._notices.store is not None
+                else ""
+            )
             failure = BootstrapError(
                 f"rank {self.rank}: the process group failed; has a rank left it?{who}"
                 f" ({str(error).splitlines()[0]})",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from ultraep_comm.calibration import from_environment
 from ultraep_comm.engines import host
 from ultraep_comm.engines.base import Parts
-from ultraep_comm.engines.options import ExpertSpec, Options
+from ultraep_comm.engines.options import ExpertSpec, Options, allowed_ways
 from ultraep_comm.errors import UnsupportedError
 from ultraep_comm.fabrics.meeting import Hello, Meeting, check_same_arguments
 from ultraep_comm.group.group import Group
@@ -19,6 +21,8 @@ from ultraep_comm.group.session import Session
 from ultraep_comm.plan.topology import IntsLike, Topology
 from ultraep_comm.recording.recorder import dump_at_end, name_run, new_run, prepare_folder
 from ultraep_comm.weights.binding import GradSpec
+
+_LOGGER = logging.getLogger("ultraep_comm")
 
 
 def new_group(
@@ -39,6 +43,7 @@ def new_group(
     num_sms: int | None = None,
     tile_bytes: int | None = None,
     check: bool | None = None,
+    device: torch.device | str | None = None,
 ) -> Group:
     """Create a group over a process group. Collective; several groups may exist at once.
 
@@ -59,11 +64,15 @@ def new_group(
         banks: sets of slots, for instance one for each layer, which keeps what it holds from one
             step to the next; see :class:`Bank`. Each takes S experts' bytes (`group_memory`).
         grad_banks: sets of slot gradients; bank i has set i modulo their number.
-        engine: "host" (threads), "cuda" (one GPU per rank: torch's current device, so call
-            torch.cuda.set_device first), or "auto": "cuda" where every rank can, else "host".
+        engine: "host" (threads, on one machine), "cuda" (one GPU per rank: torch's current device,
+            so call torch.cuda.set_device first), "c10d" (messages over process groups of its own,
+            with the backends of this one: gloo, NCCL or others, on any number of machines); or
+            "auto": "cuda" where every rank can; else "host" where all ranks are on one machine and
+            none has a device that "c10d" could use; else "c10d". The logger "ultraep_comm" says
+            which, and why.
         fabric: "shm" with the host engine; with the CUDA engine "nvshmem", or "torch" (torch's
-            symmetric memory, for ranks that all reach each other by load and store); or "auto":
-            "nvshmem" where every rank has it over these ranks, else "torch".
+            symmetric memory, for ranks that all reach each other by load and store); "none" with
+            "c10d"; or "auto": "nvshmem" where every rank has it over these ranks, else "torch".
         timeout: limit of every wait in seconds; 0: no limit. None: the process group's timeout
             until every rank of a plan has called, then 30 s.
         num_sms: workers per rank: threads (None: the machine's cores divided by its ranks) or
@@ -71,6 +80,8 @@ def new_group(
         tile_bytes: unit of the transfer, a power of two; on the CUDA engine 16384 or 32768.
         check: compare every slot with its main instance after each transfer, on the host engine;
             None: ULTRAEP_CHECK, else False. The same on every rank.
+        device: where weights and slots are. None: where the engine works; of "c10d", the
+            accelerator if there is one and a backend for it, else the CPU.
 
     Raises:
         InvalidArgumentError: an argument is wrong on this rank.
@@ -97,6 +108,7 @@ def new_group(
                 grad_banks=grad_banks,
                 check=check,
                 calibration=from_environment(engine) if meeting.rank == 0 else None,
+                device=device,
             )
             if fabric == "loopback":
                 raise UnsupportedError("fabric='loopback' is for one process: new_loopback_groups")
@@ -119,13 +131,44 @@ def new_group(
         hello = Hello(digest=options.digest(topology, domains is not None), token=new_run())
         hellos = meeting.exchange(hello)
         check_same_arguments(hellos)
-        parts = None
-        if engine != "host" and fabric != "shm":
-            from ultraep_comm.engines.cuda import make
-
-            parts = make.make_group_parts(meeting, options, topology, domains is not None)
-        parts = parts or host.make_shm_parts(meeting, options, topology, domains is not None)
+        parts = _make_parts(meeting, options, topology, domains is not None)
         return _groups([parts], options, hellos[0].token)[0]
+
+
+def _make_parts(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+) -> Parts:
+    """Create one rank's parts on the engine asked for, or on the best one. Collective."""
+    ways = allowed_ways(options.engine, options.fabric, options.device)
+    parts, reason = None, ""
+    if ways[0][0] == "cuda":
+        from ultraep_comm.engines.cuda import make
+
+        parts, reason = make.make_group_parts(meeting, options, topology, given_domains)
+    engine = "cuda"
+    if parts is None:
+        from ultraep_comm.engines.c10d import make as c10d
+
+        left = {name for name, _ in ways if name != "cuda"}
+        engine = left.pop() if len(left) == 1 else c10d.choose_engine(meeting, options.device)
+        make_one = host.make_shm_parts if engine == "host" else c10d.make_group_parts
+        parts = make_one(meeting, options, topology, given_domains)
+    if options.engine == "auto" and meeting.rank == 0:
+        _say_engine(engine, reason)
+    return parts
+
+
+@cache
+def _say_engine(engine: str, reason: str) -> None:
+    """Log, once for each, which engine engine="auto" has taken."""
+    why = f" ({reason})" if reason else ""
+    _LOGGER.log(
+        logging.WARNING if engine == "c10d" else logging.INFO,
+        "engine='auto' uses the %s engine%s. Pass engine= to choose, or see `python -m"
+        " ultraep_comm.doctor`",
+        engine,
+        why,
+    )
 
 
 def new_loopback_groups(
@@ -148,8 +191,9 @@ def new_loopback_groups(
 ) -> list[Group]:
     """Create a group whose ranks all live in this process; the engines are the same.
 
-    With ``engine="host"`` (the default) ranks are threads. With ``engine="cuda"`` they share
-    torch's current device, and the last rank to call launches one kernel for all of them.
+    With ``engine="host"`` (the default) ranks are threads, as with ``engine="c10d"``, whose threads
+    send messages over gloo. With ``engine="cuda"`` they share torch's current device, and the last
+    rank to call launches one kernel for all of them.
     A collective waits for its peers: call it from one thread per rank, or with ``async_op=True``
     on every rank before the first wait. Other arguments are those of :func:`new_group`;
     ``num_sms`` is per rank, and the blocks of all ranks have to fit on the device together.
@@ -188,6 +232,10 @@ def new_loopback_groups(
 def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     if options.engine == "host":
         return host.make_loopback_parts(options, topology)
+    if options.engine == "c10d":
+        from ultraep_comm.engines.c10d import make as c10d
+
+        return c10d.make_loopback_parts(options, topology)
     from ultraep_comm.engines.cuda import make
     from ultraep_comm.engines.cuda.device import find_device
     from ultraep_comm.engines.cuda.kernels import load_kernels
@@ -199,7 +247,7 @@ def _make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
         if options.engine == "cuda":
             raise
         return host.make_loopback_parts(options, topology)
-    options.refuse_on_cuda()
+    options.refuse_check("CUDA")
     return make.make_loopback_parts(options, topology, device, kernels)
 
 

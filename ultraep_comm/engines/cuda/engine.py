@@ -16,6 +16,8 @@ from ultraep_comm.errors import DeviceError, UnsupportedError
 from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.planner import Costs
 from ultraep_comm.plan.topology import IntArray
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import BoundWeights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,7 +132,9 @@ class CudaEngine:
         self._tables.append(table)
         return _translated(self._engine.add_region, bases, table.data_ptr())
 
-    def transfer(self, call: _core.TransferCall) -> tuple[int, _core.Mode | None]:
+    def transfer(
+        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
+    ) -> tuple[int, _core.Mode | None]:
         """Submit a transfer or a reduction on the current stream, or ordered after it.
 
         Returns:

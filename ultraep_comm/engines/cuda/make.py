@@ -90,13 +90,13 @@ class Way:
         return "" if self.missing is None else str(self.missing) or "nothing was found"
 
 
-def find_ways(engine: str, fabric: str) -> Iterator[Way]:
+def find_ways(engine: str, fabric: str, device: torch.device | None = None) -> Iterator[Way]:
     """Look for what a group with these arguments may use, the preferred first.
 
     `new_group` takes the first way that no rank is missing. Each is looked for when its turn has
     come: NVSHMEM is not loaded for nothing.
     """
-    for engine_name, fabric_name in allowed_ways(engine, fabric):
+    for engine_name, fabric_name in allowed_ways(engine, fabric, device):
         found: Any = None
         missing: Exception | None = None
         try:
@@ -109,11 +109,12 @@ def find_ways(engine: str, fabric: str) -> Iterator[Way]:
 
 def make_group_parts(
     meeting: Meeting, options: Options, topology: Topology, given_domains: bool
-) -> Parts | None:
+) -> tuple[Parts | None, str]:
     """Create one rank's parts over the first fabric that all ranks have. Collective.
 
     Returns:
-        None on every rank if there is no such fabric, and neither fabric nor engine was requested.
+        The parts; None on every rank if there is no such fabric, and other engines are allowed. And
+        why there are none.
 
     Raises:
         InvalidArgumentError: this rank's device cannot satisfy an argument.
@@ -124,11 +125,11 @@ def make_group_parts(
     own: list[Exception] = []
     foreign: OtherPesError | None = None  # why NVSHMEM was skipped
     reasons: dict[str, list[str]] = {}  # reason -> fabrics that it rules out
-    for way in find_ways(options.engine, options.fabric):
-        if way.engine == "host":
-            # If NVSHMEM is in use the ranks have GPUs, and taking the host engine would surprise.
+    for way in find_ways(options.engine, options.fabric, options.device):
+        if way.engine != "cuda":
+            # If NVSHMEM is in use the ranks have GPUs, and taking another engine would surprise.
             if foreign is None:
-                return None
+                return None, _reasons(reasons)
             break
         name, text = way.fabric, way.reason
         if way.missing is not None:
@@ -136,10 +137,10 @@ def make_group_parts(
         answers = meeting.exchange(Hello(error=text))
         lacking = [rank for rank, answer in enumerate(answers) if answer.error]
         if not lacking:
-            options.refuse_on_cuda()  # on all ranks alike
+            options.refuse_check("CUDA")  # on all ranks alike
             make = make_nvshmem_parts if name == "nvshmem" else make_torch_parts
             try:
-                return make(meeting, options, topology, given_domains, way.found)
+                return make(meeting, options, topology, given_domains, way.found), ""
             except OtherPesError as error:  # on all ranks alike, and before any allocation
                 if options.fabric != "auto":
                     raise
@@ -162,9 +163,15 @@ def _why_none(
     """Return why no fabric is on all ranks: this rank's own error if that is the only reason."""
     if len(reasons) == 1 and own:
         return own[-1]
-    found = "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
-    text = f"rank {rank}: no group was created, because no fabric works on every rank. {found}"
+    text = (
+        f"rank {rank}: no group was created, because no fabric works on every rank."
+        f" {_reasons(reasons)}"
+    )
     return UnsupportedError(text) if own else BootstrapError(text)
+
+
+def _reasons(reasons: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"fabric {' and '.join(names)}: {why}" for why, names in reasons.items())
 
 
 def make_nvshmem_parts(

@@ -105,9 +105,9 @@ COMMAND = Command(
     name="reduce",
     help="add the gradients of a plan's replicas to the main gradients",
     description="Time reduce_expert_grads against isend/irecv and adding, and against plain"
-    " adding from shared memory, on one plan, with interleaved iterations. Sizes take the"
-    " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met,"
-    " 2 after other errors.",
+    " adding from shared memory (the engine c10d: against torch.distributed.reduce), on one plan,"
+    " with interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
+    " byte is wrong, 3 if a limit is not met, 2 after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.reduce.run",

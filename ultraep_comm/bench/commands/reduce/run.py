@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ultraep_comm.bench.baselines import cut_line, exchange
+from ultraep_comm.bench.baselines import cut_line, exchange, group_of, holders_of
 from ultraep_comm.bench.clock import Meter
 from ultraep_comm.bench.commands.reduce import ReduceSettings
 from ultraep_comm.bench.commands.replicate.run import run_one_plan
@@ -58,8 +58,10 @@ class Reduction:
         )
 
     def host_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
-        """Return isend/irecv over gloo with local adds, and plain adding."""
-        return [GlooReduction(ranks, plan), CopyAdd(ranks, plan)]
+        """Return isend/irecv over gloo, and plain adding; without shared memory, reductions."""
+        shared = ranks.meter.engine == "host"
+        p2p = GlooReduction(ranks, plan)
+        return [p2p, CopyAdd(ranks, plan) if shared else GroupReduction(ranks, plan)]
 
     def device_baselines(self, ranks: GradRanks, plan: Plan) -> list[Transfer]:
         """Return none besides copies."""
@@ -115,6 +117,7 @@ class GradRanks(Ranks):
 
     Attributes:
         mains: main gradients of each rank here, ``{name: [M, elements]}``.
+        grad_dtype: of the slots.
         zero: slot gradients are cleared.
         ranges: of a baseline, to fill with the values of main gradients.
     """
@@ -122,6 +125,7 @@ class GradRanks(Ranks):
     def __init__(self, meter: Meter, settings: ReduceSettings, num_sms: int | None) -> None:
         """Create the groups; allocate and bind main gradients. Collective, but in loopback."""
         elements, dtype = settings.elements, getattr(torch, settings.main_dtype)
+        self.grad_dtype: torch.dtype = getattr(torch, settings.grad_dtype)
         super().__init__(
             meter,
             num_ranks=settings.num_ranks,
@@ -130,7 +134,7 @@ class GradRanks(Ranks):
             fabric=settings.fabric,
             # Weights are not moved, so one byte stands for each element.
             expert={name: ((count,), torch.uint8) for name, count in elements.items()},
-            grads=getattr(torch, settings.grad_dtype),
+            grads=self.grad_dtype,
             tile_bytes=settings.tile_bytes,
             num_sms=num_sms,
         )
@@ -176,8 +180,13 @@ class GradRanks(Ranks):
             main = payload.values(epoch=epoch, expert=own.expert, rank=MAIN, segment=own.segment)
             own.data.copy_(main[own.begin : own.begin + own.data.numel()])
 
-    def count_wrong(self, plan: Plan, payload: GradPayload, epoch: int) -> int:
-        """Return the wrong bytes of main gradients and slots on these ranks."""
+    def count_wrong(
+        self, plan: Plan, payload: GradPayload, epoch: int, *, any_order: bool = False
+    ) -> int:
+        """Return the wrong bytes of main gradients and slots on these ranks.
+
+        ``any_order``: sums may be rounded as additions in any order and the slots' dtype are.
+        """
         wrong = self.count_wrong_slots(plan)
         for group, mains in zip(self.groups, self.mains, strict=True):
             for expert, i in main_index(group).items():
@@ -189,7 +198,10 @@ class GradRanks(Ranks):
                         continue
                     at = {"epoch": epoch, "expert": expert}
                     wanted = payload.reduced(**at, ranks=ranks, segment=name)
-                    wrong += count_different(found, wanted)
+                    if any_order:
+                        wrong += count_far(found, wanted, len(ranks), self.grad_dtype)
+                    else:
+                        wrong += count_different(found, wanted)
         return wrong
 
     def count_wrong_slots(self, plan: Plan) -> int:
@@ -252,6 +264,72 @@ class GlooReduction:
     def count_wrong(self, payload: GradPayload, epoch: int) -> int:
         """Return the wrong bytes of main gradients and slots."""
         return self._ranks.count_wrong(self._plan, payload, epoch)
+
+
+class GroupReduction:
+    """`torch.distributed.reduce` of every segment of every replicated expert, to its home.
+
+    All start at once, in the order of experts on every rank, in process groups of the home and the
+    replicas. The sums have the slots' dtype and gloo's order; slots are cleared.
+    """
+
+    name = "reduce"
+
+    def __init__(self, ranks: GradRanks, plan: Plan) -> None:
+        """Create the process groups and, where gloo may not write to gradients, buffers.
+
+        Collective.
+        """
+        self._ranks, self._plan = ranks, plan
+        self._jobs: list[tuple[torch.Tensor, int, dist.ProcessGroup]] = []
+        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # main gradients, buffer
+        self._slots: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, what gloo writes to
+        (group,), (mains,) = ranks.groups, ranks.mains
+        index = main_index(group)
+        slot_of = {expert: slot for expert, _, r, slot in replicas_of(plan) if r == group.rank}
+        for expert, home, holders in holders_of(plan):
+            members = group_of(holders)
+            for name, rows in group.slot_grads.items() if group.rank in holders else ():
+                if group.rank == home:
+                    data = mains[name][index[expert]]
+                    if data.dtype != rows.dtype:
+                        self._sums.append((data, torch.zeros_like(rows[0])))
+                        data = self._sums[-1][1]
+                else:
+                    sent = rows[slot_of[expert]]
+                    data = sent if ranks.zero else torch.empty_like(sent)
+                    self._slots.append((sent, data))
+                self._jobs.append((data, home, members))
+
+    def run(self) -> None:
+        """Reduce everything, wait, add and clear."""
+        for _, buffer in self._sums:
+            buffer.zero_()
+        for sent, data in () if self._ranks.zero else self._slots:
+            data.copy_(sent)
+        works = [dist.reduce(data, home, group=g, async_op=True) for data, home, g in self._jobs]
+        for work in works:
+            work.wait()
+        for main, buffer in self._sums:
+            main.add_(buffer)
+        for sent, _ in self._slots if self._ranks.zero else ():
+            sent.zero_()
+
+    def count_wrong(self, payload: GradPayload, epoch: int) -> int:
+        """Return the wrong bytes of main gradients, up to rounding, and of slots."""
+        return self._ranks.count_wrong(self._plan, payload, epoch, any_order=True)
+
+
+def count_far(
+    data: torch.Tensor, wanted: torch.Tensor, replicas: int, grad_dtype: torch.dtype
+) -> int:
+    """Return the bytes of values that differ by more than the rounding of their additions.
+
+    Terms are below 2, sums below twice the number of terms, and an addition rounds by half an eps.
+    """
+    eps = max(torch.finfo(dtype).eps for dtype in (grad_dtype, data.dtype))
+    far = (data.float() - wanted.float()).abs() > 2 * (replicas + 1) ** 2 * eps
+    return int(far.sum()) * data.itemsize
 
 
 class CopyAdd:

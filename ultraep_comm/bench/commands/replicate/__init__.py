@@ -20,10 +20,12 @@ from ultraep_comm.bench.options import (
     add_bandwidth_limit,
     add_bound_limit,
     add_engine,
+    add_lab,
     add_outputs,
     add_rounds,
     add_sweep,
     add_trace,
+    check_lab,
     check_memory,
     check_ranks,
     check_rate_known,
@@ -130,7 +132,7 @@ def add_transfer_arguments(
     add_trace(add, "recorded routing instead of generated load")
     add("--tokens", type=int, default=4096, help="tokens of each rank (default 4096)")
     add = parser.add_argument_group("engine").add_argument
-    add_engine(add)
+    add_engine(add, "c10d")
     add(
         *("--num-sms", "--sms"),
         metavar="N,...",
@@ -139,6 +141,7 @@ def add_transfer_arguments(
     )
     add("--mode", choices=[*modes, "all"], default="all", help="mode to measure (default all)")
     add("--tile-bytes", metavar="SIZE", help="unit of the transfer (default: the engine's)")
+    add_lab(parser.add_argument_group("lab").add_argument)
     add_rounds(parser.add_argument_group("iterations").add_argument, "load and payload")
     add = parser.add_argument_group("limits").add_argument
     add_bandwidth_limit(add, "critbw")
@@ -147,8 +150,8 @@ def add_transfer_arguments(
         "--link-gbps",
         type=float,
         metavar="GBPS",
-        help="rate of a rank's link, one way, for the bound T* (default: the measured copy rate, if"
-        " all ranks share one memory)",
+        help="rate of a rank's link, one way, for the bound T* (default: the lab's, if each of its"
+        " machines has one rank; else the measured copy rate, if all ranks share one memory)",
     )
     add = parser.add_argument_group("results").add_argument
     add_outputs(add)
@@ -168,7 +171,9 @@ def make_settings(options: argparse.Namespace) -> ReplicateSettings:
         InvalidArgumentError: an argument is invalid.
         OSError: the trace cannot be read.
     """
-    settings = ReplicateSettings(**check_transfer(options, ALL_MODES))
+    # Over a process group nobody reads a peer's memory: there, pull is push.
+    modes = tuple(m for m in ALL_MODES if m != "pull" or options.engine != "c10d")
+    settings = ReplicateSettings(**check_transfer(options, modes))
     check_memory(settings.needed_bytes, settings.engine)
     return settings
 
@@ -183,7 +188,8 @@ def check_transfer(options: argparse.Namespace, modes: tuple[str, ...]) -> dict[
     found = check_shared(options, _MINIMA)
     sweep = sweep_segments(options, DEFAULT_EXPERT_BYTES)
     found |= check_ranks(options)
-    check_rate_known(found["gate"], found["fabric"], options.link_gbps)
+    found |= check_lab(options, found)
+    check_rate_known(found["gate"], found["fabric"], found["link_gbps"])
     load, source = _make_load(options, found["num_ranks"])
     return {
         **found,
@@ -218,9 +224,10 @@ def _make_load(options: argparse.Namespace, num_ranks: int) -> tuple[NDArray[np.
 COMMAND = Command(
     name="replicate",
     help="copy the experts of a plan into slots",
-    description="Time replicate_experts against batch_isend_irecv and memcpy, on one plan, with"
-    " interleaved iterations. Sizes take the suffixes K, M and G. The exit status is 1 if any"
-    " byte is wrong, 3 if a limit is not met, 2 after other errors.",
+    description="Time replicate_experts against batch_isend_irecv and memcpy (the engine c10d:"
+    " batch_isend_irecv and broadcast), on one plan, with interleaved iterations. Sizes take the"
+    " suffixes K, M and G. The exit status is 1 if any byte is wrong, 3 if a limit is not met, 2"
+    " after other errors.",
     add_arguments=add_arguments,
     make_settings=make_settings,
     module="ultraep_comm.bench.commands.replicate.run",

@@ -24,6 +24,7 @@ from ultraep_comm.plan.plan import Plan
 from ultraep_comm.plan.schedule import transfer_bound
 
 _WIDTH = 9  # of columns, if rows of several sizes follow
+_MACHINE = ("memcpy", "copy+add")  # baselines: the machine's own rate
 
 
 def run_host(collective: Collective, settings: ReplicateSettings, report: Report) -> int:
@@ -37,20 +38,18 @@ def run_host(collective: Collective, settings: ReplicateSettings, report: Report
     for one, num_sms in (
         (one, count) for one in each_size(settings) for count in settings.num_sms or (None,)
     ):
-        ranks = collective.make_ranks(HostMeter(), one, num_sms)
+        ranks = collective.make_ranks(HostMeter(settings.engine), one, num_sms)
         plan = one_plan.begin(settings, ranks, report)
         clock, compared = HostClock(ranks.groups[0]), collective.host_baselines(ranks, plan)
-        modes, (user, machine) = one_plan.time_modes(
-            collective, one, ranks, plan, clock, compared, report
-        )
+        modes, those = one_plan.time_modes(collective, one, ranks, plan, clock, compared, report)
         ranks.close()
-        row = HostRow(collective, one, plan, num_sms, user, machine)
+        row = HostRow(collective, one, plan, num_sms, those)
         found = [report.judge(row.record(m)) for m in modes]
-        others = [row.transfer(m) for m in (user, machine)]
-        wrong += sum(m.wrong for m in (*modes, user, machine))
+        others = [row.transfer(m) for m in those]
+        wrong += sum(m.wrong for m in (*modes, *those))
         records += found
         baselines += others
-        table = table or host_table(described, gate, [user.mode, machine.mode])
+        table = table or host_table(described, gate, [m.mode for m in those])
         report.show(table.add([*found, *others]))
     more = {"baselines": baselines}
     return report.finish(records, described, wrong=wrong, more=more, header=True)
@@ -64,22 +63,19 @@ class HostRow:
     settings: ReplicateSettings
     plan: Plan
     num_sms: int | None
-    user: Measured
-    machine: Measured
+    baselines: Sequence[Measured]
 
     def record(self, m: Measured) -> Record:
         """Return the JSON record of a mode."""
-        user, machine = baseline_key(self.user.mode), baseline_key(self.machine.mode)
         bound_us, over_bound = self._over_bound(m)
+        others = sorted(self.baselines, key=lambda other: _is_of_users(other.mode))
         return {
             **one_plan.describe_mode(self.settings, self.plan, m),
             **self.transfer(m),
             "over_model": self._over_model(m),
             "bound_us": bound_us,
             "over_bound": over_bound,
-            f"over_{machine}": paired_ratio(m, self.machine),
-            f"{user}_time_us": self.user.p50,
-            f"speedup_over_{user}": paired_ratio(m, self.user),
+            **{key: value for other in others for key, value in _against(other, m).items()},
         }
 
     def transfer(self, m: Measured) -> Record:
@@ -100,13 +96,14 @@ class HostRow:
         """Return the bound in microseconds and the time over it; None without replicas.
 
         Ranks of one machine share its memory. Without a link rate the bound is therefore the time
-        of ``machine``, and the ratio is paired by iteration.
+        of the machine's own baseline, if there is one, and the ratio is paired by iteration.
         """
         link_gbps = self.settings.link_gbps
         if not self.plan.num_replicas:
             return None, None
         if link_gbps is None:
-            return self.machine.p50, paired_ratio(self.machine, m)
+            machine = next((b for b in self.baselines if not _is_of_users(b.mode)), None)
+            return (machine.p50, paired_ratio(machine, m)) if machine else (None, None)
         bound = link_bound_us(self.plan, self.settings.expert_bytes, link_gbps)
         return bound, m.p50 / bound
 
@@ -122,9 +119,27 @@ class HostRow:
         return max(busiest, self.plan.max_imports) / bound
 
 
-def baseline_key(mode: str) -> str:
+def _against(other: Measured, m: Measured) -> Record:
+    """Return the fields of a mode that compare it with a baseline."""
+    ratio = {_ratio_key(other.mode): paired_ratio(m, other)}
+    return (
+        {f"{_key(other.mode)}_time_us": other.p50, **ratio} if _is_of_users(other.mode) else ratio
+    )
+
+
+def _is_of_users(baseline: str) -> bool:
+    """Return whether a baseline is what users do, rather than the machine's own rate."""
+    return baseline not in _MACHINE
+
+
+def _key(baseline: str) -> str:
     """Return a baseline's name as it appears in JSON keys."""
-    return mode.replace("+", "_")
+    return baseline.replace("+", "_")
+
+
+def _ratio_key(baseline: str) -> str:
+    """Return the JSON key of a baseline's time over that of a mode."""
+    return f"{'speedup_' if _is_of_users(baseline) else ''}over_{_key(baseline)}"
 
 
 # ---- table --------------------------------------------------------------------------------------
@@ -133,16 +148,15 @@ def baseline_key(mode: str) -> str:
 def host_table(
     settings: Mapping[str, Any], gate: Mapping[str, Any] | None, baselines: Sequence[str]
 ) -> RecordTable:
-    """Return an empty table for the rows of each size: its modes, then its two baselines.
+    """Return an empty table for the rows of each size: its modes, then its baselines.
 
     Cells come from JSON records alone, so that ``show`` prints a file as its run printed it.
 
     Args:
         settings: of a document.
         gate: of a document.
-        baselines: names of the user's and the machine's baseline.
+        baselines: their names.
     """
-    user, machine = baselines
     sizes, workers = len(settings["sizes"]) > 1, len(settings["num_sms"]) > 1
     bound = settings["link_gbps"] is not None or (
         gate is not None and gate["max_over_bound"] is not None
@@ -158,8 +172,10 @@ def host_table(
         Column("critbw", "(GB/s)", "critical_gbps", ".2f"),
         Column("model", "/T*", "over_model", ".3f"),
         *([one_plan.OVER_BOUND] * bound),
-        Column(machine, "/time", f"over_{baseline_key(machine)}", ".2f"),
-        Column(user, "/time", f"speedup_over_{baseline_key(user)}", ".2f"),
+        *(
+            Column(name, "/time", _ratio_key(name), ".2f")
+            for name in sorted(baselines, key=_is_of_users)
+        ),
         one_plan.WRONG,
         *([one_plan.GATE] * (gate is not None)),
     ]
@@ -177,12 +193,12 @@ def _integer(record: Mapping[str, Any], name: str) -> int:
 def format_document(document: Mapping[str, Any]) -> str:
     """Return what the run that wrote a document printed."""
     records, baselines = document["records"], document["baselines"]
-    names = [baseline["mode"] for baseline in baselines[:2]]
+    names = list(dict.fromkeys(baseline["mode"] for baseline in baselines))
     table = host_table(document["settings"], document["gate"], names)
     parts = list(document["header"])
-    for user, machine in zip(baselines[::2], baselines[1::2], strict=True):
-        run = [r for r in records if _size_of(r) == _size_of(user)]
-        parts.append(table.add([*run, user, machine]))
+    for those in zip(*(baselines[i :: len(names)] for i in range(len(names))), strict=True):
+        run = [r for r in records if _size_of(r) == _size_of(those[0])]
+        parts.append(table.add([*run, *those]))
     return "\n".join(parts)
 
 

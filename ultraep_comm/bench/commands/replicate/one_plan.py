@@ -16,6 +16,7 @@ from ultraep_comm.bench.clock import Clock, Meter
 from ultraep_comm.bench.commands.replicate import ReplicateSettings
 from ultraep_comm.bench.loads import rank_imbalance
 from ultraep_comm.bench.measure import Measured, Transfer, check_gated, measure, time_path
+from ultraep_comm.bench.netlab import Lab
 from ultraep_comm.bench.ranks import Mode, Ranks
 from ultraep_comm.bench.report import Record, Report, describe_rounds
 from ultraep_comm.bench.sizes import describe_segments, format_size
@@ -47,7 +48,7 @@ class Collective(Protocol):
         """Return the expected contents."""
 
     def host_baselines(self, ranks: Any, plan: Plan) -> list[Transfer]:
-        """Return two baselines: what users do today, and the machine's own rate."""
+        """Return the baselines: what users do today, and the machine's own rate."""
 
     def device_baselines(self, ranks: Any, plan: Plan) -> list[Transfer]:
         """Return the baselines besides plain copies."""
@@ -77,7 +78,8 @@ def begin(settings: ReplicateSettings, ranks: Ranks, report: Report) -> Plan:
     check_gated(plan, bool(settings.gate))
     if not report.places:
         report.place(group, ranks.meter.describe())
-        where = "" if settings.engine == "host" else f", engine cuda, fabric {settings.fabric}"
+        engine, fabric = settings.engine, settings.fabric
+        where = "" if engine == "host" else f", engine {engine}, fabric {fabric}"
         report.header(f"{settings.op}{where}", _header_lines(settings, plan))
     return plan
 
@@ -141,6 +143,8 @@ def describe_settings(settings: ReplicateSettings) -> Record:
         "tile_bytes": settings.tile_bytes,
         "num_sms": list(settings.num_sms),
         **settings.describe("fabric", "link_gbps"),
+        "lab_gbit": settings.lab and settings.lab.gbit,
+        "lab_machines": settings.lab and settings.lab.machines,
         "times": list(settings.times),
         **settings.describe("iters", "warmup", "check", "seed"),
         **settings.more,
@@ -159,6 +163,7 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
         f"ranks {settings.num_ranks}, experts {settings.num_experts}, slots {settings.slots},"
         f" expert {_describe_sizes(settings)}"
         + (f", tiles of {tiles}" if tiles and settings.engine == "cuda" else ""),
+        *([_describe_lab(settings.lab)] if settings.lab else []),
         *([", ".join(f"{k} {v}" for k, v in settings.more.items())] if settings.more else []),
         f"load: {settings.load_source}; imbalance {imbalance_before(settings):.3f} before,"
         f" {plan.imbalance:.3f} after",
@@ -166,6 +171,11 @@ def _header_lines(settings: ReplicateSettings, plan: Plan) -> list[str]:
         describe_rounds(settings),
         *([f"gate: {', '.join(limits)}"] if limits else []),
     ]
+
+
+def _describe_lab(lab: Lab) -> str:
+    machines = f"{lab.machines} machine{'s' if lab.machines > 1 else ''}"
+    return f"lab: {machines}, each with a link of {lab.gbit:g} Gbit/s, one way"
 
 
 def _describe_sizes(settings: ReplicateSettings) -> str:

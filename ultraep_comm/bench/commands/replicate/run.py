@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_comm.bench.baselines import PlainCopy, PointToPoint, StreamCopies, nccl_group
+from ultraep_comm.bench.baselines import (
+    Broadcast,
+    PlainCopy,
+    PointToPoint,
+    StreamCopies,
+    nccl_group,
+)
 from ultraep_comm.bench.clock import Meter, own_gpu
 from ultraep_comm.bench.commands.replicate import ReplicateSettings
 from ultraep_comm.bench.commands.replicate.device import median_us, run_device
@@ -38,7 +44,7 @@ def run_one_plan(collective: Collective, settings: ReplicateSettings, report: Re
     Raises:
         UltraEPError: there is no device, a group could not be created, or a call failed.
     """
-    if settings.engine == "host":
+    if settings.engine != "cuda":
         return run_host(collective, settings, report)
     return run_device(own_gpu(), collective, settings, report)
 
@@ -72,8 +78,10 @@ class Replication:
         return Payload(settings.seed, settings.segments)
 
     def host_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
-        """Return isend/irecv over gloo, and memcpy."""
-        return [PointToPoint(ranks, plan, "p2p", None), PlainCopy(ranks, plan)]
+        """Return isend/irecv over gloo, and memcpy; without shared memory, broadcasts instead."""
+        p2p = PointToPoint(ranks, plan, "p2p", None)
+        shared = ranks.meter.engine == "host"
+        return [p2p, PlainCopy(ranks, plan) if shared else Broadcast(ranks, plan)]
 
     def device_baselines(self, ranks: WeightRanks, plan: Plan) -> list[Transfer]:
         """Return copies on streams, if all ranks are in reach, and isend/irecv over NCCL."""

@@ -1,0 +1,216 @@
+"""Ranks on machines of a lab, and the engine whose experts cross their links."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from benched import ONE_PLAN_KEYS, SMALL, Done, bench, settings_of
+
+from ultraep_comm import Plan
+from ultraep_comm.bench import baselines
+from ultraep_comm.bench.baselines import holders_of
+from ultraep_comm.bench.cli import main
+from ultraep_comm.bench.commands.reduce import run as reduce
+from ultraep_comm.bench.commands.reduce.run import count_far
+from ultraep_comm.bench.launch import run_ranks
+from ultraep_comm.bench.netlab import Lab, lab_problem
+from ultraep_comm.errors import InvalidArgumentError
+
+needs_lab = pytest.mark.skipif(lab_problem() is not None, reason=str(lab_problem()))
+KEYS = {  # of records, besides those of every command for one plan
+    "replicate": {"broadcast_time_us", "speedup_over_broadcast", "p2p_time_us", "speedup_over_p2p"},
+    "reduce": {"reduce_time_us", "speedup_over_reduce", "gloo_time_us", "speedup_over_gloo"},
+}
+ROWS = {
+    "replicate": ["push", "direct", "auto", "p2p", "broadcast"],
+    "reduce": ["pull", "direct", "auto", "gloo", "reduce"],
+}
+
+
+# ---- ranks on machines --------------------------------------------------------------------------
+
+
+def send_within_and_across(lab: Lab) -> int:
+    """Send four MiB to a rank of the same machine, and one to a rank of the other machine."""
+    rank, last = dist.get_rank(), lab.machines - 1
+    for target, count in ((1, 4 << 20), (2, 1 << 20)):
+        data = torch.empty(count, dtype=torch.uint8)
+        if rank == 0:
+            dist.send(data, target)
+        elif rank == target:
+            dist.recv(data, 0)
+    dist.barrier()
+    if rank == 0:
+        sent, received = lab.sent_bytes(0), lab.received_bytes(last)
+        assert 1 << 20 <= sent < 1.05 * (1 << 20) + (64 << 10), sent
+        assert 1 << 20 <= received < 1.05 * (1 << 20) + (64 << 10), received
+    return 0
+
+
+@needs_lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="a rank reads another machine's counters: root")
+def test_ranks_are_spread_over_the_machines_and_gloo_uses_the_links() -> None:
+    lab = Lab(machines=2, gbit=2)
+    assert run_ranks(send_within_and_across, lab, 4, lab=lab) == 0
+
+
+def test_no_lab_is_an_error_before_any_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["replicate", *SMALL, "--lab-gbit", "1", "--lab-machines", "1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: a lab of network namespaces needs the program")
+    assert printed.err.count("\n") == 1
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "machines", "link_gbps"),
+    [
+        ([], 4, 0.25),
+        (["--lab-machines", "2"], 2, None),  # two ranks share a link
+        (["--link-gbps", "3"], 4, 3.0),
+        (["--lab-machines", "1", "--engine", "host"], 1, None),
+    ],
+)
+def test_the_link_of_a_rank(arguments: list[str], machines: int, link_gbps: float | None) -> None:
+    settings = settings_of("replicate", "--engine", "c10d", "--lab-gbit", "2", *arguments)
+    assert settings.lab is not None
+    assert (settings.lab.machines, settings.lab.gbit) == (machines, 2)
+    assert settings.link_gbps == link_gbps
+
+
+def test_a_launcher_has_its_own_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match="2 were launched; start it without"):
+        settings_of("replicate", "--engine", "c10d", "--lab-gbit", "1")
+
+
+def test_a_gate_at_the_links_of_a_lab_has_its_rate() -> None:
+    few = ["replicate", "--engine", "c10d", "--max-over-bound", "9"]
+    with pytest.raises(InvalidArgumentError, match="link is not known; give --link-gbps"):
+        settings_of(*few)
+    assert settings_of(*few, "--lab-gbit", "1").link_gbps == 0.125
+
+
+# ---- runs ---------------------------------------------------------------------------------------
+
+
+def run(folder: Path, command: str, *arguments: str, fault: Any = None) -> Done:
+    few = [*SMALL, "--engine", "c10d", "--ranks", "3", "--check", "--json", "o.json"]
+    return bench(folder, command, *few, *arguments, fault=fault)
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("replicate", []),
+        ("reduce", []),
+        ("reduce", ["--no-zero"]),
+        ("reduce", ["--grad-dtype", "bfloat16"]),
+        ("reduce", ["--grad-dtype", "bfloat16", "--main-dtype", "bfloat16", "--no-zero"]),
+    ],
+)
+def test_modes_and_baselines_without_shared_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, more: list[str]
+) -> None:
+    done = run(tmp_path, command, *more)
+    assert done.returncode == 0, done.stderr
+    table = done.rows()
+    assert list(table) == ROWS[command]
+    assert {cells[-1] for cells in table.values()} == {"0"}
+    document = done.document()
+    for record in document["records"]:
+        assert set(record) == ONE_PLAN_KEYS | {"algbw_gbps", "over_model"} | KEYS[command]
+        assert (record["engine"], record["fabric"]) == ("c10d", "none")
+        assert record["replicas"] > 0
+        assert (record["bound_us"], record["over_bound"]) == (None, None)
+        assert min(record[key] for key in KEYS[command]) > 0
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "o.json")]) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def do_nothing_in_the_last_baseline() -> None:
+    for kind in (baselines.Broadcast, reduce.GroupReduction):
+        kind.run = lambda self: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_a_baseline_that_moves_nothing_is_wrong(tmp_path: Path, command: str) -> None:
+    """Negative control."""
+    done = run(tmp_path, command, fault=do_nothing_in_the_last_baseline)
+    assert done.returncode == 1, done.stderr
+    wrong = [baseline["wrong_bytes"] for baseline in done.document()["baselines"]]
+    assert wrong[0] == 0
+    assert wrong[1] > 0
+
+
+@needs_lab
+@pytest.mark.parametrize("command", ROWS)
+def test_nothing_beats_the_links_of_a_lab(tmp_path: Path, command: str) -> None:
+    """A link may be ahead by 32 KiB, and a byte passes two limits: here, an eighth of an expert."""
+    few = ["-b", "512K", "-n", "1", "-w", "0", "--lab-gbit", "0.4", "--json", "o.json"]
+    done = bench(tmp_path, command, "--engine", "c10d", "--ranks", "4", "--check", *few)
+    assert done.returncode == 0, done.stderr
+    assert "# lab: 4 machines, each with a link of 0.4 Gbit/s, one way" in done.stdout
+    document = done.document()
+    settings = document["settings"]
+    assert (settings["lab_gbit"], settings["lab_machines"]) == (0.4, 4)
+    assert settings["link_gbps"] == pytest.approx(0.05)
+    assert {place["domain"] for place in document["topology"]} == {0, 1, 2, 3}
+    for record in document["records"]:
+        experts = record["bound_us"] * 0.05e3 / record["expert_bytes"]
+        assert experts >= 1
+        assert record["over_bound"] > 1 - 1 / 8 / experts
+    for baseline in document["baselines"]:
+        assert baseline["time_us"]["p50"] > 7 / 8 * record["bound_us"]
+
+
+@needs_lab
+def test_a_lab_of_one_machine(tmp_path: Path) -> None:
+    few = ["--ranks", "2", "--lab-gbit", "1", "--lab-machines", "1", "--mode", "push"]
+    done = bench(tmp_path, "replicate", *SMALL, *few, "--check", "--json", "o.json")
+    assert done.returncode == 0, done.stderr
+    assert "# lab: 1 machine, each with a link of 1 Gbit/s, one way" in done.stdout
+    settings = done.document()["settings"]
+    assert (settings["lab_gbit"], settings["lab_machines"]) == (1, 1)
+    assert settings["link_gbps"] is None
+
+
+# ---- parts --------------------------------------------------------------------------------------
+
+
+def test_who_holds_an_expert() -> None:
+    """Experts 0 and 1 are at home on rank 0, experts 2 and 3 on rank 1, and so on."""
+    slots = np.array([[3, 6], [0, -1], [0, 3], [0, 1]])
+    plan = Plan.from_slots(slots, num_experts=8)
+    assert holders_of(plan) == [
+        (0, 0, (0, 1, 2, 3)),
+        (1, 0, (0, 3)),
+        (3, 1, (0, 1, 2)),
+        (6, 3, (0, 3)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_any_order_are_close_and_others_are_not(dtype: torch.dtype) -> None:
+    terms = (0.5 + 1.5 * torch.rand(5, 4096)) * torch.randn(5, 4096).sign()
+    terms = terms.to(dtype)
+    forward, backward = terms[0], terms[4]
+    for i in range(1, 5):
+        forward, backward = forward + terms[i], backward + terms[4 - i]
+    assert not torch.equal(forward, backward)
+    assert count_far(forward, backward, 4, dtype) == 0
+    assert count_far(forward, backward - terms[0], 4, dtype) > 2048 * dtype.itemsize

@@ -1,0 +1,249 @@
+"""Machines in network namespaces: what crosses their links, the limits, and how a lab ends."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from ultraep_comm.bench import netlab
+from ultraep_comm.bench.netlab import Lab, lab_problem
+from ultraep_comm.errors import InvalidArgumentError, UnsupportedError
+
+FORKSERVER = mp.get_context("forkserver")
+PORT, SENT = 5000, (4 << 20, 1 << 20)  # by machine
+needs_lab = pytest.mark.skipif(lab_problem() is not None, reason=str(lab_problem()))
+
+
+def run_in_processes(*calls: tuple[Callable[..., None], tuple[object, ...]]) -> None:
+    processes = [FORKSERVER.Process(target=f, args=args, daemon=True) for f, args in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(calls)
+
+
+def receive(peer: socket.socket, count: int) -> None:
+    got = 0
+    while got < count:
+        part = len(peer.recv(1 << 16))
+        assert part > 0
+        got += part
+
+
+def send_first(lab: Lab, ready: Connection) -> None:
+    lab.enter(0)
+    with socket.create_server((lab.address(0), PORT)) as server:
+        ready.send(None)
+        with server.accept()[0] as peer:
+            peer.sendall(bytes(SENT[0]))
+            receive(peer, SENT[1])
+
+
+def send_second(lab: Lab, ready: Connection) -> None:
+    lab.enter(1)
+    assert ready.poll(60)
+    with socket.create_connection((lab.address(0), PORT)) as peer:
+        assert peer.getsockname()[0] == lab.address(1)
+        receive(peer, SENT[0])
+        peer.sendall(bytes(SENT[1]))
+
+
+@needs_lab
+@pytest.mark.parametrize("gbit", [0.5, 4.0])
+def test_bytes_between_machines_and_their_limits(gbit: float) -> None:
+    with Lab(machines=3, gbit=gbit) as lab:
+        wait, tell = mp.Pipe(duplex=False)
+        run_in_processes((send_first, (lab, tell)), (send_second, (lab, wait)))
+        for machine, other in ((0, 1), (1, 0)):
+            assert SENT[machine] <= lab.sent_bytes(machine) < 1.05 * SENT[machine]
+            assert SENT[other] <= lab.received_bytes(machine) < 1.05 * SENT[other]
+        assert max(lab.sent_bytes(2), lab.received_bytes(2)) < 1024  # a switch, not a hub
+        held_back = 0
+        for machine in range(3):
+            for limit in lab.limits(machine):
+                assert limit["options"]["rate"] == gbit * 1e9 / 8
+                assert limit["drops"] == 0
+                held_back += limit["overlimits"]
+        assert held_back > 0
+
+
+def names_of_interfaces(lab: Lab, found: Connection) -> None:
+    lab.enter(0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname()).close()  # loopback works
+    found.send([name for _, name in socket.if_nameindex()])
+
+
+@needs_lab
+def test_a_machine_has_nothing_but_its_link() -> None:
+    def outside() -> object:
+        names = Path("/run/netns")
+        return socket.if_nameindex(), sorted(names.iterdir()) if names.is_dir() else []
+
+    before = outside()
+    with Lab(machines=1) as lab:
+        assert outside() == before
+        found, tell = mp.Pipe(duplex=False)
+        run_in_processes((names_of_interfaces, (lab, tell)))
+        assert sorted(found.recv()) == [lab.interface, "lo"]
+    assert outside() == before
+
+
+# ---- the end ------------------------------------------------------------------------------------
+
+
+def own_a_lab(tell: Connection, until: Connection) -> None:
+    with Lab(machines=1) as lab:
+        tell.send(lab)
+        until.recv()
+    tell.send(None)
+    until.recv()
+
+
+@needs_lab
+@pytest.mark.skipif(os.geteuid() != 0, reason="joins two labs, which takes root")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_lab_ends_with_its_context_or_its_owner(killed: bool) -> None:
+    """The kernel removes both ends of a link when the namespace of one of them is gone."""
+    with Lab(machines=1) as outer:
+        lab_of, tell = mp.Pipe(duplex=False)
+        until, let_go = mp.Pipe(duplex=False)
+        owner = FORKSERVER.Process(target=own_a_lab, args=(tell, until), daemon=True)
+        owner.start()
+        lab = lab_of.recv()
+        for name, network in zip(("machine", "switch"), lab._networks, strict=True):
+            peer = ("type", "veth", "peer", "name", "canary", "netns", lab._path(network))
+            outer._run(outer._networks[0], "ip", "link", "add", name, *peer)
+        assert owner.pid is not None
+        if killed:
+            os.kill(owner.pid, signal.SIGKILL)
+            owner.join(60)
+        else:
+            let_go.send(None)
+            assert lab_of.recv() is None
+        for _ in range(1000):  # the kernel removes them soon after
+            shown = outer._run(outer._networks[0], "ip", "-br", "link")
+            if "machine" not in shown and "switch" not in shown:
+                break
+            time.sleep(0.01)
+        else:
+            pytest.fail(f"the lab is still there: {shown}")
+        with pytest.raises(UnsupportedError, match="cannot be entered"):
+            lab.enter(0)
+        let_go.close()
+        owner.kill()
+        owner.join()
+
+
+# ---- where there is none ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"machines": 0}, "machines is 0"),
+        ({"machines": 2000}, "machines is 2000"),
+        ({"gbit": 0.0}, "gbit is 0.0"),
+        ({"gbit": float("nan")}, "gbit is nan"),
+        ({"delay_us": -1}, "delay_us is -1"),
+    ],
+)
+def test_values_out_of_range(values: dict[str, float], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        Lab(**values)  # type: ignore[arg-type]
+
+
+def test_addresses_and_machines() -> None:
+    lab = Lab(machines=300)
+    assert len({lab.address(i) for i in range(300)}) == 300
+    for machine in (-1, 300):
+        with pytest.raises(InvalidArgumentError, match=f"machine is {machine}"):
+            lab.address(machine)
+
+
+def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UnsupportedError, match="needs the program ip; install iproute2"):
+        Lab().__enter__()
+
+
+def test_a_refusal_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ip", "tc", "unshare", "nsenter"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'not permitted here' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lab_problem.cache_clear()
+    try:
+        assert "not permitted here" in str(lab_problem())
+    finally:
+        lab_problem.cache_clear()
+
+
+@needs_lab
+def test_a_limit_that_the_kernel_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlab, "_MTU", 1)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(UnsupportedError, match="mtu 1"):
+        Lab(machines=1).__enter__()
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+def test_an_ordinary_user_has_a_lab_where_user_namespaces_are_allowed() -> None:
+    nobody = {"user": 65534, "group": 65534, "extra_groups": ()}
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            **nobody,  # type: ignore[call-overload]
+        )
+
+    try:
+        problem = run("from ultraep_comm.bench.netlab import lab_problem; print(lab_problem())")
+    except PermissionError as error:
+        pytest.skip(f"another user may not run this Python: {error}")
+    if problem.stdout.strip() != "None":
+        pytest.skip(f"another user has none: {problem.stdout or problem.stderr}")
+    done = run(AS_A_USER)
+    assert done.returncode == 0, done.stderr
+
+
+AS_A_USER = """
+import os, socket
+from ultraep_comm.bench.netlab import Lab
+with Lab(machines=2) as lab:
+    reading, writing = os.pipe()
+    if not os.fork():
+        lab.enter(0)
+        with socket.create_server((lab.address(0), 5000)) as server:
+            os.write(writing, b"x")
+            peer = server.accept()[0]
+            while peer.recv(65536):
+                pass
+        os._exit(0)
+    os.read(reading, 1)
+    if not os.fork():
+        lab.enter(1)
+        with socket.create_connection((lab.address(0), 5000)) as peer:
+            peer.sendall(bytes(1 << 20))
+        os._exit(0)
+    for _ in range(2):
+        assert os.wait()[1] == 0
+    assert 1 << 20 <= lab.sent_bytes(1) < 1.05 * (1 << 20)
+    assert 1 << 20 <= lab.received_bytes(0) < 1.05 * (1 << 20)
+"""

@@ -1,0 +1,160 @@
+"""Agreement: every rank's record of a call reaches all ranks, and the news of a failure too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm import _core
+from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
+from ultraep_comm.plan.topology import IntArray
+
+GRACE = 0.4  # seconds for the news of a failure to come from a peer
+_HEAD = 3  # int64: kind, epoch, digest
+_NEWS = 3  # int64: fault, peer, root
+_FIRST_TAG = 1 << 30  # of records, beyond those of steps: they may share a channel
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says of its call.
+
+    Attributes:
+        kind: of the record.
+        epoch: the call's number.
+        digest: of all its calls so far; the same on all ranks.
+        counts: of a gather, int32 ``[E]``; None: of another call.
+    """
+
+    kind: _core.RecordKind
+    epoch: int
+    digest: int
+    counts: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """Why a rank's call failed: what happened, with which peer, and which rank was the first."""
+
+    fault: _core.Fault
+    peer: int
+    root: int
+
+
+class Agreement:
+    """One rank's exchanges with all others.
+
+    Args:
+        calls: carries records.
+        alarms: carries news of failures; nothing else, so that it works after a failure.
+        rank, num_ranks: of the group.
+        num_experts: E.
+    """
+
+    def __init__(
+        self, calls: Channel, alarms: Channel, rank: int, num_ranks: int, num_experts: int
+    ) -> None:
+        self._calls, self._alarms = calls, alarms
+        self._rank, self._num_ranks = rank, num_ranks
+        self._num_experts = num_experts
+        self._told: list[Pending] = []
+        # Row i is that of rank (rank + i) % G. All rows have room for counts.
+        length = _HEAD + -(-num_experts // 2)
+        rows = torch.zeros((num_ranks, length), dtype=torch.int64)
+        self._rows: NDArray[np.int64] = rows.numpy()
+        self._leave: list[Message] = []
+        self._arrive: list[Message] = []
+        known = 1
+        while known < num_ranks:
+            count, tag = min(known, num_ranks - known), _FIRST_TAG + len(self._leave)
+            after, before = (rank + known) % num_ranks, (rank - known) % num_ranks
+            self._leave.append(Message(before, tag, rows[:count], receives=False))
+            self._arrive.append(Message(after, tag, rows[known : known + count], receives=True))
+            known += count
+        self._arriving: list[Pending] = []
+
+    def begin(self, record: Record) -> None:
+        """Start to exchange a record with those of all other ranks.
+
+        In step i a rank sends all that it knows to the rank 2**i before it, and receives as much
+        from the one 2**i after it: log2(G) messages each way, where all pairs would take G - 1.
+        """
+        own = self._rows[0]
+        own[0], own[1] = record.kind.value, record.epoch
+        own[2:3].view(np.uint64)[0] = record.digest
+        if record.counts is not None:
+            own[_HEAD:].view(np.int32)[: self._num_experts] = record.counts
+        self._arriving = self._calls.post([*self._arrive, *self._leave[:1]])
+
+    def finish(self, limit: float) -> None:
+        """Wait for the records of all ranks.
+
+        Args:
+            limit: in seconds, for each wait; 0: none.
+
+        Raises:
+            BrokenChannelError: a rank did not take part in time, or is gone.
+        """
+        steps = len(self._arrive)
+        leaving = self._arriving[steps:]
+        for i, pending in enumerate(self._arriving[:steps]):
+            pending.wait(limit)
+            leaving += self._calls.post(self._leave[i + 1 : i + 2])
+        for pending in leaving:
+            pending.wait(limit)
+        self._arriving = []
+
+    def first_rejecting(self) -> int:
+        """Return the first rank whose record says that it rejects its call; -1: none."""
+        return self._first(self._rows[:, 0] == _core.RecordKind.REJECTED.value)
+
+    def first_other(self) -> int:
+        """Return the first rank whose call is not this rank's; -1: all are."""
+        return self._first((self._rows[:, 1:3] != self._rows[0, 1:3]).any(axis=1))
+
+    def _first(self, found: NDArray[np.bool_]) -> int:
+        if not found.any():
+            return -1
+        return int(np.roll(found, self._rank).argmax())
+
+    def counts(self) -> NDArray[np.int32]:
+        """Return the counts of all ranks, ``[G, E]``."""
+        rows = self._rows[:, _HEAD:].view(np.int32)[:, : self._num_experts]
+        return np.roll(rows, self._rank, axis=0)
+
+    def cut(self) -> None:
+        """End all exchanges, here and at the peers."""
+        self._calls.cut()
+
+    # ---- after a failure --------------------------------------------------------------------
+
+    def tell(self, news: News) -> None:
+        """Tell all peers why this rank has failed, without waiting for them."""
+        words = torch.tensor([news.fault.value, news.peer, news.root], dtype=torch.int64)
+        for peer in range(self._num_ranks):
+            if peer == self._rank:
+                continue
+            try:
+                self._told += self._alarms.post([Message(peer, 0, words, receives=False)])
+            except RuntimeError:  # it is gone
+                continue
+
+    def hear(self, peer: int) -> News | None:
+        """Return what a peer tells of its failure within ``GRACE``; None: nothing."""
+        words = torch.zeros(_NEWS, dtype=torch.int64)
+        try:
+            for pending in self._alarms.post([Message(peer, 0, words, receives=True)]):
+                pending.wait(GRACE)
+        except (BrokenChannelError, RuntimeError):
+            return None
+        fault, about, root = words.tolist()
+        return News(_core.Fault(fault), about, root)
+
+    def close(self) -> None:
+        """Release the channels."""
+        self._told.clear()
+        self._calls.close()
+        self._alarms.close()

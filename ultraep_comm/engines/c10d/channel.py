@@ -1,0 +1,212 @@
+"""Channels: process groups of one engine's own, on which nothing else issues operations.
+
+What a framework does on its own process groups can therefore not get between an engine's messages.
+Operations fail, they never hang: each wait has a limit, and a rank that gives up cuts its channel,
+which ends what its peers wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ultraep_comm.system import undocumented
+
+_FOREVER = timedelta(days=365)
+_CUT_TAG = 0x7FFFFFFF  # of no message
+
+
+class BrokenChannelError(Exception):
+    """An operation did not end.
+
+    Attributes:
+        peer: the rank at the other end.
+        receives: whether it was to receive.
+        seconds: how long it was waited for.
+        timed_out: the limit has passed; else the backend reported an error.
+    """
+
+    def __init__(
+        self, text: str, peer: int, *, receives: bool, seconds: float, timed_out: bool
+    ) -> None:
+        super().__init__(text)
+        self.peer, self.receives = peer, receives
+        self.seconds, self.timed_out = seconds, timed_out
+
+
+class Message(NamedTuple):
+    """A dense tensor to send to a peer, or to receive from it. Both ends give the same tag."""
+
+    peer: int
+    tag: int
+    tensor: torch.Tensor
+    receives: bool
+
+
+class Pending:
+    """A message under way."""
+
+    __slots__ = ("_work", "message")
+
+    def __init__(self, message: Message, work: Any) -> None:
+        self.message = message
+        self._work = work
+
+    def wait(self, limit: float) -> None:
+        """Wait until the tensor may be used; with a device, the current stream waits.
+
+        Args:
+            limit: in seconds; 0: none.
+
+        Raises:
+            BrokenChannelError: it did not end within the limit, or the backend failed.
+        """
+        start = time.monotonic()
+        try:
+            self._work.wait(timedelta(seconds=limit) if limit else _FOREVER)
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            peer, receives = self.message.peer, self.message.receives
+            timed_out = bool(limit) and seconds >= 0.99 * limit
+            raise BrokenChannelError(
+                text, peer, receives=receives, seconds=seconds, timed_out=timed_out
+            ) from error
+
+
+class Channel(Protocol):
+    """A process group of its own."""
+
+    def post(self, messages: Sequence[Message]) -> list[Pending]:
+        """Issue the messages of one round, in the order of rounds on every rank."""
+
+    def cut(self) -> None:
+        """Make all operations fail, on this rank and on its peers. From any thread."""
+
+    def close(self) -> None:
+        """Release the process group. Nothing is under way."""
+
+
+class GlooChannel:
+    """A channel between CPUs.
+
+    Args:
+        store: where the ranks meet, with keys of this channel's own.
+        rank, num_ranks: of this channel.
+        timeout: for meeting, in seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        limit = timedelta(seconds=timeout) if timeout else _FOREVER
+        self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, limit)
+
+    def post(self, messages: Sequence[Message]) -> list[Pending]:
+        """Issue messages, receives first: a sender's bytes leave once its peer waits for them."""
+        group = self._group
+        pending = []
+        for message in messages:
+            if message.receives:
+                work = group.recv([message.tensor], message.peer, message.tag)
+            else:
+                work = group.send([message.tensor], message.peer, message.tag)
+            pending.append(Pending(message, work))
+        return pending
+
+    def cut(self) -> None:
+        """Let an operation time out: gloo then closes all connections of the process group."""
+        group = self._group
+        if group is None or self._num_ranks == 1:
+            return
+        with contextlib.suppress(RuntimeError):  # that is what is wanted
+            never = group.recv(
+                [torch.empty(1, dtype=torch.uint8)], (self._rank + 1) % self._num_ranks, _CUT_TAG
+            )
+            never.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Close the connections and end gloo's threads."""
+        self._group = None
+
+
+class BackendChannel:
+    """A channel over any backend, by torch.distributed's registry of process groups.
+
+    `torch.distributed.new_group` has to be called by all ranks of WORLD, or names the group after
+    what a rank is a member of, so that members may not meet. This one is named by the caller.
+
+    Args:
+        store: where the ranks meet.
+        name: the process group's; new, and the same on all ranks.
+        ranks: the members' global ranks, in the order of their ranks here.
+        rank: of this process here.
+        backend: its name.
+        device: of the tensors.
+        timeout: in seconds; 0: none.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        backend: str,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        self._device = device
+        make = undocumented(distributed_c10d, "_new_process_group_helper")
+        limit = timedelta(seconds=timeout) if timeout else _FOREVER
+        group, _ = make(
+            len(ranks), rank, list(ranks), dist.Backend(backend), store, name, timeout=limit
+        )
+        world = undocumented(distributed_c10d, "_world")
+        world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
+        self._group: Any = group
+
+    def post(self, messages: Sequence[Message]) -> list[Pending]:
+        """Issue messages as one batch, which a backend may run in any order."""
+        if not messages:
+            return []
+        group = self._group
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(
+                    dist.irecv if m.receives else dist.isend,
+                    m.tensor,
+                    group=group,
+                    tag=m.tag,
+                    group_peer=m.peer,
+                )
+                for m in messages
+            ]
+        )
+        # A backend that runs a batch as one returns one work for all of it.
+        shared = works[0]
+        return [
+            Pending(message, works[i] if len(works) == len(messages) else shared)
+            for i, message in enumerate(messages)
+        ]
+
+    def cut(self) -> None:
+        """Abort the process group."""
+        if self._group is None:
+            return
+        backend = undocumented(self._group, "_get_backend")(self._device)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend.abort()
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # it has failed, or torch has ended
+                dist.destroy_process_group(group)

@@ -1,0 +1,609 @@
+"""The c10d engine of one rank; implements ``Engine``.
+
+One thread per group makes its calls, in their order, on channels of the group's own. On a device it
+issues each call's operations before the caller goes on, so that they keep their place among the
+caller's own collectives, as NCCL requires.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import BackendReport
+from ultraep_comm.engines.c10d.agreement import GRACE, Agreement, News, Record
+from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
+from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
+from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
+from ultraep_comm.engines.c10d.reduction import Reduction
+from ultraep_comm.engines.c10d.transfer import Transfer
+from ultraep_comm.errors import UnsupportedError, Words
+from ultraep_comm.plan.plan import Plan
+from ultraep_comm.plan.planner import Costs
+from ultraep_comm.plan.topology import IntArray
+from ultraep_comm.weights.binding import BoundGrads
+from ultraep_comm.weights.segments import BoundWeights, Weights
+
+Tensor = torch.Tensor
+_Fault, _Kind = _core.Fault, _core.RecordKind
+_KNOWN_ENDS = 8  # calls whose finish times are kept
+_CLOSE_SECONDS = 2.0  # for a rejected call to reach its peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where a rank's slots and slot gradients are.
+
+    Attributes:
+        names, grad_names: of the segments, and of those with gradients.
+        bytes: by segment, uint8 ``[banks * S, bytes]``.
+        grads: by segment with gradients, ``[grad banks * S, elements]``.
+        per_bank: S.
+        grad_banks: sets of slot gradients.
+    """
+
+    names: Sequence[str]
+    grad_names: Sequence[str]
+    bytes: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    per_bank: int
+    grad_banks: int
+
+    def of_bank(self, bank: int) -> list[Tensor]:
+        """Return the slots of a bank, by segment."""
+        return [t.narrow(0, max(bank, 0) * self.per_bank, self.per_bank) for t in self.bytes]
+
+    def grads_of_bank(self, bank: int) -> list[Tensor]:
+        """Return the slot gradients of a bank, by segment."""
+        first = max(bank, 0) % self.grad_banks * self.per_bank
+        return [t.narrow(0, first, self.per_bank) for t in self.grads]
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """A submitted call.
+
+    Attributes:
+        record: what the peers are told; None: no rank moves anything, and no peer is asked.
+        movement: its messages; None: there are none.
+        table: of a gather, int32 ``[G, E]``.
+        clear: slot gradients to clear behind it.
+        mark: its place among the caller's work.
+        lacking: slots that it has yet to complete.
+        keep: memory that it uses.
+    """
+
+    epoch: int
+    record: Record | None
+    movement: Movement | None = None
+    table: Tensor | None = None
+    clear: Sequence[Tensor] = ()
+    mark: CallMark
+    lacking: set[int] = field(default_factory=set)
+    keep: object = None
+
+
+class C10dEngine:
+    """One rank of the c10d engine.
+
+    Args:
+        rank: this rank.
+        ledger: prepares calls.
+        slots: where they write to.
+        channel: carries weights and gradients.
+        agreement: compares calls.
+        call_limit, wait_limit: in seconds, until all ranks have called and from then on; 0: none.
+        order: of calls among the caller's work.
+    """
+
+    plans_at_once = False
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        ledger: _core.C10dLedger,
+        slots: Slots,
+        channel: Channel,
+        agreement: Agreement,
+        call_limit: float,
+        wait_limit: float,
+        order: HostOrder | DeviceOrder,
+    ) -> None:
+        self._rank, self._ledger, self._slots = rank, ledger, slots
+        self._channel, self._agreement, self._order = channel, agreement, order
+        self._call_limit, self._wait_limit = call_limit, wait_limit
+        self._changed = threading.Condition()
+        # Under it:
+        self._jobs: deque[_Job] = deque()
+        self._running: _Job | None = None
+        self._completed = self._failed = 0
+        self._report = BackendReport(fault=_Fault.NONE, epoch=0)
+        self._owed = 0  # the epoch of a call that this rank rejects, until its peers know
+        self._cancelled = self._closed = self._ends_itself = False
+        self._ends: dict[int, int] = {}
+        self._marks: deque[tuple[int, CallMark]] = deque()
+        self._bytes_sent = self._num_regions = 0
+        self._failed_at = 0.0
+        self._counts = {"replicate": 0, "reduce": 0, "gather": 0, "rejected": 0}
+        self._thread = threading.Thread(
+            target=self._serve, name=f"ultraep-c10d-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    # ---- plans ------------------------------------------------------------------------------
+
+    def check(self, plan: _core.PlanView) -> tuple[_core.PlanFault, int, int, int]:
+        """Check the placement of a plan."""
+        return self._ledger.check(plan)
+
+    def accepts(self, plan: _core.PlanView) -> bool:
+        """Return whether a plan fits the group and is legal."""
+        return self._ledger.accepts(plan)
+
+    def fits(self, plan: _core.PlanView) -> bool:
+        """Return whether a plan is on the CPU, and of the group's shape and home map."""
+        return self._ledger.fits(plan)
+
+    def has_shape(self, plan: _core.PlanView) -> bool:
+        """Return whether a plan has the group's shape."""
+        return self._ledger.has_shape(plan)
+
+    def add_region(self, bases: list[int]) -> int:
+        """Return an index; main weights in a region are sent as any others."""
+        self._num_regions += 1
+        return self._num_regions - 1
+
+    # ---- submitting -------------------------------------------------------------------------
+
+    def transfer(
+        self, call: _core.TransferCall, bound: BoundWeights | BoundGrads
+    ) -> tuple[int, _core.Mode | None]:
+        """Submit a transfer or reduction of what ``bound`` refers to."""
+        reduces = isinstance(bound, BoundGrads)
+        with self._changed:
+            if self._refuses():
+                return self._ledger.reject(), _core.Mode.DIRECT
+            epoch, digest, mode, is_empty, rows = self._ledger.transfer(call)
+            self._counts["reduce" if reduces else "replicate"] += 1
+            job = _Job(
+                epoch=epoch,
+                # Rule: an empty call asks nobody. Its digest is in that of the next call that does.
+                record=None if is_empty else Record(_Kind.CALL, epoch, digest),
+                mark=self._order.enter(),
+                keep=bound,
+            )
+            steps = read_steps(rows.tolist())
+            if isinstance(bound, BoundGrads):
+                grads = self._slots.grads_of_bank(call.bank)
+                main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
+                job.movement = Reduction(steps, self._channel, grads, main)
+                if call.zero:
+                    read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
+                    job.clear = [segment[slot] for segment in grads for slot in read]
+            else:
+                slots = self._slots.of_bank(call.bank)
+                main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
+                movement = Transfer(steps, self._channel, slots, main, self._slot_done(job))
+                job.movement, job.lacking = movement, set(movement.filled)
+            self._submit(job)
+        self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
+        return epoch, mode
+
+    def gather(self, counted: Tensor, load: Tensor) -> int:
+        """Exchange counts ``[E]`` into ``load [G, E]``, both on the CPU; return the epoch."""
+        with self._changed:
+            if self._refuses():
+                return self._ledger.reject()
+            epoch, digest = self._ledger.gather()
+            self._counts["gather"] += 1
+            record = Record(_Kind.CALL, epoch, digest, counted.numpy())
+            job = _Job(epoch=epoch, record=record, table=load, mark=self._order.enter())
+            self._submit(job)
+        return epoch
+
+    def reject(self) -> None:
+        """Take an epoch and tell the peers that this rank rejected its input."""
+        with self._changed:
+            if self._closed or self._failed:
+                return
+            epoch = self._ledger.reject()
+            self._counts["rejected"] += 1
+            record = Record(_Kind.REJECTED, epoch, 0)
+            self._submit(_Job(epoch=epoch, record=record, mark=self._order.enter()))
+            self._owed = epoch
+            # Calls from here on are refused.
+            rank = self._rank
+            self._set_failed(
+                BackendReport(fault=_Fault.REJECTED, epoch=epoch, peer=rank, root=rank)
+            )
+
+    def _refuses(self) -> bool:
+        """Return whether a call ends before it begins."""
+        if self._closed and not self._failed:
+            self._set_failed(BackendReport(fault=_Fault.CANCELLED, epoch=self._ledger.epoch + 1))
+        return self._failed != 0
+
+    def _submit(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._changed.notify_all()
+
+    def _slot_done(self, job: _Job) -> Callable[[int], None]:
+        def note(slot: int) -> None:
+            with self._changed:
+                job.lacking.discard(slot)
+                self._changed.notify_all()
+
+        return note
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        # Tensors of either kind may be written to in it, and nothing is recorded for autograd.
+        with torch.inference_mode():
+            while (job := self._next_job()) is not None:
+                self._run(job)
+                del job  # or its tensors live until the next one
+        if self._ends_itself:
+            self._release()
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            while True:
+                if self._cancelled and not self._failed:
+                    self._set_failed(
+                        BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1)
+                    )
+                    self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
+                # What was submitted before a call that this rank rejects is still owed, and so is
+                # the news of it.
+                if self._jobs and (not self._failed or self._jobs[0].epoch <= self._owed):
+                    self._running = self._jobs.popleft()
+                    return self._running
+                self._jobs.clear()
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def _run(self, job: _Job) -> None:
+        report = None
+        try:
+            with self._order.running(job.mark):
+                report = self._execute(job)
+        except Exception as error:
+            report = self._explain(job, error)
+        with self._changed:
+            self._running = None
+            if report is None:
+                self._completed = job.epoch
+                self._ends[job.epoch] = time.monotonic_ns()
+                self._ends.pop(job.epoch - _KNOWN_ENDS, None)
+                self._marks.append((job.epoch, job.mark))
+                while len(self._marks) > _KNOWN_ENDS:
+                    self._marks.popleft()
+            else:
+                self._owed = 0
+                if not 0 < self._failed <= report.epoch:
+                    self._set_failed(report)
+            self._changed.notify_all()
+        if report is not None:
+            self._cut()
+
+    def _execute(self, job: _Job) -> BackendReport | None:
+        """Run a call; return how it failed, or None."""
+        movement = job.movement
+        if job.record is not None:
+            self._agreement.begin(job.record)
+            # Rule: bytes may move before all ranks have agreed, as each rank receives only where
+            # its own plan says; but no call ends well before they have.
+            if movement is not None:
+                movement.begin()
+            self._agreement.finish(self._call_limit)
+            report = self._compare(job)
+            if report is not None:
+                return report
+            if job.table is not None:
+                job.table.copy_(torch.from_numpy(self._agreement.counts()))
+        if movement is not None:
+            movement.finish(self._wait_limit)
+            with self._changed:
+                self._bytes_sent += movement.bytes_sent
+        for gradient in job.clear:
+            gradient.zero_()
+        return None
+
+    def _compare(self, job: _Job) -> BackendReport | None:
+        """Return how the ranks' records of a call differ, or None."""
+        rank, fault = self._agreement.first_rejecting(), _Fault.REJECTED
+        if rank < 0:
+            rank, fault = self._agreement.first_other(), _Fault.MISMATCH
+        if rank < 0:
+            return None
+        return BackendReport(fault=fault, epoch=job.epoch, peer=rank, root=rank)
+
+    def _explain(self, job: _Job, error: Exception) -> BackendReport:
+        """Return how a call failed, once the peers have been told, and have told what they know."""
+        with self._changed:
+            cancelled = self._cancelled
+        if cancelled:
+            self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
+            return BackendReport(fault=_Fault.CANCELLED, epoch=job.epoch)
+        step = error.step if isinstance(error, BrokenStepError) else None
+        broken = error.__cause__ if step is not None else error
+        if not isinstance(broken, BrokenChannelError):
+            # Of the backend, when a message was posted; or ours.
+            peer = -1 if step is None else step.peer
+            text = str(error) or type(error).__name__
+            broken = BrokenChannelError(text, peer, receives=True, seconds=0.0, timed_out=False)
+        peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
+        self._agreement.tell(News(fault, peer, peer))
+        self._cut()  # the peers stop waiting for this rank, and hear what it told
+        aborter, root = -1, peer
+        asked = {self._rank}
+        while root >= 0 and root not in asked:
+            asked.add(root)
+            news = self._agreement.hear(root)
+            if news is None:
+                break
+            aborter = peer
+            if news.fault is _Fault.CANCELLED or news.peer in asked:
+                break
+            root = news.peer
+        if aborter >= 0 and fault is _Fault.GONE:
+            fault = _Fault.ABORTED
+        return BackendReport(
+            fault=fault,
+            epoch=job.epoch,
+            flag=_core.FlagKind.CALL if step is None else _core.FlagKind.DONE,
+            peer=peer,
+            expert=-1 if step is None else step.expert,
+            piece=-1 if step is None else step.chunk,
+            seen=self._completed,
+            expected=job.epoch,
+            aborter=aborter if fault is _Fault.ABORTED else -1,
+            root=root,
+            seconds=broken.seconds,
+            all_called=step is not None,
+            detail=str(broken),
+        )
+
+    def _set_failed(self, report: BackendReport) -> None:
+        self._report, self._failed = report, report.epoch
+        self._failed_at = time.monotonic()
+        self._changed.notify_all()
+
+    def _cut(self) -> None:
+        self._channel.cut()
+        self._agreement.cut()
+
+    # ---- waiting ----------------------------------------------------------------------------
+
+    def _is_over(self, epoch: int) -> bool:
+        return self._completed >= epoch or 0 < self._failed <= epoch
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        """Block until a condition holds; Ctrl-C aborts the calls, since their memory is freed."""
+        try:
+            with self._changed:
+                self._changed.wait_for(condition)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _succeeded(self, epoch: int) -> bool:
+        with self._changed:
+            return not 0 < self._failed <= epoch
+
+    def wait(self, epoch: int) -> bool:
+        """Block until a call has finished; with a device, the current stream waits for it."""
+        self._wait_for(lambda: self._is_over(epoch))
+        for mark in self._marks_from(epoch):
+            mark.wait()
+        return self._succeeded(epoch)
+
+    def synchronize(self, epoch: int) -> bool:
+        """Block until a call has finished, on a device too."""
+        self._wait_for(lambda: self._is_over(epoch))
+        for mark in self._marks_from(epoch):
+            mark.synchronize()
+        return self._succeeded(epoch)
+
+    def _marks_from(self, epoch: int) -> list[CallMark]:
+        """Return the mark of a call, or of the first known one behind it: calls run in order."""
+        with self._changed:
+            return [mark for known, mark in self._marks if known >= epoch][:1]
+
+    def wait_slots(self, epoch: int, slots: list[int]) -> bool:
+        """Wait until what a call brings to some slots is there."""
+        if not self._order.is_host:
+            return self.wait(epoch)
+        self._wait_for(
+            lambda: (
+                all(self._is_ready(epoch, slot) for slot in slots) or (0 < self._failed <= epoch)
+            )
+        )
+        with self._changed:
+            return all(self._is_ready(epoch, slot) for slot in slots)
+
+    def _is_ready(self, epoch: int, slot: int) -> bool:
+        if 0 < self._failed <= epoch or not self._order.is_host:
+            return self._completed >= epoch and not 0 < self._failed <= epoch
+        if self._completed >= epoch:
+            return True
+        jobs = [job for job in (self._running, *self._jobs) if job is not None]
+        return any(job.epoch == epoch and slot not in job.lacking for job in jobs)
+
+    def slot_ready(self, epoch: int, slot: int) -> bool:
+        """Return whether what a call brings to a slot is there."""
+        with self._changed:
+            return self._is_ready(epoch, slot)
+
+    def ready(self, bank: int) -> Tensor:
+        """Raise UnsupportedError: no kernel waits for a slot."""
+        raise UnsupportedError(
+            "the words that kernels wait for are of the CUDA engine; use work.wait(slots=) or"
+            " work.slot_ready() on the c10d engine"
+        )
+
+    def is_completed(self, epoch: int) -> bool:
+        """Return whether a call has finished or failed."""
+        with self._changed:
+            over, failed = self._is_over(epoch), 0 < self._failed <= epoch
+        return over and (failed or all(mark.is_done() for mark in self._marks_from(epoch)))
+
+    def finished_at(self, epoch: int) -> int:
+        """Return when one of the last calls finished, in nanoseconds; 0: unknown."""
+        with self._changed:
+            return self._ends.get(epoch, 0) if self._order.is_host else 0
+
+    # ---- banks ------------------------------------------------------------------------------
+
+    def residents(self, bank: int) -> IntArray:
+        """Return int32 ``[G, S]``, what the slots of a bank hold after all submitted calls."""
+        with self._changed:
+            held = self._ledger.residents(bank)
+            return np.full_like(held, -1) if self._failed else held
+
+    def bank_table(self, bank: int) -> int:
+        """Return 0: plans are made on the CPU."""
+        return 0
+
+    def version(self, bank: int) -> int:
+        """Return the version of the weights of a bank's residents."""
+        with self._changed:
+            return self._ledger.version(bank)
+
+    def moves(self) -> NDArray[np.bool_]:
+        """Return bool ``[G, S]``, the slots that the last call writes to; of a reduction, reads."""
+        with self._changed:
+            return self._ledger.moves()
+
+    def reader(self, bank: int) -> int:
+        """Return the call that fills a bank, if it has not finished, else 0."""
+        with self._changed:
+            last = self._ledger.last_call(bank)
+            return 0 if self._is_over(last) else last
+
+    def invalidate(self, bank: int) -> None:
+        """Let a bank hold nothing, of the next version."""
+        with self._changed:
+            self._ledger.invalidate(bank)
+
+    # ---- failure and end --------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Fail the calls in progress, on this rank and its peers."""
+        with self._changed:
+            if self._closed or self._failed:
+                return
+            self._cancelled = True
+            self._changed.notify_all()
+        self._cut()
+        if not self._is_own_thread():
+            with self._changed:  # the thread sees it at once, unless it runs a long addition
+                self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
+
+    def close(self) -> int:
+        """End the thread and leave the process groups; return -1: every call has been compared."""
+        with self._changed:
+            if self._closed:
+                return -1
+            self._closed = True
+            self._changed.notify_all()
+            if self._is_own_thread():
+                self._ends_itself = True
+                return -1
+            # A rejected call may not have reached the peers yet.
+            self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
+            pause = self._failed_at + GRACE - time.monotonic() if self._failed else 0.0
+        if pause > 0:  # for the peers to hear what this rank told
+            time.sleep(pause)
+        self._thread.join(0.1)
+        if self._thread.is_alive():
+            self._cut()
+            self._thread.join()
+        self._release()
+        return -1
+
+    def _is_own_thread(self) -> bool:
+        """Return whether the engine's own thread calls: the garbage collector may run on any."""
+        return threading.current_thread() is self._thread
+
+    def _release(self) -> None:
+        self._channel.close()
+        self._agreement.close()
+
+    def failed_epoch(self) -> int:
+        """Return the first call that is known to have failed; 0: none."""
+        return self._failed
+
+    def report(self) -> BackendReport:
+        """Return the report of the first failed call."""
+        return self._report
+
+    def bad_id(self) -> None:
+        """Return None: ids and plans are checked before they reach the engine."""
+
+    def damage(self) -> tuple[_core.DamageKind, int, int, int, int, int, int, int, bool]:
+        """Raise UnsupportedError: slots are not checked."""
+        raise UnsupportedError("check mode is for the host engine")
+
+    def last_words(self) -> list[Words] | None:
+        """Return None: peers' records are exchanged in calls, not published."""
+        return None
+
+    def gather_and_plan(
+        self, counted: Tensor, load: Tensor, target_ppm: int, costs: Costs | None
+    ) -> tuple[int, Plan, tuple[Tensor, ...]]:
+        """Raise UnsupportedError: ``plans_at_once`` is False."""
+        raise UnsupportedError("the c10d engine gathers and plans in two calls")
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of submitted calls."""
+        return self._ledger.epoch
+
+    @property
+    def completed(self) -> int:
+        """Return the number of finished calls."""
+        return self._completed
+
+    @property
+    def waits(self) -> None:
+        """Return None: a backend waits, and does not say for how long."""
+
+    @property
+    def bytes_stored(self) -> int:
+        """Return the bytes sent so far."""
+        return self._bytes_sent
+
+    @property
+    def calls(self) -> tuple[int, int, int, int]:
+        """Return the numbers of transfers, reductions, gathers and rejected calls."""
+        counts = self._counts
+        return counts["replicate"], counts["reduce"], counts["gather"], counts["rejected"]
+
+
+def _mains(
+    weights: Weights, names: Sequence[str], *, as_bytes: bool
+) -> Callable[[int, int], Tensor]:
+    """Return a function from a segment's and a main's index to that main, as one dense row."""
+    known: dict[tuple[int, int], Tensor] = {}
+
+    def find(segment: int, index: int) -> Tensor:
+        found = known.get((segment, index))
+        if found is None:
+            main = weights[names[segment]][index].detach()
+            found = main.as_strided((main.numel(),), (1,))  # any strides that are dense
+            known[segment, index] = found = found.view(torch.uint8) if as_bytes else found
+        return found
+
+    return find

@@ -1,0 +1,254 @@
+"""Creates the parts of groups on the c10d engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ultraep_comm import _core
+from ultraep_comm.engines.base import Parts, make_parts
+from ultraep_comm.engines.c10d.agreement import Agreement
+from ultraep_comm.engines.c10d.channel import BackendChannel, Channel, GlooChannel
+from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
+from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
+from ultraep_comm.engines.c10d.probe import measure
+from ultraep_comm.engines.c10d.stages import DeviceStages
+from ultraep_comm.engines.host import HostStages
+from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
+from ultraep_comm.errors import BootstrapError, UnsupportedError
+from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.private import PrivateFabric
+from ultraep_comm.fabrics.shm import machine_id
+from ultraep_comm.plan.topology import Topology
+from ultraep_comm.system import undocumented
+
+_CONNECT_SECONDS = 60.0
+_LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us, one processor
+_MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
+
+
+def movers(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of a process group for each type of device whose tensors it sends."""
+    config = dist.get_backend_config(process_group)
+    pairs = (pair.split(":") for pair in config.split(","))
+    return {kind: name for kind, name in pairs if _MOVES.get(name, kind) == kind}
+
+
+def find_device(process_group: dist.ProcessGroup, wanted: torch.device | None) -> torch.device:
+    """Return the device whose tensors a group moves over a process group.
+
+    Args:
+        process_group: whose backends move them.
+        wanted: None: the accelerator, if there is one and a backend for it, else the CPU.
+
+    Raises:
+        UnsupportedError: no backend moves tensors of the device.
+    """
+    found = movers(process_group)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wanted is None:
+        kinds = [accelerator.type] if accelerator is not None else []
+        kind = next((kind for kind in (*kinds, "cpu") if kind in found), None)
+    else:
+        kind = wanted.type if wanted.type in found else None
+    if kind is None:
+        what = "device=None" if wanted is None else f"device={str(wanted)!r}"
+        config = dist.get_backend_config(process_group)
+        raise UnsupportedError(
+            f"{what} with engine='c10d': the process group has the backends {config}, of which none"
+            f" moves tensors on {'a device of this machine' if wanted is None else wanted.type};"
+            " create it with a backend for them, such as 'cpu:gloo,cuda:nccl'"
+        )
+    if kind == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != kind:
+        raise UnsupportedError(f"device={str(wanted)!r}: torch finds no such device here")
+    index = torch.accelerator.current_device_index() if wanted is None else wanted.index
+    return torch.device(kind, torch.accelerator.current_device_index() if index is None else index)
+
+
+def choose_engine(meeting: Meeting, wanted: torch.device | None) -> str:
+    """Return "host" or "c10d", where both may be used. Collective, the same on every rank."""
+    try:
+        device = find_device(meeting.group, wanted).type
+    except UnsupportedError:
+        device = "cpu"
+    machine = machine_id()
+    hellos = meeting.exchange(Hello(machine=machine, values=(int(device != "cpu"),)))
+    has_devices = all(hello.values[0] for hello in hellos)
+    return "host" if len({h.machine for h in hellos}) == 1 and not has_devices else "c10d"
+
+
+def make_group_parts(
+    meeting: Meeting, options: Options, topology: Topology, given_domains: bool
+) -> Parts:
+    """Create one rank's parts. Collective; arguments have been checked on every rank.
+
+    Raises:
+        UnsupportedError: no backend of the process group moves the device's tensors, or torch has
+            no gloo, which compares calls.
+        BootstrapError: ranks disagree, or a rank left or cannot take part.
+        OutOfSharedMemoryError: this rank's slots do not fit in memory.
+    """
+    error: Exception | None = None
+    device, machine = torch.device("cpu"), b""
+    try:
+        options.refuse_check("the c10d engine")
+        device, machine = find_device(meeting.group, options.device), machine_id()
+        if not dist.is_gloo_available():
+            raise UnsupportedError("engine='c10d' compares calls over gloo, which torch lacks here")
+    except Exception as refused:  # of any type: peers must not wait for this rank
+        error = refused
+    meeting.agree(error)
+    kind = sum(ord(letter) << 8 * i for i, letter in enumerate(device.type[:7]))
+    digest = options.digest(topology, given_domains) ^ kind  # the same kind of device on all ranks
+    hellos = meeting.exchange(Hello(digest=digest, machine=machine, token=secrets.token_bytes(16)))
+    check_same_arguments(hellos)
+    if not given_domains:
+        machines = {m: i for i, m in enumerate(dict.fromkeys(h.machine for h in hellos))}
+        topology = topology.with_domains(np.array([machines[h.machine] for h in hellos], np.int32))
+    channels: list[Channel] = []
+    parts = None
+    try:
+        try:
+            channels = _open(meeting, device, hellos[0].token.hex())
+        except Exception as refused:
+            error = BootstrapError(
+                f"rank {meeting.rank}: the engine's process groups could not be created"
+                f" ({str(refused).splitlines()[0]})",
+                failed_rank=meeting.rank,
+            )
+            error.__cause__ = refused
+        meeting.agree(error)
+        cost: tuple[int, ...] = options.calibration.constants(
+            "c10d", meeting.num_ranks, (0, 0, 0, 0, 0)
+        )
+        if not any(meeting.exchange(Hello(cost=cost))[0].cost):
+            try:
+                cost = measure(channels[0], meeting.rank, meeting.num_ranks, device)
+            except Exception as broken:
+                error = BootstrapError(f"rank {meeting.rank}: {broken}", failed_rank=meeting.rank)
+                error.__cause__ = broken
+        cost = meeting.exchange(Hello(cost=cost), error)[0].cost
+        try:
+            parts = _make_one(
+                meeting.rank, topology, options, meeting.timeout, cost, device, channels
+            )
+        except Exception as refused:
+            error = refused
+        meeting.agree(error, last=True)
+    except BaseException:
+        if parts is not None:
+            parts.engine.close()
+        for channel in channels:
+            channel.close()
+        raise
+    assert parts is not None
+    return parts
+
+
+def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
+    """Create the parts of all ranks in this process, over gloo on this machine."""
+    num_ranks, cpu = topology.num_ranks, torch.device("cpu")
+    options.refuse_check("c10d")
+    store = undocumented(dist, "HashStore")()
+    cost = options.calibration.constants("c10d", num_ranks, _LOOPBACK_COST)
+
+    def connect(rank: int) -> list[Channel]:
+        return [
+            GlooChannel(c10d.PrefixStore(what, store), rank, num_ranks, _CONNECT_SECONDS)
+            for what in ("calls", "alarms")
+        ]
+
+    # Each waits for all others.
+    with ThreadPoolExecutor(num_ranks) as pool:
+        channels = list(pool.map(connect, range(num_ranks)))
+    return [
+        _make_one(rank, topology, options, DEFAULT_TIMEOUT, cost, cpu, own)
+        for rank, own in enumerate(channels)
+    ]
+
+
+def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
+    """Return channels for data (unless the next carries it), calls, and news of failures."""
+    rank, num_ranks = meeting.rank, meeting.num_ranks
+    limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
+    if meeting.store is None:
+        raise UnsupportedError("the process group has no store, by which new ones could meet")
+    name = f"ultraep_comm/{name}"
+    channels: list[Channel] = [
+        GlooChannel(c10d.PrefixStore(f"{name}/{what}", meeting.store), rank, num_ranks, limit)
+        for what in ("calls", "alarms")
+    ]
+    backend = movers(meeting.group)[device.type]
+    if backend == "gloo":
+        # One channel carries both, as every process group of gloo has a thread of its own.
+        return channels
+    ranks = dist.get_process_group_ranks(meeting.group)
+    data = BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+    return [data, *channels]
+
+
+def _make_one(
+    rank: int,
+    topology: Topology,
+    options: Options,
+    patience: float,
+    cost: Sequence[int],
+    device: torch.device,
+    channels: Sequence[Channel],
+) -> Parts:
+    num_ranks = topology.num_ranks
+    config = options.config(topology, rank, patience, cost)
+    data, (calls, alarms) = channels[0], channels[-2:]
+    given = options.timeout
+
+    def start(config: _core.EngineConfig, _local: object) -> C10dEngine:
+        return C10dEngine(
+            rank=rank,
+            ledger=_core.C10dLedger(config),
+            slots=_find_slots(config, options, fabric.slots),
+            channel=data,
+            agreement=Agreement(calls, alarms, rank, num_ranks, topology.num_experts),
+            call_limit=patience if given is None else given,
+            wait_limit=WAIT_TIMEOUT if given is None else given,
+            order=HostOrder() if device.type == "cpu" else DeviceOrder(device),
+        )
+
+    fabric = PrivateFabric(rank, num_ranks, device)
+
+    def local() -> HostStages:
+        if device.type == "cpu":
+            return HostStages(topology, rank)
+        return DeviceStages(topology, rank, device)
+
+    return make_parts(rank, topology, options, config, fabric, local, start)
+
+
+def _find_slots(config: _core.EngineConfig, options: Options, memory: torch.Tensor) -> Slots:
+    """Return views of the slots and their gradients in a rank's memory."""
+    layout, per_bank = _core.EngineLayout(config), config.slots_per_rank
+
+    def rows(offset: int, nbytes: int, banks: int) -> torch.Tensor:
+        return memory.narrow(0, offset, banks * per_bank * nbytes).view(-1, nbytes)
+
+    return Slots(
+        names=tuple(options.segments),
+        grad_names=tuple(options.grads),
+        bytes=[
+            rows(at, segment.nbytes, options.banks)
+            for at, segment in zip(layout.slot_offset, options.segments.values(), strict=True)
+        ],
+        grads=[
+            rows(at, segment.nbytes, options.grad_banks).view(segment.dtype)
+            for at, segment in zip(layout.grad_offset, options.grads.values(), strict=True)
+        ],
+        per_bank=per_bank,
+        grad_banks=options.grad_banks,
+    )

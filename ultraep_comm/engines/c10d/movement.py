@@ -1,0 +1,131 @@
+"""Movement: the rounds of one call on one rank, from steps of the core to messages.
+
+A rank issues its rounds in order. Ahead of round t it waits for its messages of rounds up to
+t - ``IN_FLIGHT``, and for those that bring what it sends on in t: for earlier rounds alone, at both
+ends, so nothing can wait in a circle (`src/c10d/rounds.hpp`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.c10d.channel import Channel, Message, Pending
+
+IN_FLIGHT = 3  # rounds
+_KINDS = tuple(_core.C10dStep)
+_Kind = _core.C10dStep
+_RECEIVE = frozenset((_Kind.RECEIVE, _Kind.ADD_GRAD, _Kind.ADD_SUM))
+
+
+class Step(NamedTuple):
+    """A row of the core's steps; see `Step` in src/c10d/ledger.hpp."""
+
+    round: int
+    kind: _core.C10dStep
+    peer: int
+    tag: int
+    segment: int
+    offset: int
+    bytes: int
+    place: int
+    expert: int
+    chunk: int
+    gate: int
+    behind: int
+    replica: int
+
+
+def read_steps(rows: Sequence[Sequence[int]]) -> list[Step]:
+    """Return the core's rows as steps."""
+    return [Step(row[0], _KINDS[row[1]], *row[2:]) for row in rows]
+
+
+class BrokenStepError(Exception):
+    """A step's message failed; the cause is a `BrokenChannelError`."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Movement(ABC):
+    """Sends and receives of one call on one rank.
+
+    Args:
+        steps: of this rank, by round.
+        channel: what carries them.
+    """
+
+    def __init__(self, steps: Sequence[Step], channel: Channel) -> None:
+        self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda step: step.round)]
+        self._channel = channel
+        self._next = 0  # of the rounds
+        self._leaving: deque[tuple[Step, Pending]] = deque()
+        self._arriving: deque[tuple[Step, Pending]] = deque()
+        self.bytes_sent = 0
+
+    def begin(self) -> None:
+        """Issue what waits for nothing."""
+        for t, steps in self._rounds:
+            if t >= IN_FLIGHT or _behind(steps) >= 0:
+                break
+            self._issue(steps)
+            self._next += 1
+
+    def finish(self, limit: float) -> None:
+        """Issue the rest, and wait for all.
+
+        Args:
+            limit: of each wait, in seconds; 0: none.
+
+        Raises:
+            BrokenStepError: a message did not arrive or leave.
+        """
+        for t, steps in self._rounds[self._next :]:
+            self._settle(self._arriving, max(t - IN_FLIGHT, _behind(steps)), limit)
+            self._settle(self._leaving, t - IN_FLIGHT, limit)
+            self._issue(steps)
+        last = self._rounds[-1][0] if self._rounds else 0
+        self._settle(self._arriving, last, limit)
+        self._settle(self._leaving, last, limit)
+
+    def _issue(self, steps: Sequence[Step]) -> None:
+        steps = [step for step in steps if step.kind is not _Kind.KEEP_GRAD]
+        messages = [Message(s.peer, s.tag, self.prepare(s), s.kind in _RECEIVE) for s in steps]
+        for step, pending in zip(steps, self._channel.post(messages), strict=True):
+            if pending.message.receives:
+                self._arriving.append((step, pending))
+            else:
+                self._leaving.append((step, pending))
+                self.bytes_sent += step.bytes
+
+    def _settle(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
+        """Wait for the messages of rounds up to ``last``."""
+        while pending and pending[0][0].round <= last:
+            step, message = pending.popleft()
+            try:
+                message.wait(limit)
+            except Exception as error:
+                raise BrokenStepError(step) from error
+            if message.message.receives:
+                self.arrived(step, message.message.tensor)
+
+    @abstractmethod
+    def prepare(self, step: Step) -> torch.Tensor:
+        """Return the dense tensor that a step sends or receives."""
+
+    @abstractmethod
+    def arrived(self, step: Step, tensor: torch.Tensor) -> None:
+        """Take note of a message that has arrived."""
+
+
+def _behind(steps: Sequence[Step]) -> int:
+    """Return the last round that brings what these steps send on; -1: none."""
+    return max((step.behind for step in steps), default=-1)

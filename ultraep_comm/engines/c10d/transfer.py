@@ -1,0 +1,57 @@
+"""Transfer: main weights to slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ultraep_comm import _core
+from ultraep_comm.engines.c10d.channel import Channel
+from ultraep_comm.engines.c10d.movement import Movement, Step
+
+_Kind = _core.C10dStep
+
+
+class Transfer(Movement):
+    """The messages of one transfer on one rank.
+
+    Args:
+        steps, channel: as for `Movement`.
+        slots: by segment, uint8 ``[S, bytes]`` of the call's bank.
+        main: returns the bytes of a main's segment, given the segment's and the main's index.
+        on_slot: called with a slot once it is complete.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        channel: Channel,
+        slots: Sequence[torch.Tensor],
+        main: Callable[[int, int], torch.Tensor],
+        on_slot: Callable[[int], None],
+    ) -> None:
+        super().__init__(steps, channel)
+        self._slots, self._main, self._on_slot = slots, main, on_slot
+        self._missing = Counter(step.place for step in steps if step.kind is _Kind.RECEIVE)
+
+    @property
+    def filled(self) -> frozenset[int]:
+        """Return the slots that this call has yet to complete."""
+        return frozenset(self._missing)
+
+    def prepare(self, step: Step) -> torch.Tensor:
+        """Return bytes of a main or of a slot."""
+        if step.kind is _Kind.SEND_MAIN:
+            whole = self._main(step.segment, step.place)
+        else:
+            whole = self._slots[step.segment][step.place]
+        return whole.narrow(0, step.offset, step.bytes)
+
+    def arrived(self, step: Step, tensor: torch.Tensor) -> None:
+        """Count down what a slot lacks."""
+        self._missing[step.place] -= 1
+        if self._missing[step.place] == 0:
+            del self._missing[step.place]
+            self._on_slot(step.place)

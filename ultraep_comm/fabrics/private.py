@@ -1,0 +1,74 @@
+"""No fabric: memory that no peer reaches, for engines that send messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ultraep_comm.errors import OutOfSharedMemoryError
+from ultraep_comm.fabrics import SharedRegion
+from ultraep_comm.fabrics.loopback import host_memory
+from ultraep_comm.fabrics.shm import available_bytes
+
+
+class PrivateFabric:
+    """One rank's own memory.
+
+    Attributes:
+        slots: the first allocation, uint8.
+
+    Args:
+        rank, num_ranks: of the group.
+        device: of the memory.
+    """
+
+    can_pull = True  # what pull would load is sent
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._on_cpu = device.type == "cpu"
+        self._allocate: Callable[[int], torch.Tensor] = host_memory
+        if not self._on_cpu:
+            self._allocate = lambda size: torch.zeros(size, dtype=torch.uint8, device=device)
+        self.slots = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def peer_sockets(self) -> list[int]:
+        """``[G]`` times -1: the backend has the connections."""
+        return [-1] * self._num_ranks
+
+    @property
+    def peer_processes(self) -> list[int]:
+        """``[G]`` times -1, likewise."""
+        return [-1] * self._num_ranks
+
+    def allocate(self, num_bytes: int) -> SharedRegion:
+        """Allocate zeroed memory on this rank.
+
+        Raises:
+            OutOfSharedMemoryError: there is not enough.
+        """
+        hint = "use fewer slots_per_rank, smaller experts, or a machine with more memory"
+        if self._on_cpu and num_bytes > available_bytes():
+            raise OutOfSharedMemoryError(
+                f"rank {self._rank}: {num_bytes} bytes of memory are needed, but only"
+                f" {available_bytes()} bytes are available; {hint}",
+                failed_rank=self._rank,
+            )
+        try:
+            local = self._allocate(num_bytes)
+        except (OSError, RuntimeError) as error:
+            raise OutOfSharedMemoryError(
+                f"rank {self._rank}: {num_bytes} bytes of memory could not be allocated ({error});"
+                f" {hint}",
+                failed_rank=self._rank,
+            ) from error
+        if len(self.slots) == 0:
+            self.slots = local
+        bases = [0] * self._num_ranks
+        bases[self._rank] = local.data_ptr()
+        return SharedRegion(bases=bases, local=local)
+
+    def close(self) -> None:
+        """Do nothing: there are no connections."""
