@@ -196,12 +196,8 @@ struct ScheduleArrays {
     schedule.egress = egress.data();
     schedule.source = source.data();
     const uec::ScheduleScratch scratch{count.data(), exports.data(), order.data(), extra.data()};
-    const uec::SlotsToFill slots{c.residents()};
-    shape = uec::collect_replicas(uec::Alone{}, c.topology(), c.slot_expert.data(), slots, scratch,
-                                  schedule);
-    if (c.allow_cross_domain)
-      shape = uec::split_by_domain(uec::Alone{}, c.topology(), c.slot_expert.data(), slots, shape,
-                                   scratch, schedule);
+    shape = uec::collect_entries(uec::Alone{}, c.topology(), c.slot_expert.data(),
+                                 uec::SlotsToFill{c.residents()}, scratch, schedule);
     uec::assign_hubs(uec::Alone{}, c.topology(), tiles.num_groups(), shape, mode, scratch,
                      schedule);
   }

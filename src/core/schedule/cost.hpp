@@ -93,9 +93,7 @@ UEC_HD void make_schedule(Team team, const Topology& t, const TileMap& tiles,
                           const int32_t* slot_expert, const int32_t* resident, int32_t mode,
                           bool may_pull, const CostModel& cost, const ScheduleScratch& scratch,
                           PlanShape* shape, Schedule& s) {
-  const SlotsToFill slots{resident};
-  PlanShape own = collect_replicas(team, t, slot_expert, slots, scratch, s);
-  if (t.allow_cross_domain) own = split_by_domain(team, t, slot_expert, slots, own, scratch, s);
+  const PlanShape own = collect_entries(team, t, slot_expert, SlotsToFill{resident}, scratch, s);
   if (team.leader()) *shape = own;
   choose_hubs(team, t, tiles, own, mode, may_pull, cost, scratch, s);
 }

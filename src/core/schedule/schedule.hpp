@@ -33,6 +33,7 @@ inline constexpr int64_t kEgressUnit = 1 << 16;
 
 // Which of a plan's filled slots a call takes. Null: all.
 struct SlotsToFill {
+  static constexpr bool kByDomain = true;  // see collect_entries()
   // [G][S] what slots hold since earlier calls, -1: nothing. A slot that already holds what the
   // plan has there is left out, and may be a source.
   const int32_t* resident = nullptr;
@@ -41,11 +42,13 @@ struct SlotsToFill {
   }
 };
 struct SlotsWithTokens {
+  static constexpr bool kByDomain = false;
   static constexpr const int32_t* resident = nullptr;
   const int32_t* quota = nullptr;  // [G][S]
   UEC_HD bool takes(int32_t at, int32_t) const { return quota == nullptr || quota[at] != 0; }
 };
 struct AllSlots {
+  static constexpr bool kByDomain = true;
   static constexpr const int32_t* resident = nullptr;
   UEC_HD static constexpr bool takes(int32_t, int32_t) { return true; }
 };
@@ -220,8 +223,8 @@ UEC_STEP int32_t choose_sources(Team team, const Topology& topology, const int32
 
 }  // namespace detail
 
-// Collects the replicas of each expert. If plans may cross domains, a transfer's are then split,
-// and sources chosen: see split_by_domain(). For a team of one the plan has been validated, and it
+// Collects the replicas of each expert. If plans may cross domains, a transfer's sources are still
+// to be chosen: see collect_entries(). For a team of one the plan has been validated, and it
 // counts without branching on the values: no branch predictor knows the next plan. Of what is no
 // expert, a larger team writes nothing: the plan may be checked meanwhile.
 template <class Team, class Slots>
@@ -338,8 +341,7 @@ UEC_STEP PlanShape collect_replicas(Team team, const Topology& topology, const i
 }
 
 // Where plans may cross domains: splits each collected expert into an entry for each domain that
-// its replicas lie in, in the order of their numbers, and chooses the sources. Not for a reduction:
-// the order of its sums, and with it every bit, does not depend on domains. `before`: what
+// its replicas lie in, in the order of their numbers, and chooses the sources. `before`: what
 // collect_replicas() has returned.
 template <class Team, class Slots>
 UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const int32_t* slot_expert,
@@ -354,8 +356,9 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
   UEC_ROLLED
   for (int32_t x = team.index(); x < schedule.num_experts; x += team.size()) {
     const int32_t begin = s.first[x], end = s.first[x + 1];
-    UEC_ROLLED  // in order already, where domains are runs of ranks
-        for (int32_t i = begin + 1; i < end; ++i) {
+    // In order already, where domains are runs of ranks.
+    UEC_ROLLED
+    for (int32_t i = begin + 1; i < end; ++i) {
       const int32_t rank = s.replica_rank[i], slot = s.replica_slot[i];
       int32_t to = i;
       UEC_ROLLED
@@ -415,6 +418,17 @@ UEC_STEP PlanShape split_by_domain(Team team, const Topology& topology, const in
     relays |= s.num_replicas(x) > 1 && detail::is_foreign(t.domain, s, x);
   shape.chained = team.count(sends).all > 0;
   shape.relays = team.count(relays).all > 0;
+  return shape;
+}
+
+// Collects the entries of a transfer, or the experts of a reduction. The latter are not split: the
+// order of sums, and with it every bit, does not depend on domains.
+template <class Team, class Slots>
+UEC_HD PlanShape collect_entries(Team team, const Topology& t, const int32_t* slot_expert,
+                                 Slots choice, const ScheduleScratch& scratch, Schedule& schedule) {
+  PlanShape shape = collect_replicas(team, t, slot_expert, choice, scratch, schedule);
+  if (Slots::kByDomain && t.allow_cross_domain)
+    shape = split_by_domain(team, t, slot_expert, choice, shape, scratch, schedule);
   return shape;
 }
 

@@ -60,12 +60,11 @@ struct Bank {
 };
 
 struct ReplicateArgs {
-  static constexpr bool kByDomain = true;  // see split_by_domain()
-  const int32_t* slot_expert = nullptr;    // [G][S], validated
-  uint64_t plan_digest = 0;                // of what else the plan says (quotas)
-  uint64_t tag = 0;                        // of the plan's handle: layer and microbatch; 0: none
-  const uint64_t* mains = nullptr;         // [segments][M] addresses
-  const int32_t* segments = nullptr;       // which segments, ascending
+  const int32_t* slot_expert = nullptr;  // [G][S], validated
+  uint64_t plan_digest = 0;              // of what else the plan says (quotas)
+  uint64_t tag = 0;                      // of the plan's handle: layer and microbatch; 0: none
+  const uint64_t* mains = nullptr;       // [segments][M] addresses
+  const int32_t* segments = nullptr;     // which segments, ascending
   int32_t num_segments = 0;
   int32_t mode = -1;    // a Mode, or -1: by cost
   int32_t region = -1;  // pull: which region the main weights lie in
@@ -128,7 +127,6 @@ UEC_HD inline uint64_t with_mode(uint64_t digest, const ReplicateArgs& args, Mod
 }
 
 struct ReduceArgs {
-  static constexpr bool kByDomain = false;
   const int32_t* slot_expert = nullptr;  // [G][S], validated
   const int32_t* slot_quota = nullptr;   // [G][S] slots without tokens have no gradient; null: all
                                          // have
@@ -180,11 +178,8 @@ UEC_HD uint64_t prepare(Team team, const GroupTables& group, const Args& args,
                         Call* call) {
   if (team.leader())
     fill_segments(group, args, arrays, call);  // members meet before they look at it
-  PlanShape own = collect_replicas(team, group.topology, args.slot_expert, args.slots(),
-                                   work.scratch, work.schedule);
-  if (Args::kByDomain && group.topology.allow_cross_domain)
-    own = split_by_domain(team, group.topology, args.slot_expert, args.slots(), own, work.scratch,
-                          work.schedule);
+  const PlanShape own = collect_entries(team, group.topology, args.slot_expert, args.slots(),
+                                        work.scratch, work.schedule);
   if (team.leader()) *shape = own;
   fill_call(team, group, args, own, work, call);
   return with_mode(digest_call(team, group.topology, args, args.plan_digest), args,

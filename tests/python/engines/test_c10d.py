@@ -43,14 +43,19 @@ def _groups(num_ranks: int, **options: Any) -> list[uec.Group]:
 # ---- bytes and bits -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_random_calls_move_every_byte_and_sum_every_bit(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "num_ranks, domains", [(2, None), (3, None), (5, None), (5, [1, 0, 1, 0, 0])]
+)
+def test_random_calls_move_every_byte_and_sum_every_bit(
+    num_ranks: int, domains: list[int] | None
+) -> None:
     """Transfers and reductions in random order, against their oracles and the host engine."""
     draw = random.Random(num_ranks)
     grads = {"w13": torch.float32, "w2": torch.bfloat16, "big": torch.bfloat16}
     expert = {**MIXED, "w2": Segment((48, 33), torch.bfloat16)}
     home = [draw.randrange(num_ranks) for _ in range(E)]  # uneven: some rank may have none
     options: dict[str, Any] = {"home": home, "expert": expert, "grads": grads}
+    options |= {"domains": domains, "allow_cross_domain": domains is not None}
     groups = _groups(num_ranks, **options, tile_bytes=draw.choice([1024, 4096, 65536]))
     on_host = uec.new_loopback_groups(num_ranks, num_experts=E, slots_per_rank=S, **options)
     weights = [make_weights(group) for group in groups]
