@@ -9,23 +9,23 @@ import torch
 from ultraep_comm.calibration import MOST, MeasuredCosts, device_name
 from ultraep_comm.engines.c10d.channel import Channel, Message
 
-_SMALL, _LARGE = 1024, 1 << 20  # bytes
+_SMALL, _LARGE = 1024, 512 << 10  # bytes
 _LIMIT = 60.0  # seconds
 
 
 def measure(
-    channel: Channel, rank: int, num_ranks: int, device: torch.device, rounds: int = 3
+    channel: Channel, rank: int, num_ranks: int, device: torch.device, rounds: int = 5
 ) -> MeasuredCosts:
-    """Return what messages cost, as this rank has measured it: medians. Collective.
+    """Return what messages cost, as this rank has measured it. Collective.
 
     A message's time besides its bytes, where several are under way; and the rate of messages of
-    1 MiB: of one pair of ranks alone, and of all at once, each to the next.
+    512 KiB: of one pair of ranks alone, and of all at once, each to the next.
 
     Args:
         channel: whose messages are timed.
         rank, num_ranks: of the group.
         device: of the messages.
-        rounds: of each figure.
+        rounds: of each figure; the fastest counts, as whatever disturbs a message slows it.
     """
 
     def ring(num_bytes: int, count: int, rounds: int, tag: int) -> float:
@@ -42,7 +42,7 @@ def measure(
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             times.append((time.perf_counter() - start) / count)
-        return sorted(times)[(rounds - 1) // 2]
+        return min(times)
 
     def pair(num_bytes: int, rounds: int, tag: int) -> float:
         """Return the time of a message from rank 0 to rank 1 and back."""
@@ -58,15 +58,16 @@ def measure(
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
             times.append((time.perf_counter() - start) / 2)
-        return sorted(times)[(rounds - 1) // 2]
+        return min(times)
 
     message, together = 100e-6, 1e-3  # alone there is nobody to send to
     alone = together
     if num_ranks > 1:
         ring(_SMALL, 2, 1, 0)  # connections
-        message = ring(_SMALL, 16, 2 * rounds - 1, 0)
-        together = max(ring(_LARGE, 1, rounds, 0) - message, 1e-9)
-        alone = min(max(pair(_LARGE, rounds, 1) - message, 1e-9), together)
+        message = ring(_SMALL, 16, rounds, 0)
+        together, alone = ring(_LARGE, 1, rounds, 0), pair(_LARGE, rounds, 1)
+        together, alone = (max(took - message, took / 4) for took in (together, alone))
+        alone = min(alone, together)
         ring(_SMALL, 1, 1, 0)  # all wait for the pair
     return MeasuredCosts(
         device=device_name("c10d") or "",
