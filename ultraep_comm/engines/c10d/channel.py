@@ -82,7 +82,14 @@ class Pending:
 
 
 class Channel(Protocol):
-    """A process group of its own."""
+    """A process group of its own.
+
+    Attributes:
+        matches_tags: messages find their receive by the tag, in whatever order these are posted;
+            else both ends issue rounds in their order.
+    """
+
+    matches_tags: bool
 
     def post(self, messages: Sequence[Message]) -> list[Pending]:
         """Issue the messages of one round, in the order of rounds on every rank."""
@@ -102,6 +109,8 @@ class GlooChannel:
         rank, num_ranks: of this channel.
         timeout: for meeting, in seconds.
     """
+
+    matches_tags = True
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -151,6 +160,8 @@ class BackendChannel:
         device: of the tensors.
         timeout: in seconds; 0: none.
     """
+
+    matches_tags = False
 
     def __init__(
         self,
