@@ -23,11 +23,9 @@ ultraep_add_c10d_mutant(rounds_gate_is_open PROGRAM test_rounds FILE c10d/rounds
   FIND [[    return hop.behind < 0 || rounds_.gates[hop.behind].missing == 0;]]
   REPLACE [[    return true;]])
 
-ultraep_add_c10d_mutant(rounds_gate_opens_with_the_first PROGRAM test_rounds FILE c10d/rounds.hpp
-  FIND [[missing == 0)
-      rounds_]]
-  REPLACE [[missing >= 0)
-      rounds_]])
+ultraep_add_c10d_mutant(rounds_gate_noted_early PROGRAM test_rounds FILE c10d/rounds.hpp
+  FIND [[.opened = t;]]
+  REPLACE [[.opened = t - 1;]])
 
 ultraep_add_c10d_mutant(rounds_two_to_one_receiver PROGRAM test_rounds FILE c10d/rounds.hpp
   FIND [[ || receives_[pair->to] != nullptr) continue;]]
@@ -49,11 +47,9 @@ ultraep_add_c10d_mutant(rounds_hub_left_out PROGRAM test_rounds FILE c10d/rounds
   REPLACE [[              if (i != hub)
                 rounds.hops.push_back({from,]])
 
-ultraep_add_c10d_mutant(rounds_sum_lacks_a_part PROGRAM test_rounds FILE c10d/rounds.hpp
-  FIND [[hub == 0 ? n : n - 1;
-            const]]
-  REPLACE [[hub == 0 || n < 3 ? n - (hub > 0) : n - 2;
-            const]])
+ultraep_add_c10d_mutant(rounds_gradient_of_another PROGRAM test_rounds FILE c10d/rounds.hpp
+  FIND [[{rank[i], at, x, i, begin]]
+  REPLACE [[{rank[i], at, x, 0, begin]])
 
 # ---- which chunks go first -----------------------------------------------------------------------
 
@@ -80,10 +76,6 @@ ultraep_add_c10d_mutant(ledger_tags_of_this_rank PROGRAM test_ledger FILE c10d/l
       if (!sends && !receives) return;]]
   REPLACE [[    if (!sends && !receives) continue;
     each_part(hop, [&](const TileSpan& span, int64_t its_tag) {]])
-
-ultraep_add_c10d_mutant(ledger_parts_of_any_length PROGRAM test_ledger FILE c10d/ledger.cc
-  FIND [[std::min(end, tile + most)]]
-  REPLACE [[std::min(end, tile + 3 * most)]])
 
 # ---- places --------------------------------------------------------------------------------------
 
