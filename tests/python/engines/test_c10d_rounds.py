@@ -274,9 +274,7 @@ def run(
 
     while True:
         moves: list[Callable[[], None]] = [
-            partial(issue, index)
-            for index, rank in enumerate(ranks)
-            if rank.may_issue()
+            partial(issue, index) for index, rank in enumerate(ranks) if rank.may_issue()
         ]
         ready = [m for m in messages.values() if m.put and m.payload is not None and not m.arrived]
         if not moves and not ready:
