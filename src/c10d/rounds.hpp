@@ -207,17 +207,19 @@ class Matcher {
       if (sends_[pair->from] != nullptr || receives_[pair->to] != nullptr) continue;
       sends_[pair->from] = receives_[pair->to] = pair;
     }
+    // Receivers of a search in vain have none to give up, whichever others find one after that.
+    ++search_;
     for (Pair* pair : ready_)
-      if (sends_[pair->from] == nullptr) augment(pair->from, ++search_);
+      if (sends_[pair->from] == nullptr && augment(pair->from)) ++search_;
   }
 
   // Finds a receiver for a rank that has none, by giving others another one.
-  bool augment(int32_t from, int32_t search) {
+  bool augment(int32_t from) {
     for (const int32_t at : pairs_of_[from]) {
       Pair& pair = pairs_[at];
-      if (pair.hop == nullptr || seen_[pair.to] == search) continue;
-      seen_[pair.to] = search;
-      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from, search)) continue;
+      if (pair.hop == nullptr || seen_[pair.to] == search_) continue;
+      seen_[pair.to] = search_;
+      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from)) continue;
       sends_[from] = receives_[pair.to] = &pair;
       return true;
     }

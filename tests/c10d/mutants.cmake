@@ -32,7 +32,7 @@ ultraep_add_c10d_mutant(rounds_two_to_one_receiver PROGRAM test_rounds FILE c10d
   REPLACE [[) continue;]])
 
 ultraep_add_c10d_mutant(rounds_receiver_taken_away PROGRAM test_rounds FILE c10d/rounds.hpp
-  FIND [[      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from, search)) continue;]]
+  FIND [[      if (receives_[pair.to] != nullptr && !augment(receives_[pair.to]->from)) continue;]]
   REPLACE [[;]])
 
 # ---- which chunks there are ----------------------------------------------------------------------
