@@ -1,5 +1,6 @@
 #include "c10d/ledger.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -12,6 +13,9 @@ namespace {
 constexpr int32_t kInFlight = 3;
 // The cost model's price of a group is that of a message, over this.
 constexpr int32_t kChunkGroups = 8;
+
+// Of a message. A chunk may be a whole expert, and sizes in it are 32-bit numbers.
+constexpr int64_t kMaxPartBytes = 1 << 30;
 
 }  // namespace
 
@@ -119,12 +123,13 @@ void Ledger::list_steps(Rounds& rounds, bool is_reduction, Prepared* prepared) c
   const Schedule& s = work_.schedule;
   const int32_t rank = config_.rank;
   int64_t tag = 0;
+  const int64_t most = std::max<int64_t>(kMaxPartBytes / tiles.tile_bytes, 1);
   int32_t chunk = 0, entry = -1;
   // Calls body(segment, offset, bytes, tag) for the parts of a hop.
   const auto each_part = [&](const Hop& hop, auto&& body) {
     const int64_t end = std::min<int64_t>(int64_t{hop.end} * tiles.group_tiles, tiles.num_tiles());
     for (int64_t tile = int64_t{hop.begin} * tiles.group_tiles; tile < end; ++tag) {
-      const TileSpan span = tiles.span(tile, end);
+      const TileSpan span = tiles.span(tile, std::min(end, tile + most));
       body(span, tag);
       tile += ceil_div(span.bytes, tiles.tile_bytes);
     }
