@@ -128,7 +128,7 @@ class C10dEngine:
         self._completed = self._failed = 0
         self._report = BackendReport(fault=_Fault.NONE, epoch=0)
         self._owed = 0  # the epoch of a call that this rank rejects, until its peers know
-        self._cancelled = self._closed = False
+        self._cancelled = self._closed = self._ends_itself = False
         self._ends: dict[int, int] = {}
         self._marks: deque[tuple[int, CallMark]] = deque()
         self._bytes_sent = self._num_regions = 0
@@ -252,6 +252,8 @@ class C10dEngine:
             while (job := self._next_job()) is not None:
                 self._run(job)
                 del job  # or its tensors live until the next one
+        if self._ends_itself:
+            self._release()
 
     def _next_job(self) -> _Job | None:
         with self._changed:
@@ -505,8 +507,9 @@ class C10dEngine:
             self._cancelled = True
             self._changed.notify_all()
         self._cut()
-        with self._changed:  # the thread sees it at once, unless it runs a long addition
-            self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
+        if not self._is_own_thread():
+            with self._changed:  # the thread sees it at once, unless it runs a long addition
+                self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
 
     def close(self) -> int:
         """End the thread and leave the process groups; return -1: every call has been compared."""
@@ -515,6 +518,9 @@ class C10dEngine:
                 return -1
             self._closed = True
             self._changed.notify_all()
+            if self._is_own_thread():
+                self._ends_itself = True
+                return -1
             # A rejected call may not have reached the peers yet.
             self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
             pause = self._failed_at + GRACE - time.monotonic() if self._failed else 0.0
@@ -524,9 +530,16 @@ class C10dEngine:
         if self._thread.is_alive():
             self._cut()
             self._thread.join()
+        self._release()
+        return -1
+
+    def _is_own_thread(self) -> bool:
+        """Return whether the engine's own thread calls: the garbage collector may run on any."""
+        return threading.current_thread() is self._thread
+
+    def _release(self) -> None:
         self._channel.close()
         self._agreement.close()
-        return -1
 
     def failed_epoch(self) -> int:
         """Return the first call that is known to have failed; 0: none."""

@@ -117,7 +117,7 @@ def make_group_parts(
     parts = None
     try:
         try:
-            channels = _open(meeting, device, hellos[0].token.hex())
+            channels = open_channels(meeting, device, hellos[0].token)
         except Exception as refused:
             error = BootstrapError(
                 f"rank {meeting.rank}: the engine's process groups could not be created"
@@ -131,7 +131,8 @@ def make_group_parts(
         )
         if not any(meeting.exchange(Hello(cost=cost))[0].cost):
             try:
-                cost = measure(channels[0], meeting.rank, meeting.num_ranks, device)
+                found = measure(channels[0], meeting.rank, meeting.num_ranks, device)
+                cost = found.constants(meeting.num_ranks, scales=False)
             except Exception as broken:
                 error = BootstrapError(f"rank {meeting.rank}: {broken}", failed_rank=meeting.rank)
                 error.__cause__ = broken
@@ -175,22 +176,30 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     ]
 
 
-def _open(meeting: Meeting, device: torch.device, name: str) -> list[Channel]:
-    """Return channels for data (unless the next carries it), calls, and news of failures."""
+def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> list[Channel]:
+    """Return channels for data (unless the next carries it), calls, and news of failures.
+
+    Collective. ``run``: new, and the same on all ranks.
+
+    Raises:
+        UnsupportedError: the process group has no store.
+    """
     rank, num_ranks = meeting.rank, meeting.num_ranks
     limit = min(meeting.timeout or _CONNECT_SECONDS, _CONNECT_SECONDS)
+    if meeting.store is None:
+        raise UnsupportedError("the process group has no store, by which new ones could meet")
+    name = f"ultraep_comm/{run.hex()}"
+    channels: list[Channel] = [
+        GlooChannel(c10d.PrefixStore(f"{name}/{what}", meeting.store), rank, num_ranks, limit)
+        for what in ("calls", "alarms")
+    ]
+    backend = movers(meeting.group)[device.type]
+    if backend == "gloo":
+        # One channel carries both, as every process group of gloo has a thread of its own.
+        return channels
     ranks = dist.get_process_group_ranks(meeting.group)
-
-    def connect(what: str, backend: str, on: torch.device) -> Channel:
-        if backend != "gloo" or meeting.store is None:
-            return BackendChannel(ranks, backend, on, meeting.timeout)
-        store = c10d.PrefixStore(f"ultraep_comm/{name}/{what}", meeting.store)
-        return GlooChannel(store, rank, num_ranks, limit)
-
-    cpu, backend = torch.device("cpu"), movers(meeting.group)[device.type]
-    channels = [connect("calls", "gloo", cpu), connect("alarms", "gloo", cpu)]
-    # Over gloo one channel carries both, as every process group of gloo has a thread of its own.
-    return channels if backend == "gloo" else [connect("data", backend, device), *channels]
+    data = BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+    return [data, *channels]
 
 
 def _make_one(
