@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tier")
 
 
-# Modules whose tests run on both engines of the CPU: the c10d engine does what the host engine does.
+# Modules whose tests run on both engines of the CPU: c10d does what the host engine does.
 # Without --exhaustive only the quick ones do.
 ON_BOTH_ENGINES = {
     "test_replicate": True,

@@ -11,6 +11,8 @@ namespace {
 
 // Chunks that a rank has under way at least, where experts are long enough.
 constexpr int32_t kInFlight = 3;
+// The cost model's price of a group is that of a message, over this.
+constexpr int32_t kChunkGroups = 8;
 
 // Of a message. A chunk may be a whole expert, and sizes in it are 32-bit numbers.
 constexpr int64_t kMaxPartBytes = 1 << 30;
@@ -106,7 +108,7 @@ int32_t Ledger::chunk_groups(bool relays) const {
       static_cast<double>(call_.tiles.expert_bytes()) / static_cast<double>(groups);
   const double bytes = static_cast<double>(call_.tiles.expert_bytes()) *
                        static_cast<double>(busiest) / static_cast<double>(kEgressUnit);
-  const double messages_bytes = static_cast<double>(cost.hop) * 1024 /
+  const double messages_bytes = static_cast<double>(cost.group * kChunkGroups) * 1024 /
                                 static_cast<double>(std::max<int64_t>(cost.store_per_kib, 1));
   // Rounds until the receivers of a widely replicated expert are all busy.
   const double fill = 1 + (shape_.max_fanout + 1) / 2;

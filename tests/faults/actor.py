@@ -140,8 +140,10 @@ class RankGroup:
 class Actor:
     """The argument of a part: ``part(actor)`` is one rank's side of a scene."""
 
-    def __init__(self, rank: int, size: int, pipe: Connection, victims: tuple[int, ...]) -> None:
-        self.rank, self.size, self.victims = rank, size, victims
+    def __init__(
+        self, rank: int, size: int, pipe: Connection, victims: tuple[int, ...], engine: str
+    ) -> None:
+        self.rank, self.size, self.victims, self.engine = rank, size, victims, engine
         self.report = Report(rank=rank)
         self.groups: list[RankGroup] = []
         self.world = dist.group.WORLD
@@ -179,7 +181,7 @@ class Actor:
     def make(self, *, process_group: Any = None, shared: bool = False, **options: Any) -> RankGroup:
         """Create a group that is checked and closed at the end."""
         options = {"num_experts": E, "slots_per_rank": S, "expert": SMALL, "num_sms": 1, **options}
-        options.setdefault("timeout", 20.0)
+        options = {"timeout": 20.0, "engine": self.engine, **options}
         group = uec.new_group(process_group or self.world, **options)
         self.groups.append(RankGroup(group, shared=shared, salt=1 + len(self.groups)))
         return self.groups[-1]
@@ -246,7 +248,12 @@ class Actor:
         try:
             rank, size = dist.get_rank(self.survivors), dist.get_world_size(self.survivors)
             with uec.new_group(
-                self.survivors, num_experts=size, slots_per_rank=1, expert=SMALL, timeout=20.0
+                self.survivors,
+                num_experts=size,
+                slots_per_rank=1,
+                expert=SMALL,
+                timeout=20.0,
+                engine=self.engine,
             ) as group:
                 own = RankGroup(group, salt=99)
                 plan = plan_of([[(r + 1) % size if size > 1 else -1] for r in range(size)], size)
@@ -308,7 +315,12 @@ def _warm_up(actor: Actor) -> None:
         if group is None:
             continue
         with uec.new_group(
-            group, num_experts=E, slots_per_rank=1, expert=SMALL, timeout=30.0
+            group,
+            num_experts=E,
+            slots_per_rank=1,
+            expert=SMALL,
+            timeout=30.0,
+            engine=actor.engine,
         ) as warm:
             own = RankGroup(warm)
             own.gather()
@@ -322,6 +334,7 @@ def play(
     part: Callable[[Actor], None],
     victims: tuple[int, ...],
     pg_timeout: float,
+    engine: str,
     pipe: Connection,
 ) -> None:
     """Run the process of one rank: join the cast, play the part, and report."""
@@ -338,7 +351,7 @@ def play(
             world_size=size,
             timeout=timedelta(seconds=pg_timeout),
         )
-        actor = Actor(rank, size, pipe, victims)
+        actor = Actor(rank, size, pipe, victims, engine)
         _warm_up(actor)
         gc.collect()
         before = holdings()

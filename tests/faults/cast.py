@@ -80,6 +80,7 @@ class Cast:
         size: int,
         victims: tuple[int, ...] = (),
         pg_timeout: float = 30.0,
+        engine: str = "host",
     ) -> None:
         context = forkserver()
         self.size = size
@@ -92,7 +93,7 @@ class Cast:
         store = str(Path(self._folder.name) / "store")
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = (rank, size, store, part, victims, pg_timeout, there)
+            arguments = (rank, size, store, part, victims, pg_timeout, engine, there)
             process = context.Process(target=play, args=arguments, daemon=True)
             with _starting:
                 process.start()
@@ -213,8 +214,9 @@ def run_cast(
     victims: tuple[int, ...] = (),
     pg_timeout: float = 30.0,
     seconds: float = 45.0,
+    engine: str = "host",
 ) -> Outcome:
     """Start a cast, direct it, and return the outcome."""
-    with Cast(part, size=size, victims=victims, pg_timeout=pg_timeout) as cast:
+    with Cast(part, size=size, victims=victims, pg_timeout=pg_timeout, engine=engine) as cast:
         cast.perform(cues, seconds)
     return cast.outcome

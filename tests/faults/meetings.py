@@ -61,7 +61,12 @@ SHORT = (
 
 
 def dies_making(actor: Actor, *, point: str) -> None:
-    owner, name, number, behind = POINTS[point]
+    dies_at(actor, POINTS[point])
+
+
+def dies_at(actor: Actor, place: tuple[Any, str, int, bool]) -> None:
+    """Rank 1 dies in new_group at a place, which is as the arguments of `_replace`."""
+    owner, name, number, behind = place
     actor.together()
     if actor.rank == ODD:
         _replace(owner, name, actor.die, number, behind=behind)

@@ -55,6 +55,7 @@ class Scene:
         seconds: after which a rank without a report counts as hung.
         beside: another job that runs at the same time, with the same names.
         long: run only on request.
+        engine: of the groups.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Scene:
     seconds: float = 45.0
     beside: Scene | None = None
     long: bool = False
+    engine: str = "host"
 
     def run(self) -> Outcome:
         """Play it once."""
@@ -91,6 +93,7 @@ class Scene:
             victims=self.victims,
             pg_timeout=self.pg_timeout,
             seconds=self.seconds,
+            engine=self.engine,
         )
 
 

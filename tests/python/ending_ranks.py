@@ -26,6 +26,7 @@ from ultraep_comm import _core, nn
 
 LIMIT = 60.0  # seconds for a program
 SLOW_MS = int(os.environ.get("SLOW_GLOO_MS", "0"))  # slow_gloo.cc is preloaded
+ENGINE = os.environ.get("ENDING_ENGINE", "host")
 E, S, H = 8, 1, 64
 KEPT: list[Any] = []  # to the end of the interpreter
 
@@ -43,7 +44,7 @@ class Rank:
             slots_per_rank=S,
             expert={"w": ((H, H), torch.float32)},
             grads=torch.float32,
-            engine="host",
+            engine=ENGINE,
         )
         weight = torch.nn.Parameter(torch.ones(self.group.num_mains, H, H))
         self.layer = nn.ReplicatedExperts(self.group, _experts, {"w": weight})

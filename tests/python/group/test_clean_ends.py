@@ -49,6 +49,13 @@ def test_programs_end(tmp_path: Path) -> None:
     assert _end(tmp_path, 2, names[: cases(4, 7)]) == []
 
 
+@pytest.mark.cases
+def test_programs_end_on_c10d(tmp_path: Path) -> None:
+    names = ["keeps the group", "leaves a call", "leaves a cycle", "fails and goes on", "destroys"]
+    names += ["closes and destroys", "forgets work", "leaves a thread", "drops a graph", "raises"]
+    assert _end(tmp_path, 2, names[: cases(3, 10)], ENDING_ENGINE="c10d") == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_programs_end_beside_a_busy_machine(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +14,12 @@ from ultraep_comm import _core
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
 from ultraep_comm.plan.topology import IntArray
 
-GRACE = 0.4  # seconds for the news of a failure to come from a peer
+_GRACE = 0.4  # seconds for the news of a failure to come from a peer
+_POLL = 0.01
 _HEAD = 3  # int64: kind, epoch, digest
 _NEWS = 3  # int64: fault, peer, root
+_UNHEARD = -2  # no peer and no root
+_NEWS_TAG, _PROBE_TAG = 0, 1
 _FIRST_TAG = 1 << 30  # of records, beyond those of steps: they may share a channel
 
 
@@ -61,6 +66,15 @@ class Agreement:
         self._rank, self._num_ranks = rank, num_ranks
         self._num_experts = num_experts
         self._told: list[Pending] = []
+        # Receives wait for news from the start: it arrives at once, whatever this rank does then.
+        self._news = torch.full((num_ranks, _NEWS), _UNHEARD, dtype=torch.int64)
+        self._heard = alarms.post(
+            [
+                Message(peer, _NEWS_TAG, self._news[peer], receives=True)
+                for peer in range(num_ranks)
+                if peer != rank
+            ]
+        )
         # Row i is that of rank (rank + i) % G. All rows have room for counts.
         length = _HEAD + -(-num_experts // 2)
         rows = torch.zeros((num_ranks, length), dtype=torch.int64)
@@ -137,24 +151,50 @@ class Agreement:
         for peer in range(self._num_ranks):
             if peer == self._rank:
                 continue
-            try:
-                self._told += self._alarms.post([Message(peer, 0, words, receives=False)])
-            except RuntimeError:  # it is gone
-                continue
+            with suppress(BrokenChannelError):  # it is gone
+                self._told += self._alarms.post([Message(peer, _NEWS_TAG, words, receives=False)])
 
-    def hear(self, peer: int) -> News | None:
-        """Return what a peer tells of its failure within ``GRACE``; None: nothing."""
-        words = torch.zeros(_NEWS, dtype=torch.int64)
+    def hear(self, peer: int) -> tuple[int, News] | None:
+        """Return the rank that tells of its failure, and what.
+
+        Args:
+            peer: the rank; -1: any.
+
+        Returns:
+            None: nothing has come within a grace period, or the rank is gone.
+        """
+        awaited = [p for p in self._heard if peer in (-1, p.message.peer)]
+        end, open_ = time.monotonic() + _GRACE, True
+        while open_ and time.monotonic() < end:
+            open_ = peer < 0 or self._is_open(peer)
+            for pending in awaited:
+                teller = pending.message.peer
+                if self._news[teller, -1] == _UNHEARD:  # to wait on gloo's side would end in a cut
+                    continue
+                with suppress(BrokenChannelError):
+                    pending.wait(_GRACE)
+                fault, about, root = self._news[teller].tolist()
+                return teller, News(_core.Fault(fault), about, root)
+            time.sleep(_POLL)
+        return None
+
+    def _is_open(self, peer: int) -> bool:
+        """Return whether a connection is open, as far as is known."""
+        never = torch.empty(1, dtype=torch.uint8)
         try:
-            for pending in self._alarms.post([Message(peer, 0, words, receives=True)]):
-                pending.wait(GRACE)
-        except (BrokenChannelError, RuntimeError):
-            return None
-        fault, about, root = words.tolist()
-        return News(_core.Fault(fault), about, root)
+            self._told += self._alarms.post([Message(peer, _PROBE_TAG, never, receives=True)])
+        except BrokenChannelError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Release the channels."""
+        """Release the channels, once the peers have what this rank told."""
+        with suppress(BrokenChannelError):
+            for pending in self._told:
+                if not pending.message.receives:
+                    pending.wait(_GRACE)
         self._told.clear()
+        self._heard.clear()
+        self._arriving.clear()
         self._calls.close()
         self._alarms.close()

@@ -24,10 +24,10 @@ _CUT_TAG = 0x7FFFFFFF  # of no message
 
 
 class BrokenChannelError(Exception):
-    """An operation did not end.
+    """An operation could not be issued, or did not end.
 
     Attributes:
-        peer: the rank at the other end.
+        peer: the rank at the other end; -1: unknown.
         receives: whether it was to receive.
         seconds: how long it was waited for.
         timed_out: the limit has passed; else the backend reported an error.
@@ -39,6 +39,10 @@ class BrokenChannelError(Exception):
         super().__init__(text)
         self.peer, self.receives = peer, receives
         self.seconds, self.timed_out = seconds, timed_out
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class Message(NamedTuple):
@@ -73,11 +77,10 @@ class Pending:
             self._work.wait(timedelta(seconds=limit) if limit else _FOREVER)
         except RuntimeError as error:
             seconds = time.monotonic() - start
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            peer, receives = self.message.peer, self.message.receives
+            peer, _, _, receives = self.message
             timed_out = bool(limit) and seconds >= 0.99 * limit
             raise BrokenChannelError(
-                text, peer, receives=receives, seconds=seconds, timed_out=timed_out
+                _first_line(error), peer, receives=receives, seconds=seconds, timed_out=timed_out
             ) from error
 
 
@@ -92,7 +95,11 @@ class Channel(Protocol):
     matches_tags: bool
 
     def post(self, messages: Sequence[Message]) -> list[Pending]:
-        """Issue the messages of one round, in the order of rounds on every rank."""
+        """Issue the messages of one round, in the order of rounds on every rank.
+
+        Raises:
+            BrokenChannelError: the backend refuses one.
+        """
 
     def cut(self) -> None:
         """Make all operations fail, on this rank and on its peers. From any thread."""
@@ -113,7 +120,6 @@ class GlooChannel:
     matches_tags = True
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
         limit = timedelta(seconds=timeout) if timeout else _FOREVER
         self._group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, limit)
 
@@ -122,27 +128,38 @@ class GlooChannel:
         group = self._group
         pending = []
         for message in messages:
-            if message.receives:
-                work = group.recv([message.tensor], message.peer, message.tag)
-            else:
-                work = group.send([message.tensor], message.peer, message.tag)
+            peer, tag, tensor, receives = message
+            try:
+                work = (group.recv if receives else group.send)([tensor], peer, tag)
+            except RuntimeError as error:
+                raise BrokenChannelError(
+                    _first_line(error), peer, receives=receives, seconds=0.0, timed_out=False
+                ) from error
             pending.append(Pending(message, work))
         return pending
 
     def cut(self) -> None:
-        """Let an operation time out: gloo then closes all connections of the process group."""
-        group = self._group
-        if group is None or self._num_ranks == 1:
-            return
-        with contextlib.suppress(RuntimeError):  # that is what is wanted
-            never = group.recv(
-                [torch.empty(1, dtype=torch.uint8)], (self._rank + 1) % self._num_ranks, _CUT_TAG
-            )
-            never.wait(timedelta(milliseconds=1))
+        """Close all connections of the process group."""
+        if self._group is not None:
+            _cut_gloo(self._group)
 
     def close(self) -> None:
         """Close the connections and end gloo's threads."""
         self._group = None
+
+
+def _cut_gloo(group: Any) -> None:
+    """Let an operation time out: gloo then closes all connections, which its ``abort`` does not.
+
+    A connection that is closed already refuses it.
+    """
+    size = group.size()
+    for other in range(1, size):
+        with contextlib.suppress(RuntimeError):  # that is what is wanted
+            never = group.recv(
+                [torch.empty(1, dtype=torch.uint8)], (group.rank() + other) % size, _CUT_TAG
+            )
+            never.wait(timedelta(milliseconds=1))
 
 
 class BackendChannel:
@@ -188,18 +205,24 @@ class BackendChannel:
         if not messages:
             return []
         group = self._group
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(
-                    dist.irecv if m.receives else dist.isend,
-                    m.tensor,
-                    group=group,
-                    tag=m.tag,
-                    group_peer=m.peer,
-                )
-                for m in messages
-            ]
-        )
+        operations = [
+            dist.P2POp(
+                dist.irecv if m.receives else dist.isend,
+                m.tensor,
+                group=group,
+                tag=m.tag,
+                group_peer=m.peer,
+            )
+            for m in messages
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            first, *others = messages
+            peer = first.peer if all(m.peer == first.peer for m in others) else -1
+            raise BrokenChannelError(
+                _first_line(error), peer, receives=first.receives, seconds=0.0, timed_out=False
+            ) from error
         # A backend that runs a batch as one returns one work for all of it.
         shared = works[0]
         return [
@@ -212,6 +235,9 @@ class BackendChannel:
         if self._group is None:
             return
         backend = undocumented(self._group, "_get_backend")(self._device)
+        if isinstance(backend, dist.ProcessGroupGloo):
+            _cut_gloo(backend)
+            return
         with contextlib.suppress(AttributeError, RuntimeError):
             backend.abort()
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ultraep_comm import _core
 from ultraep_comm.engines.base import BackendReport
-from ultraep_comm.engines.c10d.agreement import GRACE, Agreement, News, Record
+from ultraep_comm.engines.c10d.agreement import Agreement, News, Record
 from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel
 from ultraep_comm.engines.c10d.movement import BrokenStepError, Movement, read_steps
 from ultraep_comm.engines.c10d.order import CallMark, DeviceOrder, HostOrder
@@ -132,7 +132,6 @@ class C10dEngine:
         self._ends: dict[int, int] = {}
         self._marks: deque[tuple[int, CallMark]] = deque()
         self._bytes_sent = self._num_regions = 0
-        self._failed_at = 0.0
         self._counts = {"replicate": 0, "reduce": 0, "gather": 0, "rejected": 0}
         self._thread = threading.Thread(
             target=self._serve, name=f"ultraep-c10d-{rank}", daemon=True
@@ -185,14 +184,14 @@ class C10dEngine:
             if isinstance(bound, BoundGrads):
                 grads = self._slots.grads_of_bank(call.bank)
                 main = _mains(bound.grads, self._slots.grad_names, as_bytes=False)
-                job.movement = Reduction(steps, self._channel, grads, main)
+                job.movement = Reduction(steps, self._channel, digest, grads, main)
                 if call.zero:
                     read = self._ledger.moves()[self._rank].nonzero()[0].tolist()
                     job.clear = [segment[slot] for segment in grads for slot in read]
             else:
                 slots = self._slots.of_bank(call.bank)
                 main = _mains(bound.weights or {}, self._slots.names, as_bytes=True)
-                movement = Transfer(steps, self._channel, slots, main, self._slot_done(job))
+                movement = Transfer(steps, self._channel, digest, slots, main, self._slot_done(job))
                 job.movement, job.lacking = movement, set(movement.filled)
             self._submit(job)
         self._order.leave(lambda: self._wait_for(lambda: job.mark.issued or self._is_over(epoch)))
@@ -247,22 +246,26 @@ class C10dEngine:
     # ---- the thread -------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        # Tensors of either kind may be written to in it, and nothing is recorded for autograd.
-        with torch.inference_mode():
-            while (job := self._next_job()) is not None:
-                self._run(job)
-                del job  # or its tensors live until the next one
-        if self._ends_itself:
-            self._release()
+        try:
+            # Tensors of either kind may be written to in it; nothing is recorded for autograd.
+            with torch.inference_mode():
+                while (job := self._next_job()) is not None:
+                    self._run(job)
+                    del job  # or its tensors live until the next one
+        finally:
+            with self._changed:
+                if not self._closed:  # not meant to end, as when out of memory: nobody waits for it
+                    self._cancelled = True
+                    self._set_cancelled()
+                    self._cut()
+                releases = self._ends_itself
+            if releases:
+                self._release()
 
     def _next_job(self) -> _Job | None:
         with self._changed:
             while True:
-                if self._cancelled and not self._failed:
-                    self._set_failed(
-                        BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1)
-                    )
-                    self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
+                self._set_cancelled()
                 # What was submitted before a call that this rank rejects is still owed, and so is
                 # the news of it.
                 if self._jobs and (not self._failed or self._jobs[0].epoch <= self._owed):
@@ -278,6 +281,9 @@ class C10dEngine:
         try:
             with self._order.running(job.mark):
                 report = self._execute(job)
+            if report is not None:  # a peer that has yet to compare may find this rank gone
+                self._agreement.tell(News(report.fault, report.peer, report.root))
+                self._cut()
         except Exception as error:
             report = self._explain(job, error)
         with self._changed:
@@ -294,8 +300,6 @@ class C10dEngine:
                 if not 0 < self._failed <= report.epoch:
                     self._set_failed(report)
             self._changed.notify_all()
-        if report is not None:
-            self._cut()
 
     def _execute(self, job: _Job) -> BackendReport | None:
         """Run a call; return how it failed, or None."""
@@ -334,27 +338,26 @@ class C10dEngine:
         with self._changed:
             cancelled = self._cancelled
         if cancelled:
-            self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
             return BackendReport(fault=_Fault.CANCELLED, epoch=job.epoch)
         step = error.step if isinstance(error, BrokenStepError) else None
         broken = error.__cause__ if step is not None else error
-        if not isinstance(broken, BrokenChannelError):
-            # Of the backend, when a message was posted; or ours.
-            peer = -1 if step is None else step.peer
+        if not isinstance(broken, BrokenChannelError):  # ours, such as memory that was refused
             text = str(error) or type(error).__name__
-            broken = BrokenChannelError(text, peer, receives=True, seconds=0.0, timed_out=False)
+            broken = BrokenChannelError(text, -1, receives=True, seconds=0.0, timed_out=False)
         peer, fault = broken.peer, _Fault.TIMEOUT if broken.timed_out else _Fault.GONE
         self._agreement.tell(News(fault, peer, peer))
         self._cut()  # the peers stop waiting for this rank, and hear what it told
         aborter, root = -1, peer
         asked = {self._rank}
-        while root >= 0 and root not in asked:
+        while root not in asked and (heard := self._agreement.hear(root)) is not None:
+            root, news = heard
             asked.add(root)
-            news = self._agreement.hear(root)
-            if news is None:
-                break
-            aborter = peer
-            if news.fault is _Fault.CANCELLED or news.peer in asked:
+            if aborter < 0:
+                aborter = root
+            if news.fault in (_Fault.REJECTED, _Fault.MISMATCH):
+                other = root if news.root == self._rank else news.root
+                return BackendReport(fault=news.fault, epoch=job.epoch, peer=other, root=other)
+            if news.fault is _Fault.CANCELLED or news.peer < 0:
                 break
             root = news.peer
         if aborter >= 0 and fault is _Fault.GONE:
@@ -375,9 +378,12 @@ class C10dEngine:
             detail=str(broken),
         )
 
+    def _set_cancelled(self) -> None:
+        if self._cancelled and not self._failed:
+            self._set_failed(BackendReport(fault=_Fault.CANCELLED, epoch=self._completed + 1))
+
     def _set_failed(self, report: BackendReport) -> None:
         self._report, self._failed = report, report.epoch
-        self._failed_at = time.monotonic()
         self._changed.notify_all()
 
     def _cut(self) -> None:
@@ -506,10 +512,12 @@ class C10dEngine:
                 return
             self._cancelled = True
             self._changed.notify_all()
+        self._agreement.tell(News(_Fault.CANCELLED, -1, self._rank))
         self._cut()
-        if not self._is_own_thread():
-            with self._changed:  # the thread sees it at once, unless it runs a long addition
+        if threading.current_thread() is not self._thread:
+            with self._changed:  # the thread sees it at once, unless something holds it up
                 self._changed.wait_for(lambda: self._failed != 0, _CLOSE_SECONDS)
+                self._set_cancelled()
 
     def close(self) -> int:
         """End the thread and leave the process groups; return -1: every call has been compared."""
@@ -518,24 +526,18 @@ class C10dEngine:
                 return -1
             self._closed = True
             self._changed.notify_all()
-            if self._is_own_thread():
+            if threading.current_thread() is self._thread:  # a garbage collection happened in it
                 self._ends_itself = True
                 return -1
             # A rejected call may not have reached the peers yet.
             self._changed.wait_for(lambda: not (self._jobs or self._running), _CLOSE_SECONDS)
-            pause = self._failed_at + GRACE - time.monotonic() if self._failed else 0.0
-        if pause > 0:  # for the peers to hear what this rank told
-            time.sleep(pause)
         self._thread.join(0.1)
         if self._thread.is_alive():
             self._cut()
-            self._thread.join()
-        self._release()
+            self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():  # else a backend does not return, and uses them
+            self._release()
         return -1
-
-    def _is_own_thread(self) -> bool:
-        """Return whether the engine's own thread calls: the garbage collector may run on any."""
-        return threading.current_thread() is self._thread
 
     def _release(self) -> None:
         self._channel.close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +17,12 @@ from torch.distributed import distributed_c10d as c10d
 from ultraep_comm import _core
 from ultraep_comm.engines.base import Parts, make_parts
 from ultraep_comm.engines.c10d.agreement import Agreement
-from ultraep_comm.engines.c10d.channel import BackendChannel, Channel, GlooChannel
+from ultraep_comm.engines.c10d.channel import (
+    BackendChannel,
+    BrokenChannelError,
+    Channel,
+    GlooChannel,
+)
 from ultraep_comm.engines.c10d.engine import C10dEngine, Slots
 from ultraep_comm.engines.c10d.order import DeviceOrder, HostOrder
 from ultraep_comm.engines.c10d.probe import measure
@@ -22,15 +30,64 @@ from ultraep_comm.engines.c10d.stages import DeviceStages
 from ultraep_comm.engines.host import HostStages
 from ultraep_comm.engines.options import WAIT_TIMEOUT, Options
 from ultraep_comm.errors import BootstrapError, UnsupportedError
-from ultraep_comm.fabrics.meeting import DEFAULT_TIMEOUT, Hello, Meeting, check_same_arguments
+from ultraep_comm.fabrics.meeting import (
+    DEFAULT_TIMEOUT,
+    EchoError,
+    Hello,
+    Meeting,
+    check_same_arguments,
+)
 from ultraep_comm.fabrics.private import PrivateFabric
 from ultraep_comm.fabrics.shm import machine_id
 from ultraep_comm.plan.topology import Topology
 from ultraep_comm.system import undocumented
 
 _CONNECT_SECONDS = 60.0
+_POLL = 0.1  # seconds between looks for a failure
 _LOOPBACK_COST = (700_000, 0, 10_000_000, 100_000_000, 100)  # 1.5 GB/s, 100 us, one processor
 _MOVES = {"gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}  # others move what they are registered for
+
+
+class WatchedStore(c10d.Store):
+    """A store in which nobody waits for the key of a rank that has failed.
+
+    Args:
+        store: has the keys.
+        meeting: knows of failures.
+        limit: of a wait, in seconds.
+    """
+
+    def __init__(self, store: c10d.Store, meeting: Meeting, limit: float) -> None:
+        super().__init__()
+        self._store, self._meeting, self._limit = store, meeting, limit
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            EchoError: a rank is known to have failed or died.
+            TimeoutError: they do not come.
+        """
+        start = polled = time.monotonic()
+        pause = 2e-4
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+            if (now := time.monotonic()) - polled > _POLL:
+                polled = now
+                self._meeting.raise_failure()
+                if now - start > self._limit:
+                    raise TimeoutError(f"a rank has not come within {self._limit:g} s")
 
 
 def movers(process_group: dist.ProcessGroup) -> dict[str, str]:
@@ -117,11 +174,13 @@ def make_group_parts(
     parts = None
     try:
         try:
-            channels = open_channels(meeting, device, hellos[0].token)
+            channels.extend(open_channels(meeting, device, hellos[0].token))
+        except EchoError as failure:
+            error = failure
         except Exception as refused:
             error = BootstrapError(
                 f"rank {meeting.rank}: the engine's process groups could not be created"
-                f" ({str(refused).splitlines()[0]})",
+                f" ({(str(refused) or type(refused).__name__).splitlines()[0]})",
                 failed_rank=meeting.rank,
             )
             error.__cause__ = refused
@@ -134,8 +193,13 @@ def make_group_parts(
                 found = measure(channels[0], meeting.rank, meeting.num_ranks, device)
                 cost = found.constants(meeting.num_ranks, scales=False)
             except Exception as broken:
-                error = BootstrapError(f"rank {meeting.rank}: {broken}", failed_rank=meeting.rank)
+                text = f"rank {meeting.rank}: {str(broken) or type(broken).__name__}"
+                if isinstance(broken, BrokenChannelError):  # a peer failed first, or is gone
+                    error = EchoError(text, failed_rank=broken.peer)
+                else:
+                    error = BootstrapError(text, failed_rank=meeting.rank)
                 error.__cause__ = broken
+                channels[0].cut()  # or peers would wait for this rank
         cost = meeting.exchange(Hello(cost=cost), error)[0].cost
         try:
             parts = _make_one(
@@ -176,8 +240,8 @@ def make_loopback_parts(options: Options, topology: Topology) -> list[Parts]:
     ]
 
 
-def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> list[Channel]:
-    """Return channels for data (unless the next carries it), calls, and news of failures.
+def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> Iterator[Channel]:
+    """Yield channels for data (unless the next carries it), calls, and news of failures.
 
     Collective. ``run``: new, and the same on all ranks.
 
@@ -189,17 +253,14 @@ def open_channels(meeting: Meeting, device: torch.device, run: bytes) -> list[Ch
     if meeting.store is None:
         raise UnsupportedError("the process group has no store, by which new ones could meet")
     name = f"ultraep_comm/{run.hex()}"
-    channels: list[Channel] = [
-        GlooChannel(c10d.PrefixStore(f"{name}/{what}", meeting.store), rank, num_ranks, limit)
-        for what in ("calls", "alarms")
-    ]
     backend = movers(meeting.group)[device.type]
-    if backend == "gloo":
-        # One channel carries both, as every process group of gloo has a thread of its own.
-        return channels
-    ranks = dist.get_process_group_ranks(meeting.group)
-    data = BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
-    return [data, *channels]
+    if backend != "gloo":
+        ranks = dist.get_process_group_ranks(meeting.group)
+        yield BackendChannel(meeting.store, name, ranks, rank, backend, device, meeting.timeout)
+    # Else one channel carries both, as every process group of gloo has a thread of its own.
+    for what in ("calls", "alarms"):
+        store = c10d.PrefixStore(f"{name}/{what}", meeting.store)
+        yield GlooChannel(WatchedStore(store, meeting, limit), rank, num_ranks, limit)
 
 
 def _make_one(

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 
 from ultraep_comm import _core
-from ultraep_comm.engines.c10d.channel import Channel, Message, Pending
+from ultraep_comm.engines.c10d.channel import BrokenChannelError, Channel, Message, Pending
 
 IN_FLIGHT = 3  # rounds
+_TAGS = (1 << 30) - 1  # beyond are those of records
 _KINDS = tuple(_core.C10dStep)
 _Kind = _core.C10dStep
 _SEND = frozenset((_Kind.SEND_MAIN, _Kind.SEND_SLOT, _Kind.SEND_GRAD, _Kind.SEND_SUM))
@@ -64,11 +65,13 @@ class Movement(ABC):
     Args:
         steps: of this rank, by round.
         channel: what carries them.
+        digest: of the call. It is in the tags: a message of another call, which a rank that
+            disagrees makes, must not be received here, where gloo ends the process if it is longer.
     """
 
-    def __init__(self, steps: Sequence[Step], channel: Channel) -> None:
+    def __init__(self, steps: Sequence[Step], channel: Channel, digest: int) -> None:
         self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda step: step.round)]
-        self._channel = channel
+        self._channel, self._mark = channel, digest & _TAGS
         self._next = self._posted = 0  # of the rounds: to be sent, and to be received
         self._leaving: deque[tuple[Step, Pending]] = deque()
         self._arriving: deque[tuple[Step, Pending]] = deque()
@@ -110,8 +113,15 @@ class Movement(ABC):
         self._posted = max(self._posted, end)
         receives = [s for _, steps in rounds for s in steps if s.kind in _RECEIVE]
         steps = [*receives, *sends]
-        messages = [Message(s.peer, s.tag, self.prepare(s), s.kind in _RECEIVE) for s in steps]
-        for step, pending in zip(steps, self._channel.post(messages), strict=True):
+        messages = [
+            Message(s.peer, s.tag ^ self._mark, self.prepare(s), s.kind in _RECEIVE) for s in steps
+        ]
+        try:
+            posted = self._channel.post(messages)
+        except BrokenChannelError as error:
+            step = next((s for s in steps if s.peer == error.peer), steps[0])
+            raise BrokenStepError(step) from error
+        for step, pending in zip(steps, posted, strict=True):
             if pending.message.receives:
                 self._arriving.append((step, pending))
             else:

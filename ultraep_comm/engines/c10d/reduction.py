@@ -23,7 +23,7 @@ class Reduction(Movement):
     a sum are kept until all are there.
 
     Args:
-        steps, channel: as for `Movement`.
+        steps, channel, digest: as for `Movement`.
         slots: by segment with gradients, ``[S, elements]`` of the call's bank.
         main: returns a main gradient, dense, given the segment's and the main's index.
     """
@@ -32,10 +32,11 @@ class Reduction(Movement):
         self,
         steps: Sequence[Step],
         channel: Channel,
+        digest: int,
         slots: Sequence[torch.Tensor],
         main: Callable[[int, int], torch.Tensor],
     ) -> None:
-        super().__init__(steps, channel)
+        super().__init__(steps, channel, digest)
         self._slots, self._main = slots, main
         self._parts: dict[Part, dict[int, torch.Tensor]] = defaultdict(dict)
         self._missing: dict[Part, int] = defaultdict(int)

@@ -18,7 +18,7 @@ class Transfer(Movement):
     """The messages of one transfer on one rank.
 
     Args:
-        steps, channel: as for `Movement`.
+        steps, channel, digest: as for `Movement`.
         slots: by segment, uint8 ``[S, bytes]`` of the call's bank.
         main: returns the bytes of a main's segment, given the segment's and the main's index.
         on_slot: called with a slot once it is complete.
@@ -28,11 +28,12 @@ class Transfer(Movement):
         self,
         steps: Sequence[Step],
         channel: Channel,
+        digest: int,
         slots: Sequence[torch.Tensor],
         main: Callable[[int, int], torch.Tensor],
         on_slot: Callable[[int], None],
     ) -> None:
-        super().__init__(steps, channel)
+        super().__init__(steps, channel, digest)
         self._slots, self._main, self._on_slot = slots, main, on_slot
         self._missing = Counter(step.place for step in steps if step.kind is _Kind.RECEIVE)
 

@@ -83,7 +83,7 @@ def measure_messages(settings: CalibrateSettings) -> MeasuredCosts:
     meeting, device = Meeting(None), torch.device("cpu")
     with meeting.making():
         run = meeting.exchange(Hello(token=secrets.token_bytes(16)))[0].token
-        channels = open_channels(meeting, device, run)
+        channels = list(open_channels(meeting, device, run))
         try:
             return measure(
                 channels[0], meeting.rank, meeting.num_ranks, device, rounds=settings.iters
