@@ -53,7 +53,7 @@ class Group {
     config.banks = 2;
     config.tile_bytes = draw(random, 0, 1) == 0 ? 32 << 10 : 20 << 10;
     // Chunks of a group to an expert.
-    config.cost = {700'000, 0, 10'000'000, int64_t{1000} << draw(random, 0, 20), 100};
+    config.cost = {700'000, 0, int64_t{100} << draw(random, 0, 20), 1'000'000, 100};
     for (config.rank = 0; config.rank < c.num_ranks; ++config.rank)
       ledgers_.push_back(std::make_unique<Ledger>(config));
     config.rank = 0;

@@ -31,7 +31,7 @@ TILES = st.sampled_from((16 << 10, 20 << 10, 32 << 10))  # bytes
 LENGTHS = st.sampled_from((1, 3, 100, 4099, 40_000, (96 << 10) + 5, 300_001))
 MODES = st.sampled_from((None, *_core.Mode))
 # The least and the most that a message costs: chunks of any length.
-COSTS = st.sampled_from(((700_000, 0, 0, 1, 100), (700_000, 0, 0, 10**8, 100)))
+COSTS = st.sampled_from(((700_000, 0, 1, 1, 100), (700_000, 0, 10**8, 1, 100)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Case:
     segments: list[int]  # bytes
     tile_bytes: int
     cost: Sequence[int]
+    domain: list[int]
     dtypes: list[torch.dtype] = field(default_factory=list)  # of slot gradients, by segment
 
     @property
@@ -59,8 +60,8 @@ class Case:
                     num_experts=self.num_experts,
                     slots_per_rank=self.slots_per_rank,
                     home=self.home,
-                    domain=[0] * self.num_ranks,
-                    allow_cross_domain=False,
+                    domain=self.domain,
+                    allow_cross_domain=True,
                     segment_bytes=self.segments,
                     grad_bytes=self.segments[: len(self.dtypes)],
                     grad_type=[types[dtype] for dtype in self.dtypes],
@@ -99,6 +100,7 @@ def cases_of(draw: Callable[..., Any], *, gradients: bool = False) -> Case:
         segments=segments,
         tile_bytes=draw(TILES),
         cost=draw(COSTS),
+        domain=draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks)),
         dtypes=dtypes,
     )
 
@@ -213,34 +215,54 @@ class Message:
 
 
 class Rank:
-    """A rank that issues its rounds in order, as src/c10d/rounds.hpp has it."""
+    """A rank that issues its rounds in order, as src/c10d/rounds.hpp has it.
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    Args:
+        steps: its own.
+        ahead: how many rounds' receives may be posted before the rank waits to issue them.
+        find: returns the message of a step.
+    """
+
+    def __init__(self, steps: Sequence[Step], ahead: int, find: Callable[[Step], Message]) -> None:
         self._rounds = [(t, list(own)) for t, own in groupby(steps, lambda s: s.round)]
-        self._next = 0
+        self._ahead, self._find = ahead, find
+        self._issued = self._posted = 0  # rounds, and rounds of which receives are posted
         self._open: list[tuple[Step, Message]] = []
 
     @property
     def is_done(self) -> bool:
-        return self._next == len(self._rounds)
+        return self._issued == len(self._rounds)
 
     def may_issue(self) -> bool:
         self._open = [(step, message) for step, message in self._open if not message.arrived]
         if self.is_done:
             return False
-        t, steps = self._rounds[self._next]
+        t, steps = self._rounds[self._issued]
         behind = max(s.behind for s in steps)
         return all(
             step.round > t - IN_FLIGHT and (step.kind not in RECEIVING or step.round > behind)
             for step, _ in self._open
         )
 
-    def issue(self, find: Callable[[Step], Message]) -> list[tuple[Step, Message]]:
-        self._next += 1
-        steps = self._rounds[self._next - 1][1]
-        issued = [(step, find(step)) for step in steps if step.kind is not Kind.KEEP_GRAD]
-        self._open += issued
-        return issued
+    def may_post(self) -> bool:
+        return self._posted < min(self._issued + self._ahead, len(self._rounds))
+
+    def post(self) -> list[tuple[Step, Message]]:
+        """Post the receives of the next round."""
+        self._posted += 1
+        return self._note(self._posted - 1, receive=True)
+
+    def issue(self) -> list[tuple[Step, Message]]:
+        """Post what the next round sends, and what it receives unless that has been posted."""
+        received = self.post() if self._posted == self._issued else []
+        self._issued += 1
+        return [*received, *self._note(self._issued - 1, receive=False)]
+
+    def _note(self, index: int, *, receive: bool) -> list[tuple[Step, Message]]:
+        steps = [s for s in self._rounds[index][1] if s.kind is not Kind.KEEP_GRAD]
+        noted = [(s, self._find(s)) for s in steps if (s.kind in RECEIVING) == receive]
+        self._open += noted
+        return noted
 
 
 def run(
@@ -258,35 +280,41 @@ def run(
         put: takes what a rank's step has received.
     """
     chance = random.Random(seed)
-    ranks = [Rank(own) for own in steps]
+    ahead = chance.choice((0, IN_FLIGHT))
     messages: dict[tuple[int, int, int], Message] = {}
 
-    def issue(index: int) -> None:
-        def find(step: Step) -> Message:
-            pair = (step.peer, index) if step.kind in RECEIVING else (index, step.peer)
-            return messages.setdefault((*pair, step.tag), Message())
+    def find(index: int, step: Step) -> Message:
+        pair = (step.peer, index) if step.kind in RECEIVING else (index, step.peer)
+        return messages.setdefault((*pair, step.tag), Message())
 
-        for step, message in ranks[index].issue(find):
+    def start(index: int, act: Callable[[], list[tuple[Step, Message]]]) -> None:
+        for step, message in act():
             if step.kind in RECEIVING:
                 message.put = partial(put, index, step)
             else:
                 message.payload = read(index, step)
 
+    def arrive(message: Message) -> None:
+        message.arrived = True
+        assert message.put
+        message.put(message.payload)
+
+    ranks = [Rank(own, ahead, partial(find, index)) for index, own in enumerate(steps)]
     while True:
-        moves: list[Callable[[], None]] = [
-            partial(issue, index) for index, rank in enumerate(ranks) if rank.may_issue()
+        moves: list[Callable[[], None]] = []
+        for index, rank in enumerate(ranks):
+            if rank.may_issue():
+                moves.append(partial(start, index, rank.issue))
+            if rank.may_post():
+                moves.append(partial(start, index, rank.post))
+        moves += [
+            partial(arrive, m)
+            for m in messages.values()
+            if m.put and m.payload is not None and not m.arrived
         ]
-        ready = [m for m in messages.values() if m.put and m.payload is not None and not m.arrived]
-        if not moves and not ready:
+        if not moves:
             break
-        chosen = chance.randrange(len(moves) + len(ready))
-        if chosen < len(moves):
-            moves[chosen]()
-        else:
-            message = ready[chosen - len(moves)]
-            message.arrived = True
-            assert message.put
-            message.put(message.payload)
+        chance.choice(moves)()
     assert all(rank.is_done for rank in ranks), "ranks wait for each other"
     assert all(message.arrived for message in messages.values())
 
@@ -474,7 +502,8 @@ GROUP = Case(
     home=[0, 0, 1, 1, 2, 2, 3, 3],
     segments=[200_000, 100],
     tile_bytes=32 << 10,
-    cost=(700_000, 0, 0, 1, 100),
+    cost=(700_000, 0, 1, 1, 100),
+    domain=[0, 0, 0, 0],
     dtypes=[torch.float32],
 )
 SPREAD = np.array([[-1, -1], [0, -1], [0, -1], [0, -1]], np.int32)
