@@ -30,6 +30,7 @@ import ultraep_comm as uec
 from ultraep_comm import Segment, errors
 from ultraep_comm.engines.c10d import make
 from ultraep_comm.engines.c10d.order import DeviceOrder
+from ultraep_comm.group import create
 
 E, S = 7, 2
 SMALL = {"w": Segment((8, 4), torch.bfloat16), "s": Segment((3,), torch.uint8)}
@@ -236,6 +237,17 @@ def test_auto_takes_the_host_engine_on_one_machine_without_devices(
     meeting: Any = SimpleNamespace(group=None, exchange=lambda _: answers)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     assert make.choose_engine(meeting, None) == engine
+
+
+def test_auto_says_once_what_it_took_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="ultraep_comm")
+    create._say_engine.cache_clear()
+    for engine, reason in [("c10d", "fabric nvshmem: none here"), ("host", "")] * 2:
+        create._say_engine(engine, reason)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == ["WARNING", "INFO"]
+    assert "uses the c10d engine (fabric nvshmem: none here)" in said[0][1]
+    assert "uses the host engine. Pass engine=" in said[1][1]
 
 
 # ---- a device's streams -------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Movement(ABC):
                 self._arriving.append((step, pending))
             else:
                 self._leaving.append((step, pending))
-                self.bytes_sent += step.bytes
+                self.bytes_sent += pending.message.tensor.nbytes
 
     def _settle(self, pending: deque[tuple[Step, Pending]], last: int, limit: float) -> None:
         """Wait for the messages of rounds up to ``last``."""
